@@ -44,12 +44,10 @@ def on_core(pair: Pair) -> tuple[float, float]:
 
 def on_host(planes: list[str], kib: list[int], mib: int, rounds: int) -> dict[str, Any]:
     """Rates of each plane and block size."""
-    import zmq  # here, because the form for a GPU needs torch and Triton only
-    from host_planes import Pair
+    from host_planes import Pair  # here, because the form for a GPU needs torch and Triton only
 
     config = {
         "mib": mib, "kib": kib, "layers": 32, "slot_bytes": 4 << 20, "staging_bytes": 256 << 20,
-        "secret_key": zmq.curve_keypair()[1].decode(),
     }  # fmt: skip
     seconds: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
     of_cores: dict[tuple[str, int, bool], list[tuple[float, float]]] = defaultdict(list)

@@ -1,181 +1,314 @@
-"""What keys cost on the control port: a round trip of an ask and its answer, and a new connection.
+"""The control port: a round trip of an ask and its answer, and a new connection with its first answer.
 
-    python benchmarks/control_round_trip.py [--rounds 40] [--json FILE]
+    python benchmarks/control_round_trip.py [--rounds 40] [--former CHECKOUT] [--json FILE]
 
-Two processes, three wires: with keys (ZMQ and CURVE, the default), the same ZMQ sockets without CURVE (KVFerry does not
-offer it), and bare TCP (``insecure``). Rounds of the wires alternate. Both ends sleep in ``poll``, as KVFerry does.
+Two processes for each wire: KVFerry's control plane (TLS 1.3), bare TCP, and the control plane of an older checkout
+(ZMQ and CURVE) where ``--former`` names one. Both ends sleep in ``poll``. The wires take turns; half of a turn is
+beside a thread of D that computes in Python and never gives up the GIL by itself, at a hand-over's switch interval.
+The ratios are medians over the turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import select
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, Protocol
 
-import zmq
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
-
-from kvferry.transport.control import curve_dialer, framing
-from kvferry.transport.control.dialer import make_dialer
-from kvferry.transport.control.keys import Keys
-from kvferry.transport.control.listener import Listener, listen
-
-WIRES = ("keys", "zmq without keys", "insecure")
-ASK_BYTES, GRANT_BYTES = 300, 1200
+OURS, TCP, FORMER = "tls", "tcp", "former"
+ASK_BYTES, ANSWER_BYTES = 300, 1200
 """A prompt of 4096 tokens: an ask with one span, and a grant with 256 block ids."""
-MESSAGES = 50
-"""Round trips of one round."""
+MESSAGES = 25
+"""Round trips of one round, and as many beside a thread that computes."""
 LIMIT = 8 << 20
+ASK, ANSWER = ([b"kvferry", b"\0\7", bytes(size - 9)] for size in (ASK_BYTES, ANSWER_BYTES))
+TYPING = Path(__file__).resolve().parents[1] / ".typing"
 
 
-class BareZmqListener(Listener):
-    """The ROUTER of ``CurveListener`` without CURVE."""
+class End(Protocol):
+    """D's end of one connection."""
 
-    socket: zmq.Socket[bytes]
+    def connect(self, port: int) -> None: ...
 
-    def __init__(self) -> None:
-        self.socket = zmq.Context().socket(zmq.ROUTER)
-        framing.tune(self.socket, LIMIT)
-        framing.keep_watch(self.socket, framing.SILENCE_HERE_SECONDS)
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self._filter = framing.Filter("benchmark", LIMIT, Counter())
+    def exchange(self) -> None:
+        """Send an ask, and wait for the answer."""
 
-    def receive(self) -> list[tuple[bytes, list[bytes], str]]:
-        messages = []
-        while framing.waiting(self.socket):
-            first = self.socket.recv(zmq.NOBLOCK, copy=False)
-            identity, *frames = framing.rest(self.socket, [first.bytes], framing.FRAMES + 1)
-            framing.source(first)
-            message = self._filter.unpack(frames)
-            if message is not None:
-                messages.append((identity, message, framing.peer_address(first)))
-        return messages
+    def close(self) -> None: ...
 
-    def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        return not framing.send(self.socket, [identity, framing.pack(frames)])
 
-    @property
-    def peers(self) -> int:
-        return 0
+# --- the wires ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        self.socket.close(0)
+
+def pollable(wire: str, listener: Any) -> Any:
+    return listener.fd if wire == OURS else listener.socket
+
+
+def poller(wire: str) -> Any:
+    """As the transfer thread of that checkout has it."""
+    if wire != FORMER:
+        return select.poll()
+    import zmq
+
+    return zmq.Poller()
 
 
 def serve(wire: str, secret: str) -> None:
     """P: answers every message until its stdin ends."""
-    keys = None if wire == "insecure" else Keys(secret)
-    bare = wire == "zmq without keys"
-    listener = BareZmqListener() if bare else listen("127.0.0.1", 0, keys=keys, max_message_bytes=LIMIT)
+    if wire == TCP:
+        serve_tcp()
+        return
+    from kvferry.transport.control import listener as control
+    from kvferry.transport.control.keys import Keys
+
+    make: Any = control.Listener if wire == OURS else control.listen  # type: ignore[attr-defined]
+    listener = make("127.0.0.1", 0, keys=Keys(secret), max_message_bytes=LIMIT)
     print(listener.port, flush=True)
-    poller = zmq.Poller()
-    poller.register(listener.socket, zmq.POLLIN)
-    poller.register(sys.stdin, zmq.POLLIN)
-    answer = [b"kvferry", b"\0\5", bytes(GRANT_BYTES)]
-    while sys.stdin.fileno() not in dict(poller.poll()):
+    poll, stdin = poller(wire), sys.stdin.fileno()
+    poll.register(pollable(wire, listener), select.POLLIN)
+    poll.register(stdin, select.POLLIN)
+    while stdin not in dict(poll.poll()):
         for identity, _, _ in listener.receive():
-            listener.send(identity, answer)
+            listener.send(identity, ANSWER)
 
 
-class Wire:
-    """D's end, and P's process."""
+def serve_tcp() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    print(server.getsockname()[1], flush=True)
+    epoll, peers, stdin = select.epoll(), dict[int, socket.socket](), sys.stdin.fileno()
+    for fd in (server.fileno(), stdin):
+        epoll.register(fd, select.EPOLLIN)
+    while stdin not in (ready := dict(epoll.poll())):
+        for fd in ready:
+            if fd == server.fileno():
+                peer, _ = server.accept()
+                prepare(peer)
+                peers[peer.fileno()] = peer
+                epoll.register(peer, select.EPOLLIN)
+            elif peers[fd].recv(LIMIT):
+                peers[fd].send(bytes(ANSWER_BYTES))
+            else:
+                peers.pop(fd).close()
 
-    def __init__(self, name: str, secret: str) -> None:
-        self.name = name
-        self._keys = None if name == "insecure" else Keys(secret)
-        command = [sys.executable, __file__, "--serve", name, "--secret", secret]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self._port = int(self._process.stdout.readline())
-        self._ask = [b"kvferry", b"\0\5", bytes(ASK_BYTES)]
-        self._dial()
-        self.round_trips: list[float] = []
-        self.handshakes: list[float] = []
 
-    def _dial(self) -> None:
-        self._dialer = make_dialer(self._keys, max_message_bytes=LIMIT)
-        no_keys = mock.patch.object(curve_dialer, "configure_client", lambda socket, keys, server: None)
-        key = "" if self._keys is None else self._keys.fingerprint
-        with no_keys if self.name == "zmq without keys" else nullcontext():
-            self._connection = self._dialer.connect("127.0.0.1", self._port, key=key)
-        self._poller = zmq.Poller()
-        for pollable in self._dialer.pollables:
-            self._poller.register(pollable, zmq.POLLIN)
+def prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def exchange(self) -> float:
-        """Microseconds of one round trip."""
-        begun = time.perf_counter()
-        self._connection.send(self._ask)
+
+class TcpEnd:
+    def connect(self, port: int) -> None:
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        prepare(self._sock)
+        self._epoll = select.epoll()
+        self._epoll.register(self._sock, select.EPOLLIN)
+
+    def exchange(self) -> None:
+        self._sock.send(bytes(ASK_BYTES))
+        left = ANSWER_BYTES
+        while left:
+            self._epoll.poll()
+            left -= len(self._sock.recv(left))
+
+    def close(self) -> None:
+        self._epoll.close()
+        self._sock.close()
+
+
+class ControlEnd:
+    def __init__(self, wire: str, keys: Any) -> None:
+        from kvferry.transport.control import dialer as control
+
+        make: Any = control.Dialer if wire == OURS else control.make_dialer  # type: ignore[attr-defined]
+        self._wire, self._key = wire, keys.fingerprint
+        self._dialer = make(keys, max_message_bytes=LIMIT)
+
+    def connect(self, port: int) -> None:
+        self._connection = self._dialer.connect("127.0.0.1", port, key=self._key)
+        self._poll = poller(self._wire)
+        for each in [self._dialer.fd] if self._wire == OURS else self._dialer.pollables:
+            self._poll.register(each, select.POLLIN)
+
+    def exchange(self) -> None:
+        self._connection.send(ASK)
         while not self._connection.receive():
-            self._poller.poll()
+            self._poll.poll()
             self._dialer.progress()
             if self._connection.lost:
                 raise RuntimeError(self._connection.reason)
-        return (time.perf_counter() - begun) * 1e6
-
-    def round(self) -> None:
-        self.round_trips += [self.exchange() for _ in range(MESSAGES)]
-        self._connection.close()
-        self._dialer.close()
-        begun = time.perf_counter()
-        self._dial()
-        self.exchange()
-        self.handshakes.append((time.perf_counter() - begun) * 1e6)
 
     def close(self) -> None:
         self._connection.close()
         self._dialer.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+
+
+# --- D --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def beside_a_computing_thread() -> Iterator[None]:
+    from kvferry.connector.transfer.transfer_thread import SWITCH_SECONDS
+    from kvferry.transport.wake import ShortSwitchInterval
+
+    ended = False
+
+    def compute() -> None:
+        while not ended:
+            pass
+
+    switch, thread = ShortSwitchInterval(SWITCH_SECONDS), threading.Thread(target=compute)
+    switch.shorten()
+    thread.start()
+    try:
+        yield
+    finally:
+        ended = True
+        thread.join()
+        switch.restore()
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Microseconds."""
+    begun = time.perf_counter()
+    act()
+    return (time.perf_counter() - begun) * 1e6
+
+
+def dial(wire: str, port: int, secret: str) -> None:
+    """D: a round for each line of its stdin; the times go to its stdout."""
+    from kvferry.transport.control.keys import Keys
+    from kvferry.transport.wake import keep_time_exactly
+
+    keep_time_exactly()
+    keys = Keys(secret)
+
+    def make() -> End:
+        return TcpEnd() if wire == TCP else ControlEnd(wire, keys)
+
+    end = make()
+    end.connect(port)
+    for _ in sys.stdin:
+        found = {"alone": [timed(end.exchange) for _ in range(MESSAGES)]}
+        with beside_a_computing_thread():
+            found["computing"] = [timed(end.exchange) for _ in range(MESSAGES)]
+        end.close()
+        end = make()
+        begun = time.perf_counter()
+        end.connect(port)
+        end.exchange()
+        found["new"] = [(time.perf_counter() - begun) * 1e6]
+        print(json.dumps(found), flush=True)
+    end.close()
+
+
+# --- both processes -------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A P and a D of one wire. ``rounds``: the times of each round, in microseconds, by what was timed."""
+
+    def __init__(self, name: str, paths: Path, secret: str, stack: ExitStack) -> None:
+        self.name = name
+        self.rounds: list[dict[str, list[float]]] = []
+        environment = os.environ | {"PYTHONPATH": str(paths)}
+
+        def start(*arguments: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, __file__, *arguments, "--wire", name, "--secret", secret], env=environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            return stack.enter_context(process)  # its end closes stdin, and waits
+
+        p = start("--serve")
+        assert p.stdout is not None
+        self._d = start("--dial", p.stdout.readline().strip())
+
+    def round(self) -> None:
+        assert self._d.stdin is not None and self._d.stdout is not None
+        self._d.stdin.write("\n")
+        self._d.stdin.flush()
+        self.rounds.append(json.loads(self._d.stdout.readline()))
+
+    def row(self) -> dict[str, Any]:
+        every = {name: [time for found in self.rounds for time in found[name]] for name in self.rounds[0]}
+        row: dict[str, Any] = {"wire": self.name}
+        for name, title in (("alone", "round_trip_us"), ("computing", "computing_us")):
+            hundredths = statistics.quantiles(every[name], n=100)
+            for number in (50, 10, 99):
+                row[f"{title}_p{number}"] = round(hundredths[number - 1], 1)
+        return row | {"new_connection_us_p50": round(statistics.median(every["new"]), 1)}
+
+
+def ratio(wire: Wire, than: Wire, what: str) -> float:
+    """The median over the rounds of the ratio of both wires' medians in that round."""
+    pairs = zip(wire.rounds, than.rounds, strict=True)
+    ratios = (statistics.median(ours[what]) / statistics.median(theirs[what]) for ours, theirs in pairs)
+    return round(statistics.median(ratios), 3)
+
+
+def measure(rounds: int, former: Path | None) -> dict[str, Any]:
+    with ExitStack() as stack:
+        paths = {OURS: TYPING, TCP: TYPING}
+        if former is not None:
+            paths[FORMER] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            (paths[FORMER] / "kvferry").mkdir()
+            for part in ("connector", "transport", "kernels", "router"):
+                (paths[FORMER] / "kvferry" / part).symlink_to(former.resolve() / part)
+        sys.path.insert(0, str(TYPING))
+        from kvferry.transport.control.keys import new_secret
+
+        wires = {name: Wire(name, path, new_secret(), stack) for name, path in paths.items()}
+        for number in range(rounds + 1):
+            for wire in list(wires.values())[:: 1 if number % 2 else -1]:
+                wire.round()
+                if not number:  # to warm up
+                    wire.rounds.clear()
+    names = {"alone": "control_round_trip", "computing": "control_round_trip_computing", "new": "control_connection"}
+    return {
+        "ratios": {
+            f"{title}_vs_{name}": ratio(wires[OURS], than, what)
+            for name, than in wires.items()
+            if than is not wires[OURS]
+            for what, title in names.items()
+        },
+        "figures": {},
+        "rows": [wire.row() for wire in wires.values()],
+        "rounds": rounds,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--former", type=Path, help="a checkout whose control plane is ZMQ and CURVE")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", choices=WIRES, help=argparse.SUPPRESS)
-    parser.add_argument("--secret", default=zmq.curve_keypair()[1].decode(), help=argparse.SUPPRESS)
+    for name in ("--wire", "--secret", "--dial"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.secret)
+        serve(args.wire, args.secret)
         return
-    import report  # it imports torch, which P's process does not need
+    if args.dial:
+        dial(args.wire, int(args.dial), args.secret)
+        return
+    import report  # it imports torch, which P and D do not need
 
-    wires = [Wire(name, args.secret) for name in WIRES]
-    for wire in wires:
-        wire.round()  # not counted
-        wire.round_trips.clear()
-        wire.handshakes.clear()
-    for number in range(args.rounds):
-        for wire in wires if number % 2 else reversed(wires):
-            wire.round()
-    rows: list[dict[str, Any]] = []
-    for wire in wires:
-        wire.close()
-        quantiles = statistics.quantiles(wire.round_trips, n=100)
-        rows.append(
-            {
-                "wire": wire.name,
-                "round_trip_us_p50": round(statistics.median(wire.round_trips), 1),
-                "round_trip_us_p10": round(quantiles[9], 1),
-                "round_trip_us_p99": round(quantiles[98], 1),
-                "new_connection_us_p50": round(statistics.median(wire.handshakes), 1),
-            }
-        )
-        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    middle = {row["wire"]: float(row["round_trip_us_p50"]) for row in rows}
-    ratios = {"control_round_trip_keys_vs_none": round(middle["keys"] / middle["zmq without keys"], 3)}
-    print(ratios)
-    report.write(args.json, {"ratios": ratios, "figures": {}, "rows": rows})
+    result = measure(args.rounds, args.former)
+    for row in result["rows"]:
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    print(result["ratios"])
+    report.write(args.json, result)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import report
-import zmq
 from host_planes import Pair
 
 PLAIN, AES, CURVE = "tcp", "tcp, encrypt", "zmq"
@@ -41,7 +40,6 @@ def kernel_tls() -> str:
 def measure(kib: list[int], mib: int, rounds: int) -> dict[str, Any]:
     config = {
         "mib": mib, "kib": kib, "layers": 32, "slot_bytes": 4 << 20, "staging_bytes": 256 << 20,
-        "secret_key": zmq.curve_keypair()[1].decode(),
     }  # fmt: skip
     rates: dict[tuple[str, int], list[float]] = defaultdict(list)
     with ExitStack() as stack:

@@ -29,8 +29,6 @@ class Config:
     layers: int
     slot_bytes: int
     staging_bytes: int
-    secret_key: str
-    """For the plane ``zmq``."""
     host: str = "127.0.0.1"
     """The address of this process."""
     peer: str = "127.0.0.1"

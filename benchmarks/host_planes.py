@@ -29,7 +29,6 @@ from typing import Any
 
 import empty_handover
 import report
-import zmq
 from tables import NIXL, NIXL_PLANE, NIXL_RAW, NIXL_THREAD
 
 from kvferry.transport.channels import CPU
@@ -277,7 +276,6 @@ def main() -> None:
         "layers": options.layers,
         "slot_bytes": int(options.slot_mib * (1 << 20)),
         "staging_bytes": 256 << 20,
-        "secret_key": zmq.curve_keypair()[1].decode(),
     }
     if options.sweep_shm:
         sweep_shm(config, options.rounds)

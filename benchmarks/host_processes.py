@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import sys
 import time
 import zlib
@@ -20,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import zmq
 from host_baselines import Memcpy, NixlRaw, NixlSource, NixlTarget, SocketRaw, UcxxRaw
 from host_endpoints import Cache, Config, Endpoint, ReadSource, stopped
 from tables import NIXL, NIXL_PLANE, NIXL_RAW, NIXL_THREAD
@@ -37,7 +37,6 @@ from kvferry.connector.transfer.checksums import (
 from kvferry.kernels.checksum import ChecksumName, WireCheck
 from kvferry.kernels.checksum_host import trailer_fits, write_trailer
 from kvferry.transport.channels import CPU, ByteRanges, Copy, PageRead, Pieces, PullChannel, RecvChannel, SendChannel
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane
 
@@ -52,7 +51,6 @@ class PlaneEndpoint:
                 config.host,
                 slot_bytes=config.slot_bytes,
                 staging_bytes=config.staging_bytes,
-                keys=Keys(config.secret_key),
                 encrypt=config.encrypt,
             ),
         )
@@ -169,11 +167,11 @@ def sleep(plane: Any) -> bool:
     """Wait for the plane as the transfer thread does; True when the orchestrator speaks."""
     if not plane.arm():
         return stopped()
-    poller = zmq.Poller()
-    poller.register(0, zmq.POLLIN)
-    for what, events in plane.pollables():
-        poller.register(what, events)
-    return any(what == 0 for what, _ in poller.poll(1000))
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    for fd, events in plane.pollables():
+        poll.register(fd, events)
+    return any(fd == 0 for fd, _ in poll.poll(1000))
 
 
 class CmaSource(ReadSource, PlaneEndpoint):

@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from kvferry.connector.protocol.state_machine import Tick
 from kvferry.connector.protocol.step_plan import unpack_ids
 from kvferry.connector.transfer import load_reports, source_reads
-from kvferry.transport.control.unread_bytes import shutdown_connection
 from kvferry.transport.planes import cma
 from tests.support.kv_bytes import Cached, cached_layer
 
@@ -237,8 +236,11 @@ class FaultProbe:
 
     def wt_cut(self) -> bool:
         """Shut the connections of P's control port down. Returns whether there was one."""
-        port = _transfer_thread()._listener.port
-        return any([shutdown_connection(int(fd), port) for fd in os.listdir("/proc/self/fd")])
+        peers = list(_transfer_thread()._listener._peers.values())
+        for peer in peers:
+            with socket.socket(fileno=os.dup(peer._sock.fileno())) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        return bool(peers)
 
     # --- both ---------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import report
-import zmq
 from tables import NIXL, NIXL_PLANE, NIXL_RAW
 
 from kvferry.transport.errors import PlaneUnavailableError
@@ -127,7 +126,7 @@ def check(host: str, peer: tuple[str, int], mib: int, rounds: int) -> dict[str, 
     """Measure one contender after the other: the other host serves one at a time."""
     config = {
         "mib": mib, "kib": list(SIZES), "layers": 32, "slot_bytes": 4 << 20, "staging_bytes": 256 << 20,
-        "secret_key": zmq.curve_keypair()[1].decode(), "host": host, "peer": peer[0],
+        "host": host, "peer": peer[0],
     }  # fmt: skip
     lanes = choose_lanes(host, os.environ)
     rates: dict[str, float] = {}

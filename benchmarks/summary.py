@@ -188,19 +188,21 @@ def encrypted() -> str:
 
 
 def keys() -> str:
-    """What keys cost on the control port."""
+    """What the control port costs."""
     result = load("control_round_trip")
-    names = {"keys": "with keys", "zmq without keys": "the same sockets without keys", "insecure": "`insecure`"}
-    columns = ("round_trip_us_p50", "round_trip_us_p10", "round_trip_us_p99", "new_connection_us_p50")
+    names = {"tls": "control port, TLS 1.3", "tcp": "bare TCP", "former": "the former one, ZMQ and CURVE"}
+    columns = (
+        *(f"{what}_us_{part}" for what in ("round_trip", "computing") for part in ("p50", "p99")),
+        "new_connection_us_p50",
+    )
     rows = [[names[row["wire"]], *(f"{row[column]:.0f}" for column in columns)] for row in result["rows"]]
-    share = 100 * (result["ratios"]["control_round_trip_keys_vs_none"] - 1)
     return "\n\n".join(
         [
             f"{gpu_summary.NO_POLICY} Machine: {machine(result)}.",
-            "Microseconds of an ask and its answer on the control port, and of a new connection, "
-            f"`benchmarks/control_round_trip.py`: keys add {share:.0f} % to the median round trip over the same "
-            "sockets. `insecure` uses bare TCP.",
-            table(["wire", "round trip, median", "p10", "p99", "new connection, median"], rows),
+            "Microseconds of an ask and its answer on the control port, alone and beside a thread of D that computes "
+            "in Python, and of a new connection with its first answer, `benchmarks/control_round_trip.py`: "
+            f"{result['rounds']} rounds, in which the wires take turns.",
+            table(["wire", "median", "p99", "computing, median", "p99", "new connection, median"], rows),
         ]
     )
 

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import torch
 import typer
-import zmq
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -29,7 +28,6 @@ from kvferry.connector.planning.plot import svg_chart
 from kvferry.connector.planning.time_model import Calibration
 from kvferry.connector.rank_pair.form import ELEMENT_BYTES, CacheForm
 from kvferry.connector.rank_pair.pair import RankPair
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError, KVFerryError
 from kvferry.transport.registry import plane_spec, plane_specs
 
@@ -158,13 +156,11 @@ def _free_bytes() -> int:
 
 def _planes(wanted: Sequence[str] | None, device: torch.device) -> tuple[list[str], list[str]]:
     """The planes to measure, and why others of ``wanted`` cannot be. Raises KVFerryError: there is no such plane."""
-    settings, keys = Settings(), Keys(zmq.curve_keypair()[1].decode())
+    settings = Settings()
     specs = [plane_spec(name) for name in wanted] if wanted else [s for s in plane_specs() if s.use(device) is not None]
     found, missing = [], []
     for spec in specs:
-        why = (
-            look(spec, device, settings, keys)[0] if spec.use(device) else f"it carries no {MEMORY[device.type]} memory"
-        )
+        why = look(spec, device, settings)[0] if spec.use(device) else f"it carries no {MEMORY[device.type]} memory"
         if not why:
             found.append(spec.name)
         elif wanted:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
-import zmq
 
-from kvferry.transport.control.key_file import make_key_file
-from kvferry.transport.errors import UsageError
+from kvferry.transport.control.key_file import make_key_file, read_key_file
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.errors import KVFerryError, UsageError
 
 Layout = Literal["HND", "NHD"]
 
@@ -44,6 +44,13 @@ def _model_path(text: str) -> Path:
     return Path(text)
 
 
+def _public_key(file: Path) -> str:
+    try:
+        return f"its public key is {Keys(read_key_file(file)).public}"
+    except (KVFerryError, OSError):
+        return "name another file"
+
+
 @app.command()
 def keygen(
     file: Annotated[Path, typer.Argument(help="the file to write; it must not exist")] = Path("kvferry.key"),
@@ -54,13 +61,13 @@ def keygen(
     try:
         secret = make_key_file(file)
     except FileExistsError:
-        typer.echo(f"kvferry: {file} exists already, and nothing was changed; name another file", err=True)
+        typer.echo(f"kvferry: {file} exists already, and nothing was changed; {_public_key(file)}", err=True)
         raise typer.Exit(1) from None
     except OSError as error:
         typer.echo(f"kvferry: {file} cannot be written: {error.strerror}; name a file in another directory", err=True)
         raise typer.Exit(1) from None
     typer.echo(f"The secret key is in {file}. Its public key:")
-    typer.echo(f"\n    {zmq.curve_public(secret.encode()).decode()}\n")
+    typer.echo(f"\n    {Keys(secret).public}\n")
     typer.echo(
         f"One key for all engines: copy {file} to each host, and start each engine with\n"
         f"    KVFERRY_KEY_FILE={file.absolute()}\n"

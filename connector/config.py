@@ -16,7 +16,7 @@ import msgspec.inspect
 from msgspec import Meta
 
 from kvferry.connector.geometry.rank_geometry import PRINTABLE
-from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers, is_loopback
+from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control.key_file import read_key_file, shared_key
 from kvferry.transport.control.keys import Keys, raw_key
 from kvferry.transport.errors import ConfigError, did_you_mean
@@ -100,8 +100,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] | None,
         _doc(
             "networks that D may connect to, such as 10.1.0.0/16; requests name the addresses of P; in the environment "
-            "separated by commas. Where unset, keys decide; with insecure, D connects to loopback only, and does not "
-            "start without the list where side_channel_host is no loopback address"
+            "separated by commas. Where unset, keys decide"
         ),
     ] = None
     checksum: Annotated[
@@ -149,9 +148,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "KV bytes that leave the host are encrypted: over `tcp` with AES-256-GCM; planes that cannot encrypt are "
             "not used between hosts. P and D encrypt where one of them has it; in the environment 1 or 0"
         ),
-    ] = False
-    insecure: Annotated[
-        bool, _doc("no keys: control messages are not encrypted, and whoever reaches the control port is admitted")
     ] = False
 
     @property
@@ -232,23 +228,6 @@ def _from_text(field: str, text: str) -> object:
     return int(text) if field.endswith("port") and text.isascii() and text.isdigit() else text
 
 
-def peers_of(settings: Settings, *, consumes: bool = True) -> AllowedPeers:
-    """The peers that an engine connects to. ``consumes``: it connects to peers at all, as D.
-
-    Raises:
-        ConfigError: the engine is ``insecure``, is reached from other hosts, and has no list.
-    """
-    networks = settings.allowed_peers
-    if networks is None and settings.insecure:
-        if consumes and not is_loopback(settings.side_channel_host):
-            raise ConfigError(
-                f"allowed_peers: unset, and this engine is insecure and listens on {settings.side_channel_host}; name "
-                "the networks of its prefill engines (KVFERRY_ALLOWED_PEERS=10.1.0.0/16), or unset insecure"
-            )
-        networks = LOOPBACK
-    return AllowedPeers(networks)
-
-
 def plane_choices() -> tuple[str, ...]:
     """The values of the setting ``plane``: ``auto``, and every registered data plane."""
     return AUTO, *plane_names()
@@ -292,26 +271,18 @@ def _check_together(settings: Settings) -> None:
         )
     if settings.secret_key is not None and settings.key_file is not None:
         raise ConfigError("secret_key and key_file: both name this engine's key; give one of them")
-    if settings.insecure:
-        if settings.encrypt:
-            raise ConfigError("encrypt: insecure is set too; only engines with keys can encrypt, so remove one")
-        for name in ("secret_key", "key_file", "peer_keys"):
-            if getattr(settings, name):
-                raise ConfigError(f"insecure: {name} is set too; an engine has keys or is insecure, so remove one")
     if settings.secret_key is not None:
         raw_key("secret_key", settings.secret_key)
     for number, key in enumerate(settings.peer_keys):
         raw_key(f"peer_keys[{number}]", key)
 
 
-def load_keys(settings: Settings) -> Keys | None:
-    """The keys of an engine; the first engine of a user on a host makes them. ``None`` where it is insecure.
+def load_keys(settings: Settings) -> Keys:
+    """The keys of an engine; the first engine of a user on a host makes them.
 
     Raises:
         ConfigError: the key file cannot be used or made; one line.
     """
-    if settings.insecure:
-        return None
     if settings.secret_key is not None:
         return Keys(settings.secret_key, settings.peer_keys)
     if settings.key_file is None:

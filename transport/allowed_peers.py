@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from kvferry.transport.errors import ConfigError, quoted
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-LOOPBACK = ("127.0.0.0/8", "::1/128")
 
 
 class AllowedPeers:

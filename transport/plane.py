@@ -34,10 +34,8 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import torch
-import zmq
 
 from kvferry.transport.channels import CPU, DChannel, PChannel
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ProtocolError
 
 MAX_PAYLOAD_BYTES = 64 << 10
@@ -65,7 +63,6 @@ class PlaneContext:
         host: the local address to listen on; a plane listens on no other.
         slot_bytes: size of a staging slot, which bounds a message. Peers with different sizes use the smaller one.
         staging_bytes: bound on the staging memory, for each direction.
-        keys: the keys of this engine; None where it is insecure.
         memory: the memory to carry.
         encrypt: bytes that leave the host must be encrypted; only planes that can do so are made then.
         others: the names of the planes that this rank has, and of those that it will try to make after this one.
@@ -74,7 +71,6 @@ class PlaneContext:
     host: str
     slot_bytes: int
     staging_bytes: int
-    keys: Keys | None = None
     memory: PlaneMemory = HOST
     encrypt: bool = False
     others: frozenset[str] = frozenset()
@@ -158,8 +154,8 @@ class Plane(ABC):
             raise ProtocolError(f"plane {self.name}: Attached carries {len(reply)} bytes, expected none")
 
     @abstractmethod
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        """File descriptors and sockets with their events, for ``zmq.zmq_poll``. They change with the channels."""
+    def pollables(self) -> list[tuple[int, int]]:
+        """File descriptors with their events, for ``select.poll``. They change with the channels."""
 
     @property
     def active(self) -> bool:

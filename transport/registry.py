@@ -64,8 +64,6 @@ class PlaneSpec:
         gpu: how it carries caches on GPUs; ``None``: it does not.
         extra: what ``pip`` must install for it; empty where KVFerry alone is enough.
         encrypts: it can encrypt what it sends to another host, and does where ``PlaneContext.encrypt`` asks for it.
-        needs_keys: why the plane is used only where keys authenticate the control connections; empty where it needs
-            none.
     """
 
     name: str
@@ -76,7 +74,6 @@ class PlaneSpec:
     gpu: Use | None = None
     extra: str = ""
     encrypts: bool = False
-    needs_keys: str = ""
 
     @property
     def memory(self) -> str:
@@ -147,7 +144,6 @@ register(
         # memory over NVLink; ``Plane.slower_because`` names the exceptions. In host memory the UCX of the PyPI wheel
         # has TCP only, and is slower than the tcp plane (benchmarks/host_planes.py).
         host=Use(40, auto=False), gpu=Use(20, slot_bytes=None), extra="kvferry[ucx]",
-        needs_keys="UCX does not check the addresses that peers send",
     )
 )  # fmt: skip
 register(
@@ -157,7 +153,6 @@ register(
         # After shm and before tcp. ``ucx`` comes first between the GPUs of one host, over NVLink, and where the user
         # has told it to use a system's UCX; between other hosts it has TCP only, and says so.
         host=Use(25), gpu=Use(25, slot_bytes=32 << 20), extra="kvferry[rdma]",
-        needs_keys="NIXL parses the peer's metadata in native code",
     )
 )  # fmt: skip
 register(
@@ -165,7 +160,6 @@ register(
         "zmq", f"{_PLANES}.zmq:ZmqPlane", "anywhere",
         "packed, sent as encrypted ZMQ messages, unpacked",
         host=Use(50, auto=False), gpu=Use(50, auto=False), encrypts=True,
-        needs_keys="it encrypts the KV bytes by them",
     )
 )  # fmt: skip
 

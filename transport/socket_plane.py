@@ -7,6 +7,7 @@ and the interface to the caller's poll loop. A plane derives from ``SocketPlane`
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import time
 from abc import abstractmethod
@@ -14,7 +15,6 @@ from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
-import zmq
 from msgspec import Meta
 
 from kvferry.transport.channels import Channel, SendChannel
@@ -201,8 +201,8 @@ class SocketPlane(Plane):
         if sock is not None:
             self.sockets.drop(sock)
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [] if self._closed else [(self.sockets.fd, zmq.POLLIN)]
+    def pollables(self) -> list[tuple[int, int]]:
+        return [] if self._closed else [(self.sockets.fd, select.POLLIN)]
 
     @property
     def active(self) -> bool:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from kvferry.transport.fair_table import FairTable
+from kvferry.transport.wake import Waker
 
 SESSION_BYTES = 16
 SECRET_BYTES = 2 * SESSION_BYTES
@@ -32,8 +33,9 @@ the oldest of them, and one more of the same session closes that session's."""
 _ADMITS = 64
 """Connections accepted by one call, before other sockets are served."""
 _NO_DESCRIPTOR_SECONDS = 1.0
-SILENCE_SECONDS = 30
-"""A host that acknowledges nothing for this long counts as gone."""
+SILENCE_SECONDS = 30.0
+"""A host that acknowledges or answers nothing for this long counts as gone. Hosts have been seen to stand still for
+seven seconds."""
 
 
 READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
@@ -45,13 +47,15 @@ EXHAUSTED: Final = object()
 channel waits for. The caller may then sleep without another look."""
 
 
-def tune(sock: socket.socket) -> None:
-    """Set the options of a TCP socket whose end must be noticed, and whose messages leave at once."""
+def tune(sock: socket.socket, silence: float = SILENCE_SECONDS) -> None:
+    """Set the options of a TCP socket that does not block, whose messages leave at once, and whose end must be noticed:
+    the kernel ends it when its peer acknowledges nothing for ``silence`` seconds."""
+    sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1e3))
 
 
 class Sockets:
@@ -67,7 +71,7 @@ class Sockets:
         """The epoll descriptor, readable while an event of any watched socket holds."""
         return self._epoll.fileno()
 
-    def watch(self, sock: socket.socket, handler: Callable[[], object], events: int = READABLE) -> None:
+    def watch(self, sock: socket.socket | Waker, handler: Callable[[], object], events: int = READABLE) -> None:
         """Call ``handler`` when any of ``events`` holds for the socket, or when it is broken. It may return
         ``EXHAUSTED``."""
         fd = sock.fileno()
@@ -202,7 +206,7 @@ class Strangers:
             if stays:
                 events = WRITABLE if stranger.answer else READABLE
                 self._sockets.watch(stranger.sock, partial(self._ready, stranger), events)
-        except OSError:
+        except (OSError, MemoryError):
             self._sockets.drop(stranger.sock)
             return False
         return stays

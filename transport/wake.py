@@ -75,6 +75,9 @@ class Waker:
         self._lock = threading.Lock()
         self._closed = False
 
+    def fileno(self) -> int:
+        return self.fd
+
     def wake(self) -> None:
         """Make ``fd`` readable. Thread-safe, a few microseconds, never blocks, harmless after :meth:`close`."""
         with self._lock:  # without it a wake() beside close() could write to another file that got the same number

@@ -7,16 +7,17 @@ tell the model identity field by field. The geometry is not asked for: P tells i
 
 from __future__ import annotations
 
+import contextlib
+import re
 import secrets
+import select
 import socket
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import zmq
-
-from kvferry.connector.config import Settings, peers_of
+from kvferry.connector.config import Settings
 from kvferry.connector.doctor.findings import Finding, fault, note, ok
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.protocol.messages import (
@@ -29,9 +30,11 @@ from kvferry.connector.protocol.messages import (
     decode_reply,
     encode,
 )
-from kvferry.transport.control.dialer import Connection, Dialer, make_dialer
-from kvferry.transport.control.keys import Keys
-from kvferry.transport.errors import ConfigError, ProtocolError, UsageError, shortened
+from kvferry.transport.allowed_peers import AllowedPeers
+from kvferry.transport.control.dialer import Connection, Dialer
+from kvferry.transport.control.keys import FINGERPRINT_BYTES, GREETING_BYTES, Keys
+from kvferry.transport.control.stream import ANSWER
+from kvferry.transport.errors import ProtocolError, UsageError, shortened
 
 PEER_SECONDS = 5.0
 """How long each step may take: the TCP connection, the handshake of keys, and each answer."""
@@ -41,9 +44,6 @@ is refused even where all other fields agree."""
 MAX_FIELDS = 64
 SHOWN_FIELDS = ("architectures", "model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
 _ADDRESS = "peer"
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
-"""The begin of the greeting of ZMTP 3.0, signature and version (rfc.zeromq.org/spec/23). A ZMQ peer answers it with its
-whole greeting, which names its mechanism."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -81,25 +81,22 @@ def findings(
         keys: of this machine; ``None`` where it has none.
         seconds: the bound on each step.
     """
-    try:
-        allowed = peers_of(settings)
-    except ConfigError as error:
-        return [fault(_ADDRESS, str(error), "correct the settings first")]
     found, address = _reach(host, port, seconds)
     if not address:
         return found
-    forbidden = allowed.refusal(address)
+    forbidden = AllowedPeers(settings.allowed_peers).refusal(address)
     if forbidden:
         return [*found, fault(_ADDRESS, forbidden, "add the network of this peer to KVFERRY_ALLOWED_PEERS")]
-    if keys is None and not settings.insecure:
+    if keys is None:
         return [*found, fault("key of the peer", "cannot be checked: this machine has no key yet",
                               "copy the key file of the peer's host, and set KVFERRY_KEY_FILE")]  # fmt: skip
-    answers = _Answers()
-    for fingerprint in [""] if keys is None else list(keys.admitted):
-        answers = _ask(keys, address, port, fingerprint, seconds)
-        if not answers.refusal:
-            return [*found, *_describe(answers, fingerprint)]
-    return [*found, _diagnose(address, port, keys, answers.refusal, seconds)]
+    fingerprint = listening(address, port, seconds)
+    if fingerprint not in keys.admitted:
+        return [*found, _no_peer(f"{address}:{port}", keys, fingerprint)]
+    answers = _ask(keys, address, port, fingerprint, seconds)
+    if answers.refusal:
+        return [*found, _refused(f"{address}:{port}", keys, answers.refusal)]
+    return [*found, *_describe(answers, fingerprint)]
 
 
 def _reach(host: str, port: int, seconds: float) -> tuple[list[Finding], str]:
@@ -147,10 +144,10 @@ def _hello(model: dict[str, str]) -> Hello:
     )  # fmt: skip
 
 
-def _ask(keys: Keys | None, address: str, port: int, fingerprint: str, seconds: float) -> _Answers:
+def _ask(keys: Keys, address: str, port: int, fingerprint: str, seconds: float) -> _Answers:
     """Say Hello until P has refused the field that no engine has."""
     answers = _Answers()
-    dialer = make_dialer(keys, max_message_bytes=MAX_REPLY_BYTES)
+    dialer = Dialer(keys, max_message_bytes=MAX_REPLY_BYTES)
     try:
         connection = dialer.connect(address, port, key=fingerprint, timeout=seconds)
         _until(dialer, lambda: connection.connected or connection.lost, seconds + 1)
@@ -205,19 +202,14 @@ def _until(dialer: Dialer, condition: Callable[[], bool], seconds: float) -> boo
         left = end - time.monotonic()
         if left <= 0:
             return False
-        poller = zmq.Poller()
-        for pollable in dialer.pollables:
-            poller.register(pollable, zmq.POLLIN)
-        poller.poll(int(min(left, 0.1) * 1e3) + 1)
+        select.select([dialer.fd], [], [], min(left, 0.1))
         dialer.progress()
     return True
 
 
 def _describe(answers: _Answers, fingerprint: str) -> list[Finding]:
     """A peer that has answered."""
-    found = [
-        ok("key of the peer", f"{fingerprint} is admitted on both sides" if fingerprint else "none: both are insecure")
-    ]
+    found = [ok("key of the peer", f"{fingerprint} is admitted on both sides")]
     if answers.version != PROTOCOL_VERSION:
         found.append(
             fault(
@@ -239,50 +231,41 @@ def _describe(answers: _Answers, fingerprint: str) -> list[Finding]:
 # --- what went wrong ------------------------------------------------------------------------------------------------
 
 
-def _diagnose(address: str, port: int, keys: Keys | None, refusal: str, seconds: float) -> Finding:
-    """Why a port that accepts connections does not answer as a peer."""
-    what, where = "key of the peer", f"{address}:{port}"
-    why = refusal.removeprefix(f"{where}: ")
-    if "does not admit our key" in why:
-        assert keys is not None
+def _no_peer(where: str, keys: Keys, fingerprint: str) -> Finding:
+    """The port says that its key is one that this machine does not admit; or nothing that a control port says."""
+    if fingerprint:
         return fault(
-            what, f"the peer does not admit our key {keys.fingerprint}",
-            "give both machines one key file (KVFERRY_KEY_FILE), or add our public key to KVFERRY_PEER_KEYS there",
-        )  # fmt: skip
-    mechanism = listening(address, port, seconds)
-    if mechanism == "CURVE" and keys is None:
-        return fault(what, "the peer has keys, and this machine is insecure", "remove insecure here")
-    if mechanism == "CURVE":
-        assert keys is not None
-        return fault(
-            what, f"wrong key: the peer's key is none of those that this machine admits, {keys.shown}",
+            "key of the peer", f"wrong key: the peer's is {fingerprint}, and this machine admits {keys.shown}",
             "give both machines one key file (KVFERRY_KEY_FILE), or add the peer's public key to KVFERRY_PEER_KEYS",
         )  # fmt: skip
-    if keys is not None and not _ask(None, address, port, "", seconds).refusal:
-        return fault(
-            what, "the peer is insecure, and this machine is not", "remove insecure there; it is no safe setting"
-        )
     return fault(
-        _ADDRESS, f"{where} is no KVFerry control port: {why}",
+        _ADDRESS, f"{where} is no KVFerry control port",
         "take the address from the engine's log, in its line `kvferry: rank ... serves ... at ...`",
     )  # fmt: skip
 
 
+def _refused(where: str, keys: Keys, refusal: str) -> Finding:
+    """Why a control port does not answer us."""
+    if "does not admit our key" in refusal:
+        return fault(
+            "key of the peer", f"the peer does not admit our key {keys.fingerprint}",
+            "give both machines one key file (KVFERRY_KEY_FILE), or add our public key to KVFERRY_PEER_KEYS there",
+        )  # fmt: skip
+    return fault(_ADDRESS, f"{where} does not answer: {refusal.removeprefix(f'{where}: ')}", "look into its log")
+
+
 def listening(address: str, port: int, seconds: float) -> str:
-    """The security mechanism of the ZMQ socket that listens there; empty where it is no ZMQ socket, or says nothing."""
-    said = b""
+    """The fingerprint of the key of the control port that listens there; empty where none does, or it says nothing."""
+    said, wanted = b"", len(ANSWER) + 2 * FINGERPRINT_BYTES
     end = time.monotonic() + seconds
-    try:
-        with socket.create_connection((address, port), seconds) as sock:
-            sock.sendall(_GREETING)
-            while len(said) < 32 and (left := end - time.monotonic()) > 0:
-                sock.settimeout(left)
-                more = sock.recv(64 - len(said))
-                if not more:
-                    break
-                said += more
-    except OSError:  # it closed the connection, or the time is over
-        pass
-    if len(said) < 32 or said[:1] != b"\xff" or said[9:10] != b"\x7f":
-        return ""
-    return said[12:32].rstrip(b"\0").decode("ascii", "replace")
+    with contextlib.suppress(OSError), socket.create_connection((address, port), seconds) as sock:
+        sock.sendall(bytes(GREETING_BYTES))
+        while len(said) < wanted and (left := end - time.monotonic()) > 0:
+            sock.settimeout(left)
+            more = sock.recv(wanted - len(said))
+            if not more:
+                break
+            said += more
+    answer, _, fingerprint = said.partition(ANSWER)
+    named = not answer and re.fullmatch(rb"[0-9a-f]{%d}" % (2 * FINGERPRINT_BYTES), fingerprint)
+    return fingerprint.decode() if named else ""

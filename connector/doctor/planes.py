@@ -11,13 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-import zmq
 
 from kvferry.connector.config import AUTO, Settings
 from kvferry.connector.doctor.findings import Finding, fault, note, ok, warning
 from kvferry.connector.doctor.machine import Machine
 from kvferry.transport.channels import CPU
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.registry import PlaneSpec, make_plane, plane_specs
@@ -72,13 +70,12 @@ def findings(machine: Machine, settings: Settings) -> tuple[list[Finding], list[
     devices = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]
     found: list[Finding] = []
     usable: list[PlaneOnDevice] = []
-    keys = None if settings.insecure else Keys(zmq.curve_keypair()[1].decode())  # a key for this look only
     for device in devices:
         for spec in plane_specs():
             if spec.use(device) is None:
                 continue
             plane = PlaneOnDevice(spec.name, device)
-            why, lanes = look(spec, device, settings, keys)
+            why, lanes = look(spec, device, settings)
             if why:
                 found.append(_missing(plane, why, settings))
                 continue
@@ -93,13 +90,11 @@ def findings(machine: Machine, settings: Settings) -> tuple[list[Finding], list[
     return found, usable
 
 
-def look(spec: PlaneSpec, device: torch.device, settings: Settings, keys: Keys | None) -> tuple[str, str]:
+def look(spec: PlaneSpec, device: torch.device, settings: Settings) -> tuple[str, str]:
     """Why a rank with these settings cannot have this plane, empty where it can; and its lanes to other hosts."""
-    if keys is None and spec.needs_keys:
-        return f"it needs keys, because {spec.needs_keys}", ""
     memory = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=device)
     ranges = PlaneMemory(device, ((memory.data_ptr(), memory.numel()),))
-    context = PlaneContext(settings.side_channel_host, _SLOT_BYTES, _STAGING_BYTES, keys, ranges, settings.encrypt)
+    context = PlaneContext(settings.side_channel_host, _SLOT_BYTES, _STAGING_BYTES, ranges, settings.encrypt)
     try:
         plane = make_plane(spec.name, context)
         try:

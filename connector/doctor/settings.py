@@ -74,13 +74,6 @@ def read_keys(settings: Settings) -> tuple[list[Finding], Keys | None]:
     Returns:
         Findings; and the keys, ``None`` where there are none, or none yet.
     """
-    if settings.insecure:
-        return [
-            warning(
-                "key", "none: insecure is set, so whoever reaches the control port is admitted, and nothing is "
-                "encrypted", "remove insecure; `kvferry keygen` makes a key for several hosts",
-            )
-        ], None  # fmt: skip
     try:
         if settings.secret_key is not None:
             keys, source = Keys(settings.secret_key, settings.peer_keys), "from secret_key (KVFERRY_SECRET_KEY)"

@@ -103,7 +103,7 @@ def findings(machine: Machine) -> list[Finding]:
     needed = demands(metadata.requires(DISTRIBUTION) or ())
     found += [package(demand, installed(demand.name)) for demand in needed if not demand.extra]
     found += [package(demand, installed(demand.name)) for demand in needed if demand.extra in ("vllm", "ucx")]
-    found += [libzmq(zmq.zmq_version(), curve=zmq.has("curve")), *plugin(machine.environ.get("VLLM_PLUGINS"))]
+    found += [ok("libzmq", zmq.zmq_version()), *plugin(machine.environ.get("VLLM_PLUGINS"))]
     return found
 
 
@@ -128,13 +128,6 @@ def package(demand: Demand, version: str | None) -> Finding:
         make = warning if demand.extra == "ucx" else fault
         return make(demand.name, version, install, expected=demand.versions)
     return ok(demand.name, version, demand.versions)
-
-
-def libzmq(version: str, *, curve: bool) -> Finding:
-    """The ZMQ library. Without CURVE there are no keys."""
-    if curve:
-        return ok("libzmq", f"{version}, with CURVE")
-    return fault("libzmq", f"{version}, without CURVE", "install pyzmq from PyPI", expected="CURVE, for the keys")
 
 
 def plugin(named: str | None) -> list[Finding]:

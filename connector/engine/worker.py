@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.connector.config import Settings, load_keys, peers_of
+from kvferry.connector.config import Settings, load_keys
 from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.rendezvous_params import lease_of_answer
@@ -39,7 +39,8 @@ from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, T
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
-from kvferry.transport.control.listener import listen
+from kvferry.transport.allowed_peers import AllowedPeers
+from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import TransportError
 from kvferry.transport.host import raise_file_limit
 from kvferry.transport.tracing import Tracer
@@ -79,7 +80,6 @@ class WorkerHalf:
         groups: Sequence[LayerGroup],
         *,
         loads_fail_requests: bool = False,
-        consumes: bool = True,
         tracer: Tracer | None = None,
     ) -> None:
         """
@@ -88,13 +88,9 @@ class WorkerHalf:
             info: this rank.
             groups: the layers whose caches are handed over.
             loads_fail_requests: a load that fails ends its request, so a step gives up no load that may succeed.
-            consumes: this engine loads prompts, as D.
             tracer: takes the spans of this rank; ``close`` closes it.
-
-        Raises:
-            ConfigError: the settings leave open to which peers D may connect.
         """
-        self._allowed_peers = peers_of(settings, consumes=consumes)
+        self._allowed_peers = AllowedPeers(settings.allowed_peers)
         self._settings = settings
         self._info = info
         self._tracer = tracer
@@ -149,15 +145,10 @@ class WorkerHalf:
         self._layers = frozenset(layer for region in caches.geometry.regions for layer in region.layers)
         raise_file_limit()
         keys = load_keys(settings)
-        if keys is None:
-            logger.warning(
-                "kvferry: insecure is set: whoever reaches the control port is admitted, and nothing is encrypted; "
-                "remove it, and give engines on other hosts the same secret_key"
-            )
         port = settings.side_channel_port and settings.side_channel_port + info.port_offset
         with ExitStack() as undo:  # an open socket would keep the process from ending
             undo.callback(caches.copies.close)
-            listener = listen(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
+            listener = Listener(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
             undo.callback(listener.close)
             rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
             undo.callback(rank_context.dialer.close)
@@ -165,7 +156,7 @@ class WorkerHalf:
             rank_context.lease_of = lease_of_answer
             rank_context.stats, rank_context.tracer = self.stats, self._tracer
             self.stats.new_life()
-            rank_context.planes, rank_context.missing_planes = make_planes(settings, keys, caches)
+            rank_context.planes, rank_context.missing_planes = make_planes(settings, caches)
             self._transfer_thread = TransferThread(rank_context, listener)
             undo.pop_all()
         self._rank_context = rank_context
@@ -175,7 +166,7 @@ class WorkerHalf:
             settings.advertised_host,
             listener.port,
             rank_context.incarnation,
-            "" if keys is None else keys.fingerprint,
+            keys.fingerprint,
         )
         thread = self._transfer_thread
         self.prefills = PrefillEvents(caches.copies, caches.geometry, thread.step_advanced, thread.step_over)
@@ -183,7 +174,7 @@ class WorkerHalf:
         logger.info(
             "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, key %s, data planes %s%s",
             info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint,
-            "none" if keys is None else keys.fingerprint,
+            keys.fingerprint,
             ", ".join(plane.name for plane in rank_context.planes),
             "".join(f"; no {name}: {why}" for name, why in rank_context.missing_planes.items())
             + "".join(f"; only as D over {p.name}: {p.cannot_serve}" for p in rank_context.planes if p.cannot_serve),

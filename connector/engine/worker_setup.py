@@ -14,7 +14,6 @@ from kvferry.connector.transfer.caches import RankCaches
 from kvferry.connector.transfer.checksums import NO_CHECKSUM
 from kvferry.connector.transfer.copies import copies_on
 from kvferry.transport.channels import CPU
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, plane_spec, preferred_planes
@@ -57,14 +56,14 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if initialized else CPU
 
 
-def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
+def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
     """Make the data planes of a rank.
 
     Returns:
         The planes in order of preference; by the name of each other plane, why this rank cannot have it.
 
     Raises:
-        ConfigError: the rank cannot have the data plane that the settings name, or that plane needs keys.
+        ConfigError: the rank cannot have the data plane that the settings name.
         PlaneUnavailableError: the rank can have no data plane.
     """
     memory = PlaneMemory(caches.device, caches.ranges(), caches.copies.synchronize)
@@ -73,13 +72,6 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
     planes: list[Plane] = []
     missing: dict[str, str] = {}
     for place, name in enumerate(names):
-        if keys is None and (why := _needs_keys(name)):
-            if settings.plane != "auto":
-                raise ConfigError(
-                    f"plane: {name} needs keys, because {why}; remove the setting insecure, or name another plane"
-                )
-            missing[name] = f"it needs keys, because {why}"
-            continue
         try:
             if settings.checksum and plane_spec(name).load().pulls:
                 raise PlaneUnavailableError(NO_CHECKSUM)
@@ -87,7 +79,6 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
                 staging_bytes=staging_bytes,
-                keys=keys,
                 encrypt=settings.encrypt,
                 memory=memory,
                 others=frozenset({*(plane.name for plane in planes), *names[place + 1 :]}),
@@ -108,10 +99,3 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
     if not planes:
         raise PlaneUnavailableError("no data plane: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
     return planes, missing
-
-
-def _needs_keys(name: str) -> str:
-    try:
-        return plane_spec(name).needs_keys
-    except PlaneUnavailableError:  # ``make_plane`` says so
-        return ""

@@ -19,7 +19,7 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 
 class RankAddress(msgspec.Struct, frozen=True):
     """The address at which one rank of an engine listens, and the incarnation of that rank. ``key``: the fingerprint of
-    its public key; empty where it is insecure."""
+    its public key."""
 
     pp_rank: int
     tp_rank: int

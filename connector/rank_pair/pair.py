@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-import zmq
 
 from kvferry.connector.rank_pair.form import CacheForm
 from kvferry.connector.rank_pair.process import PairError, RankProcess
+from kvferry.transport.control.keys import new_secret
 
 RANK_PROGRAM = (sys.executable, "-m", "kvferry.connector.rank_pair.rank")
 
@@ -45,7 +45,7 @@ class RankPair:
         or ``stop`` must come before."""
         while len(self._ranks) < 2:
             self._ranks.append(RankProcess(self._program))
-        secret = zmq.curve_keypair()[1].decode()
+        secret = new_secret()
         sides = zip(self._ranks, ("p", "d"), (p_form, d_form), strict=True)
         for seed, (rank, side, form) in enumerate(sides):
             rank.order(

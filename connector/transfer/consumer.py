@@ -77,7 +77,7 @@ class Consumer:
         """Handle the messages that have arrived. Returns whether there is more to do at once. ``ready``: the readable
         sockets; ``None`` is any, and then deadlines are checked too."""
         dialer = self._rank_context.dialer
-        if ready is None or not ready.isdisjoint(dialer.pollables):
+        if ready is None or dialer.fd in ready:
             dialer.progress()
         for link in self._links.to_serve(all_of_them=ready is None):
             try:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Container, Iterator
 from functools import lru_cache
 from itertools import product
 
-import zmq
-
 from kvferry.connector.protocol.failed_planes import FailedPlanes, avoided_seconds
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
@@ -71,7 +69,7 @@ class Links:
                 avoid, on_work = self._failed_planes.of, self._has_work
                 link = Link(self._rank_context, address, self._log, place=place, avoid=avoid, on_work=on_work)
                 self._links[place], link.used_at = link, now
-            except (OSError, RuntimeError, zmq.ZMQError) as error:  # no descriptor, no socket or no thread is left
+            except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
                 raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
         return link
 

@@ -16,8 +16,8 @@ from kvferry.connector.protocol.messages import MAX_REPLY_BYTES
 from kvferry.connector.protocol.metrics import HandoverStats, rank_stats
 from kvferry.connector.protocol.step_plan import RemoteLease
 from kvferry.connector.transfer.caches import RankCaches
-from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers
-from kvferry.transport.control.dialer import Dialer, make_dialer
+from kvferry.transport.allowed_peers import AllowedPeers
+from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import IncompatiblePeerError, ProtocolError
 from kvferry.transport.plane import Plane
@@ -44,9 +44,9 @@ class RankContext:
     incarnation: bytes
     model: Mapping[str, str]
     caches: RankCaches
-    keys: Keys | None
+    keys: Keys
     planes: Sequence[Plane] = ()
-    allowed_peers: AllowedPeers = field(default_factory=lambda: AllowedPeers(LOOPBACK))
+    allowed_peers: AllowedPeers = field(default_factory=lambda: AllowedPeers(None))
     missing_planes: Mapping[str, str] = field(default_factory=dict)
     stats: HandoverStats = field(default_factory=rank_stats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
@@ -56,7 +56,7 @@ class RankContext:
     dialer: Dialer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dialer = make_dialer(self.keys, max_message_bytes=MAX_REPLY_BYTES, refusal=self._refusal)
+        self.dialer = Dialer(self.keys, max_message_bytes=MAX_REPLY_BYTES, refusal=self._refusal)
 
     def _refusal(self, address: str) -> str:
         return self.allowed_peers.refusal(address)

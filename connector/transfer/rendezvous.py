@@ -21,7 +21,8 @@ from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.handover_trace import record, rendezvous_span
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.transport.control.bootstrap_fetch import PageFetch, fetch_page
+from kvferry.transport.control.blocking_calls import BlockingCall
+from kvferry.transport.control.bootstrap_fetch import fetch_page
 from kvferry.transport.control.bootstrap_page import first_rank
 from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import KVFerryError, ProtocolError, TransportError, shortened
@@ -51,7 +52,7 @@ class _Search:
 
     rendezvous: Rendezvous
     lifetime: Lifetime[RendezvousState, RendezvousEvent, RendezvousEffect]
-    page: PageFetch | None = None
+    page: BlockingCall[bytes] | None = None
     contact: _Contact | None = None
     number: int = 0
     answer: messages.Resolved | None = None
@@ -195,13 +196,13 @@ class PromptFinder:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def _located(self, search: _Search, page: PageFetch, now: float) -> None:
+    def _located(self, search: _Search, page: BlockingCall[bytes], now: float) -> None:
         search.page = None
         wanted = search.rendezvous
         try:
             if page.error:
                 raise ProtocolError(page.error)
-            host, port = first_rank(page.content, wanted.engine_id)
+            host, port = first_rank(page.result or b"", wanted.engine_id)
         except ProtocolError as error:
             self._step(search, rendezvous.PeerFailed(f"{search.where} cannot be found: {error}"), now)
             return

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import select
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-
-import zmq
 
 from kvferry.connector.protocol.step_plan import Load, StepPlan
 from kvferry.connector.transfer.computed_steps import ComputedStep
@@ -47,9 +46,6 @@ SWITCH_SECONDS = 2e-5
 """The interpreter's switch interval: how long another thread that spins in Python may delay the transfer thread. vLLM's
 worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB between two engines on two cores took
 490 ms, at 0.1 ms 180 ms."""
-
-
-Pollable = int | zmq.Socket[bytes]
 
 
 class TransferThread:
@@ -257,7 +253,7 @@ class TransferThread:
         for plane in self._rank_context.planes:
             if ready is None or plane in ready or plane.active:
                 busy |= self._progress(plane)
-        if ready is None or self._producer.arrived or self._listener.socket in ready:
+        if ready is None or self._producer.arrived or self._listener.fd in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
         if self._finder.has_work:
@@ -286,14 +282,14 @@ class TransferThread:
 
     def _yield_to_engine(self, listener: StepLoadListener) -> None:
         """Meanwhile no end of a copy wakes this thread. A control message does: a peer waits for its answer."""
-        pollables = self._control_pollables()
+        poll = self._control_poll()
 
         def wait(seconds: float) -> bool:
-            ready = {pollable for pollable, _ in zmq.zmq_poll(pollables, math.ceil(seconds * 1e3))}
+            ready = {fd for fd, _ in poll.poll(math.ceil(seconds * 1e3))}
             if self._waker.fd in ready:
                 self._waker.drain()
-            for pollable in ready:
-                self.mark_ready(pollable)
+            for fd in ready:
+                self.mark_ready(fd)
             return bool(ready - {self._waker.fd})
 
         self._yielding = True
@@ -328,12 +324,12 @@ class TransferThread:
             else:
                 self.mark_ready(plane)
                 awake = True
-        pollables = self._control_pollables()
-        planes: dict[Pollable, Plane] = {}
+        poll = self._control_poll()
+        planes: dict[int, Plane] = {}
         for plane in self._rank_context.planes:
-            for pollable, events in plane.pollables():
-                pollables.append((pollable, events))
-                planes[pollable] = plane
+            for fd, events in plane.pollables():
+                poll.register(fd, events)
+                planes[fd] = plane
         seconds = self.sleep_seconds
         if seconds == IDLE_SECONDS and not self._producer.computing.prompts:
             self._relax()
@@ -341,16 +337,16 @@ class TransferThread:
             self._switch.shorten()
         seconds = 0.0 if awake else seconds
         self._time.sleeps(seconds)
-        for pollable, _ in zmq.zmq_poll(pollables, int(seconds * 1e3)):
-            self.mark_ready(planes.get(pollable, pollable))
-            self._wake_pending |= pollable == self._waker.fd
+        for fd, _ in poll.poll(int(seconds * 1e3)):
+            self.mark_ready(planes.get(fd, fd))
+            self._wake_pending |= fd == self._waker.fd
 
-    def _control_pollables(self) -> list[tuple[Pollable, int]]:
-        """This thread's waker, and all sockets of control messages."""
-        pollables: list[tuple[Pollable, int]] = [(self._waker.fd, zmq.POLLIN), (self._listener.socket, zmq.POLLIN)]
-        for socket in self._rank_context.dialer.pollables:
-            pollables.append((socket, zmq.POLLIN))
-        return pollables
+    def _control_poll(self) -> select.poll:
+        """A poll of this thread's waker, and of all control messages."""
+        poll = select.poll()
+        for fd in (self._waker.fd, self._listener.fd, self._rank_context.dialer.fd):
+            poll.register(fd, select.POLLIN)
+        return poll
 
     def _shut(self) -> None:
         """Close everything. The engine reuses its blocks after this call, also after an error here, so posted grants

@@ -134,7 +134,6 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 info,
                 groups,
                 loads_fail_requests=from_vllm.loads_fail_requests(vllm_config),
-                consumes=transfer.is_kv_consumer,
                 tracer=open_tracer(vllm_config.observability_config.otlp_traces_endpoint, name),
             )
 

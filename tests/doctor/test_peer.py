@@ -15,6 +15,7 @@ from kvferry.connector.doctor.findings import Finding, Level
 from kvferry.connector.doctor.peer import findings, parse_address
 from kvferry.connector.protocol import messages
 from kvferry.transport.control.keys import Keys
+from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.errors import UsageError
 from tests.doctor.planted import is_bad, only
 from tests.support.ranks import Rank
@@ -34,10 +35,8 @@ def rank(settings: Settings | None = None) -> Iterator[Rank]:
         p.close()
 
 
-def look(
-    port: int, keys: Keys | None = KEYS, settings: Settings | None = None, seconds: float = SECONDS
-) -> list[Finding]:
-    return findings("127.0.0.1", port, settings or Settings(insecure=keys is None), keys, seconds)
+def look(port: int, keys: Keys = KEYS, settings: Settings | None = None, seconds: float = SECONDS) -> list[Finding]:
+    return findings("127.0.0.1", port, settings or Settings(), keys, seconds)
 
 
 def sessions(p: Rank) -> int:
@@ -46,10 +45,9 @@ def sessions(p: Rank) -> int:
     return len(thread._producer._sessions)
 
 
-@pytest.mark.parametrize("insecure", [False, True], ids=["keys", "insecure"])
-def test_an_engine_tells_its_model_and_is_not_changed(insecure):
-    with rank(Settings(insecure=insecure)) as p:
-        found = look(p.address.port, None if insecure else KEYS)
+def test_an_engine_tells_its_model_and_is_not_changed():
+    with rank() as p:
+        found = look(p.address.port)
         assert sessions(p) == 0, "no session, so no plane is offered either"
     assert all(finding.level in (Level.OK, Level.NOTE) for finding in found), found
     model = only(found, "model of the peer").value
@@ -86,7 +84,8 @@ def _body_of_another_release(frames, limit, real=messages._body):
 def test_a_wrong_key():
     ours = new_keys()
     with rank() as p:
-        is_bad(look(p.address.port, ours)[-1], Level.FAULT, "wrong key", ours.fingerprint, "KVFERRY_KEY_FILE")
+        found = look(p.address.port, ours)
+    is_bad(found[-1], Level.FAULT, f"the peer's is {KEYS.fingerprint}", ours.fingerprint, "KVFERRY_KEY_FILE")
 
 
 def test_a_peer_that_does_not_admit_our_key():
@@ -102,13 +101,6 @@ def test_the_key_of_another_peer_is_found_among_the_admitted():
     with rank(Settings(secret_key=KEYS.secret, peer_keys=(ours.public,))) as p:
         found = look(p.address.port, ours)
     assert only(found, "key of the peer").value.startswith(KEYS.fingerprint)
-
-
-def test_one_side_is_insecure():
-    with rank() as p:
-        is_bad(look(p.address.port, None)[-1], Level.FAULT, "the peer has keys, and this machine is insecure")
-    with rank(Settings(insecure=True)) as p:
-        is_bad(look(p.address.port)[-1], Level.FAULT, "the peer is insecure, and this machine is not")
 
 
 def test_a_machine_without_a_key_yet():
@@ -177,11 +169,18 @@ def server(answer: bytes) -> Iterator[int]:
             connection.close()
 
 
-@pytest.mark.parametrize("keys", [KEYS, None], ids=["keys", "insecure"])
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)], ids=["silent", "http"])
-def test_a_port_of_something_else(answer, keys):
+OTHERS = {
+    "silent": b"",
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64),
+    "no fingerprint": ANSWER + b"<b>nothing!!",
+    "more than an answer": b"x" + ANSWER + KEYS.fingerprint.encode(),
+}
+
+
+@pytest.mark.parametrize("answer", OTHERS.values(), ids=OTHERS)
+def test_a_port_of_something_else(answer):
     with server(answer) as port:
-        found = look(port, keys, seconds=1.0)
+        found = look(port, seconds=1.0)
     assert found[0].level is Level.OK, "it is reached"
     is_bad(found[-1], Level.FAULT, "no KVFerry control port", "serves")
 

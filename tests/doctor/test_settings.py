@@ -6,12 +6,12 @@ import os
 import socket
 
 import pytest
-import zmq
 
 from kvferry.connector.config import Settings
 from kvferry.connector.doctor.findings import Level
 from kvferry.connector.doctor.settings import control_port, read_keys, read_settings
 from kvferry.transport.control.key_file import make_key_file
+from kvferry.transport.control.keys import new_secret
 from tests.doctor.planted import is_bad, machine, only
 
 
@@ -38,7 +38,7 @@ def test_each_bad_value_is_one_line(tmp_path):
 
 
 def test_settings_that_contradict_each_other(tmp_path):
-    key = zmq.curve_keypair()[1].decode()
+    key = new_secret()
     findings, settings = found(tmp_path, {"KVFERRY_KEY_FILE": "k", "KVFERRY_SECRET_KEY": key})
     assert settings is None
     is_bad(findings[-1], Level.FAULT, "secret_key and key_file")
@@ -84,12 +84,6 @@ def test_the_shared_key_is_not_made(tmp_path, monkeypatch):
     assert keys is not None and [finding.level for finding in findings] == [Level.OK]
     findings, _ = read_keys(Settings(side_channel_host="10.0.0.1"))
     is_bad(findings[-1], Level.WARNING, "this host only", "keygen")
-
-
-def test_no_keys_at_all():
-    findings, keys = read_keys(Settings(insecure=True))
-    assert keys is None
-    is_bad(findings[0], Level.WARNING, "insecure")
 
 
 # --- the port -------------------------------------------------------------------------------------------------------

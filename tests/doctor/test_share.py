@@ -6,13 +6,14 @@ import hashlib
 import json
 
 import pytest
-import zmq
 from zmq.utils import z85
 
 from kvferry.connector.doctor.findings import DoctorSection, fault, ok
 from kvferry.connector.doctor.share import Scrubber, report, write
+from kvferry.transport.control.keys import Keys, new_secret
 
-PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
+SECRET = new_secret()
+PUBLIC = Keys(SECRET).public
 ENVIRON = {
     "HOME": "/data/people/marie",
     "KVFERRY_SECRET_KEY": SECRET,

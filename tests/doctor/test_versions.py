@@ -76,10 +76,6 @@ def test_files_without_an_installation(tmp_path, monkeypatch):
     is_bad(found[-1], Level.FAULT, "not installed", "pip install .")
 
 
-def test_libzmq_without_curve():
-    is_bad(versions.libzmq("4.3.5", curve=False), Level.FAULT, "without CURVE", "pyzmq")
-
-
 def test_another_python():
     is_bad(versions._python("3.10.2", ">=3.11", ["3.11"]), Level.FAULT, "3.10.2", ">=3.11")
     assert versions._python("3.14.0", ">=3.11", ["3.11", "3.13"]).level is Level.NOTE

@@ -16,8 +16,8 @@ DAMAGE = (Kind.DROP, Kind.DUPLICATE, Kind.REORDER, Kind.CORRUPT)
 PROCESS = ("kill P", "kill D", "stop P", "stop D", "restart P")
 """What happens to a process at a byte of a stream."""
 HANDSHAKE_BYTES, TO_P_BYTES, TO_D_BYTES, DATA_BYTES = 800, 150, 60, 1_000_000
-"""Before which byte of a stream a fault strikes: a handshake has more, with keys and without; so have the control
-messages of a hand-over without a handshake, in each direction, and the KV of one prompt."""
+"""Before which byte of a stream a fault strikes: a handshake has more; so have the control messages of a hand-over
+without a handshake, in each direction, and the KV of one prompt."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,6 @@ def covering(first: int = 0) -> list[Case]:
 def is_promised(case: Case, settings: Mapping[str, Any]) -> bool:
     """Whether a load that is reported as done must have P's bytes. Where nothing protects a stream, and somebody
     changes it, that is not so: see SECURITY.md. ``settings``: of both engines."""
-    if case.process or case.kind in WHOLE_STREAM:
+    if case.process or case.kind in WHOLE_STREAM or case.control:
         return True
-    if case.control:
-        return not settings.get("insecure")
     return settings["plane"] == "zmq" or bool(settings.get("checksum") or settings.get("encrypt"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from tests.support.rank_process import RemoteRank
 from tests.transport.test_planes_hosts import listening_ports
 
 P_ADDRESS, PROXY_ADDRESS = "127.0.0.2", "127.0.0.3"
+DATA = 0
 TOKENS, STEP, THEIRS, OURS = 100, 40, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 HANDSHAKE, TRANSFER, LEASE = 10.0, 10.0, 20.0
 """Seconds: settings of both processes. Their clocks are moved, so that nobody waits for these times."""
@@ -35,6 +38,32 @@ class Broken(AssertionError):
     """An invariant does not hold. The message names the case."""
 
 
+class PairProxy(FaultProxy):
+    """All ports of P but the control port are one, ``DATA``. One that P has opened is open here before D hears of it:
+    ``zmq`` has a port for each channel."""
+
+    def __init__(self, control: int) -> None:
+        super().__init__(PROXY_ADDRESS)
+        self.process_of_p = 0
+        self._control, self._opening = control, threading.Lock()
+
+    def follow(self) -> None:
+        """Open what P has opened."""
+        with self._opening, suppress(OSError):  # P may have ended
+            for _, port in listening_ports(self.process_of_p):
+                self.open(port, P_ADDRESS)
+
+    def _pump(self, connection: Any, upwards: bool) -> None:
+        if connection.port != self._control:
+            connection.port = DATA
+        super()._pump(connection, upwards)
+
+    def _pieces(self, connection: Any, upwards: bool, of: socket.socket, data: bytes) -> Iterator[bytes]:
+        if connection.port == self._control and not upwards:
+            self.follow()
+        return super()._pieces(connection, upwards, of, data)
+
+
 class FaultyPair:
     """A P, a D and the proxy. ``strike`` runs one case. ``outcomes`` counts what became of the loads."""
 
@@ -42,14 +71,14 @@ class FaultyPair:
         """``settings``: of both; deadlines among them are others than ``strike`` goes by, to see that it notices."""
         self._patience = patience
         self.outcomes: Counter[str] = Counter()
-        self.proxy = FaultProxy(PROXY_ADDRESS)
+        self._port = free_port()
+        self.proxy = PairProxy(self._port)
         self._said = ", ".join(name if value is True else str(value) for name, value in settings.items())
         self._settings = {
             "slot_bytes": 64 << 10, "staging_bytes": 1 << 20,
             "handshake_timeout_seconds": HANDSHAKE, "transfer_timeout_seconds": TRANSFER, "lease_seconds": LEASE,
             "ask_hold_seconds": 5.0, **settings,
         }  # fmt: skip
-        self._port = free_port()
         self._number = 0
         self._case: Case | None = None
         self._struck_before = 0
@@ -60,9 +89,8 @@ class FaultyPair:
     def _start_p(self) -> RemoteRank:
         settings = self._settings | {"side_channel_host": P_ADDRESS, "side_channel_port": self._port}
         p = RemoteRank(engine_id="engine-p", settings=settings, **FORM)
-        self._ports = [port for _, port in listening_ports(p.process.pid)]
-        for port in self._ports:
-            self.proxy.open(port, P_ADDRESS)
+        self.proxy.process_of_p = p.process.pid
+        self.proxy.follow()
         return p
 
     def _start_d(self) -> RemoteRank:
@@ -88,10 +116,9 @@ class FaultyPair:
         if case.fresh:
             self.proxy.cut()
             self._until(lambda: self.d.tables()["links"] == 0, "D drops a link whose connection is gone", self.d)
-        data = next((port for port in self._ports if port != self._port), self._port)
         self.proxy.arm(
             Fault(
-                case.kind, self._port if case.control else data, case.upwards, case.at, case.nbytes, case.flip,
+                case.kind, self._port if case.control else DATA, case.upwards, case.at, case.nbytes, case.flip,
                 seconds=0.05, abruptly=case.abruptly, call=lambda: self._happen(case),
             )
         )  # fmt: skip

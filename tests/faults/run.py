@@ -23,14 +23,13 @@ from tests.faults.pair import Broken, FaultyPair
 PAIRS: dict[str, dict[str, Any]] = {
     "tcp": {"plane": "tcp"},
     "zmq": {"plane": "zmq"},
-    "insecure": {"plane": "tcp", "insecure": True},
     "checksum": {"plane": "tcp", "checksum": True},
     "encrypt": {"plane": "tcp", "encrypt": True},
     "shm": {"plane": "shm"},
     "ucx": {"plane": "ucx"},
 }
 """Settings of P and D."""
-DAMAGED = ("tcp", "zmq", "insecure", "checksum", "encrypt")
+DAMAGED = ("tcp", "zmq", "checksum", "encrypt")
 """The pairs whose data port the proxy stands before. Of the others it damages the control port only."""
 
 

@@ -5,40 +5,36 @@ from __future__ import annotations
 import os
 import random
 import socket
+import ssl
 import struct
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import zmq
-
 from kvferry.connector.protocol import messages
-from kvferry.transport.control import framing
-from kvferry.transport.control.keys import Keys, configure_client
+from kvferry.transport.control.dialer import Dialer
+from kvferry.transport.control.keys import Keys, new_secret
+from kvferry.transport.control.stream import ADMITTED
+from kvferry.transport.plane import PlaneContext
+from kvferry.transport.planes.zmq import ZmqPlane
+from kvferry.transport.planes.zmq_channels import _CREDIT, ZmqRecvChannel
 from kvferry.transport.sockets import CHANNEL_BYTES, SECRET_BYTES
 from tests.fuzz.mutations import Mutator
-from tests.transport.test_control_garbage import GREETING, HTTP, READY
+from tests.soak.strangers import HTTP, ZMTP, client_hello, greeting_of
 
-CURVE_GREETING = GREETING.replace(b"NULL\0", b"CURVE")
 OPEN = 400
 """Connections that an attacker holds open, more than the half-open ones that an engine keeps."""
 ENDLESS_BYTES = 256 << 10
 """Bytes of a message that has no end, from one connection."""
-_PLAIN_HEAD = struct.Struct(">4sBBI")
+_HEAD = struct.Struct(">BBI")
 _PATIENCE = 0.2
+_SECONDS = 60.0
 
 
-def spoofed(rng: random.Random) -> bytes:
-    """A READY command with a routing id that libzmq may give to a later connection."""
-    routing_id = b"\0" + struct.pack(">I", 0x6B8B4567 + rng.randrange(400))
-    body = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity" + struct.pack(">I", len(routing_id)) + routing_id
-    return bytes([4, len(body)]) + body
-
-
-def plain(frames: Sequence[bytes]) -> bytes:
-    """A message as the control port without keys reads it."""
-    return _PLAIN_HEAD.pack(b"KVF\x01", *map(len, frames)) + b"".join(frames)
+def packed(frames: Sequence[bytes]) -> bytes:
+    """A message as it crosses the control connection."""
+    return _HEAD.pack(*map(len, frames)) + b"".join(frames)
 
 
 def unix_names(pid: int) -> list[bytes]:
@@ -50,54 +46,55 @@ def unix_names(pid: int) -> list[bytes]:
 
 
 class Stranger:
-    """Connections to one port, by TCP or by a Unix socket's name. ``recorded``: what an honest D sent there."""
+    """Connections to one port, by TCP or by a Unix socket's name. ``recorded``: what an honest D sent there.
+    ``keys``: of the engine at a control port; only its greeting is used."""
 
-    def __init__(self, rng: random.Random, port: int | bytes, recorded: Sequence[bytes]) -> None:
+    def __init__(
+        self, rng: random.Random, port: int | bytes, recorded: Sequence[bytes], keys: Keys | None = None
+    ) -> None:
         self._rng, self._port = rng, port
-        openings = [GREETING + READY, CURVE_GREETING, HTTP, rng.randbytes(SECRET_BYTES + CHANNEL_BYTES), *recorded]
-        requests = [plain(messages.encode(messages.Renew(tokens=(bytes(16),)))), *recorded]
-        self._openings, self._requests = Mutator(rng, openings, ""), Mutator(rng, requests, "")
-        self._recorded = [*recorded, CURVE_GREETING]
+        self._greeting = b"" if keys is None else greeting_of(keys)
+        opening = self._greeting + client_hello()
+        garbage = [ZMTP, HTTP, rng.randbytes(SECRET_BYTES + CHANNEL_BYTES)]
+        self._mutator = Mutator(rng, [opening, *garbage, *recorded], "")
+        self._openings = [opening, *recorded]
+        nothing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        nothing.check_hostname, nothing.verify_mode = False, ssl.CERT_NONE
+        self._contexts = [nothing, Keys(new_secret()).of_d]
         self._open: list[socket.socket] = []
         self.inputs = 0
 
     def _bytes(self) -> bytes:
         """The bytes of one connection."""
         rng = self._rng
-        match rng.randrange(9):
+        match rng.randrange(6):
             case 0:
                 return rng.randbytes(rng.choice((0, 1, 10, 64, 1000, 20_000)))
             case 1 | 2:
-                return self._openings.next()
+                return self._mutator.next()
             case 3:
-                return GREETING + spoofed(rng) + self._frames()
+                return rng.choice(self._openings)[: rng.randrange(1, 400)]
             case 4:
-                return CURVE_GREETING + self._frames()
-            case 5 | 6:
-                return self._requests.next()
-            case 7:
-                return rng.choice(self._recorded)[: rng.randrange(1, 400)]
+                return self._greeting + self._records()
             case _:
-                size = rng.choice((1 << 20, 1 << 32, (1 << 63) - 1, 5000))
-                start = CURVE_GREETING + rng.choice((b"\x02", b"\x03", b"\x06")) + size.to_bytes(8, "big")
-                start = rng.choice((start, plain([b"kvferry", b"\0\6", b""])[:6] + b"\x00\x0f\xff\xff"))
+                start = self._greeting + b"\x16\x03\x01" + rng.choice((b"\xff\xff", b"\x3f\xff", b"\x40\x00", b"\0\0"))
                 return start + bytes(rng.choice((100, 5000, ENDLESS_BYTES)))
 
-    def _frames(self) -> bytes:
-        """ZMTP frames: commands, messages, messages that say that more follows."""
+    def _records(self) -> bytes:
+        """TLS records: alerts, handshakes, data, and others."""
         rng, data = self._rng, b""
         for _ in range(rng.choice((1, 3, 30))):
-            flags, size = rng.choice((0, 1, 1, 2, 3, 4, 6, 255)), rng.randrange(256)
-            head = size.to_bytes(8, "big") if flags & 2 else bytes((size,))
-            data += bytes((flags,)) + head + rng.randbytes(size)
+            size = rng.choice((0, 1, 2, 40, 400))
+            data += bytes((rng.choice((20, 21, 22, 23, 24, 255)), 3, rng.choice((0, 1, 3, 4))))
+            data += size.to_bytes(2, "big") + rng.randbytes(size)
         return data
 
     def throw(self) -> None:
         """One connection."""
         rng, self.inputs = self._rng, self.inputs + 1
-        data = self._bytes()
         try:
             if isinstance(self._port, bytes):
+                data = self._bytes()
                 peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
                 peer.connect(self._port)
                 for at in range(0, min(len(data), 1000), size := rng.choice((1, 12, 16, 48, 300))):
@@ -106,12 +103,37 @@ class Stranger:
                     socket.send_fds(peer, [data[:48] or b"\0"], [0])
             else:
                 peer = socket.create_connection(("127.0.0.1", self._port), timeout=_PATIENCE)
-                peer.sendall(data)
+                if self._greeting and rng.random() < 0.3:
+                    self._shake_hands(peer)
+                else:
+                    peer.sendall(self._bytes())
         except OSError:
             return
         self._open.append(peer)
         while len(self._open) > OPEN or (self._open and rng.random() < 0.8):
             self._open.pop(rng.randrange(len(self._open))).close()
+
+    def _shake_hands(self, peer: socket.socket) -> None:
+        """A TLS handshake without a key, or with one that is not admitted; most damage some bytes of it on the way."""
+        rng = self._rng
+        arrived, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = rng.choice(self._contexts).wrap_bio(arrived, leaving)
+        peer.sendall(self._greeting)
+        for _ in range(4):
+            done = False
+            with suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+                done = True
+            flight = leaving.read()
+            if flight and rng.random() < 0.4:
+                flight = Mutator(rng, [flight], "").next()
+            peer.sendall(flight)
+            if done:
+                break
+            arrived.write(peer.recv(1 << 16))
+        with suppress(ssl.SSLWantReadError):
+            tls.write(rng.randbytes(100))
+            peer.sendall(leaving.read())
 
     def close(self) -> None:
         for peer in self._open:
@@ -119,56 +141,112 @@ class Stranger:
 
 
 class KeyHolder:
-    """A peer with the key that speaks ZMTP: mutated messages in one frame and in many. It announces no routing id that
-    libzmq may give to a later connection: see SECURITY.md."""
+    """A peer with the key: mutated messages behind the TLS handshake, most of them with a head that fits."""
 
     BATCH = 50
 
-    def __init__(self, rng: random.Random, port: int, keys: Keys, corpus: Sequence[bytes]) -> None:
+    def __init__(self, rng: random.Random, port: int, keys: Keys, corpus: Sequence[Sequence[bytes]]) -> None:
         self._rng, self._port, self._keys = rng, port, keys
-        self._context = zmq.Context()
-        self._mutator = Mutator(rng, corpus, "")
-        unpacked = [framing.Filter("", 1 << 20, Counter()).unpack([message]) for message in corpus]
-        self._bodies = Mutator(rng, [frames[2] for frames in unpacked if frames] or corpus)
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._mutator = Mutator(rng, [packed(frames) for frames in corpus], "")
+        self._bodies = Mutator(rng, [frames[2] for frames in corpus])
+        self._peers: list[ssl.SSLSocket] = []
         self.inputs = 0
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        peer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        peer.linger, peer.sndhwm, peer.immediate = 0, 4 * self.BATCH, True
-        if self._rng.random() < 0.5:
-            peer.routing_id = b"k" + self._rng.randbytes(15)
-        raw = next(iter(self._keys.raw_public_keys))
-        configure_client(peer, self._keys, raw)
-        peer.connect(f"tcp://127.0.0.1:{self._port}")
-        return peer
+    def _connect(self) -> ssl.SSLSocket:
+        sock = socket.create_connection(("127.0.0.1", self._port), timeout=_SECONDS)
+        sock.sendall(greeting_of(self._keys))
+        tls = self._keys.of_d.wrap_socket(sock)
+        verdict = tls.recv(1)
+        assert verdict == ADMITTED, verdict
+        tls.settimeout(_PATIENCE)
+        return tls
 
     def throw(self) -> None:
         """``BATCH`` messages over one connection, a new one or one that is there."""
         rng = self._rng
-        if len(self._sockets) < 8:
-            self._sockets.append(self._connect())
-        peer = rng.choice(self._sockets)
-        for _ in range(self.BATCH):
-            frames = [self._frame() for _ in range(rng.choice((1, 1, 1, 1, 2, 3, 40)))]
-            try:
-                if not peer.poll(1000, zmq.POLLOUT):
-                    break
-                peer.send_multipart(frames, zmq.NOBLOCK)
-            except zmq.ZMQError:
-                break
-            self.inputs += 1
-        with suppress(zmq.ZMQError):
-            while peer.poll(0):
-                peer.recv_multipart(zmq.NOBLOCK)
-        if rng.random() < 0.05:
-            self._sockets.remove(peer)
-            peer.close(0)
+        if len(self._peers) < 8:
+            self._peers.append(self._connect())
+        peer = rng.choice(self._peers)
+        try:
+            for _ in range(self.BATCH):
+                peer.sendall(self._message())
+                self.inputs += 1
+            peer.setblocking(False)
+            with suppress(ssl.SSLWantReadError):
+                while peer.recv(1 << 16):
+                    pass
+            peer.settimeout(_PATIENCE)
+            ends = rng.random() < 0.05
+        except OSError:  # P has ended it, or reads no more
+            ends = True
+        if ends:
+            self._peers.remove(peer)
+            peer.close()
 
-    def _frame(self) -> bytes:
-        if self._rng.random() < 0.5:
+    def _message(self) -> bytes:
+        rng = self._rng
+        if rng.random() < 0.02:
             return self._mutator.next()
-        return framing.pack([messages.MAGIC, messages.PROTOCOL_VERSION.to_bytes(2, "big"), self._bodies.next()])
+        version = messages.PROTOCOL_VERSION.to_bytes(2, "big")
+        start = [messages.MAGIC, version] if rng.random() < 0.9 else [rng.randbytes(rng.randrange(256)), b""]
+        return packed([*start, self._bodies.next()])
 
     def close(self) -> None:
-        self._context.destroy(0)
+        for peer in self._peers:
+            peer.close()
+
+
+class ZmqKeyHolder:
+    """A D that attaches ``zmq`` and sends mutated credits over its channel."""
+
+    BATCH = 50
+
+    def __init__(self, rng: random.Random, port: int, keys: Keys, hello: messages.Hello) -> None:
+        self._rng, self._port, self._hello = rng, port, hello
+        self._plane = ZmqPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
+        self._dialer = Dialer(keys, max_message_bytes=messages.MAX_REPLY_BYTES)
+        self._key = keys.fingerprint
+        self._mutator = Mutator(rng, [b"h", _CREDIT.pack(b"c", 5)], "")
+        self.inputs = 0
+
+    def _attach(self) -> ZmqRecvChannel:
+        """A channel to P, by a session of its own."""
+        connection = self._dialer.connect("127.0.0.1", self._port, key=self._key, timeout=_SECONDS)
+        connection.send(messages.encode(self._hello))
+        channel, payload = self._plane.connect(b"", "127.0.0.1")
+        connection.send(messages.encode(messages.Attach(plane="zmq", payload=payload)))
+        replies: list[list[bytes]] = []
+
+        def answered() -> bool:
+            self._dialer.progress()
+            replies.extend(connection.receive())
+            return len(replies) == 2
+
+        self._until(answered)
+        attached = messages.decode_reply(replies[1])
+        assert isinstance(attached, messages.Attached), attached
+        self._plane.finish(channel, attached.payload)
+        return channel
+
+    def throw(self) -> None:
+        """``BATCH`` messages over a new channel."""
+        channel = self._attach()
+        for _ in range(self.BATCH):
+            frames = [self._mutator.next() for _ in range(self._rng.choice((1, 1, 1, 1, 2, 3, 40)))]
+            channel.end.socket.send_multipart(frames)
+            self.inputs += 1
+        self._until(lambda: channel.progress() and channel.error is not None)  # P ends it at the first one
+        channel.close()
+        for connection in list(self._dialer.connections):
+            connection.close()
+
+    @staticmethod
+    def _until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + _SECONDS
+        while not condition():
+            assert time.monotonic() < end, "P does not answer"
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self._dialer.close()
+        self._plane.close()

@@ -7,17 +7,14 @@ these are what stands between a peer's numbers and the memory of this process.
 from __future__ import annotations
 
 import logging
-import socket
-import struct
-import threading
-from collections import Counter
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
-import zmq
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.rendezvous_params import prompt_of_answer, rendezvous_of
@@ -54,12 +51,9 @@ from kvferry.connector.protocol.step_plan import (
 from kvferry.connector.transfer.rank_context import check_model
 from kvferry.transport import grant_board
 from kvferry.transport.allowed_peers import AllowedPeers
-from kvferry.transport.control import framing
 from kvferry.transport.control.key_file import read_key_file
-from kvferry.transport.control.keys import Keys, raw_key
-from kvferry.transport.control.plain_stream import PlainStream, StreamEndedError, Streams
-from kvferry.transport.control.unread_bytes import UnreadBytesGuard
-from kvferry.transport.control.zap_auth import ServerSocket, ZapHandler
+from kvferry.transport.control.keys import Keys, new_secret, raw_key
+from kvferry.transport.control.stream import Shared, Stream, StreamEndedError
 from kvferry.transport.errors import (
     ConfigError,
     GeometryError,
@@ -71,6 +65,8 @@ from kvferry.transport.planes import cma, cuda_ipc, nixl_messages, shm, tcp, ucx
 from kvferry.transport.planes import zmq as zmq_plane
 from kvferry.transport.planes.memory_file import MAX_FILE_BYTES, MemoryFileAddress
 from kvferry.transport.socket_plane import SocketAttach
+from kvferry.transport.wake import Waker
+from tests.fuzz.attackers import packed
 from tests.fuzz.honest import Decoder, Honest, encode
 from tests.fuzz.live_planes import of_live_planes
 
@@ -111,44 +107,36 @@ def of_protocol(honest: Honest) -> Iterator[Decoder]:
     yield Decoder("replies of P", [m[2] for m in map(messages.encode, honest.replies)], reply, checked, share=6)
     yield Decoder("posted grants", [messages.encode_grant(honest.grant)], messages.decode_grant, share=4)
 
-    packer = framing.Filter("fuzz", 1 << 20, Counter())
-
-    def packed(data: bytes) -> None:
-        unpacked = packer.unpack([data])
-        if unpacked is not None:
-            messages.decode_request(unpacked)
-
-    whole = [framing.pack(messages.encode(m)) for m in honest.requests]
-    yield Decoder("frames of the control port", whole, packed, codec="", share=4)
-
 
 def of_streams(honest: Honest) -> Iterator[Decoder]:
-    """The control port without keys: a stream of bytes that is cut into messages."""
-    streams = Streams(1 << 20)
-    head = struct.Struct(">4sBBI")
+    """The control port behind TLS: a stream of bytes that is cut into messages."""
+    shared, watched = Shared(1 << 20), Waker()
 
-    def message(parts: list[bytes]) -> bytes:
-        return head.pack(b"KVF\x01", *map(len, parts)) + b"".join(parts)
+    class Arrived:
+        """A TLS connection on which these bytes have arrived."""
+
+        def __init__(self, data: bytes) -> None:
+            self.rest = data
+            self.fileno, self.close = watched.fileno, bool
+
+        def recv(self, size: int) -> bytes:
+            if not self.rest:
+                raise ssl.SSLWantReadError
+            read, self.rest = self.rest[:size], self.rest[size:]
+            return read
 
     def stream(data: bytes) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.setblocking(False)
-            theirs.setblocking(False)
-            peer = PlainStream(ours, streams)
-            theirs.send(data[: 100 << 10] or b"\0")
-            theirs.shutdown(socket.SHUT_WR)
-            try:
-                while True:
-                    for frames in peer.receive():
-                        messages.decode_request(frames)
-            finally:
-                peer.drop()
+        tls = Arrived(data)
+        peer = Stream(cast(ssl.SSLSocket, tls), "127.0.0.1", shared, lambda stream: None)
+        try:
+            while tls.rest:
+                for frames in peer.receive():
+                    messages.decode_request(frames)
+        finally:
+            peer.close()
 
-    whole = [message(messages.encode(m)) for m in honest.requests]
-    yield Decoder(
-        "bytes of the insecure port", [*whole, whole[1] * 3], stream, (StreamEndedError, ProtocolError), "", 0.4
-    )
+    whole = [packed(messages.encode(m)) for m in honest.requests]
+    yield Decoder("bytes of the control port", [*whole, whole[1] * 3], stream, (StreamEndedError, ProtocolError), "", 4)
 
 
 NIXL_SLOTS = nixl_messages.NixlSlots(4096, 4096, 1, 8, None)
@@ -160,8 +148,8 @@ def of_planes(honest: Honest) -> Iterator[Decoder]:
     kinds: list[tuple[str, type[msgspec.Struct], list[msgspec.Struct], int]] = [
         ("tcp offer", tcp._Offer, [tcp._Offer(5, secret)], 1 << 16),
         ("shm offer", shm._Offer, [shm._Offer(shm._PREFIX + b"0" * 32, secret, 0)], 1 << 16),
-        ("zmq offer", zmq_plane._Offer, [zmq_plane._Offer(5, secret)], 1 << 16),
-        ("zmq attach", zmq_plane._Attach, [zmq_plane._Attach(b"k" * 16, 1 << 20, 8)], 1 << 16),
+        ("zmq attach", zmq_plane._Attach, [zmq_plane._Attach(1 << 20, 8)], 1 << 16),
+        ("zmq reply", zmq_plane._Reply, [zmq_plane._Reply(5, secret)], 1 << 16),
         ("socket attach", SocketAttach, [SocketAttach(b"k" * 16, 1 << 20)], 1 << 16),
         ("cma offer", cma._Offer, [cma._Offer("host", 77)], 1 << 16),
         ("cma memory", cma._Memory, [cma._Memory(4096, bytes(16), ((1, 2), (3, 4)))], MAX_FILE_BYTES),
@@ -206,7 +194,7 @@ def of_boards(honest: Honest) -> Iterator[Decoder]:
 
 
 def of_files_and_keys(keys: Keys, folder: Path) -> Iterator[Decoder]:
-    """Keys, key files, ZAP requests, addresses."""
+    """Keys, key files, addresses."""
     path = folder / "fuzz.key"
 
     def key_file(data: bytes) -> None:
@@ -217,22 +205,10 @@ def of_files_and_keys(keys: Keys, folder: Path) -> Iterator[Decoder]:
     def key(data: bytes) -> None:
         raw_key("secret_key", data.decode("latin-1"))
 
-    handler = object.__new__(ZapHandler)
-    entry = ServerSocket(keys, 4, Counter(), "fuzz", UnreadBytesGuard(), UnreadBytesGuard())
-    handler.__dict__.update(_lock=threading.Lock(), _guarded={b"kvferry-1": entry})
-
-    def zap(data: bytes) -> None:
-        answer = handler._answer(data.split(b"\xff")[:40])
-        admitted = answer[2] == b"200"
-        assert len(answer) == 6 and (not admitted or any(raw in data for raw in keys.raw_public_keys))
-
-    public = next(iter(keys.raw_public_keys))
-    ask = b"\xff".join([b"1.0", b"1", b"kvferry-1", b"127.0.0.1", b"", b"CURVE", public])
     allowed = AllowedPeers(["127.0.0.0/8", "10.1.0.0/16", "::1"])
     secret = keys.secret.encode()
     yield Decoder("key files", [secret + b"\n", secret], key_file, (ConfigError,), "", 0.02)
     yield Decoder("keys", [secret, keys.public.encode()], key, (ConfigError,), "", 2.0)
-    yield Decoder("ZAP requests", [ask, ask.replace(b"CURVE", b"NULL")], zap, (), "", 2.0)
     addresses = [b"127.0.0.1", b"10.1.2.3", b"::ffff:10.1.2.3", b"fe80::1%eth0"]
 
     def address(data: bytes) -> None:
@@ -318,10 +294,9 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def every_decoder(folder: Path) -> Iterator[list[Decoder]]:
     """All of them. ``folder``: for files."""
-    keys = Keys(zmq.curve_keypair()[1].decode())
     honest = Honest()
-    with quiet(), of_live_planes(keys) as live:
+    with quiet(), of_live_planes() as live:
         yield [
             *of_protocol(honest), *of_streams(honest), *of_planes(honest), *live, *of_boards(honest),
-            *of_files_and_keys(keys, folder), *of_params(honest),
+            *of_files_and_keys(Keys(new_secret()), folder), *of_params(honest),
         ]  # fmt: skip

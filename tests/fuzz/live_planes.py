@@ -14,7 +14,6 @@ from typing import Any
 import zmq
 
 from kvferry.transport.channels import ExpectingChannel
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import shm, tcp, zmq_channels
@@ -27,16 +26,16 @@ from tests.fuzz.honest import Decoder, encode
 
 
 @contextmanager
-def of_live_planes(keys: Keys) -> Iterator[list[Decoder]]:
+def of_live_planes() -> Iterator[list[Decoder]]:
     """The other end of a channel: answers to offers, and what comes over the channel's connection."""
-    context = PlaneContext("127.0.0.1", 64 << 10, 1 << 20, keys)
+    context = PlaneContext("127.0.0.1", 64 << 10, 1 << 20)
     planes: list[Any] = [tcp.TcpPlane(context), shm.ShmPlane(context), zmq_plane.ZmqPlane(context)]
     for plane in planes:
         plane.offer()
-    tcp_plane, shm_plane, encrypted = planes
+    tcp_plane, shm_plane, zmq_ = planes
     attach = {
         "tcp": encode(SocketAttach(b"k" * 16, 1 << 20)), "shm": encode(SocketAttach(b"k" * 16, 1 << 20)),
-        "zmq": encode(zmq_plane._Attach(b"k" * 16, 1 << 20, 8)),
+        "zmq": encode(zmq_plane._Attach(1 << 20, 8)),
     }  # fmt: skip
 
     def accept(plane: Any, data: bytes) -> None:
@@ -85,24 +84,25 @@ def of_live_planes(keys: Keys) -> Iterator[list[Decoder]]:
     class Silent:
         """A socket that no peer reads."""
 
-        def send(self, *_: Any, **__: Any) -> None:
+        def send(self, *_: Any) -> None:
             return None
 
-        send_multipart = send
-
-    stub = SimpleNamespace(router=Silent, send_pool=encrypted.send_pool, recv_pool=None, put_later=lambda *_: None)
+    pool = SimpleNamespace(put=lambda slot: None)
+    stub = SimpleNamespace(send_pool=pool, recv_pool=None, put_later=lambda *_: None)
 
     def credits(data: bytes) -> None:
         """P's end of a zmq channel: hellos and credits."""
-        channel = zmq_channels.ZmqSendChannel(stub, b"k" * 16, 1 << 16, 8)  # type: ignore[arg-type]
-        channel.on_message(data)
+        channel = object.__new__(zmq_channels.ZmqSendChannel)
+        channel.__dict__.update(_plane=stub, _taken=1, _sent={5: (None, None)}, _fd=None)
+        frame: Any = SimpleNamespace(bytes=data, get=lambda name: 7)
+        channel._on_message(frame)
 
     def chunks(data: bytes) -> None:
         """D's end of a zmq channel: heads and bytes, in one to three frames."""
         channel = object.__new__(zmq_channels.ZmqRecvChannel)
         ExpectingChannel.__init__(channel)
-        channel.__dict__.update(_plane=stub, window=8, _closed=False, _deadline=None, _where="", socket=Silent())
-        channel._waiting = deque()
+        end = SimpleNamespace(socket=Silent())
+        channel.__dict__.update(_plane=stub, window=8, _closed=False, _held=0, _where="", end=end, _waiting=deque())
         channel.expect(1, 3)
         cut = data[0] % 4 if data else 0
         frames = [data[1:18], data[18:21], data[21:]][: max(1, cut)]
@@ -111,13 +111,13 @@ def of_live_planes(keys: Keys) -> Iterator[list[Decoder]]:
     heads = [HEADER.pack(1, 100) + bytes(100) + b"\x01", HEADER.pack(3, 100) + bytes(100) + b"\0"]
     filled = [shm._FILLED.pack(1, 0, 100), shm._FREED.pack(0).ljust(16, b"\0")]
     head = zmq_channels._HEADER
-    zmq_messages = [b"\x02" + head.pack(b"m", 1, 3) + b"abc", b"\x01b", b"\x01p"]
+    zmq_messages = [b"\x02" + head.pack(b"m", 1, 3) + b"abc", b"\x01b"]
     plane_errors = (ProtocolError, TransportError, PlaneUnavailableError)
     try:
         yield [
             *(
-                Decoder(f"{p.name} attach at P", [attach[p.name]], partial(accept, p), plane_errors, share=0.2)
-                for p in planes
+                Decoder(f"{p.name} attach at P", [attach[p.name]], partial(accept, p), plane_errors, share=share)
+                for p, share in ((tcp_plane, 0.2), (shm_plane, 0.2), (zmq_, 0.1))
             ),
             Decoder("tcp messages", [heads[0], heads[1] + heads[0]], received, (), "", 0.15),
             Decoder("shm records", [filled[0], filled[1], b"".join(filled)], records, (), "", 0.05),

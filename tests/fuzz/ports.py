@@ -15,11 +15,9 @@ from queue import Empty, Queue
 from typing import Any
 
 from kvferry.connector.protocol import messages
-from kvferry.transport.control import framing
 from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
-from kvferry.transport.planes.zmq_channels import _CREDIT
-from tests.fuzz.attackers import KeyHolder, Stranger, plain, unix_names
+from tests.fuzz.attackers import KeyHolder, Stranger, ZmqKeyHolder, unix_names
 from tests.fuzz.honest import Honest
 from tests.fuzz.in_process import TIMES
 from tests.soak.fleet import EngineProcess, Event
@@ -42,22 +40,21 @@ class Target:
     plane: str
     which: str
     side: str
-    insecure: bool = False
     key: bool = False
 
 
 def targets() -> list[Target]:
     """UCX's port is not among them: who reaches it can write memory of the engine (SECURITY.md)."""
     kinds = [
-        ("control port", "shm", "control", False, False), ("control port, with the key", "shm", "control", False, True),
-        ("control port, insecure", "tcp", "control", True, False), ("tcp data port", "tcp", "data", True, False),
-        ("zmq data port", "zmq", "data", False, False), ("zmq data port, with the key", "zmq", "data", False, True),
-        ("shm socket", "shm", "socket", False, False),
+        ("control port", "shm", "control", False), ("control port, with the key", "shm", "control", True),
+        ("tcp data port", "tcp", "data", False), ("zmq data port", "zmq", "data", False),
+        ("zmq data port, with the key", "zmq", "data", True), ("shm socket", "shm", "socket", False),
     ]  # fmt: skip
     return [
-        Target(f"{name} of {side}", plane, which, side, insecure, key)
-        for name, plane, which, insecure, key in kinds
+        Target(f"{name} of {side}", plane, which, side, key)
+        for name, plane, which, key in kinds
         for side in ("P", "D")
+        if name != "zmq data port" or side == "P"  # a D that nobody reads from has none
     ]
 
 
@@ -106,13 +103,11 @@ class Recorder:
 class Pair:
     """A P and a D of one plane."""
 
-    def __init__(self, plane: str, insecure: bool) -> None:
+    def __init__(self, plane: str) -> None:
         self.events: Queue[Event] = Queue()
         self.sample: dict[str, dict[str, float]] = {}
         self.results: dict[str, dict[str, Any]] = {}
-        self.engines = {
-            side: EngineProcess(self.events, side, plane, blocks=BLOCKS, insecure=insecure) for side in ("P", "D")
-        }
+        self.engines = {side: EngineProcess(self.events, side, plane, blocks=BLOCKS) for side in ("P", "D")}
         self.violations: list[str] = []
         self._serial = 0
         assert self.wait(lambda: all(engine.ready for engine in self.engines.values())), "the engines did not start"
@@ -189,14 +184,15 @@ class Pair:
             engine.kill()
 
 
-def attacker(target: Target, pair: Pair, rng: random.Random, honest: Honest, keys: Keys) -> Stranger | KeyHolder:
-    port = pair.port(target)
-    if target.key:
-        assert isinstance(port, int)
-        packed = [framing.pack(messages.encode(request)) for request in honest.requests]
-        return KeyHolder(rng, port, keys, packed if target.which == "control" else [b"h", _CREDIT.pack(b"c", 5)])
-    plain_requests = [plain(messages.encode(request)) for request in honest.requests]
-    return Stranger(rng, port, [*pair.recorded, *(plain_requests if target.insecure else ())])
+def attacker(
+    target: Target, pair: Pair, rng: random.Random, honest: Honest, keys: Keys
+) -> Stranger | KeyHolder | ZmqKeyHolder:
+    if not target.key:
+        return Stranger(rng, pair.port(target), pair.recorded, keys if target.which == "control" else None)
+    control = pair.engines[target.side].port
+    if target.which == "data":
+        return ZmqKeyHolder(rng, control, keys, honest.hello)
+    return KeyHolder(rng, control, keys, [messages.encode(request) for request in honest.requests])
 
 
 def attack(
@@ -267,19 +263,17 @@ def fuzz(
     """All targets, each with an equal share of ``count`` and of ``seconds``."""
     honest, keys = Honest(), Keys(shared_key())
     found: dict[str, PortOutcome] = {}
-    pairs: dict[tuple[str, bool], Pair] = {}
+    pairs: dict[str, Pair] = {}
     try:
         for target in chosen:
-            form = target.plane, target.insecure
-            if form not in pairs:
-                pairs[form] = Pair(*form)
-            outcome = attack(
-                target, pairs[form], seed, max(1, count // len(chosen)), seconds / len(chosen), honest, keys
-            )
+            if target.plane not in pairs:
+                pairs[target.plane] = Pair(target.plane)
+            pair = pairs[target.plane]
+            outcome = attack(target, pair, seed, max(1, count // len(chosen)), seconds / len(chosen), honest, keys)
             found[target.name] = outcome
             shown(f"{target.name}: {outcome.inputs} inputs, {'; '.join(outcome.failures.values()) or 'no failure'}")
             if outcome.failures:
-                pairs.pop(form).close()
+                pairs.pop(target.plane).close()
     finally:
         for pair in pairs.values():
             pair.close()

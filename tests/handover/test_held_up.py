@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import select
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,6 @@ from msgspec.structs import replace
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import KeepLease, RankAddress, StepPlan
 from kvferry.connector.transfer.posted_plans import PostedPlan
-from kvferry.transport.control import framing
 from kvferry.transport.wake import RateLimitedLog
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin
@@ -35,7 +35,7 @@ class Deaf:
         self.open = Gate(self._producer, "serve", self._look).open
 
     def _look(self, now: float) -> bool:
-        self.spoken_to = framing.waiting(self._producer._listener.socket)
+        self.spoken_to = bool(select.select([self._producer._listener.fd], [], [], 0)[0])
         return False
 
 

@@ -233,7 +233,7 @@ def test_a_large_hello_does_not_hold_p_up(make_peers: Callable[..., Peers]) -> N
 
 
 def test_a_d_that_does_not_read_gets_its_replies_later(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libzmq holds a thousand; the others were dropped, and with them the end of reads that D waits for."""
+    """Its connection holds a thousand; the others were dropped, and with them the end of reads that D waits for."""
     slow = peers.raw()
     producer = peers.producer
     listener = producer._listener
@@ -256,7 +256,7 @@ def test_a_d_that_does_not_read_gets_its_replies_later(peers: Peers, monkeypatch
 def test_a_d_that_never_reads_loses_its_session(
     peers: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With real queues: sockets and libzmq hold some thousand replies. D finds its channel closed."""
+    """With real queues: the socket and its connection hold some thousand replies. D finds its channel closed."""
     deaf, producer = peers.raw(), peers.producer
     token = grant([peers.p], "req-p", THEIRS, TOKENS)
     monkeypatch.setattr(producer._replies.kept, "_limit", 1 << 20)

@@ -13,7 +13,6 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
-from kvferry.transport.control import framing
 from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from tests.handover.gates import Gate, halves
@@ -163,8 +162,7 @@ def test_nobody_listens(group: RankGroup) -> None:
     assert reason_of(d) == "peer_lost"
 
 
-def test_a_silent_peer(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 600.0)
+def test_a_silent_peer(group: RankGroup) -> None:
     d = group.rank(settings=Settings(handshake_timeout_seconds=1.0))
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
@@ -174,8 +172,7 @@ def test_a_silent_peer(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> Non
     assert reason_of(d) == "timeout", "that of the settings, before the connection itself gives up"
 
 
-def test_a_dead_peer_does_not_hold_up_the_others(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 600.0)
+def test_a_dead_peer_does_not_hold_up_the_others(group: RankGroup) -> None:
     p, d = group.rank(), group.rank(settings=Settings(handshake_timeout_seconds=600.0), engine_id="engine-d")
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""On which ports a rank listens, and which data planes need keys."""
+"""On which ports a rank listens, and what its data planes are told of each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker_setup import make_planes
-from kvferry.transport.errors import ConfigError, PlaneUnavailableError
+from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.registry import make_plane
 from tests.handover.opening import OURS, THEIRS, TOKENS
@@ -47,15 +47,6 @@ def test_on_one_host_ucx_listens_on_loopback_from_the_first_hand_over_on(group: 
     assert data and set(data) == {LOOPBACK}
 
 
-@pytest.mark.parametrize("name", ["ucx", "zmq"])
-def test_a_plane_that_needs_keys_is_not_had_without_them(group: RankGroup, name: str) -> None:
-    context = group.rank(settings=Settings(insecure=True)).worker.rank_context
-    assert context is not None and name not in [plane.name for plane in context.planes]
-    with pytest.raises(ConfigError, match=f"{name} needs keys, because .*; remove the setting insecure, or") as caught:
-        make_planes(Settings(plane=name), None, context.caches)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_plane_is_told_of_the_others(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are there, and those that may come: not those that this rank cannot have."""
     context = group.rank(settings=Settings()).worker.rank_context
@@ -70,7 +61,7 @@ def test_a_plane_is_told_of_the_others(group: RankGroup, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(worker_setup, "preferred_planes", lambda device: ("cma", "shm", "tcp"))
     monkeypatch.setattr(worker_setup, "make_plane", make)
-    planes, missing = make_planes(Settings(), None, context.caches)
+    planes, missing = make_planes(Settings(), context.caches)
     for plane in planes:
         plane.close()
     assert told == {"cma": {"shm", "tcp"}, "shm": {"tcp"}, "tcp": {"shm"}} and missing == {"cma": "not here"}

@@ -17,7 +17,7 @@ from kvferry.connector.config import Settings, load_keys
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer import sessions
-from kvferry.transport.control.listener import listen
+from kvferry.transport.control.listener import Listener
 from kvferry.transport.planes import cma
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
@@ -98,8 +98,7 @@ class ForgedP(threading.Thread):
         super().__init__(daemon=True)
         self._like, self._offer, self._reply, self._base = like, offer, reply, base
         keys = load_keys(like.settings)
-        assert keys is not None
-        self._listener = listen("127.0.0.1", 0, keys=keys, max_message_bytes=8 << 20)
+        self._listener = Listener("127.0.0.1", 0, keys=keys, max_message_bytes=8 << 20)
         self._ended = threading.Event()
         self.attached = False
         self.address = RankAddress(0, 0, "127.0.0.1", self._listener.port, b"f" * 16, keys.fingerprint)

@@ -10,11 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.protocol.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.connector.transfer import lease_keeper, links
 from kvferry.transport.allowed_peers import AllowedPeers
-from kvferry.transport.errors import ConfigError
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
@@ -64,12 +62,9 @@ def test_many_addresses_do_not_make_many_links(pair: tuple[Rank, Rank], monkeypa
         assert 2 <= len(halves(d)[1]._links) <= 8, "of 31"
 
 
-@pytest.mark.parametrize("insecure", [False, True])
-def test_made_up_incarnations_of_p_do_not_cost_the_first_honest_link(group: RankGroup, insecure: bool) -> None:
+def test_made_up_incarnations_of_p_do_not_cost_the_first_honest_link(group: RankGroup) -> None:
     """Each made a connection to P of its own, and eight were all that D can have to one address."""
-    p, d = (
-        group.rank(engine_id=name, settings=Settings(insecure=insecure, **PATIENT)) for name in ("engine-p", "engine-d")
-    )
+    p, d = (group.rank(engine_id=name, settings=Settings(**PATIENT)) for name in ("engine-p", "engine-d"))
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     for number in range(20):
@@ -168,15 +163,6 @@ def test_a_name_is_resolved_once_and_the_address_is_judged(
         assert wait(lambda: d.failed == {"req-d"}, [d])
         assert wait(lambda: "192.0.2.1 is not an allowed peer" in caplog.text)
     assert asked == ["rebinds.example"]
-
-
-def test_an_insecure_engine_that_others_reach_needs_the_list(pair: tuple[Rank, Rank]) -> None:
-    info, groups = pair[0].worker._info, pair[0].worker._groups
-    open_to_others = Settings(side_channel_host="192.0.2.1", insecure=True)
-    with pytest.raises(ConfigError, match=r"^allowed_peers: unset, .* is insecure and listens on 192\.0\.2\.1; name"):
-        WorkerHalf(open_to_others, info, groups)
-    WorkerHalf(open_to_others, info, groups, consumes=False)  # it connects to nobody
-    WorkerHalf(replace(open_to_others, allowed_peers=("192.0.2.0/24",)), info, groups)
 
 
 def test_no_line_has_a_token(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, caplog: Lines) -> None:

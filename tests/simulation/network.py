@@ -18,6 +18,8 @@ from tests.simulation.timeline import Timeline
 LATENCY_SECONDS = 100e-6
 LOOPBACK = "127.0.0.1"
 """Where every D connects from: the planes of one host are on offer."""
+WAKER_FD, LISTENER_FD, DIALER_FD = range(1 << 20, (1 << 20) + 3)
+"""What a thread would poll. Nothing sleeps here, so they are no descriptors."""
 SILENCE_SECONDS = 5.0
 """A connection is lost where the hosts of its ends do not reach each other for this time, or where one is off."""
 
@@ -231,7 +233,7 @@ class SimListener:
 
     def __init__(self, network: Network, host: Host, address: tuple[str, int]) -> None:
         self.network, self.host, self.address = network, host, address
-        self.socket = self  # what a poller would wait for
+        self.fd = LISTENER_FD
         self.port, self.endpoint = address[1], f"sim://{address[0]}:{address[1]}"
         self.dropped: Counter[str] = Counter()
         self.peers: dict[bytes, SimConnection] = {}
@@ -241,7 +243,7 @@ class SimListener:
     def receive(self) -> list[Any]:
         inbox, self.inbox = self.inbox[:256], self.inbox[256:]
         if self.inbox:
-            self.host.mark(self)
+            self.host.mark(self.fd)
         return inbox
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
@@ -256,7 +258,7 @@ class SimListener:
     def take(self, connection: SimConnection, frames: list[bytes]) -> None:
         """A message of a D has arrived."""
         self.inbox.append((connection.identity, frames, LOOPBACK))
-        self.host.mark(self)
+        self.host.mark(self.fd)
 
     def gone(self, connection: SimConnection) -> None:
         self.peers.pop(connection.identity, None)
@@ -275,7 +277,7 @@ class SimDialer:
 
     def __init__(self, network: Network, host: Host) -> None:
         self.network, self.host = network, host
-        self.pollables = [self]
+        self.fd = DIALER_FD
         self.connections: dict[SimConnection, None] = {}  # that are open
 
     def connect(self, host: str, port: int, *, key: str, timeout: float) -> SimConnection:
@@ -337,7 +339,7 @@ class SimConnection:
 
     def _tell(self) -> None:
         """A poller would name the dialer."""
-        self.host.mark(self.dialer)
+        self.host.mark(self.dialer.fd)
         if not self.news:
             self.news = True
             self.on_news()

@@ -20,9 +20,10 @@ from kvferry.connector.protocol.step_plan import Load, RankAddress, RendezvousRe
 from kvferry.connector.transfer.load_reports import Check, FinishedLoad
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
+from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
-from tests.simulation.network import Network, SimDialer, SimListener
+from tests.simulation.network import WAKER_FD, Network, SimDialer, SimListener
 from tests.simulation.plane_base import SimPlane
 from tests.simulation.pull_plane import PullPlane
 from tests.simulation.push_planes import PlacePlane, PushPlane
@@ -31,6 +32,7 @@ from tests.simulation.timeline import Violation
 TURN_SECONDS = 30e-6
 MAX_BUSY_TURNS = 10_000
 MODEL = {"architectures": "Simulated"}
+KEYS = Keys(new_secret())
 PLANES: dict[str, type[SimPlane]] = {plane.name: plane for plane in (PullPlane, PlacePlane, PushPlane)}
 
 
@@ -67,7 +69,7 @@ class NoWaker(Waker):
     """Wakes nobody: no thread sleeps here. It makes no call of the system."""
 
     def __init__(self) -> None:
-        self.fd = -1
+        self.fd = WAKER_FD
 
     def wake(self) -> None: ...
 
@@ -110,7 +112,7 @@ class Node:
             incarnation,
             MODEL,
             self.pages.caches,
-            None,
+            KEYS,
             log=RateLimitedLog(logging.getLogger("vllm.kvferry.peer"), 0.0, max_lines=1 << 62),
             clock=self.timeline.clock,
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import zmq
-
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import Plane
 from tests.simulation.memory import Pages, SimCopies
@@ -42,7 +40,7 @@ class SimPlane(Plane):
             raise PlaneUnavailableError("P is not there")
         return peer
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
+    def pollables(self) -> list[tuple[int, int]]:
         return []
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.transport.control.dialer import Connection, make_dialer
+from kvferry.transport.control.dialer import Connection, Dialer
 from tests.support.ranks import Rank
 
 
@@ -12,7 +12,7 @@ class Dialed:
     def __init__(self, p: Rank, limit: int) -> None:
         rank_context = p.worker.rank_context
         assert rank_context is not None
-        self._dialer = make_dialer(rank_context.keys, max_message_bytes=limit)
+        self._dialer = Dialer(rank_context.keys, max_message_bytes=limit)
         host, port, key = p.address.host, p.address.port, p.address.key
         self._connection: Connection = self._dialer.connect(host, port, key=key, timeout=300)
 

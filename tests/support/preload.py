@@ -11,10 +11,8 @@ import kvferry.kernels.convert
 import kvferry.kernels.kv_postprocess
 import kvferry.kernels.paged_copy
 import kvferry.kernels.zero_blocks
-import kvferry.transport.control.curve_dialer
-import kvferry.transport.control.curve_listener
-import kvferry.transport.control.plain_dialer
-import kvferry.transport.control.plain_listener
+import kvferry.transport.control.dialer
+import kvferry.transport.control.listener
 import kvferry.transport.planes.cma
 import kvferry.transport.planes.cuda_ipc
 import kvferry.transport.planes.shm

@@ -6,10 +6,12 @@ import base64
 import ctypes
 import json
 import mmap
+import os
 import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from queue import Empty, Queue
@@ -46,12 +48,16 @@ class RemoteRank:
     def _listen(self) -> None:
         for line in self.process.stdout:
             self._answers.put(line)
+        self._answers.put("")
 
     def _answer(self) -> dict[str, Any]:
         try:
-            return dict(json.loads(self._answers.get(timeout=self._timeout)))
+            line = self._answers.get(timeout=self._timeout)
         except Empty:
             raise TimeoutError(f"the rank's process said nothing for {self._timeout:g} s") from None
+        if not line:
+            raise ChildProcessError("the rank's process has ended")
+        return dict(json.loads(line))
 
     def call(self, command: str, **arguments: Any) -> dict[str, Any]:
         self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
@@ -119,6 +125,10 @@ class RemoteRank:
         self._ahead += seconds
         self.call("later", seconds=self._ahead)
 
+    def stand_still(self, seconds: float) -> None:
+        """The transfer thread does nothing for so long, from its next turn on."""
+        self.call("stand still", seconds=seconds)
+
     def tables(self) -> dict[str, int]:
         """What the transfer thread still has in its tables, by the name of the table: 0 where nothing is left."""
         return dict(self.call("tables"))
@@ -173,8 +183,32 @@ def protect(caches: Iterable[Any], *, accessible: bool) -> None:
             raise OSError(ctypes.get_errno(), "mprotect")
 
 
+def enter(namespace: str) -> None:
+    """Move this thread, and those that it starts, into a network namespace of ``ip netns``, and /sys too, where UCX
+    looks for devices."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, slave, recursive, lazily = 0x20000, 1 << 19, 1 << 14, 2  # sched.h, mount.h
+    with open(f"/run/netns/{namespace}") as file:
+        failed = libc.setns(file.fileno(), 0) or libc.unshare(new_mounts)
+    failed = failed or libc.mount(b"none", b"/", None, slave | recursive, None) or libc.umount2(b"/sys", lazily)
+    if failed or libc.mount(b"kvferry", b"/sys", b"sysfs", 0, None):
+        raise OSError(ctypes.get_errno(), f"network namespace {namespace}")
+
+
+def hold_up(thread: Any, seconds: float) -> None:
+    """The next turn of a transfer thread begins with a sleep."""
+    turn = thread._turn
+
+    def late_turn(now: float) -> bool:
+        thread._turn = turn
+        time.sleep(seconds)
+        return bool(turn(now))
+
+    thread._turn = late_turn
+    thread.wake()
+
+
 def main() -> None:
-    import time
 
     import torch
 
@@ -183,8 +217,11 @@ def main() -> None:
     from tests.support.ranks import Rank, left_in_tables, let_time_pass, load_plan
 
     torch.set_num_threads(1)
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its default is stdout, which has the answers
     arguments = json.loads(sys.argv[1])
     arguments["settings"] = Settings(**arguments.get("settings", {}))
+    if namespace := arguments.pop("namespace", ""):
+        enter(namespace)
     rank = Rank(**arguments)
 
     def answer(**values: Any) -> None:
@@ -216,6 +253,9 @@ def main() -> None:
                 answer(holds=torch.equal(found, wanted + order["salt"]))
             case "later":
                 let_time_pass(rank, order["seconds"])
+                answer()
+            case "stand still":
+                hold_up(rank.worker._transfer_thread, order["seconds"])
                 answer()
             case "tables":
                 answer(**left_in_tables(rank))

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.transport.control import framing
-from tests.transport.control_ends import KEYS, Dialed, listening
+from tests.transport.control_ends import Dialed, listening
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Bad handshakes end soon."""
-    monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 2.0)
-
-
-@pytest.fixture(params=[KEYS, None], ids=["keys", "insecure"])
-def keys(request):
-    return request.param
-
-
-@pytest.fixture
-def listener(keys):
-    end = listening(keys)
+def listener():
+    end = listening()
     yield end
     end.close()
 
 
 @pytest.fixture
-def good(listener, keys):
-    end = Dialed(listener.port, keys=keys)
+def good(listener):
+    end = Dialed(listener.port)
     yield end
     end.close()

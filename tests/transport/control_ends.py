@@ -1,23 +1,21 @@
-"""The two ends of the control plane as tests use them, over both wires: with keys, and without."""
+"""The two ends of the control plane as tests use them."""
 
 from __future__ import annotations
 
-import os
+import select
 import time
 
-import zmq
-
-from kvferry.transport.control.dialer import make_dialer
+from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.key_file import shared_key
-from kvferry.transport.control.keys import Keys
-from kvferry.transport.control.listener import listen
+from kvferry.transport.control.keys import Keys, new_secret
+from kvferry.transport.control.listener import Listener
 
 LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body, in plain sight"]
 
 
 def new_keys(*peers):
-    return Keys(zmq.curve_keypair()[1].decode(), peers)
+    return Keys(new_secret(), peers)
 
 
 KEYS = Keys(shared_key())
@@ -26,15 +24,15 @@ _dialed: set[Dialed] = set()
 
 
 def listening(keys=KEYS, port=0, host="127.0.0.1", **options):
-    return listen(host, port, keys=keys, max_message_bytes=LIMIT, **options)
+    return Listener(host, port, keys=keys, max_message_bytes=LIMIT, **options)
 
 
 class Dialed:
     """One connection with a dialer of its own."""
 
     def __init__(self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=300.0, limit=LIMIT):
-        named = key if key is not None else "" if keys is None else keys.fingerprint
-        self.dialer = make_dialer(keys, max_message_bytes=limit)
+        named = keys.fingerprint if key is None else key
+        self.dialer = Dialer(keys, max_message_bytes=limit)
         self.connection = self.dialer.connect(host, port, key=named, timeout=timeout)
         _dialed.add(self)
 
@@ -103,13 +101,5 @@ def exchanged(listener, connection):
 
 
 def readable(end, seconds=60.0):
-    """Wait until the pollables of a listener or a dialer are readable."""
-    poller = zmq.Poller()
-    for pollable in end.pollables if hasattr(end, "pollables") else [end.socket]:
-        poller.register(pollable, zmq.POLLIN)
-    return bool(poller.poll(seconds * 1e3))
-
-
-def resident_mib():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+    """Wait until a listener or a dialer is readable."""
+    return bool(select.select([end.fd], [], [], seconds)[0])

@@ -14,7 +14,6 @@ import torch
 from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.staging import SlotPool
-from tests.transport.control_ends import KEYS
 from tests.transport.plane_list import ENCRYPTED, PUSH, host_planes, plane_of
 
 SLOT = 64 << 10
@@ -50,7 +49,7 @@ class Pair:
     def __init__(self, name: str, slots: int, device: torch.device) -> None:
         def plane() -> Plane:
             staging = slots * SLOT
-            return plane_of(name, PlaneContext("127.0.0.1", SLOT, staging, KEYS, PlaneMemory(device)))
+            return plane_of(name, PlaneContext("127.0.0.1", SLOT, staging, PlaneMemory(device)))
 
         self.p, self.d = plane(), plane()
 

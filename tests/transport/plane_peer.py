@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import sys
 import time
 import zlib
@@ -20,11 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import zmq
 
 from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, Received, RecvChannel, SendChannel, Slot
-from kvferry.transport.control.key_file import shared_key
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.registry import plane_spec
@@ -79,7 +77,7 @@ class Peer:
         self.memory = torch.from_numpy(pattern(P_BYTES, memory_bytes).copy()).to(device)
         ranges = ((self.memory.data_ptr(), memory_bytes),)
         memory = PlaneMemory(device, ranges if memory_bytes else ())
-        self.plane = plane_of(name, PlaneContext(HOST, slot_bytes, staging_bytes, Keys(shared_key()), memory))
+        self.plane = plane_of(name, PlaneContext(HOST, slot_bytes, staging_bytes, memory))
         self.theirs: dict[str, int] = {}
         self.copies: list[Copy] = []
         self.channels: dict[str, Any] = {}
@@ -285,11 +283,11 @@ class Peer:
                 line, buffered = buffered.split(b"\n", 1)
                 self.obey(json.loads(line))
             if not moved and not data and self.plane.arm():
-                poller = zmq.Poller()
-                poller.register(0, zmq.POLLIN)
-                for what, events in self.plane.pollables():
-                    poller.register(what, events)
-                poller.poll(100)
+                poll = select.poll()
+                poll.register(0, select.POLLIN)
+                for fd, events in self.plane.pollables():
+                    poll.register(fd, events)
+                poll.poll(100)
 
     def obey(self, command: dict[str, Any]) -> None:
         try:

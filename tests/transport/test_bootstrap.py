@@ -14,6 +14,7 @@ import pytest
 
 from kvferry.transport import sockets
 from kvferry.transport.control import bootstrap_fetch
+from kvferry.transport.control.blocking_calls import BlockingCall
 from kvferry.transport.control.bootstrap_fetch import MAX_FETCHES, fetch
 from kvferry.transport.control.bootstrap_page import checked_url, first_rank, page
 from kvferry.transport.control.bootstrap_server import MAX_REQUEST_BYTES, BootstrapServer
@@ -187,7 +188,7 @@ def raw_server(*answers: bytes) -> Iterator[int]:
         thread.join()
 
 
-def fetched(port: int) -> bootstrap_fetch.PageFetch:
+def fetched(port: int) -> BlockingCall[bytes]:
     done = threading.Event()
     page_fetch = bootstrap_fetch.fetch_page(f"http://127.0.0.1:{port}", lambda address: "", done.set)
     assert done.wait(60.0)
@@ -209,9 +210,9 @@ def test_pages_that_the_library_cannot_read_end_no_thread(
     with monkeypatch.context() as patched:
         patched.setattr(bootstrap_fetch, "fetch", broken)
         for _ in range(MAX_FETCHES):
-            assert "cannot be fetched: " in fetched(server.port).error
+            assert "it failed: " in fetched(server.port).error
     server.publish(b"{}")
-    assert fetched(server.port).content == b"{}"
+    assert fetched(server.port).result == b"{}"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -225,7 +226,7 @@ def test_a_thread_that_an_error_ends_makes_room_for_another(server: BootstrapSer
         for thread in threading.enumerate():
             if getattr(thread, "_target", None) == bootstrap_fetch._fetches._serve:
                 thread.join()
-    assert fetched(server.port).content == b"{}"
+    assert fetched(server.port).result == b"{}"
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import threading
 import time
 
 import pytest
-import zmq
 
-from kvferry.transport.control import framing
+from kvferry.transport.control import dialer as control_dialer
+from kvferry.transport.control import listener as control_listener
+from kvferry.transport.control import stream
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog, Waker
 from tests.support.fork_server import fork_server
@@ -19,11 +21,11 @@ from tests.transport.control_ends import LIMIT, MESSAGE, Dialed, arrived, exchan
 
 
 @pytest.fixture
-def connect(keys):
+def connect():
     ends = []
 
     def make(port, host="127.0.0.1", **options):
-        ends.append(Dialed(port, host, keys=keys, **options))
+        ends.append(Dialed(port, host, **options))
         return ends[-1]
 
     yield make
@@ -58,24 +60,15 @@ def test_messages_keep_their_order_and_peers_their_identity(listener, connect):
         assert len({frames[0] for frames in history}) == 1
 
 
-def test_one_call_takes_a_bounded_number(keys, listener, connect, monkeypatch):
-    if keys is None:
-        pytest.skip("bounded by the bytes of one read")
-    monkeypatch.setattr(framing, "BATCH", 10)
-    connection = connect(listener.port)
+def test_one_call_takes_a_bounded_number(listener, connect, monkeypatch):
+    monkeypatch.setattr(control_listener, "BATCH", 10)
+    ends = [connect(listener.port) for _ in range(25)]
+    for end in ends:
+        end.send(MESSAGE)
+    assert until(lambda: all(end.connected for end in ends) and readable(listener))
     taken = []
-
-    def a_full_batch():
-        for _ in range(25):
-            connection.send(MESSAGE)
-            connection.dialer.progress()
-        time.sleep(0.2)  # more than ten are there then, sooner or later
-        taken.append(len(listener.receive()))
-        return taken[-1] >= 10
-
-    assert until(a_full_batch)
-    assert taken[-1] == 10
-    assert readable(listener), "the poller tells of the rest"
+    until(lambda: taken.append(len(listener.receive())) or sum(taken) == 25)
+    assert sum(taken) == 25 and max(taken) <= 10, "the poller tells of the rest"
 
 
 def test_a_reconnect_gets_a_new_identity_and_the_old_one_is_gone(listener, connect):
@@ -99,7 +92,7 @@ def test_send_says_false_when_the_peer_does_not_read(listener, connect):
     [(identity, _, _)] = arrived(listener)
     block = [b"", b"", bytes(LIMIT // 64)]  # full long before the silence of the peer's socket counts as its death
     sent = next(n for n in range(5000) if not listener.send(identity, block))
-    assert sent < 3 * framing.SEND_QUEUE
+    assert sent < 3 * stream.SEND_QUEUE
     assert listener.dropped["full"] == 1
     other = connect(listener.port)
     other.send(MESSAGE)
@@ -107,14 +100,14 @@ def test_send_says_false_when_the_peer_does_not_read(listener, connect):
     assert listener.send(free, MESSAGE) and arrived(other) == [MESSAGE], "a full queue holds up nobody else"
 
 
-def test_ipv6(keys, connect):
+def test_ipv6(connect):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"this host has no IPv6 loopback: {error}")
-    listener = listening(keys, host="::1")
+    listener = listening(host="::1")
     try:
-        assert listener.endpoint == f"tcp://[::1]:{listener.port}"
+        assert listener.endpoint == f"[::1]:{listener.port}"
         connection = connect(listener.port, "::1")
         connection.send(MESSAGE)
         [(identity, frames, _)] = arrived(listener)
@@ -123,8 +116,8 @@ def test_ipv6(keys, connect):
         listener.close()
 
 
-def test_a_name_is_resolved_at_both_ends(keys, connect):
-    listener = listening(keys, host="localhost")
+def test_a_name_is_resolved_at_both_ends(connect):
+    listener = listening(host="localhost")
     try:
         connection = connect(listener.port, "localhost")
         connection.send(MESSAGE)
@@ -157,15 +150,15 @@ def test_a_slow_name_server_holds_up_nobody(listener, connect, monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "*", "", "::ffff:0.0.0.0"])
-def test_all_interfaces_are_refused(keys, host):
+def test_all_interfaces_are_refused(host):
     with pytest.raises(ConfigError) as error:
-        listening(keys, host=host)
+        listening(host=host)
     assert "\n" not in str(error.value) and "side_channel_host" in str(error.value)
 
 
-def test_a_port_in_use_is_one_line(keys, listener):
+def test_a_port_in_use_is_one_line(listener):
     with pytest.raises(ConfigError) as error:
-        listening(keys, listener.port)
+        listening(port=listener.port)
     text = str(error.value)
     assert "\n" not in text
     for word in ("side_channel_port", str(listener.port), "127.0.0.1", "in use", "0 to find"):
@@ -173,17 +166,17 @@ def test_a_port_in_use_is_one_line(keys, listener):
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "2001:db8::1"])
-def test_an_address_that_is_not_ours_is_one_line(keys, host):
+def test_an_address_that_is_not_ours_is_one_line(host):
     with pytest.raises(ConfigError) as error:
-        listening(keys, host=host)
+        listening(host=host)
     assert "\n" not in str(error.value) and "side_channel_host" in str(error.value) and host in str(error.value)
 
 
-def test_the_port_is_free_after_close(keys, connect):
-    first = listening(keys)
+def test_the_port_is_free_after_close(connect):
+    first = listening()
     first.close()
     first.close()
-    again = listening(keys, first.port)
+    again = listening(port=first.port)
     connection = connect(again.port)
     connection.send(MESSAGE)
     assert len(arrived(again)) == 1
@@ -212,12 +205,9 @@ def test_a_name_that_does_not_exist(connect, monkeypatch):
     assert "no-such-host.invalid" in connection.reason and "cannot be resolved (" in connection.reason
 
 
-def test_a_server_that_never_answers(keys, connect):
+def test_a_server_that_never_answers(connect):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connection = connect(silent.getsockname()[1], timeout=0.5)
-        if keys is None:  # without keys there is no handshake; the one of D and P has a time-out of its own
-            assert until(lambda: connection.state == (True, False))
-            return
         begun = time.monotonic()
         assert until(lambda: connection.lost)
         assert time.monotonic() - begun > 0.4 and "no answer" in connection.reason
@@ -258,15 +248,12 @@ def test_connections_that_close_at_any_moment_hold_up_nobody(listener, connect):
 
 COUNTED = """
 import os
-import sys
 import time
-from tests.transport.control_ends import KEYS, Dialed, exchanged, listening
-
-keys = KEYS if sys.argv[1] == "keys" else None
+from tests.transport.control_ends import Dialed, exchanged, listening
 
 def use():
-    listener = listening(keys)
-    connection = Dialed(listener.port, keys=keys)
+    listener = listening()
+    connection = Dialed(listener.port)
     assert exchanged(listener, connection)
     connection.close()
     listener.close()
@@ -287,17 +274,17 @@ print(*before, *now)
 """
 
 
-def test_open_files_and_threads_stay_flat(keys):
+def test_open_files_and_threads_stay_flat():
     """In a process of its own: here, those of other tests come and go."""
-    done = fork_server().run("-c", COUNTED, "keys" if keys else "insecure", timeout=800)
+    done = fork_server().run("-c", COUNTED, timeout=800)
     assert done.returncode == 0, done.stderr
     files, threads, files_now, threads_now = map(int, done.stdout.split())
     assert files_now <= files + 2 and threads_now <= threads + 2, done.stdout
 
 
 def test_waker_wakes_a_poller_from_another_thread():
-    waker, poller = Waker(), zmq.Poller()
-    poller.register(waker.fd, zmq.POLLIN)
+    waker, poller = Waker(), select.poll()
+    poller.register(waker, select.POLLIN)
     assert not poller.poll(0) and not waker.drain()
     begun = time.monotonic()
     threading.Timer(0.1, waker.wake).start()
@@ -353,3 +340,87 @@ def test_all_keys_together_are_limited(caplog):
     lines = [record.getMessage() for record in caplog.records if record.name == "test.rate"]
     assert len(lines) == 6 and max(map(len, lines)) <= RateLimitedLog.MAX_LINE
     assert lines[-1] == "back again (and 1 more like this)"
+
+
+def test_what_p_said_before_it_closed_counts_although_d_sends_in_vain(listener, connect):
+    connection = connect(listener.port)
+    connection.send(MESSAGE)
+    [(identity, _, _)] = arrived(listener)
+    for number in range(3):
+        assert listener.send(identity, [b"last", b"", b"%d" % number])
+    listener.close()
+    assert until(lambda: not connection.connection.send(MESSAGE))
+    assert [frames[2] for frames in connection.connection.receive()] == [b"0", b"1", b"2"]
+
+
+def test_what_d_said_before_it_closed_counts_although_p_sends_in_vain(listener, connect):
+    connection = connect(listener.port)
+    connection.send(MESSAGE)
+    [(identity, _, _)] = arrived(listener)
+    for number in range(3):
+        assert connection.send([b"last", b"", b"%d" % number])
+    connection.close()
+    assert until(lambda: not listener.send(identity, MESSAGE))
+    assert [frames[2] for _, frames, _ in arrived(listener, 3)] == [b"0", b"1", b"2"]
+    assert until(lambda: (listener.receive(), listener.peers)[1] == 0)
+
+
+def test_a_peer_that_sends_without_end_holds_up_nobody(listener, connect, monkeypatch):
+    monkeypatch.setattr(control_listener, "BATCH", 10)
+    greedy, other = connect(listener.port), connect(listener.port)
+    assert until(lambda: greedy.connected and other.connected)
+    heard: list[bytes] = []
+
+    def both():
+        for _ in range(20):
+            greedy.send([b"greedy", b"", b""])
+        heard.extend(frames[0] for _, frames, _ in listener.receive())
+        return b"other" in heard
+
+    assert not until(both, 0.05)
+    other.send([b"other", b"", b""])
+    assert until(both)
+
+
+def test_a_gate_that_met_an_error_goes_on(listener, connect, monkeypatch):
+    real = listener._gate._strangers.expire
+    failed: list[bool] = []
+
+    def fails():
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("no memory")
+        return real()
+
+    monkeypatch.setattr(listener._gate._strangers, "expire", fails)
+    assert exchanged(listener, connect(listener.port)) and failed
+
+
+@pytest.mark.parametrize("host", ["::1%\x00", "::1%\udc80", "\x00"])
+def test_a_host_that_nobody_checked_is_one_line(connect, host):
+    connection = connect(1, host)
+    assert until(lambda: connection.lost) and connection.reason and "\n" not in connection.reason
+
+
+def test_a_name_that_is_known_at_once_begins_one_connection(listener, connect, monkeypatch):
+    """Its thread wakes the dialer afterwards all the same."""
+    real = control_dialer._names.begin
+
+    def at_once(work, on_done):
+        call = real(work, on_done)
+        while not call.done:
+            time.sleep(0.001)
+        return call
+
+    monkeypatch.setattr(control_dialer._names, "begin", at_once)
+    assert exchanged(listener, connect(listener.port, "localhost"))
+
+
+def test_a_process_without_threads_looks_no_name_up(connect, monkeypatch):
+    def no_thread(*args, **options):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        connection = connect(1, "name.example")
+        assert connection.lost and "can't start new thread" in connection.reason

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import socket
+import ssl
 import threading
-from contextlib import suppress
+from datetime import datetime
 
 import pytest
-import zmq
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
-from kvferry.transport.control import framing, zap_auth
-from kvferry.transport.control.keys import Keys, configure_client
-from kvferry.transport.control.zap_auth import configure_server
-from kvferry.transport.errors import ConfigError, TransportError
+from kvferry.transport.control import keys as control_keys
+from kvferry.transport.control import listener as control_listener
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.control.stream import OTHER_KEY
+from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog
 from tests.transport.control_ends import KEYS, MESSAGE, Dialed, arrived, exchanged, listening, new_keys, until
+from tests.transport.control_strangers import GREETING, closed_by_peer, impostor, raw, server_of
 
 OTHERS = new_keys()
+ADMITS_BOTH = Keys(KEYS.secret, [OTHERS.public])
+PUBLIC = KEYS.admitted[KEYS.fingerprint]
 
 
 @pytest.fixture(autouse=True)
 def every_line(monkeypatch):
     """Lines of an earlier test do not keep those of this one back."""
-    from kvferry.transport.control import plain_listener
-
-    for module in (zap_auth, plain_listener):
-        monkeypatch.setattr(module, "_log", RateLimitedLog(logging.getLogger("vllm.kvferry.transport")))
+    monkeypatch.setattr(control_listener, "_log", RateLimitedLog(logging.getLogger("vllm.kvferry.transport")))
 
 
 @pytest.fixture
@@ -36,8 +43,7 @@ def ends():
     def make(server, client, key=None):
         listener = listening(server)
         made.append(listener)
-        named = key if key is not None else "" if server is None else server.fingerprint
-        connection = Dialed(listener.port, keys=client, key=named, timeout=300)
+        connection = Dialed(listener.port, keys=client, key=server.fingerprint if key is None else key)
         made.insert(0, connection)
         return listener, connection
 
@@ -62,18 +68,21 @@ def lines_of(caplog, port):
         ),
         (
             KEYS,
-            new_keys(KEYS.public),
+            Keys(OTHERS.secret, [KEYS.public]),
             None,
-            "the peer refused us: it does not admit our key",
-            f"and this engine admits {KEYS.fingerprint}",
+            f"the peer refused us: it does not admit our key {OTHERS.fingerprint}",
+            f"connection ended: the peer's key is {OTHERS.fingerprint}, and this engine admits {KEYS.fingerprint}",
         ),
-        (KEYS, None, None, "this engine is insecure, and the peer is not", None),
-        (None, KEYS, None, "the peer is insecure, and this engine is not", None),
-        (KEYS, None, "", "this engine is insecure", "`insecure` is set on one side only"),
-        (None, KEYS, KEYS.fingerprint, "it is insecure", "the peer uses keys, and this engine is insecure"),
-        (OTHERS, KEYS, KEYS.fingerprint, "its key is not the one that it has named", "the handshake failed"),
+        (KEYS, KEYS, "", "the peer's key is not named", None),
+        (
+            OTHERS,
+            ADMITS_BOTH,
+            KEYS.fingerprint,
+            "its key is not the one that it has named",
+            "connection ended: the handshake failed: it is no KVFerry engine, or takes this one for another",
+        ),
     ],
-    ids=["unknown-to-d", "unknown-to-p", "d-insecure", "p-insecure", "d-insecure-unsaid", "p-insecure-unsaid", "other"],
+    ids=["unknown-to-d", "unknown-to-p", "not-named", "other"],
 )
 def test_a_mismatch_is_one_clear_line_on_each_side(ends, caplog, server, client, key, ours, theirs):
     with caplog.at_level(logging.WARNING, "vllm.kvferry.transport"):
@@ -85,12 +94,12 @@ def test_a_mismatch_is_one_clear_line_on_each_side(ends, caplog, server, client,
             assert not listener.dropped
         else:
             assert until(lambda: (listener.receive(), lines_of(caplog, listener.port))[1])
+            assert listener.dropped == {"key" if "admits" in theirs else "handshake": 1}
     found = lines_of(caplog, listener.port)
     assert len(found) == (theirs is not None) and all(theirs in line and "\n" not in line for line in found)
     assert listener.peers == 0 and listener.receive() == []
-    good = Dialed(listener.port, keys=server)
-    assert exchanged(listener, good), "others are served"
-    good.close()
+    with contextlib.closing(Dialed(listener.port, keys=server)) as good:
+        assert exchanged(listener, good), "others are served"
 
 
 def test_a_key_is_changed_on_one_engine_after_the_other_while_requests_go_on(ends):
@@ -152,60 +161,90 @@ class Wiretap:
         sink.close()
 
 
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["insecure", "keys"])
-def test_what_is_on_the_wire_and_a_replay_of_it(keys):
-    listener = listening(keys)
+def test_what_is_on_the_wire_and_a_replay_of_it(ends):
+    listener = listening()
     tap = Wiretap(listener.port)
-    connection = Dialed(tap.port, keys=keys)
+    connection = Dialed(tap.port)
     try:
         assert exchanged(listener, connection)
-        assert (b"in plain sight" in tap.seen + tap.answers) == (keys is None), "encrypted if and only if keys are set"
-        with socket.create_connection(("127.0.0.1", listener.port)) as again:
-            again.sendall(tap.seen)
-            got_in = until(lambda: arrived(listener, seconds=0.2) or listener.dropped["handshake"])
-            assert got_in and isinstance(got_in, list) == (keys is None), "a recorded session is refused"
+        seen = tap.seen + tap.answers
+        assert GREETING in seen and not any(each in seen for each in (MESSAGE[2], PUBLIC, KEYS.secret.encode()))
+        with raw(listener, tap.seen) as again:
+            assert closed_by_peer(listener, again) and listener.dropped == {"handshake": 1}
+        assert arrived(listener, seconds=0.2) == [] and listener.peers == 1
     finally:
         connection.close()
         listener.close()
         tap.server.close()
 
 
-def test_a_server_that_has_only_copied_the_public_key_learns_nothing(ends):
-    """It cannot finish the handshake, so that D sends it no message."""
-    _, connection = ends(OTHERS, KEYS, KEYS.fingerprint)
-    connection.send(MESSAGE)
-    assert until(lambda: connection.lost) and not connection.receive()
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        (OTHERS, "its key is not the one that it has named"),
+        (new_keys(), "and this engine admits"),
+        (None, "the peer hung up during the handshake; it is no KVFerry control port, or its key is not the one"),
+    ],
+    ids=["admitted", "unknown", "copied"],
+)
+def test_a_server_without_the_secret_key_learns_nothing(server, reason):
+    """D names KEYS. The server has another key, which D admits or not, or has only copied the certificate of KEYS."""
+    context = impostor(PUBLIC, ssl.PROTOCOL_TLS_SERVER) if server is None else server.of_p
+    with server_of(context) as (port, heard), contextlib.closing(Dialed(port, keys=ADMITS_BOTH)) as connection:
+        connection.send(MESSAGE)
+        assert until(lambda: connection.lost) and reason in connection.reason and "\n" not in connection.reason
+        assert not connection.receive() and not heard
 
 
-def test_data_sockets_are_guarded_too():
-    context, clients = zmq.Context(), zmq.Context()
-    server = context.socket(zmq.ROUTER)
-    server.linger = 0
-    configure_server(server, Keys(KEYS.secret, [new_keys().public]))
-    port = server.bind_to_random_port("tcp://127.0.0.1")
-    for pair in (OTHERS, KEYS):
-        client = clients.socket(zmq.DEALER)
-        client.linger = 0
-        configure_client(client, pair, KEYS.admitted[KEYS.fingerprint])
-        client.connect(f"tcp://127.0.0.1:{port}")
-        with suppress(zmq.Again):  # refused already: a send would wait for ever
-            client.send(pair.public.encode(), zmq.NOBLOCK)
-    assert server.poll(60_000) and server.recv_multipart()[1] == KEYS.public.encode()
-    assert not server.poll(300), "the other's message does not come"
-    clients.destroy(0)
-    server.close()
-    context.term()  # returns: the gate ends with its context
+def test_a_peer_that_has_only_copied_an_admitted_certificate_is_refused(ends, caplog):
+    """It signs with another secret key, and cannot finish the handshake."""
+    listener, good = ends(KEYS, KEYS)
+    with caplog.at_level(logging.WARNING, "vllm.kvferry.transport"), raw(listener, GREETING) as peer:
+        with impostor(PUBLIC).wrap_socket(peer) as tls:
+            assert closed_by_peer(listener, tls)
+        [line] = until(lambda: lines_of(caplog, listener.port))
+    assert "BAD_SIGNATURE" in line and listener.dropped == {"handshake": 1}
+    assert exchanged(listener, good)
 
 
-def test_a_foreign_zap_handler_is_not_taken_for_ours():
-    """It might let everybody in."""
-    context = zmq.Context()
-    foreign = context.socket(zmq.REP)
-    foreign.bind("inproc://zeromq.zap.01")
-    server = context.socket(zmq.ROUTER)
-    with pytest.raises(TransportError, match="another ZAP handler"):
-        configure_server(server, KEYS)
-    context.destroy(0)
+def test_a_certificate_that_merely_contains_an_admitted_key_is_refused(ends, tmp_path):
+    """Anybody can sign it: the issuer's key is no secret."""
+    listener, good = ends(KEYS, KEYS)
+    secret, context = Ed25519PrivateKey.generate(), new_keys().of_d
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, KEYS.fingerprint)])
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvferry")])
+    draft = x509.CertificateBuilder(issuer, name, secret.public_key(), 1, datetime(2000, 1, 1), datetime(9999, 12, 31))
+    admitted = control_keys._certificate(PUBLIC).public_bytes(Encoding.DER)
+    draft = draft.add_extension(x509.UnrecognizedExtension(x509.ObjectIdentifier("1.2.3.4"), admitted), critical=False)
+    chain = draft.sign(control_keys._ISSUER, None).public_bytes(Encoding.PEM)
+    chain += secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (tmp_path / "chain").write_bytes(chain)
+    context.load_cert_chain(tmp_path / "chain")
+    with raw(listener, GREETING) as peer, context.wrap_socket(peer) as tls:
+        assert tls.recv(1) == OTHER_KEY and closed_by_peer(listener, tls)
+    assert listener.dropped == {"key": 1}
+    assert exchanged(listener, good)
+
+
+def test_a_peer_that_shows_no_certificate_is_refused(ends):
+    listener, good = ends(KEYS, KEYS)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with raw(listener, GREETING) as peer, context.wrap_socket(peer) as tls:
+        assert closed_by_peer(listener, tls)
+    assert until(lambda: (listener.receive(), listener.dropped)[1]) == {"handshake": 1}
+    assert exchanged(listener, good)
+
+
+def test_an_older_tls_is_refused(ends):
+    listener, good = ends(KEYS, KEYS)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = context.minimum_version = ssl.TLSVersion.TLSv1_2
+    with raw(listener, GREETING) as peer, pytest.raises(OSError):
+        context.wrap_socket(peer)
+    assert until(lambda: (listener.receive(), listener.dropped)[1]) == {"handshake": 1}
+    assert exchanged(listener, good)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +266,7 @@ def test_bad_keys_are_one_line_that_tells_no_secret(secret, peers, word):
     assert KEYS.secret not in repr(KEYS) and KEYS.fingerprint in repr(KEYS)
 
 
-def test_a_silent_server_is_lost_at_the_deadline():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        connection = Dialed(silent.getsockname()[1], timeout=0.5)
-        assert until(lambda: connection.lost) and "no answer" in connection.reason
-        connection.close()
-    assert framing.HANDSHAKE_SECONDS >= 1
+def test_the_certificate_of_a_key_stays_the_same():
+    """Both ends make it, perhaps with other releases of ``cryptography``, and compare it byte for byte."""
+    (certificate,) = Keys("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7")._by_certificate
+    assert hashlib.sha256(certificate).hexdigest() == "db2deeca9c65c2ff8b04939f4f009489bb671a6edd16ea6f25383678fc3a218c"

@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import zmq
 from typer.testing import CliRunner
 
 from kvferry.connector.cli import app
 from kvferry.transport.control import key_file
 from kvferry.transport.control.key_file import default_key_file, make_key_file, read_key_file, shared_key
+from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.errors import ConfigError
 from tests.support.fork_server import fork_server
 
-SECRET = zmq.curve_keypair()[1].decode()
+SECRET = new_secret()
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_keygen(tmp_path):
     done = keygen(tmp_path / "key")
     assert done.returncode == 0, done.stderr
     secret = read_key_file(tmp_path / "key")
-    assert zmq.curve_public(secret.encode()).decode() in done.stdout and secret not in done.stdout
+    assert Keys(secret).public in done.stdout and secret not in done.stdout
     assert "KVFERRY_KEY_FILE=" in done.stdout and "KVFERRY_PEER_KEYS" in done.stdout
     again = keygen(tmp_path / "key")
     assert again.returncode == 1 and "exists already, and nothing was changed" in again.stderr

@@ -1,4 +1,4 @@
-"""Where a plane can be had: network devices, network namespaces, users, keys, missing libraries."""
+"""Where a plane can be had: network devices, network namespaces, users, missing libraries; and the keys of zmq."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import zmq
+from zmq.utils import z85
 
 from kvferry.transport.channels import CPU, RecvChannel, SendChannel, Slot
-from kvferry.transport.control.keys import Keys
-from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.planes import ucx_library
-from kvferry.transport.registry import make_plane, plane_names, plane_spec, preferred_planes
+from kvferry.transport.registry import make_plane, preferred_planes
 from tests.support.fork_server import fork_server
-from tests.transport.control_ends import KEYS, new_keys
 
 SLOT, STAGING = 1 << 20, 16 << 20
 
@@ -82,7 +82,6 @@ def test_what_is_not_chosen_automatically() -> None:
     """UCX has an open port and is slower than tcp; zmq is for encrypted bytes."""
     assert preferred_planes(CPU) == ("cma", "shm", "nixl", "tcp")
     assert preferred_planes(torch.device("cuda", 0)) == ("cuda_ipc", "ucx", "nixl", "shm", "tcp")
-    assert {name for name in plane_names() if plane_spec(name).needs_keys} == {"nixl", "ucx", "zmq"}
 
 
 def test_ucx_has_no_tcp_port_beyond_the_host_but_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +138,8 @@ def listening_addresses(pid: int) -> set[str]:
 PORTS = """
 import sys
 from kvferry.transport.registry import make_plane
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.plane import PlaneContext
-keys = Keys(sys.argv[3])
-p, d = (make_plane(sys.argv[1], PlaneContext(sys.argv[2], 1 << 20, 16 << 20, keys)) for _ in range(2))
+p, d = (make_plane(sys.argv[1], PlaneContext(sys.argv[2], 1 << 20, 16 << 20)) for _ in range(2))
 offer = p.offer()
 print("offered", flush=True)
 sys.stdin.readline()
@@ -166,7 +163,7 @@ def our_address() -> str:
 
 @pytest.mark.parametrize("name", ["zmq", "tcp", "shm", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_nothing_listens_beyond_the_host(name: str) -> None:
-    with fork_server().start("-c", PORTS, name, "127.0.0.1", KEYS.secret) as process:
+    with fork_server().start("-c", PORTS, name, "127.0.0.1") as process:
         for said in (b"offered\n", b"attached\n"):
             assert process.stdout.readline() == said
             assert listening_addresses(process.pid) <= {"0100007F"}
@@ -177,7 +174,7 @@ def test_nothing_listens_beyond_the_host(name: str) -> None:
 @pytest.mark.ucx
 def test_ucx_listens_from_the_attach_on_and_for_this_host_on_loopback_only() -> None:
     """Also where the engine's address is that of a network."""
-    with fork_server().start("-c", PORTS, "ucx", our_address(), KEYS.secret) as process:
+    with fork_server().start("-c", PORTS, "ucx", our_address()) as process:
         assert process.stdout.readline() == b"offered\n" and listening_addresses(process.pid) == set()
         process.stdin.write(b"\n")
         process.stdin.flush()
@@ -246,40 +243,29 @@ def test_shm_lets_only_its_own_user_in() -> None:
     p.close()
 
 
-def test_zmq_with_keys() -> None:
-    ours, others = new_keys(), new_keys()
-    rotated = new_keys(ours.public)
-
-    def plane(keys: Keys) -> Plane:
-        return make_plane("zmq", PlaneContext(host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING, keys=keys))
-
-    p = plane(Keys(ours.secret, [rotated.public]))
-    for keys, welcome in ((ours, True), (rotated, True), (others, False)):
-        d = plane(keys)
-        try:
-            receiver, payload = d.connect(p.offer(), "127.0.0.1")
-        except PlaneUnavailableError:  # P may refuse before the first message is queued
-            assert not welcome
-            d.close()
-            continue
-        sender, _ = p.accept(payload)
-        assert not sender.pulls and not receiver.pulls
-        assert carries(p, d, sender, receiver) is welcome
-        if not welcome:
-            assert turn([p, d], lambda r=receiver: r.error is not None)  # type: ignore[misc]
-        d.close()
-    p.close()
-
-
-def test_zmq_needs_keys() -> None:
-    with pytest.raises(PlaneUnavailableError, match="needs keys, and this engine is insecure"):
-        make_plane("zmq", PlaneContext("127.0.0.1", SLOT, STAGING))
+def test_zmq_admits_only_who_knows_the_key_of_the_channel() -> None:
+    p, d, other = (make_plane("zmq", PlaneContext("127.0.0.1", SLOT, STAGING)) for _ in range(3))
+    receiver, payload = d.connect(p.offer(), "127.0.0.1")
+    sender, reply = p.accept(payload)
+    assert not sender.pulls and not receiver.pulls
+    guessed = msgspec.msgpack.decode(reply)
+    stranger, _ = other.connect(p.offer(), "127.0.0.1")
+    other.finish(stranger, msgspec.msgpack.encode(guessed | {"key": z85.decode(zmq.curve_keypair()[0])}))
+    assert turn([p, other], lambda: stranger.error is not None)
+    assert "cannot be reached, or refused" in str(stranger.error) and sender.error is None
+    with socket.create_connection(("127.0.0.1", guessed["port"])) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        d.finish(receiver, reply)
+        assert carries(p, d, sender, receiver)
+    for plane in (p, d, other):
+        plane.close()
 
 
 def test_zmq_address_that_is_not_ours() -> None:
-    plane = make_plane("zmq", PlaneContext(host="192.0.2.77", slot_bytes=SLOT, staging_bytes=STAGING, keys=KEYS))
-    with pytest.raises(PlaneUnavailableError, match=r"cannot listen on 192\.0\.2\.77"):
-        plane.offer()
+    plane = make_plane("zmq", PlaneContext("192.0.2.77", SLOT, STAGING))
+    _, payload = plane.connect(plane.offer(), "127.0.0.1")
+    with pytest.raises(TransportError, match=r"no socket can be had on 192\.0\.2\.77"):
+        plane.accept(payload)
     plane.close()
 
 

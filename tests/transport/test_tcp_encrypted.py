@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.config import load_settings
 from kvferry.transport.channels import CPU, Pieces, RecvChannel, SendChannel, Slot
-from kvferry.transport.errors import ConfigError, PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.planes.tcp_cipher import TAG_BYTES, Cipher, new_key
 from kvferry.transport.planes.tcp_messages import HEADER
 from kvferry.transport.planes.vectors import Vector
 from kvferry.transport.registry import make_plane
-from tests.transport.control_ends import KEYS
 from tests.transport.plane_pair import SLOT, intact, pattern
 
-CONTEXT = PlaneContext("127.0.0.1", SLOT, 8 * SLOT, KEYS, memory=PlaneMemory(CPU))
+CONTEXT = PlaneContext("127.0.0.1", SLOT, 8 * SLOT, PlaneMemory(CPU))
 BYTES = 5000
 
 
@@ -153,18 +151,6 @@ def test_a_wrong_key_is_refused(ends: Any) -> None:
     for reply in (b"", b"k" * 31):
         with pytest.raises(ProtocolError, match="key"):
             both.d.finish(receiver, reply)
-
-
-def test_a_key_never_crosses_a_plain_control_connection(ends: Any) -> None:
-    both = ends()
-    insecure = make_plane("tcp", replace(CONTEXT, keys=None))
-    insecure.offer()
-    _, payload = both.d.connect(both.p.offer(), "127.0.0.1")
-    with pytest.raises(TransportError, match="not encrypted"):
-        insecure.accept(payload)
-    insecure.close()
-    with pytest.raises(ConfigError, match=r"encrypt: insecure is set too"):
-        load_settings({"encrypt": True, "insecure": True}, {})
 
 
 def test_planes_that_cannot_encrypt_are_left_out() -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import socket
 import struct
 import subprocess
@@ -20,7 +21,6 @@ from typing import Annotated, ClassVar
 
 import msgspec
 import pytest
-import zmq
 from msgspec import Meta
 
 from kvferry.connector.config import Settings, load_settings
@@ -325,8 +325,8 @@ class ToyPullPlane(Plane):
     def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
         return PulledChannel(), b""
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [(reader.process.fd, zmq.POLLIN) for reader in self.readers if reader.error is None]
+    def pollables(self) -> list[tuple[int, int]]:
+        return [(reader.process.fd, select.POLLIN) for reader in self.readers if reader.error is None]
 
     @property
     def active(self) -> bool:

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from kvferry.connector.config import ENVIRONMENT, Settings, load_keys, load_settings, settings_table
 from kvferry.transport.control.key_file import make_key_file
-from kvferry.transport.control.keys import Keys
+from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.errors import ConfigError
 
-PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
+SECRET = new_secret()
+PUBLIC = Keys(SECRET).public
 
 
 def test_defaults():
@@ -93,8 +93,6 @@ BAD = [
     ({"secret_key": SECRET, "key_file": "/x"}, {}, ["secret_key", "key_file", "give one of them"]),
     ({"peer_keys": PUBLIC}, {}, ["peer_keys", "array"]),
     ({"peer_keys": [PUBLIC, "short"]}, {}, ["peer_keys[1]", "5 characters", "40"]),
-    ({"insecure": True, "secret_key": SECRET}, {}, ["insecure", "secret_key", "remove one"]),
-    ({"insecure": True, "peer_keys": [PUBLIC]}, {}, ["insecure", "peer_keys", "remove one"]),
     ({}, {"KVFERRY_PEER_KEYS": f"{PUBLIC},"}, ["peer_keys[1]", "0 characters"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "many"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'many'", "int"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "int"]),
@@ -122,12 +120,8 @@ def test_no_secret_is_shown():
 
 
 def test_where_the_keys_come_from(tmp_path):
-    assert load_keys(Settings(insecure=True)) is None
-
     def keys(**given: Any) -> Keys:
-        found = load_keys(Settings(**given))
-        assert found is not None
-        return found
+        return load_keys(Settings(**given))
 
     assert keys(secret_key=SECRET).public == PUBLIC
     assert keys(peer_keys=(PUBLIC,)).fingerprint == keys().fingerprint, "one key for a user on a host"
@@ -152,7 +146,7 @@ def test_the_table_says_how_large_a_number_may_be():
     bounds = {row.split("|")[1].strip(" `"): row.split("|")[3].strip() for row in settings_table().splitlines()[2:]}
     assert bounds["slot_bytes"] == "65536 to 268435456" and bounds["lease_seconds"] == "over 0 to 604800"
     numbers = {field.name for field in msgspec.structs.fields(Settings) if isinstance(field.default, int | float)}
-    numbers = numbers - {"checksum", "convert_dtype", "encrypt", "insecure"} | {"slot_bytes", "staging_bytes"}
+    numbers = numbers - {"checksum", "convert_dtype", "encrypt"} | {"slot_bytes", "staging_bytes"}
     assert {name for name, text in bounds.items() if text} == numbers
     for name in numbers:
         least, most = bounds[name].removeprefix("over ").split(" to ")

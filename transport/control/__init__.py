@@ -1,1 +1,1 @@
-"""The control plane: ZMQ sockets of P and D, their keys, and guards against unauthenticated peers."""
+"""The control plane: TLS 1.3 connections between ranks of D and P, and how D finds the ranks of P."""

@@ -8,6 +8,31 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvferry.transport.errors import ProtocolError, quoted
+
+T = TypeVar("T")
+
+
+class BlockingCall(Generic[T]):
+    """One call. ``done``: then either ``result`` is what it returned, or ``error`` says why there is nothing."""
+
+    def __init__(self, work: Callable[[], T], on_done: Callable[[], None]) -> None:
+        self.result: T | None = None
+        self.error, self.done = "", False
+        self._work, self._on_done = work, on_done
+
+    def run(self) -> None:
+        try:
+            self.result = self._work()
+        except (OSError, UnicodeError, ProtocolError) as error:
+            self.error = str(error)
+        except Exception as error:  # whatever a peer makes a library raise: nobody must wait for ever
+            self.error = f"it failed: {quoted(repr(error)[:200])}"
+        finally:
+            self.done = True
+            self._on_done()
 
 
 class BlockingCalls:
@@ -22,19 +47,26 @@ class BlockingCalls:
     def __init__(self, name: str, threads: int, waiting: int) -> None:
         self._name, self._most_threads, self._most_waiting = name, threads, waiting
         self._lock = threading.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[BlockingCall[object]] = deque()
         self._threads = 0
 
-    def start(self, call: Callable[[], None]) -> bool:
-        """Have a thread make this call. Returns False where too many wait already."""
+    def begin(self, work: Callable[[], T], on_done: Callable[[], None]) -> BlockingCall[T]:
+        """Have a thread call ``work``, and then ``on_done``. Where too many calls wait, the call has failed at once."""
+        call = BlockingCall(work, on_done)
         with self._lock:
             if len(self._waiting) >= self._most_waiting:
-                return False
-            self._waiting.append(call)
+                call.error, call.done = f"{self._most_waiting} calls of {self._name} wait already", True
+                return call
             if self._threads < self._most_threads:
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-                self._threads += 1
-        return True
+                try:
+                    threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                    self._threads += 1
+                except RuntimeError as error:
+                    if not self._threads:
+                        call.error, call.done = str(error), True
+                        return call
+            self._waiting.append(call)  # type: ignore[arg-type]
+        return call
 
     def _serve(self) -> None:
         while True:
@@ -44,7 +76,7 @@ class BlockingCalls:
                     return
                 call = self._waiting.popleft()
             try:
-                call()
+                call.run()
             except BaseException:  # this thread ends, and another one may start
                 with self._lock:
                     self._threads -= 1

@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvferry.transport.control.blocking_calls import BlockingCalls
+from kvferry.transport.control.blocking_calls import BlockingCall, BlockingCalls
 from kvferry.transport.control.bootstrap_page import PATH, checked_url
-from kvferry.transport.errors import ProtocolError, quoted
 
 READ_SECONDS = 5.0
 """How long a connection may be silent."""
@@ -62,34 +61,10 @@ def _shut(connected: socket.socket) -> None:
         connected.shutdown(socket.SHUT_RDWR)
 
 
-class PageFetch:
-    """One page, fetched by a thread. ``done``: then either ``content`` is the page, or ``error`` says why there is
-    none."""
-
-    def __init__(self, url: str, refusal: Callable[[str], str], on_done: Callable[[], None]) -> None:
-        self.url, self.content, self.error, self.done = url, b"", "", False
-        self._refusal, self._on_done = refusal, on_done
-
-    def run(self) -> None:
-        try:
-            host, port = checked_url(self.url)
-            address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-            self.error = self._refusal(address)
-            if not self.error:
-                self.content = fetch(address, port)
-        except (OSError, UnicodeError, ProtocolError) as error:
-            self.error = str(error)
-        except Exception as error:  # whatever P makes the library raise: the request must not wait for ever
-            self.error = f"the bootstrap page cannot be fetched: {quoted(repr(error)[:200])}"
-        finally:
-            self.done = True
-            self._on_done()
-
-
 _fetches = BlockingCalls("kvferry-bootstrap", MAX_FETCHES, MAX_WAITING)
 
 
-def fetch_page(url: str, refusal: Callable[[str], str], on_done: Callable[[], None]) -> PageFetch:
+def fetch_page(url: str, refusal: Callable[[str], str], on_done: Callable[[], None]) -> BlockingCall[bytes]:
     """Begin to fetch a page.
 
     Args:
@@ -97,7 +72,12 @@ def fetch_page(url: str, refusal: Callable[[str], str], on_done: Callable[[], No
         refusal: why there must be no connection to a numeric address; empty where there may be one.
         on_done: called from another thread.
     """
-    page_fetch = PageFetch(url, refusal, on_done)
-    if not _fetches.start(page_fetch.run):
-        page_fetch.error, page_fetch.done = f"{MAX_WAITING} bootstrap pages wait to be fetched", True
-    return page_fetch
+
+    def work() -> bytes:
+        host, port = checked_url(url)
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        if refused := refusal(address):
+            raise OSError(refused)
+        return fetch(address, port)
+
+    return _fetches.begin(work, on_done)

@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
+import os
+import socket
+import ssl
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Generator, Iterator
+from functools import partial
+from typing import TypeVar
 
-import zmq
-
-from kvferry.transport.control import framing, lookup
-from kvferry.transport.control.keys import Keys, UnknownKeyError, key_of_peer
+from kvferry.transport.control.blocking_calls import BlockingCalls
+from kvferry.transport.control.keys import Keys, UnknownKeyError, greeting
+from kvferry.transport.control.stream import (
+    ADMITTED,
+    FULL,
+    KEEP_ALIVE,
+    OTHER_KEY,
+    SEND_QUEUE,
+    Shared,
+    Stream,
+    StreamEndedError,
+    silence,
+)
+from kvferry.transport.errors import TransportError, quoted
 from kvferry.transport.peer_process import Ends
+from kvferry.transport.sockets import READABLE, WRITABLE, tune
 from kvferry.transport.wake import Waker
 
 Refusal = Callable[[str], str]
 """Says why there must be no connection to a numeric address; empty where there may be one. A name is resolved once, and
 the connection goes to the address that was judged."""
 NOBODY_LISTENS = "nobody listens there, or no way leads there; is the engine up, and its address told right?"
+CONNECT_TIMEOUT_SECONDS = 10.0
+LOOK_SECONDS = 1.0
+"""Seconds between two looks for peers that say nothing."""
+_names = BlockingCalls("kvferry-lookup", threads=8, waiting=1024)
+T = TypeVar("T")
 
 
 def _nobody() -> None:
     """No owner wants to hear of news."""
 
 
-class Connection(ABC):
+class Connection:
     """A connection to one rank of P. It connects once; when it is lost, close it and make another.
 
     ``send`` may be called at once; the messages leave when the connection is established.
@@ -35,42 +56,41 @@ class Connection(ABC):
         address: the numeric address of ``host``, once it is known.
         connected: the connection is established.
         reason: why the connection is lost, one line.
-        fd: the descriptor of the TCP connection, once it is made.
         news: messages have arrived, or the connection was established or lost, since the last ``receive``.
         on_news: called where ``news`` becomes true. The owner sets it.
-        dropped: the number of dropped messages by reason: "frames" and "oversize" are messages received, "full" and
-            "gone" are messages not sent.
+        resolving: it waits for a name.
+        dropped: the number of messages not sent by reason, "full" and "gone".
     """
 
-    def __init__(self, dialer: Dialer, host: str, port: int, timeout: float) -> None:
+    def __init__(self, dialer: Dialer, host: str, port: int, key: str, timeout: float) -> None:
         self.host, self.port = host, port
         self.address = ""
-        self.connected = self.news = False
+        self.connected = self.news = self.resolving = False
         self.on_news: Callable[[], None] = _nobody
         self.reason = ""
         self.dropped: Counter[str] = Counter()
-        self.fd = -1
-        self._dialer = dialer
-        self._lost = False
+        self._dialer, self._key = dialer, key
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
-        self._unsent: list[list[bytes]] = []  # sent before the name was resolved
         self._inbox: deque[list[bytes]] = deque()
-        self._lookup: lookup.Lookup | None = None
+        self._waiting: list[list[bytes]] = []  # to be sent once the connection is established
+        self._sock: socket.socket | None = None
+        self._stream: Stream | None = None
+        self._opening: Iterator[int] | None = self._open()
+        self._patience, self._asked_at = 0.0, 0.0  # how long P may say nothing, and when it was asked
 
     @property
     def lost(self) -> bool:
         """Whether the connection was established and is gone, or could not be made; final. Checks the time-out."""
-        if not self._lost and not self.connected and time.monotonic() > self._deadline:
+        if not self.reason and not self.connected and time.monotonic() > self._deadline:
             self._dialer.progress()
             if not self.connected:
                 self.lose(f"no answer within {self._timeout:g} s; is the engine up, and the address the one to reach?")
-        return self._lost
+        return bool(self.reason)
 
     @property
     def ends(self) -> Ends | None:
         """The two ends of the TCP connection; ``None`` where there is none, or the system does not tell them."""
-        ends = Ends.of(self.fd)
-        return ends if ends is not None and ends.theirs[1] == self.port else None
+        return None if self._sock is None else Ends.of(self._sock.fileno())
 
     def receive(self) -> list[list[bytes]]:
         """The messages that have arrived, in order."""
@@ -81,19 +101,17 @@ class Connection(ABC):
 
     def send(self, frames: list[bytes]) -> bool:
         """Queue a message. False: the connection is lost, or the queue is full because P does not read."""
-        if self._lost:
-            failure = errno.EHOSTUNREACH
-        elif self._lookup is not None:
-            failure = 0 if len(self._unsent) < framing.SEND_QUEUE else int(zmq.EAGAIN)
-            if not failure:
-                self._unsent.append(frames)
-        else:
-            failure = self._transmit(frames)
-            if failure and failure != zmq.EAGAIN:
-                self._dialer.progress()  # the reason may have arrived
-                self.lose("the peer is gone")
+        failure = "gone" if self.reason else ""
+        if self._stream is not None:
+            failure = self._stream.send(frames)
+            while failure == "gone" and not self.reason:  # what P has said before still counts
+                self._serve(self._stream)
+        elif not failure and len(self._waiting) >= SEND_QUEUE:
+            failure = "full"
+        elif not failure:
+            self._waiting.append(frames)
         if failure:
-            self.dropped["full" if failure == zmq.EAGAIN else "gone"] += 1
+            self.dropped[failure] += 1
         return not failure
 
     def close(self) -> None:
@@ -104,150 +122,221 @@ class Connection(ABC):
 
     # --- for the dialer -----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Connect, or look the name up first."""
-        if lookup.is_numeric(self.host):
-            self._open(self.host)
-        else:
-            self._lookup = lookup.look_up(self.host, self._dialer.waker.wake)
-            self.resolve()
-
-    def resolve(self) -> bool:
-        """Connect if the name is resolved. Returns whether the look-up has ended."""
-        found = self._lookup
-        if found is None or not found.done:
-            return found is None
-        self._lookup = None
-        if self._lost:
-            return True
-        if found.error:
-            self.lose(f"the name cannot be resolved ({found.error})")
-        else:
-            self._open(found.address)
-        return True
-
-    def establish(self) -> None:
-        if not self._lost:
-            self.connected = True
+    def go_on(self) -> None:
+        """Open the connection as far as it goes now."""
+        if self._opening is None:
+            return
+        try:
+            events = next(self._opening, None)
+        except (OSError, TransportError, UnknownKeyError) as error:
+            self.lose(str(error))
+            return
+        except Exception as error:  # a host or port that no caller has checked
+            self.lose(f"it cannot be opened: {quoted(repr(error)[:200])}")
+            return
+        if events is None:
+            self._opening, self.connected = None, True
             self._tell()
+            waiting, self._waiting = self._waiting, []
+            for frames in waiting:
+                self.send(frames)
+        elif events and self._sock is not None:
+            self._dialer.shared.sockets.watch(self._sock, self.go_on, events)
 
-    def deliver(self, frames: list[bytes]) -> None:
-        """A message has arrived."""
-        self._inbox.append(frames)
-        self._tell()
+    def _serve(self, stream: Stream) -> None:
+        """Take in what has arrived."""
+        try:
+            for frames in stream.receive():
+                if frames != KEEP_ALIVE:
+                    self._inbox.append(frames)
+                    self._tell()
+        except StreamEndedError as error:
+            self.lose(str(error))
+
+    def look(self, now: float, excess: Container[Stream]) -> None:
+        """Ask a peer that says nothing whether it is there, and give up one that does not answer, or holds too much."""
+        stream = self._stream
+        if stream is None:
+            return
+        quiet = now - stream.heard_at
+        if stream in excess:
+            self.lose("it sends bytes and no whole message, or does not read")
+        elif self._asked_at <= stream.heard_at:
+            if quiet > self._patience / 3:
+                self._asked_at = now
+                stream.send(KEEP_ALIVE)
+        elif now - self._asked_at > self._patience * 2 / 3:
+            self._serve(stream)  # where this thread was held up, an answer may lie there
+            if self._asked_at > stream.heard_at:
+                self.lose(f"the peer has said nothing for {quiet:.0f} s")
 
     def lose(self, reason: str) -> None:
         """End the connection. The first reason stays."""
-        if not self._lost:
-            self._lost, self.connected = True, False
-            self.reason = f"{self.host}:{self.port}: {reason}"
-            self._unsent.clear()
-            self._shut()
-            self._tell()
+        if self.reason:
+            return
+        self.reason, self.connected = f"{self.host}:{self.port}: {reason}", False
+        self._opening = None
+        self._waiting.clear()
+        if self._stream is not None:
+            self._stream.close()
+        elif self._sock is not None:
+            self._dialer.shared.sockets.drop(self._sock)
+        self._stream = self._sock = None
+        self._dialer.connections.pop(self, None)
+        self._tell()
 
     def _tell(self) -> None:
         if not self.news:
             self.news = True
             self.on_news()
 
-    def _open(self, address: str) -> None:
-        refused = self._dialer.refusal(address)
+    def _open(self) -> Iterator[int]:
+        """Open the connection, step by step. Yields the events that the next step waits for; 0 for a name.
+
+        Raises:
+            OSError, TransportError, UnknownKeyError: it cannot be opened.
+        """
+        keys = self._dialer.keys
+        public, context = keys.find(self._key), keys.of_d
+        self.address = yield from self._numeric()
+        refused = self._dialer.refusal(self.address)
         if refused:
-            self.lose(refused)
-            return
-        self.address = address
+            raise TransportError(refused)
+        sock = self._sock = socket.socket(socket.AF_INET6 if ":" in self.address else socket.AF_INET)
+        self._patience = silence(self.address)
+        tune(sock, self._patience)
+        error = sock.connect_ex((self.address, self.port))
+        if error == errno.EINPROGRESS:
+            yield WRITABLE
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise TransportError(f"{NOBODY_LISTENS} ({os.strerror(error)})")
         try:
-            self._connect(address)
-        except (zmq.ZMQError, OSError) as error:
-            self.lose(f"not an address to connect to ({error.strerror or error})")
-            return
-        unsent, self._unsent = self._unsent, []
-        for frames in unsent:
-            self._transmit(frames)
+            sock.send(greeting(public), socket.MSG_MORE)  # in one packet with the begin of the handshake
+            self._dialer.shared.sockets.mute(sock)  # another object has its descriptor from now on
+            tls = self._sock = context.wrap_socket(sock, do_handshake_on_connect=False)
+            yield from _until_done(tls.do_handshake)
+            if keys.proven(tls) != self._key:
+                raise TransportError("its key is not the one that it has named")
+            verdict = yield from _until_done(partial(tls.recv, 1))
+        except (OSError, ValueError):
+            verdict = b""
+        if verdict != ADMITTED:
+            raise TransportError(
+                f"the peer refused us: it does not admit our key {keys.fingerprint}" if verdict == OTHER_KEY
+                else "the peer refused us: it has as many peers as it takes" if verdict == FULL
+                else "the peer hung up during the handshake; it is no KVFerry control port, or its key is not the one "
+                "that it has named"
+            )  # fmt: skip
+        self._stream = Stream(tls, self.address, self._dialer.shared, self._serve)
 
-    @abstractmethod
-    def _connect(self, address: str) -> None:
-        """Begin to connect. Raises ZMQError or OSError."""
+    def _numeric(self) -> Generator[int, None, str]:
+        """The numeric address of ``host``, which may be a name: a name server may be silent for long."""
+        if _is_numeric(self.host):
+            return self.host
+        call = _names.begin(partial(_look_up, self.host), partial(self._dialer.resolved, self))
+        self.resolving = True
+        while not call.done:
+            yield 0
+        self.resolving = False
+        if call.result is None:
+            raise TransportError(f"the name cannot be resolved ({call.error})")
+        return call.result
 
-    @abstractmethod
-    def _transmit(self, frames: list[bytes]) -> int:
-        """Queue a message. Returns 0, or the error number."""
 
-    @abstractmethod
-    def _shut(self) -> None:
-        """Close the connection."""
-
-
-class Dialer(ABC):
+class Dialer:
     """All connections of one rank of D. One thread uses it.
 
-    ``news`` of a connection changes in ``progress`` only, which is called when one of ``pollables`` is readable, and
-    from time to time.
+    ``news`` of a connection changes in ``progress`` only, which is called when ``fd`` is readable, and from time to
+    time.
+
+    Args:
+        keys: the connections admit only peers with these keys.
+        max_message_bytes: bound on the sum of a message's frames.
+        refusal: says to which addresses there must be no connection.
 
     Attributes:
-        pollables: sockets and descriptors for ``zmq.Poller``, to poll for reading.
+        fd: a descriptor to poll for reading.
     """
 
-    def __init__(self, keys: Keys | None, max_message_bytes: int, refusal: Refusal) -> None:
-        self.max_message_bytes, self.refusal = max_message_bytes, refusal
-        self.waker = Waker()
-        self.pollables: list[zmq.Socket[bytes] | int] = [self.waker.fd]
-        self._keys = keys
-        self._resolving: list[Connection] = []
+    def __init__(self, keys: Keys, *, max_message_bytes: int, refusal: Refusal = lambda address: "") -> None:
+        self.keys, self.refusal = keys, refusal
+        self.shared = Shared(max_message_bytes)
+        self.fd = self.shared.sockets.fd
+        self.connections: dict[Connection, None] = {}  # that are not lost
+        self._waker = Waker()
+        self._resolved: deque[Connection] = deque()
+        self._look_at = 0.0
         self._closed = False
+        self.shared.sockets.watch(self._waker, self._go_on_resolved)
 
-    def connect(
-        self, host: str, port: int, *, key: str, timeout: float = framing.CONNECT_TIMEOUT_SECONDS
-    ) -> Connection:
+    def connect(self, host: str, port: int, *, key: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> Connection:
         """Connect to a rank of P. Raises nothing: a connection that cannot be made is lost, with a reason.
 
         Args:
             host: an address, or a name.
             port: P's control port.
-            key: the fingerprint of P's key; empty where P is insecure.
+            key: the fingerprint of P's key.
             timeout: seconds until a peer that does not answer counts as lost.
         """
-        try:
-            connection = self._new(host, port, key_of_peer(self._keys, key), timeout)
-        except UnknownKeyError as error:
-            connection = self._new(host, port, None, timeout)
-            connection.lose(str(error))
-            return connection
-        connection.start()
-        if not connection.resolve():
-            self._resolving.append(connection)
+        connection = Connection(self, host, port, key, timeout)
+        self.connections[connection] = None
+        connection.go_on()
         return connection
 
     def progress(self) -> bool:
         """Take in what has arrived, some milliseconds at most. Returns whether there was anything."""
-        if self._resolving:
-            self.waker.drain()
-            self._resolving = [connection for connection in self._resolving if not connection.resolve()]
-        return self._receive()
+        if self._closed:
+            return False
+        moved = self.shared.sockets.progress()
+        now = time.monotonic()
+        if self.shared.excess or now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            excess, self.shared.excess = self.shared.excess, []
+            for connection in list(self.connections):
+                connection.look(now, excess)
+        return moved
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._close()
-            self.waker.close()
+            for connection in list(self.connections):
+                connection.close()
+            self._waker.close()
+            self.shared.sockets.close()
 
-    @abstractmethod
-    def _new(self, host: str, port: int, key: bytes | None, timeout: float) -> Connection: ...
+    def resolved(self, connection: Connection) -> None:
+        """A name is resolved. Any thread calls this."""
+        self._resolved.append(connection)
+        self._waker.wake()
 
-    @abstractmethod
-    def _receive(self) -> bool: ...
+    def _go_on_resolved(self) -> None:
+        self._waker.drain()
+        while self._resolved:
+            connection = self._resolved.popleft()
+            if connection.resolving:
+                connection.go_on()
 
-    @abstractmethod
-    def _close(self) -> None: ...
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
-def make_dialer(keys: Keys | None, *, max_message_bytes: int, refusal: Refusal = lambda address: "") -> Dialer:
-    """D's end of the control plane. ``keys``: its connections are encrypted and admit only peers with these keys; None:
-    nothing is encrypted. ``max_message_bytes``: bound on the sum of a message's frames."""
-    from kvferry.transport.control.curve_dialer import CurveDialer
-    from kvferry.transport.control.plain_dialer import PlainDialer
+def _look_up(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
 
-    if keys is None:
-        return PlainDialer(max_message_bytes, refusal)
-    return CurveDialer(keys, max_message_bytes, refusal)
+
+def _until_done(step: Callable[[], T]) -> Generator[int, None, T]:
+    """What ``step`` returns once the socket lets it."""
+    while True:
+        try:
+            return step()
+        except ssl.SSLWantReadError:
+            yield READABLE
+        except ssl.SSLWantWriteError:
+            yield WRITABLE

@@ -10,9 +10,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-import zmq
-
-from kvferry.transport.control.keys import raw_key
+from kvferry.transport.control.keys import new_secret, raw_key
 from kvferry.transport.errors import ConfigError
 
 FILE_NAME = "kvferry.key"
@@ -100,18 +98,18 @@ def make_key_file(path: Path) -> str:
         FileExistsError: the file exists already; it is unchanged.
         OSError: the file cannot be written.
     """
-    _, secret = zmq.curve_keypair()
+    secret = new_secret()
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(secret + b"\n")
+            file.write(f"{secret}\n".encode())
             file.flush()
             os.fsync(fd)
         os.link(draft, path)  # unlike a rename, a link replaces nothing
     finally:
         draft.unlink()
-    return secret.decode()
+    return secret
 
 
 def shared_key() -> str:

@@ -1,22 +1,37 @@
-"""CURVE keys: an engine's own key pair, and the public keys of the peers that it admits."""
+"""An engine's Ed25519 key (RFC 8032), the public keys of the peers that it admits, and TLS 1.3 with them.
+
+OpenSSL wants a certificate of each end, and one that signed it. So a key gets a certificate whose only content is the
+key, signed by an issuer whose own key is no secret. A peer is admitted because its certificate is, byte for byte, that
+of an admitted key: TLS 1.3 proves that the peer has the secret key (RFC 8446, 4.4.3).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import ssl
 import struct
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cached_property
 
-import zmq
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import NameOID
 from zmq.utils import z85
 
 from kvferry.transport.errors import ConfigError, KVFerryError
 
 FINGERPRINT_BYTES = 6
+GREETING_BYTES = 16
 _Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _SHOWN = 8
 """Fingerprints that one error message lists."""
+_KEY_IN_DER = bytes.fromhex("2b6570032100")
+"""What an Ed25519 key follows in a certificate (RFC 8410)."""
+_ISSUER = Ed25519PrivateKey.from_private_bytes(b"the key of an issuer of nothing.")
 
 
 def raw_key(name: str, key: str) -> bytes:
@@ -33,9 +48,19 @@ def raw_key(name: str, key: str) -> bytes:
     raise ConfigError(f"{name}: {len(key)} characters, expected the 40 of a Z85 key as `kvferry keygen` makes it")
 
 
+def new_secret() -> str:
+    """A new secret key, Z85."""
+    return z85.encode(os.urandom(32)).decode()
+
+
 def fingerprint(public: bytes) -> str:
     """A short name of a raw public key, 12 hexadecimal digits."""
     return hashlib.blake2b(public, digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+def greeting(public: bytes) -> bytes:
+    """What D says first to the P with this raw public key, which strangers do not know, before P spends any work."""
+    return hashlib.blake2b(public, digest_size=GREETING_BYTES, person=b"kvferry-greeting").digest()
 
 
 class Keys:
@@ -45,8 +70,8 @@ class Keys:
     them; so two keys of one deployment can be valid at the same time.
 
     Args:
-        secret: the engine's secret key, Z85.
-        peers: public keys of peers that have another secret key, Z85.
+        secret: the engine's secret key, 32 bytes as Z85.
+        peers: public keys of peers that have another secret key, 32 bytes as Z85.
 
     Attributes:
         public: the engine's public key, Z85.
@@ -54,29 +79,22 @@ class Keys:
         admitted: the raw public keys of all admitted peers, by fingerprint; the engine's own comes first.
 
     Raises:
-        ConfigError: a key is not Z85, or this libzmq has no CURVE.
+        ConfigError: a key is not Z85.
     """
 
     def __init__(self, secret: str, peers: Sequence[str] = ()) -> None:
-        if not zmq.has("curve"):
-            raise ConfigError("secret_key: this libzmq has no CURVE; install pyzmq from PyPI, or set insecure")
-        raw_key("secret_key", secret)
+        seed = hashlib.blake2b(raw_key("secret_key", secret), digest_size=32, person=b"kvferry-ed25519").digest()
         self.secret = secret
-        self.public = zmq.curve_public(secret.encode()).decode()
-        own = z85.decode(self.public)
+        self._private = Ed25519PrivateKey.from_private_bytes(seed)
+        own = self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        self.public = z85.encode(own).decode()
         self.fingerprint = fingerprint(own)
-        raw = [own, *(raw_key("peer_keys", key) for key in peers)]
-        if z85.decode(secret) in raw[1:]:
+        if secret in peers:
             raise ConfigError("peer_keys: names this engine's secret key; expected public keys of peers")
-        self.admitted = {fingerprint(key): key for key in raw}
+        self.admitted = {fingerprint(key): key for key in (own, *(raw_key("peer_keys", key) for key in peers))}
 
     def __repr__(self) -> str:
         return f"Keys({self.fingerprint}, admits {', '.join(self.admitted)})"
-
-    @cached_property
-    def raw_public_keys(self) -> frozenset[bytes]:
-        """The raw public keys of all admitted peers."""
-        return frozenset(self.admitted.values())
 
     @property
     def shown(self) -> str:
@@ -93,34 +111,73 @@ class Keys:
         """
         key = self.admitted.get(wanted)
         if key is None:
-            raise UnknownKeyError(
-                f"the peer's key is {wanted}, and this engine admits {self.shown}; give both engines one secret_key, "
-                "or add the peer's public key to peer_keys"
-            )
+            raise self._unknown(wanted)
         return key
+
+    def proven(self, tls: ssl.SSLSocket) -> str:
+        """The fingerprint of the key that the peer of a finished handshake has.
+
+        Raises:
+            UnknownKeyError: the key is not admitted.
+        """
+        certificate = tls.getpeercert(binary_form=True) or b""
+        if certificate not in self._by_certificate:
+            raise self._unknown(fingerprint(certificate.partition(_KEY_IN_DER)[2][:32]))
+        return self._by_certificate[certificate]
+
+    def _unknown(self, wanted: str) -> UnknownKeyError:
+        return UnknownKeyError(
+            f"the peer's key is {wanted or 'not named'}, and this engine admits {self.shown}; give both engines one "
+            "secret_key, or add the peer's public key to peer_keys"
+        )
+
+    @cached_property
+    def of_p(self) -> ssl.SSLContext:
+        """P's end of TLS. OpenSSL takes every certificate of the issuer, so that P can tell a D why it is refused; it
+        trusts those that are admitted by themselves, which saves the check of the issuer's signature."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.num_tickets = 0  # a session that is resumed would show no certificate
+        root = _certificate(_ISSUER.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw), root=True)
+        context.load_verify_locations(cadata=root.public_bytes(Encoding.DER) + b"".join(self._by_certificate))
+        return context
+
+    @cached_property
+    def of_d(self) -> ssl.SSLContext:
+        """D's end of TLS. P shows a certificate in any case, and D judges it by ``proven`` alone."""
+        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+
+    @cached_property
+    def _by_certificate(self) -> dict[bytes, str]:
+        return {_certificate(key).public_bytes(Encoding.DER): name for name, key in self.admitted.items()}
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        chain = _certificate(self.admitted[self.fingerprint]).public_bytes(Encoding.PEM)
+        chain += self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        fd = os.memfd_create("kvferry-key", os.MFD_CLOEXEC)  # OpenSSL reads a secret key from a file only
+        try:
+            os.write(fd, chain)
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+        return context
 
 
 class UnknownKeyError(KVFerryError):
     """The peer's public key is not admitted here."""
 
 
-def key_of_peer(keys: Keys | None, wanted: str) -> bytes | None:
-    """The raw public key of the peer that has named the fingerprint ``wanted``; it names none where it is insecure.
-    ``None`` where neither side has keys.
-
-    Raises:
-        UnknownKeyError: the peer's key is not admitted, or only one of the two sides has keys.
-    """
-    if keys is not None and wanted:
-        return keys.find(wanted)
-    if keys is None and not wanted:
-        return None
-    which = "the peer is insecure, and this engine is not" if keys else "this engine is insecure, and the peer is not"
-    raise UnknownKeyError(f"{which}; remove the setting `insecure`, or set it on both sides")
-
-
-def configure_client(socket: zmq.Socket[bytes], keys: Keys, server: bytes) -> None:
-    """Let the next connections of ``socket`` prove our key, and admit only the server with the raw key ``server``."""
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
-    socket.curve_serverkey = z85.encode(server)
+def _certificate(public: bytes, *, root: bool = False) -> x509.Certificate:
+    """The certificate of a raw public key: Ed25519 signs without chance, so it is the same at every call."""
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvferry")])
+    subject = issuer if root else x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, fingerprint(public))])
+    draft = x509.CertificateBuilder(issuer, subject, Ed25519PublicKey.from_public_bytes(public), 1)
+    draft = draft.not_valid_before(datetime(2000, 1, 1)).not_valid_after(datetime(9999, 12, 31))
+    if root:
+        draft = draft.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    return draft.sign(_ISSUER, None)

@@ -1,92 +1,288 @@
-"""P's end of the control plane: the interface, and the address to bind."""
+"""P's end of the control plane: one port, its connections from ranks of D, and the thread that lets them in."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import itertools
+import logging
 import resource
-import socket as _socket
-from abc import ABC, abstractmethod
-from collections import Counter
+import socket
+import ssl
+import threading
+import time
+from collections import Counter, deque
+from contextlib import ExitStack, suppress
 
-import zmq
-
-from kvferry.transport.control import framing
-from kvferry.transport.control.keys import Keys
+from kvferry.transport.control.keys import GREETING_BYTES, Keys, UnknownKeyError, greeting
+from kvferry.transport.control.stream import (
+    ADMITTED,
+    ANSWER,
+    FULL,
+    KEEP_ALIVE,
+    OTHER_KEY,
+    Shared,
+    Stream,
+    StreamEndedError,
+    silence,
+)
 from kvferry.transport.errors import ConfigError
+from kvferry.transport.sockets import Sockets, Stranger, Strangers, tune
+from kvferry.transport.wake import RateLimitedLog, Waker
+
+MAX_PEERS = 2048
+"""Connections of one listener at once; at most half of the process's limit of open files."""
+BATCH, BATCH_BYTES = 512, 4 << 20
+"""Messages of one receive() call, and their bytes, those of the last read not counted: many messages, or large ones,
+must not keep the serving thread from its other work."""
+_log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 
 
-class Listener(ABC):
-    """P's end: receives messages from any number of peers, and sends each peer its answers.
+class _Gate:
+    """Accepts connections and does their handshakes, on a thread of its own: a handshake takes about a millisecond of a
+    core, most of it without the GIL. What it admits goes to the listener."""
 
-    Attributes:
-        port, endpoint: the port, and the address ``tcp://address:port``, on which it listens.
-        socket: a ZMQ socket or a descriptor, for ``zmq.Poller``.
-        dropped: the number of refusals by reason: "handshake", "key", "peers", "half-open" and "flood" are connections;
-            "frames", "oversize" and "identity" are messages received; "gone" and "full" are messages not sent.
-    """
+    def __init__(self, listener: Listener, server: socket.socket, keys: Keys) -> None:
+        self._listener, self._server, self._keys, self._tls = listener, server, keys, keys.of_p
+        self._greeting = greeting(keys.admitted[keys.fingerprint])
+        self._closing = False
+        self._sockets = Sockets()
+        self._strangers = Strangers(self._sockets, server, self._hear)
+        self._thread = threading.Thread(target=self._run, name="kvferry-gate", daemon=True)
+        self._thread.start()
 
-    port: int
-    endpoint: str
-    socket: zmq.Socket[bytes] | int
-    dropped: Counter[str]
-
-    @abstractmethod
-    def receive(self) -> list[tuple[bytes, list[bytes], str]]:
-        """``(identity, frames, address)`` of the messages that are there now, at most some hundreds; the poller
-        reports more.
-
-        The identity names one connection: a D that reconnects gets a new one. ``address`` is the numeric address from
-        which that connection came, which no message chooses; empty where libzmq does not report it.
-        """
-
-    @abstractmethod
-    def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        """Queue a message for one peer. False: the peer is gone, or its queue is full because it does not read."""
-
-    @property
-    @abstractmethod
-    def peers(self) -> int:
-        """The number of connections on which a message has come, and which are open now."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Close the listener and drop unsent messages. Idempotent."""
+        self._closing = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._sockets.progress(self._strangers.expire())
+            except Exception as error:  # no memory or no descriptor is left: the port must outlive that
+                self._listener.refused("handshake", f"unexpected error: {error!r}")
+                time.sleep(0.1)
+        self._strangers.close()
+        self._sockets.close()
+
+    def _hear(self, stranger: Stranger) -> bool:
+        """Go on with a handshake. Returns whether there is more to do."""
+        try:
+            tls = self._tls_of(stranger)
+            if tls is None:
+                return True
+            tls.do_handshake()
+            try:
+                self._keys.proven(tls)
+            except UnknownKeyError as error:
+                tls.send(OTHER_KEY)
+                self._end(stranger, "key", str(error))
+                return False
+            if not self._listener.has_room:
+                tls.send(FULL)
+                self._end(stranger, "peers", "as many peers are connected as the limit allows")
+                return False
+            tls.send(ADMITTED)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return True
+        except (OSError, ValueError) as error:
+            self._end(stranger, "handshake", f"the handshake failed: {error}")
+            return False
+        self._sockets.mute(tls)
+        self._listener.admit(tls)
+        return False
+
+    def _tls_of(self, stranger: Stranger) -> ssl.SSLSocket | None:
+        """The TLS socket of a connection that has sent its greeting; ``None`` where it is not whole yet.
+
+        Raises:
+            OSError: the greeting is another one.
+        """
+        if isinstance(stranger.sock, ssl.SSLSocket):
+            return stranger.sock
+        said = stranger.sock.recv(GREETING_BYTES - len(stranger.said))
+        stranger.said += said
+        if said and len(stranger.said) < GREETING_BYTES:
+            return None
+        if stranger.said != self._greeting:
+            stranger.sock.send(ANSWER + self._keys.fingerprint.encode())
+            raise OSError("it is no KVFerry engine, or takes this one for another")
+        self._sockets.mute(stranger.sock)  # another object has its descriptor from now on
+        tls = self._tls.wrap_socket(stranger.sock, server_side=True, do_handshake_on_connect=False)
+        stranger.sock = tls
+        return tls
+
+    def _end(self, stranger: Stranger, reason: str, text: str) -> None:
+        self._listener.refused(reason, text)
+        self._sockets.drop(stranger.sock)
 
 
-def listen(
-    host: str, port: int, *, keys: Keys | None, max_message_bytes: int, max_peers: int = framing.MAX_PEERS
-) -> Listener:
-    """Listen for the ranks of D.
+class Listener:
+    """P's end: receives messages from any number of peers, and sends each peer its answers.
 
     Args:
         host: the one address to bind, or a name of it; never all interfaces.
         port: 0 finds a free one.
-        keys: only peers with these keys are admitted, and all traffic is encrypted. None: every peer is admitted.
+        keys: only peers with these keys are admitted.
         max_message_bytes: bound on the sum of a message's frames.
         max_peers: connections at once; at most half of the process's limit of open files.
+
+    Attributes:
+        port, endpoint: the port, and ``address:port``, on which it listens.
+        fd: a descriptor that is readable while there is something to receive.
+        dropped: refusals by reason: "handshake", "key", "peers", "oversize", "flood" (too many bytes that are no whole
+            message, or that it does not read) are connections; "gone" and "full" are messages not sent.
 
     Raises:
         ConfigError: the port is in use, the address is not ours, or means all interfaces; one line.
     """
-    from kvferry.transport.control.curve_listener import CurveListener
-    from kvferry.transport.control.plain_listener import PlainListener
 
-    address = _own_address(host)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    limit = min(max_peers, files // 2) if files > 0 else max_peers
-    try:
-        if keys is None:
-            return PlainListener(address, port, max_message_bytes, limit)
-        return CurveListener(address, port, keys, max_message_bytes, limit)
-    except (zmq.ZMQError, OSError) as error:
-        raise ConfigError(_bind_failure(host, port, error)) from None
+    def __init__(self, host: str, port: int, *, keys: Keys, max_message_bytes: int, max_peers: int = MAX_PEERS) -> None:
+        address = _own_address(host)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._limit = min(max_peers, files // 2) if files > 0 else max_peers
+        self.dropped: Counter[str] = Counter()
+        self._shared = Shared(max_message_bytes)
+        self._peers: dict[bytes, Stream] = {}
+        self._serial = itertools.count(1)
+        self._admitted: deque[ssl.SSLSocket] = deque()
+        self._arrived: list[tuple[bytes, list[bytes], str]] = []
+        self._taken = self._taken_bytes = 0  # messages of this call, keep-alives too, and their bytes
+        self._late: dict[Stream, None] = {}  # for which this call has no time
+        self._closed = False
+        try:
+            with ExitStack() as undo:
+                server = undo.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.setblocking(False)
+                server.bind((address, port))
+                server.listen(socket.SOMAXCONN)
+                self.port = int(server.getsockname()[1])
+                self.endpoint = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
+                self._waker = Waker()
+                undo.callback(self._waker.close)
+                undo.callback(self._shared.sockets.close)
+                self._shared.sockets.watch(self._waker, self._welcome)
+                self._gate = _Gate(self, server, keys)
+                undo.pop_all()
+        except OSError as error:
+            raise ConfigError(_bind_failure(host, port, error)) from None
+        self.fd = self._shared.sockets.fd
+
+    def receive(self) -> list[tuple[bytes, list[bytes], str]]:
+        """``(identity, frames, address)`` of the messages that are there now, at most some hundreds; ``fd`` stays
+        readable where there are more.
+
+        The identity names one connection: a D that reconnects gets a new one. ``address`` is the numeric address from
+        which that connection came, which no message chooses.
+        """
+        if self._closed:
+            return []
+        late, self._late = self._late, {}
+        for peer in late:  # else who sends without end would come before them again
+            self._serve(peer)
+        self._shared.sockets.progress()
+        self._end_excess()
+        found, self._arrived, self._taken, self._taken_bytes = self._arrived, [], 0, 0
+        return found
+
+    def send(self, identity: bytes, frames: list[bytes]) -> bool:
+        """Queue a message for one peer. False: the peer is gone, or its queue is full because it does not read."""
+        peer = self._peers.get(identity)
+        failure = "gone" if peer is None else peer.send(frames)
+        if peer is not None and failure == "gone":
+            self._late[peer] = None  # what it said before still counts
+        self._end_excess()
+        if failure:
+            self.dropped[failure] += 1
+        return not failure and identity in self._peers
+
+    @property
+    def peers(self) -> int:
+        """The number of peers that are connected now."""
+        return len(self._peers)
+
+    def close(self) -> None:
+        """Close the listener and drop unsent messages. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._gate.close()
+            self._welcome()
+            for peer in list(self._peers.values()):
+                self._end(peer)
+            self._waker.close()
+            self._shared.sockets.close()
+
+    # --- for the gate, on its thread ------------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more peer may come."""
+        return len(self._peers) + len(self._admitted) < self._limit
+
+    def admit(self, tls: ssl.SSLSocket) -> None:
+        """Take over the connection of a peer whose key is admitted."""
+        self._admitted.append(tls)
+        self._waker.wake()
+
+    def refused(self, reason: str, text: str) -> None:
+        """Count a connection that ends, and say why."""
+        self.dropped[reason] += 1
+        label = f"control port {self.endpoint}"
+        _log.warning(f"{label} {reason}", "%s: connection ended: %s", label, text)
+
+    # --- on the thread that receives ------------------------------------------------------------------------------
+
+    def _welcome(self) -> None:
+        self._waker.drain()
+        while self._admitted:
+            tls = self._admitted.popleft()
+            try:
+                address = str(tls.getpeername()[0]).removeprefix("::ffff:")
+                tune(tls, silence(address))
+                peer = Stream(tls, address, self._shared, self._serve, next(self._serial).to_bytes(8, "big"))
+                self._peers[peer.identity] = peer
+            except OSError:  # it is gone already
+                tls.close()
+
+    def _serve(self, peer: Stream) -> None:
+        if peer.identity not in self._peers:
+            return
+        if self._taken >= BATCH or self._taken_bytes >= BATCH_BYTES:
+            self._late[peer] = None
+            return
+        try:
+            messages = peer.receive()
+            self._taken += len(messages)
+            for frames in messages:
+                if frames != KEEP_ALIVE:
+                    self._taken_bytes += len(frames[2])
+                    self._arrived.append((peer.identity, frames, peer.address))
+            if KEEP_ALIVE in messages and peer.send(KEEP_ALIVE) == "full":
+                raise StreamEndedError("full", "it does not read its answers")
+        except StreamEndedError as error:
+            if error.reason != "gone":
+                self.refused(error.reason, str(error))
+            self._end(peer)
+
+    def _end_excess(self) -> None:
+        while self._shared.excess:
+            peer = self._shared.excess.pop()
+            if peer.identity in self._peers:
+                self.refused("flood", "it sends bytes and no whole message, or does not read its answers")
+                self._end(peer)
+
+    def _end(self, peer: Stream) -> None:
+        self._peers.pop(peer.identity, None)
+        peer.close()
 
 
 def _own_address(host: str) -> str:
     """The numeric address of ``host``; never one that means all interfaces."""
     try:
-        found = _socket.getaddrinfo(host, None, type=_socket.SOCK_STREAM, flags=_socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         address = str(found[0][4][0])
         number = ipaddress.ip_address(address)
     except (OSError, UnicodeError, ValueError) as error:
@@ -102,7 +298,7 @@ def _own_address(host: str) -> str:
     return address
 
 
-def _bind_failure(host: str, port: int, error: zmq.ZMQError | OSError) -> str:
+def _bind_failure(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
             f"side_channel_port: port {port} of {host} is in use; "

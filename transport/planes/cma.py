@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import secrets
+import select
 import threading
 import time
 from collections import deque
@@ -24,7 +25,6 @@ from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
-import zmq
 from msgspec import Meta
 
 from kvferry.transport.channels import ByteRanges, Copy, DChannel, Int64s, PageRead, PullChannel, PulledChannel
@@ -284,8 +284,8 @@ class CmaPlane(Plane):
             self.copies.remove(copy)
             copy.end("cma: the copy was cancelled")
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [(channel.process.fd, zmq.POLLIN) for channel in self._live()]
+    def pollables(self) -> list[tuple[int, int]]:
+        return [(channel.process.fd, select.POLLIN) for channel in self._live()]
 
     def _live(self) -> list[CmaChannel]:
         self._channels = [channel for channel in self._channels if channel.process.fd >= 0]

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, ClassVar
 
 import msgspec
 import torch
-import zmq
 from msgspec import Meta
 
 from kvferry.transport import cuda
@@ -233,8 +233,8 @@ class CudaIpcPlane(Plane):
         """A channel has changed: let the poller of ``pollables`` return."""
         self._waker.wake()
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [(fd, zmq.POLLIN) for fd in (self._waker.fd, *(channel.process.fd for channel in self._live()))]
+    def pollables(self) -> list[tuple[int, int]]:
+        return [(fd, select.POLLIN) for fd in (self._waker.fd, *(channel.process.fd for channel in self._live()))]
 
     def _live(self) -> list[IpcChannel]:
         self._channels = [channel for channel in self._channels if channel.process.fd >= 0]

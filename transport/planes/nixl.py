@@ -18,19 +18,19 @@ several lanes. Over TCP lanes a READ costs no more than a WRITE, 17 and 19 ms of
 UCX (``nixl_agent``); an empty hand-over has 0.1 to 0.2 ms of the second READ.
 
 UCX does not check what it parses, and D gives P's metadata to native code, so the plane is used only where the control
-connection is authenticated (``PlaneSpec.needs_keys``).
+connection is authenticated.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import time
 import zlib
 from typing import ClassVar
 
 import msgspec
 import torch
-import zmq
 
 from kvferry.transport.channels import DChannel, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
@@ -171,8 +171,8 @@ class NixlPlane(SocketPlane):
 
     # --- poll loop --------------------------------------------------------------------------------------------------
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [] if self._closed else [*super().pollables(), (self._timer.fd, zmq.POLLIN)]
+    def pollables(self) -> list[tuple[int, int]]:
+        return [] if self._closed else [*super().pollables(), (self._timer.fd, select.POLLIN)]
 
     @property
     def active(self) -> bool:

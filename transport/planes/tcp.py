@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from kvferry.transport.channels import DChannel, Pieces, RecvChannel, SendChannel
-from kvferry.transport.errors import ProtocolError, TransportError
+from kvferry.transport.errors import ProtocolError
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
 from kvferry.transport.planes.tcp_cipher import KEY_BYTES, TAG_BYTES, Cipher, check_available, new_key
@@ -60,7 +60,7 @@ class TcpPlane(SocketPlane):
         self.window = _GPU_WINDOW if gpu else 1
         self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
         self.recv_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
-        self._encrypts, self._may_encrypt = context.encrypt, context.keys is not None
+        self._encrypts = context.encrypt
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
         self._host = context.host
@@ -85,8 +85,6 @@ class TcpPlane(SocketPlane):
         attach = decode_payload(payload, _Attach, "tcp attach")
         self.check_new(attach)
         key = new_key() if self._encrypts or attach.encrypts else b""
-        if key and not self._may_encrypt:
-            raise TransportError("tcp: a key for the bytes would cross a control connection that is not encrypted")
         slot_bytes = min(self.slot_bytes, attach.slot_bytes) - (TAG_BYTES if key else 0)
         channel = TcpSendChannel(self, attach.channel, slot_bytes, Cipher(key) if key else None)
         self.await_connection(channel)

@@ -4,7 +4,7 @@ Both sides make an endpoint to the other's worker address, so that each notices 
 listener: UCXX's binds to all interfaces. UCX still listens for every worker; whoever reaches that port writes memory of
 this process, and UCX crashes on a forged worker address. So there is no worker before D attaches the plane, one worker
 serves the peers on this host and has no port beyond it, and KVFerry uses the plane only where the control connection,
-by which the addresses come, is authenticated (``PlaneSpec.needs_keys``).
+by which the addresses come, is authenticated.
 
 D posts no receive for a message that may never come. It probes for arrived messages, and receives each by its handle
 into a slot. Of all but small messages only the sender's announcement has arrived by then. So no receive has to be
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import time
 import zlib
 from collections import deque
@@ -25,7 +26,6 @@ from typing import Annotated, ClassVar
 
 import msgspec
 import torch
-import zmq
 from msgspec import Meta
 
 from kvferry.transport import cuda
@@ -175,8 +175,8 @@ class UcxPlane(Plane):
             self._workers[here] = UcxWorker(self._host, here=here)
         return self._workers[here]
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [] if self._closed else [(worker.fd, zmq.POLLIN) for worker in self._workers.values()]
+    def pollables(self) -> list[tuple[int, int]]:
+        return [] if self._closed else [(worker.fd, select.POLLIN) for worker in self._workers.values()]
 
     @property
     def active(self) -> bool:
