@@ -14,7 +14,7 @@ from kvferry.connector.engine.prompt_names import TRANSFER_ID, usable_name
 from kvferry.connector.engine.transfer_params import MAX_PORT, RemotePrompt, from_transfer_params, wants_load
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.protocol.step_plan import RemoteLease, Rendezvous
-from kvferry.transport.control.bootstrap_page import checked_url
+from kvferry.transport.bootstrap.page import checked_url
 from kvferry.transport.errors import ProtocolError, quoted
 
 _HEX = frozenset("0123456789abcdef")

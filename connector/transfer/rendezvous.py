@@ -21,9 +21,9 @@ from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.handover_trace import record, rendezvous_span
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.transport.control.blocking_calls import BlockingCall
-from kvferry.transport.control.bootstrap_fetch import fetch_page
-from kvferry.transport.control.bootstrap_page import first_rank
+from kvferry.transport.blocking_calls import BlockingCall
+from kvferry.transport.bootstrap.fetch import fetch_page
+from kvferry.transport.bootstrap.page import first_rank
 from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import KVFerryError, ProtocolError, TransportError, shortened
 

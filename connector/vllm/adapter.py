@@ -30,8 +30,8 @@ from kvferry.connector.vllm.callers import find_model_runner, find_scheduler
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
-from kvferry.transport.control import bootstrap_page
-from kvferry.transport.control.bootstrap_server import BootstrapServer
+from kvferry.transport.bootstrap import page as bootstrap_page
+from kvferry.transport.bootstrap.server import BootstrapServer
 from kvferry.transport.host import host_id
 from kvferry.transport.tracing import open_tracer
 

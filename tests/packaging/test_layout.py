@@ -137,7 +137,13 @@ def test_every_term_of_the_glossary_that_is_a_type_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", [*(f"connector.{name}" for name in FLOORS if name not in ALONE), "transport.planes", "transport.control"]
+    "folder",
+    [
+        *(f"connector.{name}" for name in FLOORS if name not in ALONE),
+        "transport.planes",
+        "transport.control",
+        "transport.bootstrap",
+    ],
 )
 def test_every_folder_has_a_docstring(folder: str) -> None:
     assert importlib.import_module(f"kvferry.{folder}").__doc__

@@ -13,11 +13,11 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import pytest
 
 from kvferry.transport import sockets
-from kvferry.transport.control import bootstrap_fetch
-from kvferry.transport.control.blocking_calls import BlockingCall
-from kvferry.transport.control.bootstrap_fetch import MAX_FETCHES, fetch
-from kvferry.transport.control.bootstrap_page import checked_url, first_rank, page
-from kvferry.transport.control.bootstrap_server import MAX_REQUEST_BYTES, BootstrapServer
+from kvferry.transport.blocking_calls import BlockingCall
+from kvferry.transport.bootstrap import fetch as bootstrap_fetch
+from kvferry.transport.bootstrap.fetch import MAX_FETCHES, fetch
+from kvferry.transport.bootstrap.page import checked_url, first_rank, page
+from kvferry.transport.bootstrap.server import MAX_REQUEST_BYTES, BootstrapServer
 from kvferry.transport.errors import ConfigError, ProtocolError
 from kvferry.transport.sockets import MAX_UNAUTHENTICATED
 

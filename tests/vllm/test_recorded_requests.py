@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.protocol.request_lifetime import RequestPhase
-from kvferry.transport.control.bootstrap_server import BootstrapServer
+from kvferry.transport.bootstrap.server import BootstrapServer
 from tests.vllm.engine_group import PATIENT, EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import Engine, eventually, let_time_pass, run, settle, transfer_thread_of

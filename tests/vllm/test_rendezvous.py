@@ -17,8 +17,8 @@ from kvferry.connector.protocol import messages
 from kvferry.connector.protocol import rendezvous as rendezvous_states
 from kvferry.connector.protocol.request_lifetime import RequestPhase
 from kvferry.connector.transfer import rendezvous
-from kvferry.transport.control import bootstrap_page
-from kvferry.transport.control.bootstrap_server import BootstrapServer
+from kvferry.transport.bootstrap import page as bootstrap_page
+from kvferry.transport.bootstrap.server import BootstrapServer
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, run, settle, transfer_thread_of

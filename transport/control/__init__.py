@@ -1,1 +1,1 @@
-"""The control plane: TLS 1.3 connections between ranks of D and P, and how D finds the ranks of P."""
+"""The control plane: TLS 1.3 connections between ranks of D and P."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Generator, Iterator
 from functools import partial
 from typing import TypeVar
 
-from kvferry.transport.control.blocking_calls import BlockingCalls
+from kvferry.transport.blocking_calls import BlockingCalls
 from kvferry.transport.control.keys import Keys, UnknownKeyError, greeting
 from kvferry.transport.control.stream import (
     ADMITTED,

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvferry.transport.control.blocking_calls import BlockingCall, BlockingCalls
-from kvferry.transport.control.bootstrap_page import PATH, checked_url
+from kvferry.transport.blocking_calls import BlockingCall, BlockingCalls
+from kvferry.transport.bootstrap.page import PATH, checked_url
 
 READ_SECONDS = 5.0
 """How long a connection may be silent."""

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 
-from kvferry.transport.control.bootstrap_page import PATH
+from kvferry.transport.bootstrap.page import PATH
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.sockets import Sockets, Stranger, Strangers
 
