@@ -22,7 +22,7 @@ from kvferry.transport.wake import Waker
 SESSION_BYTES = 16
 SECRET_BYTES = 2 * SESSION_BYTES
 CHANNEL_BYTES = 16
-HELLO_SECONDS = 5.0
+HELLO_SECONDS = 10.0
 """A new connection must have said all that it must within this time."""
 WAIT_SECONDS = 30.0
 MAX_UNAUTHENTICATED = 256
