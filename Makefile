@@ -133,7 +133,7 @@ site: install
 	$(BIN)/mkdocs build --strict
 
 RESULTS ?= .bench
-BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step quiet_step router_cost \
+BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip control_bounds idle_step quiet_step router_cost \
   host_planes checksum e2e_vs_nixl wrong_tokens both_legs stale_reads plan_accuracy plan_fleet
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
