@@ -424,3 +424,15 @@ def test_a_process_without_threads_looks_no_name_up(connect, monkeypatch):
         patch.setattr(threading.Thread, "start", no_thread)
         connection = connect(1, "name.example")
         assert connection.lost and "can't start new thread" in connection.reason
+
+
+def test_a_listener_that_cannot_be_made_leaves_no_descriptor(monkeypatch):
+    def no_thread(*args, **options):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="new thread"):
+            listening()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import tracemalloc
 
 import pytest
@@ -116,3 +117,21 @@ def test_one_call_takes_bounded_bytes(listener, monkeypatch):
     assert max(taken) == 2, "half of the bytes is less than a call may take, and twice the half is not"
     for end in ends:
         end.close()
+
+
+def test_many_keep_alives_have_few_answers(listener, good):
+    """One for each read: an answer costs a call of the system."""
+    keep_alive = message(b"", b"", b"")
+    with holder(listener) as peer:
+        say(listener, peer, keep_alive * 2000)
+        served(listener, good)
+        answers = bytearray()
+
+        def answered():
+            listener.receive()
+            with contextlib.suppress(ssl.SSLWantReadError):
+                answers.extend(peer.recv(65536))
+            return answers
+
+        assert until(answered)
+        assert len(answers) <= 10 * len(keep_alive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import shutil
 import socket
@@ -258,6 +259,23 @@ def test_zmq_admits_only_who_knows_the_key_of_the_channel() -> None:
         d.finish(receiver, reply)
         assert carries(p, d, sender, receiver)
     for plane in (p, d, other):
+        plane.close()
+
+
+def test_a_stranger_that_left_before_d_came_ends_no_channel() -> None:
+    """Its descriptor is D's then, and P hears of both at once."""
+    p, d = (make_plane("zmq", PlaneContext("127.0.0.1", SLOT, STAGING)) for _ in range(2))
+    receiver, payload = d.connect(p.offer(), "127.0.0.1")
+    sender, reply = p.accept(payload)
+    with socket.create_connection(("127.0.0.1", msgspec.msgpack.decode(reply)["port"])) as stranger:
+        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            while stranger.recv(4096):
+                pass
+    d.finish(receiver, reply)
+    assert turn([d], lambda: receiver._deadline is None), "D is connected"
+    assert turn([p], lambda: sender.acquire() is not None) and sender.error is None
+    for plane in (p, d):
         plane.close()
 
 

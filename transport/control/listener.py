@@ -49,7 +49,11 @@ class _Gate:
         self._sockets = Sockets()
         self._strangers = Strangers(self._sockets, server, self._hear)
         self._thread = threading.Thread(target=self._run, name="kvferry-gate", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be had
+            self._sockets.close()
+            raise
 
     def close(self) -> None:
         self._closing = True
