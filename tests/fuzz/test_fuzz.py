@@ -48,7 +48,8 @@ def slow(data: bytes) -> None:
 
 
 def large(data: bytes) -> None:
-    bytearray(80 << 20)[::4096] = bytes(80 << 8)
+    """So much that a kernel which takes back cold pages of this process meanwhile does not hide it."""
+    bytearray(256 << 20)[::4096] = bytes(256 << 8)
 
 
 def wrong(data: bytes) -> None:
