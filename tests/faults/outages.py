@@ -156,13 +156,14 @@ class Pair:
         killed = victim if outage.event.startswith("kill") else None
         outcomes: Counter[str] = Counter()
         if killed is not d:
-            for number, (name, good) in enumerate(sorted(self._reported(names).items())):
+            reported = self._reported(names)
+            for number, name in enumerate(names):
+                good = reported[name]
                 outcomes["done" if good else "failed"] += 1
-                at = self._blocks(names.index(name))
-                if good and not d.holds(at, TOKENS, names.index(name)):
-                    raise Broken(f"{name}, load {number}, was reported as done and has other bytes")
+                if good and not d.holds(self._blocks(number), TOKENS, number):
+                    raise Broken(f"{name} was reported as done and has other bytes")
         if killed is not p:
-            self._until(lambda: set(names) <= p.sent() | {""}, "every lease ends")
+            self._until(lambda: set(names) <= p.sent(), "every lease ends")
         if killed is None:
             self._until(lambda: self._hand_over("again"), "a hand-over succeeds afterwards")
         for rank in self.rank.values():

@@ -59,7 +59,8 @@ def fingerprint(public: bytes) -> str:
 
 
 def greeting(public: bytes) -> bytes:
-    """What D says first to the P with this raw public key, which strangers do not know, before P spends any work."""
+    """What D says first to the P with this raw public key. It admits nobody; it keeps P from a handshake with whoever
+    has only found the port, which costs a millisecond."""
     return hashlib.blake2b(public, digest_size=GREETING_BYTES, person=b"kvferry-greeting").digest()
 
 

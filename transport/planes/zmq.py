@@ -123,9 +123,9 @@ class ZmqPlane(Plane):
 
     def arm(self) -> bool:
         """A descriptor of libzmq tells of news once; afterwards its socket must be asked."""
-        starved = self.recv_pool is not None and bool(self.recv_pool.free)
+        slots = self.recv_pool is not None and bool(self.recv_pool.free)
         live = [channel for channel in self._channels if channel.error is None]
-        return not any(channel.end.has_news or (starved and channel.starved) for channel in live)
+        return not any(channel.end.has_news or (slots and channel.starved) for channel in live)
 
     def close(self) -> None:
         if self._closed:
@@ -138,8 +138,9 @@ class ZmqPlane(Plane):
 
     def drop(self, channel: ZmqSendChannel | ZmqRecvChannel) -> None:
         """Forget a closed channel."""
-        if self._channels.pop(channel, channel) is None and isinstance(channel, ZmqRecvChannel):
-            self._window_left += channel.window
+        if channel in self._channels:
+            del self._channels[channel]
+            self._window_left += channel.window if isinstance(channel, ZmqRecvChannel) else 0
 
     def put_later(self, slot: Slot, tracker: Any) -> None:
         """Free a slot for which no credit will come, once ZMQ does not use it any more."""
