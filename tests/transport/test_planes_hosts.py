@@ -24,6 +24,7 @@ from kvferry.transport.channels import CPU, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.planes import ucx_library
+from kvferry.transport.planes.zmq_channels import ZmqRecvChannel, ZmqSendChannel
 from kvferry.transport.registry import make_plane, preferred_planes
 from tests.support.fork_server import fork_server
 
@@ -267,6 +268,7 @@ def test_a_stranger_that_left_before_d_came_ends_no_channel() -> None:
     p, d = (make_plane("zmq", PlaneContext("127.0.0.1", SLOT, STAGING)) for _ in range(2))
     receiver, payload = d.connect(p.offer(), "127.0.0.1")
     sender, reply = p.accept(payload)
+    assert isinstance(sender, ZmqSendChannel) and isinstance(receiver, ZmqRecvChannel)
     with socket.create_connection(("127.0.0.1", msgspec.msgpack.decode(reply)["port"])) as stranger:
         stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(OSError):
