@@ -250,13 +250,13 @@ class CopyProbe(KVBytes):
         """Start to note KVFerry's copies. Idempotent; False where KVFerry is not loaded or has no such copies."""
         if "busy_copies" in self.__dict__:
             return True
-        receiver = sys.modules.get("kvferry.connector.transfer.receiver")
+        receiver = sys.modules.get("kvferry.connector.decode_side.receiver")
         if receiver is None:
             return False
         self.busy_copies = CopyNotes()
         watch_reads(receiver.Receiver, self.busy_copies)
         watch_steps(sys.modules["kvferry.connector.engine.worker"].WorkerHalf, self.busy_copies)
-        copies = sys.modules["kvferry.connector.transfer.copies"]
+        copies = sys.modules["kvferry.connector.pages.copies"]
         watch_gpu(copies.GpuCopies, self.busy_copies)
         return True
 

@@ -157,7 +157,7 @@ class ControlEnd:
 
 @contextmanager
 def beside_a_computing_thread() -> Iterator[None]:
-    from kvferry.connector.transfer.transfer_thread import SWITCH_SECONDS
+    from kvferry.connector.engine.transfer_thread import SWITCH_SECONDS
     from kvferry.transport.wake import ShortSwitchInterval
 
     ended = False

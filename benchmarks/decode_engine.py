@@ -27,7 +27,7 @@ from paged_decode import paged_decode, paged_decode_reference
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
     Load,

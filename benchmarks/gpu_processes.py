@@ -30,7 +30,8 @@ from gpu_methods import MOVING
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.prefill_side.sender import OutgoingRead
+from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
     Load,
@@ -39,7 +40,6 @@ from kvferry.connector.protocol.step_plan import (
     StepPlan,
     pack_ids,
 )
-from kvferry.connector.transfer.sender import OutgoingRead
 
 SETTLE_SECONDS = 15.0
 """How long P may take to hear that its leases are over."""

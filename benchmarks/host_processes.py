@@ -27,7 +27,7 @@ from tables import NIXL, NIXL_PLANE, NIXL_RAW, NIXL_THREAD
 
 from kvferry.connector.geometry.byte_ranges import byte_ranges
 from kvferry.connector.geometry.spans import Chunk
-from kvferry.connector.transfer.checksums import (
+from kvferry.connector.pages.checksums import (
     PlacedMessage,
     Verdict,
     new_trailer,

@@ -32,11 +32,11 @@ import plan_fit
 import report
 from plan_fit import Measured
 
+from kvferry.cli.plan.deployment import Deployment
+from kvferry.cli.plan.handover_plan import Pair, PlannedRead, plan_handover
+from kvferry.cli.plan.model_shape import ModelShape
+from kvferry.cli.plan.time_model import Calibration, PlaneCosts, finish_seconds, work_of
 from kvferry.connector.config import Settings
-from kvferry.connector.planning.deployment import Deployment
-from kvferry.connector.planning.handover_plan import Pair, PlannedRead, plan_handover
-from kvferry.connector.planning.model_shape import ModelShape
-from kvferry.connector.planning.time_model import Calibration, PlaneCosts, finish_seconds, work_of
 from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import Rank, load_plan
 

@@ -2,7 +2,7 @@
 
     python benchmarks/plan_fit.py
 
-writes ``connector/planning/calibration.json``, the default calibration, from committed results: host memory from
+writes ``cli/plan/calibration.json``, the default calibration, from committed results: host memory from
 ``host_planes.json`` and ``empty_handover.json``, GPUs from ``gpu_planes.json``.
 """
 
@@ -19,10 +19,10 @@ import numpy as np
 import tables
 import torch
 
-from kvferry.connector.planning.deployment import Deployment
-from kvferry.connector.planning.handover_plan import Pair, PlannedRead, plan_handover
-from kvferry.connector.planning.model_shape import ModelShape
-from kvferry.connector.planning.time_model import Calibration, PlaneCosts
+from kvferry.cli.plan.deployment import Deployment
+from kvferry.cli.plan.handover_plan import Pair, PlannedRead, plan_handover
+from kvferry.cli.plan.model_shape import ModelShape
+from kvferry.cli.plan.time_model import Calibration, PlaneCosts
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
 
 PACKAGED = Path(__file__).resolve().parents[1] / "connector" / "planning" / "calibration.json"

@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 import report
 import torch
 
-from kvferry.connector.planning.deployment import Deployment
-from kvferry.connector.planning.fleet import EngineModel, Fleet
-from kvferry.connector.planning.fleet_size import fleet_report
-from kvferry.connector.planning.handover_plan import Pair
-from kvferry.connector.planning.model_shape import ModelShape
-from kvferry.connector.planning.prompt_plan import handover_of
-from kvferry.connector.planning.time_model import default_calibration
-from kvferry.connector.planning.trace import parsed_trace, synthetic_trace, trace_lines
+from kvferry.cli.plan.deployment import Deployment
+from kvferry.cli.plan.fleet import EngineModel, Fleet
+from kvferry.cli.plan.fleet_size import fleet_report
+from kvferry.cli.plan.handover_plan import Pair
+from kvferry.cli.plan.model_shape import ModelShape
+from kvferry.cli.plan.prompt_plan import handover_of
+from kvferry.cli.plan.time_model import default_calibration
+from kvferry.cli.plan.trace import parsed_trace, synthetic_trace, trace_lines
 
 REQUESTS, SECONDS = 12_031, 3537.0
 """Those of Mooncake's conversation trace."""

@@ -26,9 +26,9 @@ from unittest import mock
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvferry.connector.protocol.state_machine import Tick
-from kvferry.connector.protocol.step_plan import unpack_ids
-from kvferry.connector.transfer import load_reports, source_reads
+from kvferry.connector.decode_side import load_reports, source_reads
+from kvferry.connector.wire.states import Tick
+from kvferry.connector.wire.step_plan import unpack_ids
 from kvferry.transport.planes import cma
 from tests.support.kv_bytes import Cached, cached_layer
 

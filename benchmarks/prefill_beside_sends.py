@@ -33,8 +33,8 @@ import tables
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.transfer import sender
-from kvferry.connector.transfer.transfer_thread import TransferThread
+from kvferry.connector.engine.transfer_thread import TransferThread
+from kvferry.connector.prefill_side import sender
 from tests.handover.prefilling import PrefillingEngine
 from tests.support.rank_process import RemoteRank
 from tests.support.ranks import Rank, peer, wait

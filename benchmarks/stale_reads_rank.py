@@ -21,9 +21,9 @@ import msgspec
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.source_read import CheckPostedGrant, CommitAnswered, SendCommit
-from kvferry.connector.protocol.step_plan import LeaseGrant, PeerEngine, StepPlan, pack_ids
-from kvferry.connector.transfer import link, source_reads
+from kvferry.connector.decode_side import link, source_reads
+from kvferry.connector.decode_side.source_read import CheckPostedGrant, CommitAnswered, SendCommit
+from kvferry.connector.wire.step_plan import LeaseGrant, PeerEngine, StepPlan, pack_ids
 from kvferry.transport.channels import ByteRanges, Copy
 from kvferry.transport.planes import cma
 from tests.support.ranks import Rank, load_plan, peer

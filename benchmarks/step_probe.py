@@ -84,7 +84,7 @@ class StepProbe:
 
     def probe_discard(self) -> None:
         """Have KVFerry's transfer thread of this process throw away what it receives, so that it uses no GPU."""
-        from kvferry.connector.transfer.caches import RankCaches
+        from kvferry.connector.pages.caches import RankCaches
         from kvferry.transport.channels import Copy
 
         RankCaches.unpack = lambda *args, **options: Copy(done=True)  # type: ignore[method-assign]
@@ -151,8 +151,8 @@ class StepProbe:
 
 def watch_moves(moves: list[tuple[float, int]]) -> None:
     """Note what KVFerry's transfer thread of this process sends, and what it has put into pages."""
-    from kvferry.connector.transfer.receiver import Receiver
-    from kvferry.connector.transfer.sender import OutgoingRead
+    from kvferry.connector.decode_side.receiver import Receiver
+    from kvferry.connector.prefill_side.sender import OutgoingRead
 
     sent, placed = OutgoingRead.count, Receiver._count
 

@@ -36,7 +36,7 @@ import report
 from faulty_pair import Actor, Prefill
 from planned_asks import KILLED, KINDS, WRONG_BYTE, Ask, Draw, ask_plain, digest_of
 
-from kvferry.connector.engine.step_hold import PATIENCE_SECONDS
+from kvferry.connector.step_loads.step_hold import PATIENCE_SECONDS
 from tests.support.engines import python_path
 from tests.support.served import PatientServerGroup, eventually, usage
 from tests.support.server import EngineError, Server

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kvferry.connector.doctor.findings import DoctorSection, lines, verdict
-from kvferry.connector.top.engine_figures import EngineFigures, row
-from kvferry.connector.top.prometheus_text import samples
-from kvferry.connector.top.view import table
+from kvferry.cli.doctor.findings import DoctorSection, lines, verdict
+from kvferry.cli.top.engine_figures import EngineFigures, row
+from kvferry.cli.top.prometheus_text import samples
+from kvferry.cli.top.view import table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "tests" / "top" / "recorded"

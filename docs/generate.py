@@ -27,7 +27,7 @@ import systems_summary
 
 from kvferry.connector.config import settings_table
 from kvferry.connector.geometry.dtypes import error_table
-from kvferry.connector.protocol.series import series_table
+from kvferry.connector.wire.series import series_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README_SETTINGS = ("side_channel_host", "side_channel_port", "plane", "lease_seconds", "key_file")

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-from kvferry.connector.protocol.step_plan import StepResults
+from kvferry.connector.wire.step_plan import StepResults
 from kvferry.transport.errors import ProtocolError
 
 _log = logging.getLogger("vllm.kvferry.aggregator")

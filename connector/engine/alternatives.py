@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.connector.engine.transfer_params import RemotePrompt, check_reachable, from_transfer_params
-from kvferry.connector.protocol.step_plan import RemoteLease
+from kvferry.connector.wire.step_plan import RemoteLease
 from kvferry.transport.errors import ProtocolError
 
 ALTERNATIVES = "alternatives"

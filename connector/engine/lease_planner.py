@@ -12,7 +12,7 @@ from kvferry.connector.engine.plan_builder import StepPlanBuilder
 from kvferry.connector.engine.prefills import Prefills
 from kvferry.connector.engine.transfer_params import wants_prefill
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
-from kvferry.connector.protocol.step_plan import ID_BYTES, PeerEngine, pack_ids
+from kvferry.connector.wire.step_plan import ID_BYTES, PeerEngine, pack_ids
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 

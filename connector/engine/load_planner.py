@@ -16,19 +16,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.connector.engine import prompt_checks
+from kvferry.connector.engine import prompt_checks, request_lifetime
 from kvferry.connector.engine.alternatives import alternatives
 from kvferry.connector.engine.block_contents import first_held, used_blocks
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
 from kvferry.connector.engine.rendezvous_params import prompt_of_answer, rendezvous_of
-from kvferry.connector.engine.step_load_rule import StepLoadRule
-from kvferry.connector.engine.steps_in_flight import StepsInFlight
+from kvferry.connector.engine.request_lifetime import RequestEffect, RequestEvent, RequestPhase, RequestState
 from kvferry.connector.engine.transfer_params import RemotePrompt, check_reachable, from_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.protocol import request_lifetime
-from kvferry.connector.protocol.request_lifetime import RequestEffect, RequestEvent, RequestPhase, RequestState
-from kvferry.connector.protocol.state_machine import Lifetime
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.step_loads.step_load_rule import StepLoadRule
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.wire.states import Lifetime
+from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeftAnswer,
     Load,
@@ -39,7 +38,7 @@ from kvferry.connector.protocol.step_plan import (
     StepPlan,
     pack_ids,
 )
-from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate, TransferEstimates
+from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate, TransferEstimates
 from kvferry.transport.errors import ProtocolError, quoted
 from kvferry.transport.wake import RateLimitedLog
 

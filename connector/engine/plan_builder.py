@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvferry.connector.protocol import prompt_prefill, request_lifetime
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.engine import prompt_prefill, request_lifetime
+from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
     LeftAnswer,

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.connector.geometry.rank_geometry import RankGeometry
-from kvferry.connector.protocol.step_plan import StepPlan
-from kvferry.connector.transfer.computed_steps import ComputedStep, PromptBlocks
-from kvferry.connector.transfer.copies import Copies
+from kvferry.connector.pages.computed_steps import ComputedStep, PromptBlocks
+from kvferry.connector.pages.copies import Copies
+from kvferry.connector.wire.step_plan import StepPlan
 
 LAYER_GROUPS = 8
 """Events of one step beside those at its begin and its end. Each one wakes a thread of P, and the bytes of the last

@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
+from kvferry.connector.engine import prompt_prefill
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
 from kvferry.connector.engine.prompt_names import TRANSFER_ID, prompt_names, usable_name
+from kvferry.connector.engine.prompt_prefill import PromptEffect, PromptEvent, PromptPhase, PromptPrefill
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
 from kvferry.connector.geometry.rank_geometry import CacheKind
-from kvferry.connector.protocol import prompt_prefill
-from kvferry.connector.protocol.prompt_prefill import PromptEffect, PromptEvent, PromptPhase, PromptPrefill
-from kvferry.connector.protocol.state_machine import Lifetime
-from kvferry.connector.protocol.step_plan import LeaseGrant, PeerEngine, Prefill, QueuedPrompt, pack_ids
+from kvferry.connector.wire.states import Lifetime
+from kvferry.connector.wire.step_plan import LeaseGrant, PeerEngine, Prefill, QueuedPrompt, pack_ids
 
 _Kept = tuple[CacheKind, int, int]
 

@@ -13,7 +13,7 @@ import msgspec
 from kvferry.connector.engine.prompt_names import TRANSFER_ID, usable_name
 from kvferry.connector.engine.transfer_params import MAX_PORT, RemotePrompt, from_transfer_params, wants_load
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.protocol.step_plan import RemoteLease, Rendezvous
+from kvferry.connector.wire.step_plan import RemoteLease, Rendezvous
 from kvferry.transport.bootstrap.page import checked_url
 from kvferry.transport.errors import ProtocolError, quoted
 

@@ -15,15 +15,15 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.lease_planner import LeasePlanner
 from kvferry.connector.engine.load_planner import LoadPlanner
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
-from kvferry.connector.engine.step_load_rule import StepLoadRule
-from kvferry.connector.engine.steps_in_flight import StepsInFlight
+from kvferry.connector.engine.request_lifetime import RequestPhase
 from kvferry.connector.engine.transfer_params import wants_load, wants_prefill
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.protocol.metrics import Figures, HandoverStats
-from kvferry.connector.protocol.request_lifetime import RequestPhase
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, RendezvousResult, StepPlan
-from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate
+from kvferry.connector.step_loads.step_load_rule import StepLoadRule
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.wire.metrics import Figures, HandoverStats
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RendezvousResult, StepPlan
+from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate
 from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")

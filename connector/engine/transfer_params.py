@@ -17,7 +17,7 @@ from msgspec import Meta
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.errors import ProtocolError, quoted
 
 PARAMS_VERSION = 3

@@ -18,27 +18,27 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.connector.config import Settings, load_keys
-from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.rendezvous_params import lease_of_answer
-from kvferry.connector.engine.step_hold import StepHold
-from kvferry.connector.engine.step_outcome import StepOutcome
+from kvferry.connector.engine.transfer_thread import TransferThread
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
-from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
-from kvferry.connector.protocol.metrics import Figures, rank_stats
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.pages.copies import Copies, DeviceEvent
+from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.step_loads.load_ledger import LoadLedger
+from kvferry.connector.step_loads.step_hold import StepHold
+from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
+from kvferry.connector.wire.metrics import Figures, rank_stats
+from kvferry.connector.wire.step_plan import (
     RankAddress,
     RendezvousResult,
     StepPlan,
     StepResults,
     by_region,
 )
-from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
-from kvferry.connector.transfer.copies import Copies, DeviceEvent
-from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.connector.transfer.transfer_thread import TransferThread
+from kvferry.connector.wire.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import TransportError
@@ -263,7 +263,7 @@ class WorkerHalf:
         inside = tuple([load for load in ours.loads if load.now])
         hold = self.step_hold
         hold.outcome = None
-        outcome = hold.post(inside, thread) if inside else None
+        outcome = hold.post(inside, lambda: thread.alive, thread.end_yield) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         if (plan.rendezvous or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(left.request_id for left in plan.left)

@@ -10,9 +10,9 @@ from kvferry.connector.config import Settings
 from kvferry.connector.geometry.compatibility import check_geometry
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regions
-from kvferry.connector.transfer.caches import RankCaches
-from kvferry.connector.transfer.checksums import NO_CHECKSUM
-from kvferry.connector.transfer.copies import copies_on
+from kvferry.connector.pages.caches import RankCaches
+from kvferry.connector.pages.checksums import NO_CHECKSUM
+from kvferry.connector.pages.copies import copies_on
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory

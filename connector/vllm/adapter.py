@@ -22,14 +22,14 @@ import torch
 from kvferry.connector.config import load_settings
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.connector.vllm.callers import find_model_runner, find_scheduler
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
+from kvferry.connector.wire.step_plan import RankAddress, StepPlan, StepResults
 from kvferry.transport.bootstrap import page as bootstrap_page
 from kvferry.transport.bootstrap.server import BootstrapServer
 from kvferry.transport.host import host_id

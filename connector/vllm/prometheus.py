@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kvferry.connector.protocol import metrics
-from kvferry.connector.protocol.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, Samples, Total
-from kvferry.connector.protocol.series import PREFIX, SERIES, STAGES
 from kvferry.connector.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
+from kvferry.connector.wire import metrics
+from kvferry.connector.wire.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, Samples, Total
+from kvferry.connector.wire.series import PREFIX, SERIES, STAGES
 
 
 @dataclass
 class KVFerryStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Figures of one worker, or of several added up. ``data`` is :class:`~kvferry.connector.protocol.metrics.Figures`.
+    """Figures of one worker, or of several added up. ``data`` is :class:`~kvferry.connector.wire.metrics.Figures`.
 
     The dictionary given is copied: vLLM hands the same one to every logger, and adds to its first.
     """

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.connector.protocol.step_plan import Load, unpack_ids
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.worker_meta import standing_loads
+from kvferry.connector.wire.step_plan import Load, unpack_ids
 
 logger = logging.getLogger("vllm.kvferry.adapter")
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.connector.engine.step_outcome import StepOutcome
-from kvferry.connector.protocol.step_plan import RendezvousResult
-from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate
+from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.vllm import compat
+from kvferry.connector.wire.step_plan import RendezvousResult
+from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate
 
 
 class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]

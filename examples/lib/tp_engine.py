@@ -19,7 +19,7 @@ from kvferry.connector.config import load_settings
 from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.protocol.step_plan import RankAddress
+from kvferry.connector.wire.step_plan import RankAddress
 from kvferry.transport.host import host_id
 
 SECONDS = 60.0

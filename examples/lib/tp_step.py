@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.protocol.step_plan import StepPlan, StepResults
+from kvferry.connector.wire.step_plan import StepPlan, StepResults
 
 
 @dataclass(frozen=True)

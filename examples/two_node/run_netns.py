@@ -102,7 +102,7 @@ def run(folder: Path, tokens: int) -> None:
         decode = start(group, "decode", d_address, model, None)
         group.wait_ready()
         command = [str(HERE / "router.sh"), p_address, d_address, "--host", d_address, *ROUTER_PATIENCE]
-        kvferry = {"KVFERRY": f"{sys.executable} -m kvferry.connector.cli"}
+        kvferry = {"KVFERRY": f"{sys.executable} -m kvferry.cli.main"}
         router = group.spawn("router", command, host=d_address, port=9000, environment=kvferry)
         group.wait_ready()
         for engine in (prefill, decode):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from kvferry.connector import bench_command
-from kvferry.connector.bench.cells import Cell
-from kvferry.connector.cli import app
-from kvferry.connector.planning.calibrate import measured_costs
-from kvferry.connector.planning.time_model import decoded_calibration
-from kvferry.connector.rank_pair.form import CacheForm
+from kvferry.cli.bench import command as bench_command
+from kvferry.cli.bench.cells import Cell
+from kvferry.cli.main import app
+from kvferry.cli.plan.calibrate import measured_costs
+from kvferry.cli.plan.time_model import decoded_calibration
+from kvferry.cli.rank_pair.form import CacheForm
 from kvferry.transport.errors import ConfigError
 
 SMALL = {

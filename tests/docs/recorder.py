@@ -42,7 +42,7 @@ def main() -> int:
             arguments = [argument.replace(shown, real) for argument in arguments]
         os.execv(told["curl"], ["curl", "--fail", *arguments])
     elif runs and program == "kvferry":
-        command = [sys.executable, "-m", "kvferry.connector.cli", *arguments, *told["added"].get(arguments[0], [])]
+        command = [sys.executable, "-m", "kvferry.cli.main", *arguments, *told["added"].get(arguments[0], [])]
         status = subprocess.run(command, check=False).returncode
         return 0 if (arguments[0], status) == ("doctor", 1) else status  # a machine that is not fit is no wrong command
     elif runs:

@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from kvferry.connector.cli import app
+from kvferry.cli.main import app
 from kvferry.connector.config import ENVIRONMENT, load_settings
 from kvferry.router.app import App
 from tests.docs.pages import PAGES, ROOT, Call, commands, of_page, run

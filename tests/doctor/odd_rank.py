@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.rank_pair import rank
+from kvferry.cli.rank_pair import rank
 
 FAULT = sys.argv[1]
 

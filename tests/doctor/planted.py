@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvferry.connector.doctor.findings import Finding, Level
-from kvferry.connector.doctor.machine import Machine
+from kvferry.cli.doctor.findings import Finding, Level
+from kvferry.cli.doctor.machine import Machine
 
 NOBODY = 65534
 

@@ -9,9 +9,9 @@ from importlib import metadata
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.connector.cli import app
-from kvferry.connector.doctor import run
-from kvferry.connector.doctor.findings import DoctorSection, Finding, Level, is_fit, lines, note, ok, verdict
+from kvferry.cli.doctor import run
+from kvferry.cli.doctor.findings import DoctorSection, Finding, Level, is_fit, lines, note, ok, verdict
+from kvferry.cli.main import app
 from tests.doctor.planted import is_bad
 from tests.support.rank_process import RemoteRank
 

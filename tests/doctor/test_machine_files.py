@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.doctor import gpus, limits, planes, rdma
+from kvferry.cli.doctor.findings import Level
+from kvferry.cli.doctor.gpus import GpuFacts
+from kvferry.cli.doctor.machine import Machine
+from kvferry.cli.doctor.rdma import UcxBuild
 from kvferry.connector.config import Settings
-from kvferry.connector.doctor import gpus, limits, planes, rdma
-from kvferry.connector.doctor.findings import Level
-from kvferry.connector.doctor.gpus import GpuFacts
-from kvferry.connector.doctor.machine import Machine
-from kvferry.connector.doctor.rdma import UcxBuild
 from kvferry.transport.channels import CPU
 from tests.doctor.planted import NOBODY, as_nobody, is_bad, machine, only
 

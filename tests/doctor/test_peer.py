@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvferry.cli.doctor import peer
+from kvferry.cli.doctor.findings import Finding, Level
+from kvferry.cli.doctor.peer import findings, parse_address
 from kvferry.connector.config import Settings
-from kvferry.connector.doctor import peer
-from kvferry.connector.doctor.findings import Finding, Level
-from kvferry.connector.doctor.peer import findings, parse_address
-from kvferry.connector.protocol import messages
+from kvferry.connector.wire import messages
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.errors import UsageError

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.connector.doctor.findings import Level
-from kvferry.connector.doctor.planes import PlaneOnDevice
-from kvferry.connector.doctor.self_test import SelfTest
-from kvferry.connector.rank_pair.form import CacheForm
+from kvferry.cli.doctor.findings import Level
+from kvferry.cli.doctor.planes import PlaneOnDevice
+from kvferry.cli.doctor.self_test import SelfTest
+from kvferry.cli.rank_pair.form import CacheForm
 from tests.doctor.planted import is_bad
 
 SMALL = CacheForm(tokens=128)

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
+from kvferry.cli.doctor.findings import Level
+from kvferry.cli.doctor.settings import control_port, read_keys, read_settings
 from kvferry.connector.config import Settings
-from kvferry.connector.doctor.findings import Level
-from kvferry.connector.doctor.settings import control_port, read_keys, read_settings
 from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.control.keys import new_secret
 from tests.doctor.planted import is_bad, machine, only

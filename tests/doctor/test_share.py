@@ -8,8 +8,8 @@ import json
 import pytest
 from zmq.utils import z85
 
-from kvferry.connector.doctor.findings import DoctorSection, fault, ok
-from kvferry.connector.doctor.share import Scrubber, report, write
+from kvferry.cli.doctor.findings import DoctorSection, fault, ok
+from kvferry.cli.doctor.share import Scrubber, report, write
 from kvferry.transport.control.keys import Keys, new_secret
 
 SECRET = new_secret()

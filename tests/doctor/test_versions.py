@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.doctor import versions
-from kvferry.connector.doctor.findings import Level
-from kvferry.connector.doctor.versions import Demand, demands, satisfies
+from kvferry.cli.doctor import versions
+from kvferry.cli.doctor.findings import Level
+from kvferry.cli.doctor.versions import Demand, demands, satisfies
 from tests.doctor.planted import is_bad, machine
 
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]

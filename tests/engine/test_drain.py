@@ -118,7 +118,7 @@ class Fleet:
     def drain(self, *engines: Server) -> None:
         """No new requests to these engines, and ``kvferry drain`` of all of them at once."""
         self.set_draining(True, *engines)
-        command = [sys.executable, "-m", "kvferry.connector.cli", "drain", "--quiet", QUIET_SECONDS, "--timeout", "300"]
+        command = [sys.executable, "-m", "kvferry.cli.main", "drain", "--quiet", QUIET_SECONDS, "--timeout", "300"]
         how: dict[str, Any] = {"env": {"PYTHONPATH": python_path()}, "stderr": subprocess.PIPE, "text": True}
         processes = [subprocess.Popen([*command, engine.url], **how) for engine in engines]
         for process in processes:

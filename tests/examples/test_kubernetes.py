@@ -12,7 +12,7 @@ import pytest
 import typer.main
 import yaml
 
-from kvferry.connector.cli import app
+from kvferry.cli.main import app
 from kvferry.connector.config import ENVIRONMENT, load_settings
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"

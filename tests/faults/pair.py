@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.protocol.step_plan import PeerEngine
+from kvferry.connector.wire.step_plan import PeerEngine
 from tests.faults.cases import Case, is_promised
 from tests.support.engines import free_port
 from tests.support.fault_proxy import Fault, FaultProxy

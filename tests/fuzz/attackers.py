@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.connector.protocol import messages
+from kvferry.connector.wire import messages
 from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.control.stream import ADMITTED

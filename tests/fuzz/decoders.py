@@ -30,8 +30,9 @@ from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.geometry.spans import check_spans
 from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.pages.rank_context import check_model
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
     LeftAnswer,
@@ -48,7 +49,6 @@ from kvferry.connector.protocol.step_plan import (
     pack_ids,
     unpack_ids,
 )
-from kvferry.connector.transfer.rank_context import check_model
 from kvferry.transport import grant_board
 from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control.key_file import read_key_file

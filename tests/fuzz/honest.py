@@ -10,8 +10,8 @@ import msgspec
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.spans import Span
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import PeerEngine, pack_ids
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import PeerEngine, pack_ids
 from kvferry.transport import grant_board
 from kvferry.transport.errors import ProtocolError
 from tests.support.ranks import Rank

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any
 
-from kvferry.connector.protocol import messages
+from kvferry.connector.wire import messages
 from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from tests.fuzz.attackers import KeyHolder, Stranger, ZmqKeyHolder, unix_names

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvferry.connector.transfer.copies import PATIENCE_SECONDS, GpuCopies, WaitPolicy
+from kvferry.connector.pages.copies import PATIENCE_SECONDS, GpuCopies, WaitPolicy
 from kvferry.transport.channels import Copy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

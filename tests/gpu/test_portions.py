@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.decode_side.span_read import Side, SpanRead, cut_read
 from kvferry.connector.engine.worker_setup import bind_caches
 from kvferry.connector.geometry import portions
 from kvferry.connector.geometry.byte_ranges import pages_of
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.read_plan import PlannedSpan, plan_reads
-from kvferry.connector.transfer.caches import RankCaches
-from kvferry.connector.transfer.copies import WaitPolicy
-from kvferry.connector.transfer.span_read import Side, SpanRead, cut_read
+from kvferry.connector.pages.caches import RankCaches
+from kvferry.connector.pages.copies import WaitPolicy
 
 LAYERS, HEADS, BLOCKS, CONTENT, TOKENS = 10, 4, 80, 256, 2000
 NAMES = [f"layers.{number}" for number in range(LAYERS)]

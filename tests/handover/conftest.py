@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.connector.engine import step_hold
+from kvferry.connector.step_loads import step_hold
 from tests.handover.rank_group import RankGroup
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.wire.step_plan import (
     LeaseGrant,
     Prefill,
     PrefillChunk,

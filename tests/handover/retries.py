@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.failed_planes import avoided_seconds
-from kvferry.connector.protocol.handover import HandoverPhase
-from kvferry.connector.protocol.load_attempts import LoadPhase
+from kvferry.connector.decode_side.failed_planes import avoided_seconds
+from kvferry.connector.decode_side.handover import HandoverPhase
+from kvferry.connector.decode_side.load_attempts import LoadPhase
 from tests.handover.gates import halves
 from tests.handover.opening import THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.connector.engine import worker_setup
-from kvferry.connector.transfer.copies import Copies, DeviceEvent, WaitPolicy
+from kvferry.connector.pages.copies import Copies, DeviceEvent, WaitPolicy
 from kvferry.transport.channels import Copy
 
 

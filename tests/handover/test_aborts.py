@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, StepPlan, UnneededLease, pack_ids
+from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, StepPlan, UnneededLease, pack_ids
 from kvferry.transport.planes import tcp_channels
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin

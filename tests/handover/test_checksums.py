@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.decode_side import link, load_attempts
 from kvferry.connector.geometry.engine_types import CacheDtype
-from kvferry.connector.protocol import load_attempts, messages
-from kvferry.connector.transfer import link
-from kvferry.connector.transfer.checksums import NO_CHECKSUM
+from kvferry.connector.pages.checksums import NO_CHECKSUM
+from kvferry.connector.wire import messages
 from kvferry.kernels.checksum import TRAILER_BYTES
 from kvferry.transport.errors import ConfigError
 from tests.handover.gates import PATIENT, halves

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
-from kvferry.connector.protocol.step_plan import PeerEngine
+from kvferry.connector.wire.step_plan import PeerEngine
 from kvferry.transport.errors import GeometryError
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.support.ranks import Rank, grant, load_plan, peer, wait

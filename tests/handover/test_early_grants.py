@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan, pack_ids
-from kvferry.connector.protocol.transfer_estimate import UNKNOWN
-from kvferry.connector.transfer import computed_steps, producer
-from kvferry.connector.transfer.computed_steps import NEARLY_SECONDS, ComputedStep, PromptBlocks
-from kvferry.connector.transfer.named_prompts import Answer
+from kvferry.connector.pages import computed_steps
+from kvferry.connector.pages.computed_steps import NEARLY_SECONDS, ComputedStep, PromptBlocks
+from kvferry.connector.prefill_side import producer
+from kvferry.connector.prefill_side.named_prompts import Answer
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan, pack_ids
+from kvferry.connector.wire.transfer_estimate import UNKNOWN
 from kvferry.transport import grant_board
 from kvferry.transport.grant_board import GrantBoard
 from tests.handover.gates import Gate, halves

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from kvferry.connector.config import Settings
+from kvferry.connector.decode_side.load_reports import FinishedLoad
 from kvferry.connector.engine import worker
-from kvferry.connector.engine.step_outcome import LOOK_SECONDS
-from kvferry.connector.protocol.step_plan import LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
-from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
-from kvferry.connector.transfer.load_reports import FinishedLoad
+from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS
+from kvferry.connector.wire.step_plan import LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
+from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol import messages
+from kvferry.connector.wire import messages
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup

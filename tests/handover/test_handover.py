@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
+from kvferry.connector.wire.step_plan import KeepLease, StepPlan
 from kvferry.transport import wake
 from tests.handover.opening import OURS, PLANES, THEIRS, begin
 from tests.handover.rank_group import RankGroup

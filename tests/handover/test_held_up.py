@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import KeepLease, RankAddress, StepPlan
-from kvferry.connector.transfer.posted_plans import PostedPlan
+from kvferry.connector.engine.posted_plans import PostedPlan
+from kvferry.connector.wire.step_plan import KeepLease, RankAddress, StepPlan
 from kvferry.transport.wake import RateLimitedLog
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin

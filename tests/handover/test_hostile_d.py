@@ -14,9 +14,9 @@ import pytest
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
-from kvferry.connector.protocol import lease, messages
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer import early_requests, sender
+from kvferry.connector.prefill_side import early_requests, lease, sender
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.errors import ProtocolError
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import THEIRS, TOKENS, another_works

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS
-from kvferry.connector.protocol import messages
+from kvferry.connector.wire import messages
 from tests.handover.opening import THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
 from tests.handover.test_odd_peers import RawD

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.metrics import no_figures
-from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
+from kvferry.connector.wire.metrics import no_figures
+from kvferry.connector.wire.step_plan import KeepLease, StepPlan
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from tests.handover.gates import Gate, halves

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol import messages
-from kvferry.connector.transfer.caches import PageBox, RankCaches
+from kvferry.connector.pages.caches import PageBox, RankCaches
+from kvferry.connector.wire import messages
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError, TransportError
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin

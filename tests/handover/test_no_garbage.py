@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol import load_attempts
+from kvferry.connector.decode_side import load_attempts
 from kvferry.transport.errors import GeometryError
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS

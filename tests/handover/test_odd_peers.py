@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine import transfer_thread
 from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, Span, check_spans
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.metrics import no_figures
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer import early_requests, links, transfer_thread
+from kvferry.connector.prefill_side import early_requests
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.metrics import no_figures
+from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.shm import ShmPlane
@@ -257,7 +258,7 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(group: RankGroup, monkey
     in_use = plane._left_bytes
     assert settings.staging_bytes is not None and in_use < settings.staging_bytes
     assert not wait(lambda: plane._left_bytes != in_use, [p, d], 0.5), "not at once: the next hand-over wants it"
-    monkeypatch.setattr(links, "IDLE_LINK_SECONDS", 0.3)
+    monkeypatch.setattr(messages, "IDLE_LINK_SECONDS", 0.3)
     assert wait(lambda: plane._left_bytes == settings.staging_bytes and not halves(p)[0]._sessions._sessions, [p, d])
     another_works(p, d)
 

@@ -11,8 +11,8 @@ import torch
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import KeepLease, PeerEngine, RemoteLease, StepPlan
-from kvferry.connector.transfer.link import Link
+from kvferry.connector.decode_side.link import Link
+from kvferry.connector.wire.step_plan import KeepLease, PeerEngine, RemoteLease, StepPlan
 from tests.handover.gates import Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
@@ -95,7 +95,7 @@ def test_a_first_attempt_that_cannot_begin_is_followed_by_the_other_p(
             raise OSError(errno.EMFILE, "planted")
         return Link(rank_context, address, *args, **more)
 
-    monkeypatch.setattr("kvferry.connector.transfer.links.Link", no_descriptor)
+    monkeypatch.setattr("kvferry.connector.decode_side.links.Link", no_descriptor)
     rank = {"no link": {"port": 1}, "no address": {"pp_rank": 1}, "a strange rank": {"tp_rank": 7}}[how]
     gone = replace(gone, ranks=(replace(p.address, **rank),))
     token = grant([p], "req-p", THEIRS, TOKENS)

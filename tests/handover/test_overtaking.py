@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan, pack_ids
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import LeaseGrant, Load, StepPlan, pack_ids
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.decode_side import span_read
 from kvferry.connector.geometry import portions
-from kvferry.connector.transfer import span_read
 from kvferry.transport.planes import cma
 from kvferry.transport.planes.cma import CmaChannel
 from tests.handover.opening import OURS, THEIRS

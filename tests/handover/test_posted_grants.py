@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer import link
+from kvferry.connector.decode_side import link
+from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport import grant_board
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin

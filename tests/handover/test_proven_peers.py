@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings, load_keys
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
-from kvferry.connector.transfer import sessions
+from kvferry.connector.prefill_side import sessions
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.planes import cma
 from tests.handover.gates import halves

@@ -13,13 +13,13 @@ from types import CodeType, FrameType
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.transfer import transfer_thread
-from kvferry.connector.transfer.transfer_thread import TransferThread
+from kvferry.connector.engine import transfer_thread
+from kvferry.connector.engine.transfer_thread import TransferThread
 from kvferry.transport.planes.cma import CmaChannel
 from tests.handover.rank_group import RankGroup
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
-PACKAGES = tuple(transfer_thread.__file__.removesuffix("connector/transfer/transfer_thread.py") + name
+PACKAGES = tuple(transfer_thread.__file__.removesuffix("connector/engine/transfer_thread.py") + name
                  for name in ("connector/", "transport/", "kernels/"))  # fmt: skip
 MAX_CALLS = 500
 """Calls of functions of this project, in the transfer threads of P and D and in the engines' calls. They are 472 on

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol import load_attempts, messages
-from kvferry.connector.protocol.step_plan import StepPlan
+from kvferry.connector.decode_side import load_attempts
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup

@@ -11,7 +11,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin
 from tests.handover.rank_group import RankGroup

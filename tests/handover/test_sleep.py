@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.decode_side.link_state import LinkPhase
 from kvferry.connector.engine import worker
-from kvferry.connector.protocol.link_state import LinkPhase
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer.producer import Producer
+from kvferry.connector.prefill_side.producer import Producer
+from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.errors import TransportError
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin

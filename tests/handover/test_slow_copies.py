@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import step_hold
-from kvferry.connector.protocol.source_read import ReadPhase
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer.copies import DeviceEvent, WaitPolicy
+from kvferry.connector.decode_side.source_read import ReadPhase
+from kvferry.connector.pages.copies import DeviceEvent, WaitPolicy
+from kvferry.connector.step_loads import step_hold
+from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.wake import RunningClock
 from tests.handover import opening
 from tests.handover.gates import halves

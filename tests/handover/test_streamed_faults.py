@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.connector.protocol.computing_prompt import PREEMPTED_SECONDS
-from kvferry.connector.protocol.step_plan import StepPlan
-from kvferry.connector.transfer.sender import PackedChunk
+from kvferry.connector.prefill_side.computing_prompt import PREEMPTED_SECONDS
+from kvferry.connector.prefill_side.sender import PackedChunk
+from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.gates import halves
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.rank_group import RankGroup

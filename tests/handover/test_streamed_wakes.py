@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.transfer import transfer_thread
-from kvferry.connector.transfer.sender import Sender
+from kvferry.connector.engine import transfer_thread
+from kvferry.connector.prefill_side.sender import Sender
 from tests.handover.gates import Gate, halves
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.rank_group import RankGroup

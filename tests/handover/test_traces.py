@@ -12,11 +12,11 @@ from msgspec.structs import replace
 pytest.importorskip("opentelemetry.sdk.trace")
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol import lease as lease_state
-from kvferry.connector.protocol.state_machine import Lifetime
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer import handover_trace
-from kvferry.connector.transfer.held_lease import HeldLease
+from kvferry.connector.prefill_side import lease as lease_state
+from kvferry.connector.prefill_side import traces
+from kvferry.connector.prefill_side.held_lease import HeldLease
+from kvferry.connector.wire.states import Lifetime
+from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
@@ -164,14 +164,14 @@ def test_blocks_of_a_lease_count_once_for_each_block_table() -> None:
     grant = LeaseGrant("req", bytes(16), TOKENS, (table, table, states, b""))
     state = lease_state.grant(0.0, 30.0, 60.0)
     held = HeldLease(grant, [], Lifetime(lease_state.LEASE, state, 0.0), begun_at=5.0)
-    span = handover_trace.lease_span(held, "expired", 7.0)
+    span = traces.lease_span(held, "expired", 7.0)
     assert span.attributes["kvferry.blocks"] == 4 and (span.begin, span.end) == (5.0, 7.0) and "expired" in span.error
 
 
 def test_reads_beyond_the_bound_have_no_span(traced, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d, of_p, _ = traced
-    monkeypatch.setattr("kvferry.connector.transfer.outgoing_reads.MAX_READS", 0)
-    assert handover_trace.MAX_READS > 0
+    monkeypatch.setattr("kvferry.connector.prefill_side.outgoing_reads.MAX_READS", 0)
+    assert traces.MAX_READS > 0
     begin(p, d)
     assert wait(lambda: both_ended(p, d), [p, d])
     assert not of_p.children(only(of_p, "kvferry.lease"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.transfer import caches
-from kvferry.connector.transfer.copies import WaitPolicy
+from kvferry.connector.pages import caches
+from kvferry.connector.pages.copies import WaitPolicy
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import install
 

@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import KeepLease, StepPlan, UnneededLease
-from kvferry.connector.transfer import lease_keeper, links
+from kvferry.connector.decode_side import lease_keeper, links
+from kvferry.connector.wire.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.transport.allowed_peers import AllowedPeers
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import step_outcome
-from kvferry.connector.transfer import link
+from kvferry.connector.decode_side import link
+from kvferry.connector.step_loads import step_outcome
 from kvferry.transport.planes.cma import CmaChannel
 from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS

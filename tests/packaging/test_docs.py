@@ -15,18 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.protocol.metrics import FAILURE_KINDS
-from kvferry.connector.protocol.series import PREFIX, SERIES
+from kvferry.connector.wire.metrics import FAILURE_KINDS
+from kvferry.connector.wire.series import PREFIX, SERIES
 from kvferry.transport.registry import plane_names, preferred_planes
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("connector", "transport", "kernels", "router")
+PRODUCT = ("connector", "cli", "transport", "kernels", "router")
 LIMITS = {
     "README.md": 150,
     "CONTRIBUTING.md": 60,
     "docs/architecture.md": 60,
     "docs/glossary.md": 40,
     "connector/README.md": 30,
+    "cli/README.md": 30,
     "transport/README.md": 30,
     "router/README.md": 30,
 }
@@ -316,12 +317,12 @@ def test_modules_that_do_not_exist_are_noticed() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_folders_that_are_named_exist(page: str) -> None:
-    tops = "connector|transport|kernels|router|tests|examples|benchmarks|docs"
+    tops = "connector|cli|transport|kernels|router|tests|examples|benchmarks|docs"
     named = [code for code in CODE.findall(read(page)) if re.fullmatch(rf"({tops})(/[\w.\-]+)+/?", code)]
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("folder", ["connector", "transport"])
+@pytest.mark.parametrize("folder", ["connector", "cli", "transport"])
 def test_folder_pages_name_every_folder(folder: str) -> None:
     page = f"{folder}/README.md"
     named = set(CODE.findall(read(page)))

@@ -1,4 +1,4 @@
-"""The floors of the product: imports go downwards, one folder imports vLLM, no public class name exists twice."""
+"""The folders of the product: imports go downwards, one folder imports vLLM, no public class name exists twice."""
 
 from __future__ import annotations
 
@@ -7,49 +7,50 @@ import importlib
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = (
-    "transport",
-    "kernels",
-    "geometry",
-    "binding",
-    "planning",
-    "protocol",
-    "transfer",
-    "engine",
-    "vllm",
-    "rank_pair",
-    "bench",
-    "doctor",
-    "top",
-    "router",
-)
-"""From the ground up. A module imports from its own floor and from those below; the commands from all."""
-BESIDE = ("binding", "planning", "router")
-"""Floors that stand beside those above them: only the commands and the documentation import them."""
-COMMANDS = "commands"
-TOPS = ("connector", "transport", "kernels", "router")
-ALONE = ("transport", "kernels", "router")
-"""Top folders that are one floor."""
+BELOW = {
+    "transport": "",
+    "kernels": "transport",
+    "geometry": "kernels transport",
+    "binding": "geometry kernels transport",
+    "wire": "geometry kernels transport",
+    "pages": "wire geometry kernels transport",
+    "prefill_side": "pages wire geometry kernels transport",
+    "decode_side": "pages wire geometry kernels transport",
+    "step_loads": "pages wire geometry kernels transport",
+    "engine": "prefill_side decode_side step_loads pages wire geometry kernels transport",
+    "vllm": "engine step_loads wire geometry transport",
+    "router": "transport",
+    "cli": "router vllm engine prefill_side decode_side step_loads pages wire geometry binding kernels transport",
+}
+"""The folders that a folder's modules import from, beside its own. The two sides do not know each other."""
+CONFIG = "geometry transport"
+"""What connector/config.py imports from; every folder may import it."""
+TOPS = ("connector", "cli", "transport", "kernels", "router")
+MOST_FILES = 15
+CROWDED = {
+    "connector/decode_side": 20,
+    "connector/engine": 21,
+    "connector/geometry": 18,
+    "kernels": 16,
+    "transport": 18,
+    "transport/planes": 23,
+}
+"""Folders that have more files than they should. None may grow."""
 
 
 def modules() -> list[Path]:
     return sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py"))
 
 
-def floor(parts: tuple[str, ...]) -> str | None:
-    """The floor of a module by its path below the repository; ``None`` for connector/config.py, which all import."""
-    if parts[0] in ALONE:
-        return parts[0]
-    name = parts[1].removesuffix(".py") if len(parts) > 1 else ""
-    if name in ("cli", "plan_command", "bench_command", "command_files"):
-        return COMMANDS
-    return name if name in FLOORS else None
+def floor(parts: tuple[str, ...]) -> str:
+    """The folder of a module by its path below the repository: "config" for connector/config.py."""
+    return parts[1].removesuffix(".py") if parts[0] == "connector" and len(parts) > 1 else parts[0]
 
 
 def imports(path: Path) -> list[tuple[str, ...]]:
@@ -61,46 +62,32 @@ def imports(path: Path) -> list[tuple[str, ...]]:
             assert node.level == 0, f"{path}: imports are absolute"
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         found += [tuple(name.split(".")[1:]) for name in names if name.startswith("kvferry.")]
-    return [parts for parts in found if len(parts) > 1 or parts[0] in ALONE]
+    return [parts for parts in found if parts != ("connector",)]
+
+
+def test_no_circle_of_folders() -> None:
+    """In the order of ``BELOW`` each folder comes after those that it imports from."""
+    names = list(BELOW)
+    for name, below in BELOW.items():
+        assert all(names.index(other) < names.index(name) for other in below.split()), name
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_downwards(path: Path) -> None:
     own = floor(path.relative_to(ROOT).parts)
+    allowed = (CONFIG if own == "config" else f"{BELOW[own]} config").split()
     for parts in imports(path):
-        other = floor(parts)
-        if own in ALONE:
-            assert parts[0] != "connector", f"{'.'.join(parts)}: {own} knows nothing of connector"
-        if own == "router":
-            assert other in ("router", "transport"), f"{'.'.join(parts)} is imported by router"
-        if own == COMMANDS:
-            continue
-        assert other != COMMANDS, f"{'.'.join(parts)} is a command"
-        if own is None:
-            assert other in (None, "transport", "geometry"), f"{'.'.join(parts)} is imported by connector/config.py"
-        elif other is not None:
-            assert FLOORS.index(other) <= FLOORS.index(own), f"{'.'.join(parts)} is above {own}"
-            assert other not in BESIDE or own == other, f"{own} imports {'.'.join(parts)}"
+        assert floor(parts) in (own, *allowed), f"{own} imports {'.'.join(parts)}"
 
 
-def test_the_rows_of_transfer() -> None:
-    """Its docstring names each module once, and imports go downwards."""
-    folder = ROOT / "connector" / "transfer"
-    rows = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    assert rows is not None
-    table = [re.findall(r"[a-z_]+", line.split("|", 2)[2]) for line in rows.splitlines() if line.startswith("| ")][1:]
-    places = [(name, place) for place, names in enumerate(table) for name in names]
-    place_of = dict(places)
-    assert sorted(name for name, _ in places) == sorted(path.stem for path in folder.glob("[a-z]*.py"))
-    for name, place in places:
-        ours = [parts[2] for parts in imports(folder / f"{name}.py") if parts[1:2] == ("transfer",) and len(parts) > 2]
-        above = {other for other in ours if place_of.get(other, place) < place}
-        assert not above, f"{name} imports {above}, which are above it"
+def test_folders_are_small() -> None:
+    counts = Counter(path.relative_to(ROOT).parent.as_posix() for path in modules() if path.name != "__init__.py")
+    assert {name: count for name, count in counts.items() if count > CROWDED.get(name, MOST_FILES)} == {}
 
 
 def test_the_command_starts_without_torch() -> None:
     """PyTorch takes more than a second to import."""
-    code = "import sys, kvferry.connector.cli, kvferry.connector.top.drain; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvferry.cli.main, kvferry.cli.top.drain; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=800, check=False).returncode == 0
 
 
@@ -136,17 +123,12 @@ def test_every_term_of_the_glossary_that_is_a_type_exists() -> None:
     assert len(named) > 15 and not named - defined, f"no such type: {sorted(named - defined)}"
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        *(f"connector.{name}" for name in FLOORS if name not in ALONE),
-        "transport.planes",
-        "transport.control",
-        "transport.bootstrap",
-    ],
-)
+FOLDERS = {path.parent.relative_to(ROOT).as_posix() for path in modules()} - set(TOPS) | {"cli"}
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
 def test_every_folder_has_a_docstring(folder: str) -> None:
-    assert importlib.import_module(f"kvferry.{folder}").__doc__
+    assert importlib.import_module(f"kvferry.{folder}".replace("/", ".")).__doc__
 
 
 def test_no_deadline_goes_by_the_time_of_day() -> None:

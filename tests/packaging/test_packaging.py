@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("connector", "transport", "kernels", "router")
+FOLDERS = ("connector", "cli", "transport", "kernels", "router")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.planning.fleet import EngineModel, Fleet, RequestRecord
-from kvferry.connector.planning.fleet_size import FleetPlanner, Targets, fleet_report
-from kvferry.connector.planning.prefix_cache import PrefixCache, PrefixIndex
-from kvferry.connector.planning.step_clock import StepClock
-from kvferry.connector.planning.trace import (
+from kvferry.cli.plan.fleet import EngineModel, Fleet, RequestRecord
+from kvferry.cli.plan.fleet_size import FleetPlanner, Targets, fleet_report
+from kvferry.cli.plan.prefix_cache import PrefixCache, PrefixIndex
+from kvferry.cli.plan.step_clock import StepClock
+from kvferry.cli.plan.trace import (
     BLOCK_TOKENS,
     MAX_TOKENS,
     TracedRequest,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cli.plan.deployment import Deployment, rank_geometries
+from kvferry.cli.plan.handover_plan import Pair, plan_handover
+from kvferry.cli.plan.model_shape import ModelShape
+from kvferry.cli.plan.model_types import RecurrentState
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.rank_geometry import RankGeometry
-from kvferry.connector.planning.deployment import Deployment, rank_geometries
-from kvferry.connector.planning.handover_plan import Pair, plan_handover
-from kvferry.connector.planning.model_shape import ModelShape
-from kvferry.connector.planning.model_types import RecurrentState
-from kvferry.connector.transfer.sender import Sender
+from kvferry.connector.prefill_side.sender import Sender
 from kvferry.transport.errors import ConfigError, GeometryError
 from tests.handover.rank_group import RankGroup
 from tests.support.ranks import Rank, grant, load_plan, peer, wait

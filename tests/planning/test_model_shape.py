@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.planning.deployment import stage_layers
-from kvferry.connector.planning.model_shape import ModelShape, model_shape
-from kvferry.connector.planning.model_types import KNOWN, MULTI_QUERY
-from kvferry.connector.planning.model_types import MLA as MLA_TYPES
+from kvferry.cli.plan.deployment import stage_layers
+from kvferry.cli.plan.model_shape import ModelShape, model_shape
+from kvferry.cli.plan.model_types import KNOWN, MULTI_QUERY
+from kvferry.cli.plan.model_types import MLA as MLA_TYPES
 from kvferry.transport.errors import ConfigError
 
 LLAMA = {

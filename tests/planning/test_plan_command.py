@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvferry.connector.cli import app
-from kvferry.connector.plan_command import PlanResult, bytes_per_second
-from kvferry.connector.planning.trace import main as trace_main
-from kvferry.connector.planning.trace import synthetic_trace, trace_lines
+from kvferry.cli.main import app
+from kvferry.cli.plan.command import PlanResult, bytes_per_second
+from kvferry.cli.plan.trace import main as trace_main
+from kvferry.cli.plan.trace import synthetic_trace, trace_lines
 from kvferry.transport.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,6 +181,6 @@ def test_a_trace_of_nothing_is_one_line(
 
 
 def test_the_page_names_every_key_of_a_calibration() -> None:
-    from kvferry.connector.planning.time_model import PlaneCosts
+    from kvferry.cli.plan.time_model import PlaneCosts
 
     assert set(PlaneCosts.__struct_fields__) == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))

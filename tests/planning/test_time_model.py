@@ -11,8 +11,8 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from kvferry.connector.planning.handover_plan import PlannedRead
-from kvferry.connector.planning.time_model import (
+from kvferry.cli.plan.handover_plan import PlannedRead
+from kvferry.cli.plan.time_model import (
     PlaneCosts,
     decoded_calibration,
     default_calibration,

@@ -18,16 +18,16 @@ import msgspec
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.decode_side.active_load import SourceRead
 from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import StateArray, sections
 from kvferry.connector.geometry.token_sharding import TokenSharding
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
-from kvferry.connector.transfer.active_load import SourceRead
-from kvferry.connector.transfer.copies import WaitPolicy
+from kvferry.connector.pages.copies import WaitPolicy
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
 from kvferry.transport.channels import Copy
 from tests.handover.slow_copies import SlowCopies
 from tests.ranks.caches import RankCaches, Table, layer_name

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvferry.connector.geometry.token_sharding import TokenSharding
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from tests.ranks.pairing import Pairing, Rank
 from tests.support.fork_server import fork_server
 

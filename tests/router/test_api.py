@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from kvferry.connector.cli import app
+from kvferry.cli.main import app
 from kvferry.router.app import PAGE, App, Limits
 from kvferry.router.engines import EngineState, Role
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
@@ -286,7 +286,7 @@ def test_a_port_in_use_is_one_line(host: str) -> None:
 def test_the_command_says_where_it_serves(tmp_path: Path) -> None:
     port = free_port()
     (tmp_path / "engines").write_text("decode http://127.0.0.1:1\n")
-    arguments = [sys.executable, "-m", "kvferry.connector.cli", "router", "--port", str(port)]
+    arguments = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port)]
     arguments += ["--prefill", "http://127.0.0.1:2", "--engines-file", str(tmp_path / "engines")]
     process = subprocess.Popen(arguments, env=os.environ | {"PYTHONPATH": python_path()}, stderr=subprocess.PIPE)
     try:

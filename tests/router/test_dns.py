@@ -33,7 +33,7 @@ T = TypeVar("T")
 PORT, ROUTER = 8000, "http://127.0.0.1:9000"
 RESOLV_CONF = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
 COMMAND = """
-from kvferry.connector.cli import app
+from kvferry.cli.main import app
 from kvferry.router import membership
 membership.LOOK_SECONDS = 0.1
 app()

@@ -76,7 +76,7 @@ def fleet(tmp_path: Path) -> Iterator[Server]:
         group = stack.enter_context(ServerGroup(tmp_path))
         urls = stack.enter_context(engines(4))
         port = free_port()
-        command = [sys.executable, "-m", "kvferry.connector.cli", "router", "--port", str(port)]
+        command = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port)]
         command += ["--connect-timeout", "60", "--health-interval", "60"]
         command += [part for number, url in enumerate(urls) for part in (("--prefill", "--decode")[number % 2], url)]
         # So that the C library gives back what is free: else what it keeps depends on how the crowd's clients meet.

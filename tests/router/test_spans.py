@@ -19,7 +19,7 @@ pytest.importorskip("opentelemetry.sdk.trace")
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
 
-from kvferry.connector.cli import app
+from kvferry.cli.main import app
 from kvferry.router.app import App
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.spans import CANCELLED, DECODE, MAX_ID_CHARS, PREFILL, REQUEST, STATUS
@@ -213,7 +213,7 @@ def test_spans_of_a_router_that_is_ended_arrive() -> None:
     """The last ones, too: they leave at SIGTERM."""
     d, port = decode_engine(), free_port()
     with receiver() as otlp, served(d.app) as d_url:
-        command = [sys.executable, "-m", "kvferry.connector.cli", "router", "--port", str(port), "--decode", d_url]
+        command = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port), "--decode", d_url]
         environment = {"PYTHONPATH": python_path(), "OTEL_SERVICE_NAME": "router"}
         environment |= {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "600000"}
         process = subprocess.Popen([*command, "--otlp-traces-endpoint", otlp.url], env=os.environ | environment)

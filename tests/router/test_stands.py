@@ -35,7 +35,7 @@ from tests.support.served import eventually
 def router_process(d_url: str, descriptors: int | None = None) -> Iterator[tuple[str, int]]:
     """The command, with so many descriptors; its URL and process id."""
     port = free_port()
-    arguments = [sys.executable, "-m", "kvferry.connector.cli", "router", "--port", str(port), "--decode", d_url]
+    arguments = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port), "--decode", d_url]
 
     def bound() -> None:
         if descriptors is not None:

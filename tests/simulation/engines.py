@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.metrics import Figures, add, no_figures
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.decode_side.load_reports import Check
+from kvferry.connector.wire.metrics import Figures, add, no_figures
+from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
     Load,
@@ -22,7 +23,6 @@ from kvferry.connector.protocol.step_plan import (
     UnneededLease,
     pack_ids,
 )
-from kvferry.connector.transfer.load_reports import Check
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Network
 from tests.simulation.node import TURN_SECONDS, Node

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from kvferry.connector.protocol.step_plan import RendezvousResult
+from kvferry.connector.wire.step_plan import RendezvousResult
 from tests.simulation.engines import Engine
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Odds

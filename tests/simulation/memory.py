@@ -19,8 +19,8 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker_setup import bind_caches
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.connector.transfer.caches import PageBox, RankCaches
-from kvferry.connector.transfer.copies import Copies, DeviceEvent, WaitPolicy
+from kvferry.connector.pages.caches import PageBox, RankCaches
+from kvferry.connector.pages.copies import Copies, DeviceEvent, WaitPolicy
 from kvferry.kernels.checksum import WireCheck
 from kvferry.transport.channels import CPU, Copy, Pieces
 from tests.simulation.timeline import Timeline, Violation

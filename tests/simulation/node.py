@@ -9,17 +9,17 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.decode_side.handover import HandoverPhase
+from kvferry.connector.decode_side.load_attempts import LoadPhase
+from kvferry.connector.decode_side.load_reports import Check, FinishedLoad
+from kvferry.connector.decode_side.lookup_state import RendezvousPhase
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.rendezvous_params import lease_of_answer
+from kvferry.connector.engine.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
 from kvferry.connector.geometry.engine_types import RankInfo
-from kvferry.connector.protocol.handover import HandoverPhase
-from kvferry.connector.protocol.lease import HELD
-from kvferry.connector.protocol.load_attempts import LoadPhase
-from kvferry.connector.protocol.rendezvous import RendezvousPhase
-from kvferry.connector.protocol.step_plan import Load, RankAddress, RendezvousResult, StepPlan
-from kvferry.connector.transfer.load_reports import Check, FinishedLoad
-from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.connector.transfer.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
+from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.prefill_side.lease import HELD
+from kvferry.connector.wire.step_plan import Load, RankAddress, RendezvousResult, StepPlan
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
@@ -257,7 +257,7 @@ class Node:
         if not self.alive:
             return
         self.timeline.note(f"{self.name} closes")
-        with patch("kvferry.connector.transfer.producer.CLOSING_SECONDS", 0.0):
+        with patch("kvferry.connector.prefill_side.producer.CLOSING_SECONDS", 0.0):
             self.thread._shut()
         for posted in self.thread._plans.posted:  # that have not begun: the worker half reports their loads as failed
             for load in posted.plan.loads:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.connector.engine.transfer_params import RemotePrompt, to_transfer_params
-from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, StepPlan, pack_ids
+from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, StepPlan, pack_ids
 from tests.simulation.memory import BLOCK_TOKENS
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.engine.transfer_params import prompt_digest
-from kvferry.connector.protocol.step_plan import Load, PeerEngine
+from kvferry.connector.wire.step_plan import Load, PeerEngine
 
 
 def tokens_of(number: int, num_tokens: int) -> list[int]:

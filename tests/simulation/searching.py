@@ -13,7 +13,7 @@ from kvferry.connector.engine import prompt_checks
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.rendezvous_params import prompt_of_answer
 from kvferry.connector.geometry.engine_types import RequestView
-from kvferry.connector.protocol.step_plan import LeftAnswer, Rendezvous, RendezvousResult, StepPlan
+from kvferry.connector.wire.step_plan import LeftAnswer, Rendezvous, RendezvousResult, StepPlan
 from kvferry.transport.errors import ProtocolError
 from tests.simulation.memory import BLOCK_TOKENS
 from tests.simulation.prompts import Prompt, Request, tokens_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.transfer.rendezvous import PromptFinder
+from kvferry.connector.decode_side.lookup import PromptFinder
 from tests.simulation import run
 from tests.support.streaming_faults import FAULTS
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.transfer.lease_keeper import SIBLING_SECONDS
-from kvferry.connector.transfer.sessions import SILENT_SECONDS
+from kvferry.connector.decode_side.lease_keeper import SIBLING_SECONDS
+from kvferry.connector.prefill_side.sessions import SILENT_SECONDS
+from kvferry.connector.wire.states import Lifetime, Tick
 from tests.simulation.engines import Engine
 from tests.simulation.memory import Form
 from tests.simulation.network import Packet

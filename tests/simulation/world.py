@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.metrics import Figures, add, no_figures
-from kvferry.connector.transfer.links import IDLE_LINK_SECONDS
+from kvferry.connector.wire.messages import IDLE_LINK_SECONDS
+from kvferry.connector.wire.metrics import Figures, add, no_figures
 from tests.simulation.engines import Engine
 from tests.simulation.memory import Form
 from tests.simulation.network import Network, Odds

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-from kvferry.connector.engine import step_hold
+from kvferry.connector.step_loads import step_hold
 from tests.support import process_guard
 
 PIPE = 3

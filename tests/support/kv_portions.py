@@ -16,9 +16,9 @@ from tests.support.kv_heads import KVHeads
 class _Portions:
     def kv_portions(self, nbytes: str = "") -> list[int]:
         """Begin to count. ``nbytes``: in place of the bounds of ``geometry.portions``."""
+        from kvferry.connector.decode_side import receiver
+        from kvferry.connector.decode_side.span_read import cut_read
         from kvferry.connector.geometry import portions
-        from kvferry.connector.transfer import receiver
-        from kvferry.connector.transfer.span_read import cut_read
 
         if nbytes:
             portions.HOST_PORTION_BYTES = portions.GPU_PORTION_BYTES = int(nbytes)

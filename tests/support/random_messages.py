@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 import msgspec.inspect as kinds
 
-from kvferry.connector.protocol import messages
+from kvferry.connector.wire import messages
 from kvferry.transport.errors import ProtocolError
 
 Known = Mapping[str, list[Any]]

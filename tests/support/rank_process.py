@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.protocol.step_plan import LeaseGrant, PeerEngine, RankAddress, StepPlan, pack_ids
+from kvferry.connector.wire.step_plan import LeaseGrant, PeerEngine, RankAddress, StepPlan, pack_ids
 from tests.support.fork_server import fork_server
 
 

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.decode_side.link_state import LinkPhase
+from kvferry.connector.engine.transfer_thread import TransferThread
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.connector.protocol.link_state import LinkPhase
-from kvferry.connector.protocol.metrics import Figures
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.wire.metrics import Figures
+from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
     Load,
@@ -26,8 +28,6 @@ from kvferry.connector.protocol.step_plan import (
     StepResults,
     pack_ids,
 )
-from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.connector.transfer.transfer_thread import TransferThread
 from tests.support.clocks import put_forward
 from tests.support.lanes import lanes_of
 

@@ -10,10 +10,10 @@ from unittest import mock
 
 from kvferry.connector.engine import prompt_checks
 from kvferry.connector.engine.prefill_events import PrefillEvents
-from kvferry.connector.protocol.computing_prompt import ComputingPhase
-from kvferry.connector.transfer.computed_steps import PromptBlocks
-from kvferry.connector.transfer.computing_prompts import ComputingPrompt
-from kvferry.connector.transfer.sender import PackedChunk
+from kvferry.connector.pages.computed_steps import PromptBlocks
+from kvferry.connector.prefill_side.computing_prompt import ComputingPhase
+from kvferry.connector.prefill_side.computing_prompts import ComputingPrompt
+from kvferry.connector.prefill_side.sender import PackedChunk
 
 LATE_SECONDS = 2e-3
 """For which the engine's thread lets the transfer thread send what it should not."""

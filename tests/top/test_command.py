@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvferry.connector.cli import app
-from kvferry.connector.top import poll
-from kvferry.connector.top.engine_figures import EngineRow
-from kvferry.connector.top.poll import EngineDownError, Engines, fetch, metrics_url
-from kvferry.connector.top.view import COLUMNS, table
+from kvferry.cli.main import app
+from kvferry.cli.top import poll
+from kvferry.cli.top.engine_figures import EngineRow
+from kvferry.cli.top.poll import EngineDownError, Engines, fetch, metrics_url
+from kvferry.cli.top.view import COLUMNS, table
 from kvferry.transport.errors import UsageError
 from tests.top.pages import Pages, recorded
 

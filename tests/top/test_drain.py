@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.connector.cli import app
-from kvferry.connector.top import drain
+from kvferry.cli.main import app
+from kvferry.cli.top import drain
 from tests.top.pages import Pages, recorded
 
 Serve = Callable[..., Pages]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.top.engine_figures import EngineFigures, Histogram, row
-from kvferry.connector.top.prometheus_text import Sample, samples
+from kvferry.cli.top.engine_figures import EngineFigures, Histogram, row
+from kvferry.cli.top.prometheus_text import Sample, samples
 from kvferry.transport.errors import ProtocolError
 from tests.top.pages import recorded
 

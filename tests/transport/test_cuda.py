@@ -379,7 +379,7 @@ def test_nothing_is_loaded_before_the_first_call() -> None:
             return "libcuda.so" in open("/proc/self/maps").read(), "cuda.bindings" in sys.modules
 
         before = loaded()
-        import kvferry.connector.transfer.copies, kvferry.kernels.launch
+        import kvferry.connector.pages.copies, kvferry.kernels.launch
         import kvferry.transport.registry, kvferry.transport.planes.ucx, kvferry.transport.planes.cuda_ipc
         from kvferry.transport import cuda
         print(loaded() == before, cuda._driver.cache_info().currsize)

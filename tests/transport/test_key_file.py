@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.connector.cli import app
+from kvferry.cli.main import app
 from kvferry.transport.control import key_file
 from kvferry.transport.control.key_file import default_key_file, make_key_file, read_key_file, shared_key
 from kvferry.transport.control.keys import Keys, new_secret
@@ -127,7 +127,7 @@ def test_a_runtime_directory_that_others_may_write_is_passed_over(runtime, monke
 
 def test_keygen(tmp_path):
     def keygen(path: Path):
-        return fork_server().run("-m", "kvferry.connector.cli", "keygen", str(path), timeout=800)
+        return fork_server().run("-m", "kvferry.cli.main", "keygen", str(path), timeout=800)
 
     done = keygen(tmp_path / "key")
     assert done.returncode == 0, done.stderr

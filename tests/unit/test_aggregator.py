@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
-from kvferry.connector.protocol.step_plan import StepResults
+from kvferry.connector.wire.step_plan import StepResults
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import computing_prompt as c
-from kvferry.connector.protocol.state_machine import Tick
+from kvferry.connector.prefill_side import computing_prompt as c
+from kvferry.connector.wire.states import Tick
 
 PHASE = c.ComputingPhase
 

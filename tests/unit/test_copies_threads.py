@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.transfer import copies as copies_module
-from kvferry.connector.transfer.copies import GpuCopies
+from kvferry.connector.pages import copies as copies_module
+from kvferry.connector.pages.copies import GpuCopies
 
 
 class PassedEvent:

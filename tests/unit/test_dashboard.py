@@ -9,8 +9,8 @@ import runpy
 import pytest
 import yaml
 
-from kvferry.connector.protocol.series import PREFIX, SERIES
-from kvferry.connector.top.prometheus_text import samples
+from kvferry.cli.top.prometheus_text import samples
+from kvferry.connector.wire.series import PREFIX, SERIES
 from tests.support.monitored import DASHBOARD, EXAMPLES, queries
 from tests.top.pages import recorded
 

@@ -12,17 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvferry.connector.protocol import (
-    computing_prompt,
-    handover,
-    kept_lease,
-    lease,
-    load_attempts,
-    rendezvous,
-    source_read,
-)
-from kvferry.connector.protocol.state_machine import Tick, TransitionTable
-from kvferry.connector.transfer.deadlines import SWEEP, Deadlines
+from kvferry.connector.decode_side import handover, kept_lease, load_attempts, source_read
+from kvferry.connector.decode_side import lookup_state as rendezvous
+from kvferry.connector.pages.deadlines import SWEEP, Deadlines
+from kvferry.connector.prefill_side import computing_prompt, lease
+from kvferry.connector.wire.states import Tick, TransitionTable
 
 calls = st.lists(
     st.tuples(

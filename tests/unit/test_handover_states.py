@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvferry.connector.protocol import handover as h
-from kvferry.connector.protocol.state_machine import Tick
+from kvferry.connector.decode_side import handover as h
+from kvferry.connector.wire.states import Tick
 
 TIMEOUTS = h.Timeouts(handshake=10, transfer=30, handover=100)
 EVENTS = get_args(h.HandoverEvent)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import kept_lease as kl
-from kvferry.connector.protocol.state_machine import Tick
+from kvferry.connector.decode_side import kept_lease as kl
+from kvferry.connector.wire.states import Tick
 
 PHASE = kl.KeptLeasePhase
 

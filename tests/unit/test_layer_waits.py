@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.engine.layer_waits import LayerWaits
-from kvferry.connector.engine.step_outcome import StepOutcome
 from kvferry.connector.geometry.portions import portion_of
-from kvferry.connector.protocol.step_plan import Load, PeerEngine
-from kvferry.connector.transfer.copies import Copies, WaitPolicy
+from kvferry.connector.pages.copies import Copies, WaitPolicy
+from kvferry.connector.step_loads.layer_waits import LayerWaits
+from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.wire.step_plan import Load, PeerEngine
 from kvferry.transport.channels import CPU, Copy
 
 LAYERS = [f"layers.{number}" for number in range(8)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import lease as ls
-from kvferry.connector.protocol.state_machine import Tick
+from kvferry.connector.prefill_side import lease as ls
+from kvferry.connector.wire.states import Tick
 
 D1, D2 = b"d1", b"d2"
 

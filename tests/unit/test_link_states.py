@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import link_state as k
-from kvferry.connector.protocol.handover import Reason
-from kvferry.connector.protocol.state_machine import Tick
+from kvferry.connector.decode_side import link_state as k
+from kvferry.connector.decode_side.handover import Reason
+from kvferry.connector.wire.states import Tick
 
 GONE, AGAIN = Reason("peer_lost", "gone"), Reason("peer_lost", "again")
 CHOSEN = (k.HandshakeWanted(), k.PeerWelcomed(), k.PlaneChosen("shm"))

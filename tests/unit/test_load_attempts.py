@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import handover as h
-from kvferry.connector.protocol import load_attempts as a
-from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS, MAX_PEERS, FailedPlanes, avoided_seconds
-from kvferry.connector.protocol.metrics import FAILURE_KINDS, FailureKind
-from kvferry.connector.protocol.state_machine import Tick
+from kvferry.connector.decode_side import handover as h
+from kvferry.connector.decode_side import load_attempts as a
+from kvferry.connector.decode_side.failed_planes import AVOIDED_SECONDS, MAX_PEERS, FailedPlanes, avoided_seconds
+from kvferry.connector.wire.metrics import FAILURE_KINDS, FailureKind
+from kvferry.connector.wire.states import Tick
 
 END = 100.0
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.messages import (
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.messages import (
     MAGIC,
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,

@@ -13,8 +13,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import metrics
-from kvferry.connector.protocol.metrics import FAILURE_KINDS, Figures, HandoverStats
+from kvferry.connector.wire import metrics
+from kvferry.connector.wire.metrics import FAILURE_KINDS, Figures, HandoverStats
 from tests.support.lines import LineCount
 
 counts = st.integers(1, 1 << 40)

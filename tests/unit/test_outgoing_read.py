@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import outgoing_read as o
+from kvferry.connector.prefill_side import outgoing_read as o
 
 PHASE = o.SendPhase
 CHUNK = (o.ChunkBegun(), o.ChunkSent())

@@ -19,8 +19,8 @@ from kvferry.connector.geometry.packing import PackedPart, split_packed
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.token_sharding import TokenBlocks
 from kvferry.connector.geometry.view import CacheView
-from kvferry.connector.transfer.caches import PageBox, RankCaches
-from kvferry.connector.transfer.copies import HostCopies
+from kvferry.connector.pages.caches import PageBox, RankCaches
+from kvferry.connector.pages.copies import HostCopies
 from kvferry.transport.errors import IncompatiblePeerError
 from tests.unit.whole_plan import plan_all
 

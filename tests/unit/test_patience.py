@@ -10,7 +10,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.protocol.step_plan import RendezvousResult
+from kvferry.connector.wire.step_plan import RendezvousResult
 
 TIMEOUT = 100.0
 PARAMS = {

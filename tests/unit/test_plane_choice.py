@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.transfer.plane_choice import Needs, PlaneChoice
+from kvferry.connector.decode_side.plane_choice import Needs, PlaneChoice
 from kvferry.transport.errors import PlaneUnavailableError
 
 MISSING = {"nixl": "no RDMA port is up", "ucx": "UCXX is not installed"}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvferry.connector.engine.prefill_events import LAYER_GROUPS, PrefillEvents
-from kvferry.connector.protocol.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan
-from kvferry.connector.transfer import computed_steps
-from kvferry.connector.transfer.computed_steps import ComputedStep
-from kvferry.connector.transfer.copies import HostCopies
+from kvferry.connector.pages import computed_steps
+from kvferry.connector.pages.computed_steps import ComputedStep
+from kvferry.connector.pages.copies import HostCopies
+from kvferry.connector.wire.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan
 from tests.unit.labelled_model import Model
 
 NAMES = [f"layers.{number}" for number in range(20)]

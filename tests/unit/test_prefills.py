@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine import prompt_prefill as p
 from kvferry.connector.engine.lease_planner import PAUSE_SECONDS
 from kvferry.connector.engine.prompt_names import prompt_names
 from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
-from kvferry.connector.protocol import prompt_prefill as p
-from kvferry.connector.protocol.step_plan import PeerEngine, PrefillStop, RankAddress, StepPlan, unpack_ids
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.wire.step_plan import PeerEngine, PrefillStop, RankAddress, StepPlan, unpack_ids
 
 RANK = RankAddress(0, 0, "10.0.0.1", 1234, bytes(16))
 IDS = list(range(100))

@@ -13,10 +13,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
-from kvferry.connector.protocol import metrics
-from kvferry.connector.protocol.metrics import MAX_PEERS, HandoverStats, Total, rank_stats
-from kvferry.connector.protocol.series import PREFIX, SERIES, STAGES
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
+from kvferry.connector.wire import metrics
+from kvferry.connector.wire.metrics import MAX_PEERS, HandoverStats, Total, rank_stats
+from kvferry.connector.wire.series import PREFIX, SERIES, STAGES
 
 pytestmark = pytest.mark.vllm
 LABELS = ["model_name", "engine"]

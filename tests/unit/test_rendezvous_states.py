@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol import rendezvous as r
-from kvferry.connector.protocol.state_machine import Tick
-from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, QueuedPrompt
-from kvferry.connector.transfer import named_prompts
-from kvferry.connector.transfer.named_prompts import NamedPrompts
+from kvferry.connector.decode_side import lookup_state as r
+from kvferry.connector.prefill_side import named_prompts
+from kvferry.connector.prefill_side.named_prompts import NamedPrompts
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.states import Tick
+from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, QueuedPrompt
 
 PHASE = r.RendezvousPhase
 BEGUN, GRANTED = r.AskName("begun"), r.AskName("granted")

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine import request_lifetime as r
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.protocol import request_lifetime as r
-from kvferry.connector.protocol.step_plan import KeepLease, Load, PeerEngine, RankAddress, UnneededLease
+from kvferry.connector.wire.step_plan import KeepLease, Load, PeerEngine, RankAddress, UnneededLease
 
 PHASE = r.RequestPhase
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import handover as h
-from kvferry.connector.protocol import source_read as r
-from kvferry.connector.protocol.state_machine import Tick
+from kvferry.connector.decode_side import handover as h
+from kvferry.connector.decode_side import source_read as r
+from kvferry.connector.wire.states import Tick
 
 GONE = h.Reason("peer_lost", "gone")
 ASKED = r.ReadAsked(2, "pushed")

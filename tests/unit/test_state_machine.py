@@ -7,7 +7,7 @@ import enum
 import msgspec
 import pytest
 
-from kvferry.connector.protocol.state_machine import MAX_HISTORY, Lifetime, TransitionTable, ignore
+from kvferry.connector.wire.states import MAX_HISTORY, Lifetime, TransitionTable, ignore
 
 
 class Light(enum.Enum):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.protocol import step_load as s
+from kvferry.connector.step_loads import step_load as s
 
 PHASE = s.StepLoadPhase
 BEGUN, GAVE_UP, THREAD = s.CopiesBegun(), s.EngineGaveUp(), s.ThreadEnded()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.engine.step_load_rule import ALONE_SECONDS, StepLoadRule
+from kvferry.connector.step_loads.step_load_rule import ALONE_SECONDS, StepLoadRule
 
 HOLD = 0.01
 

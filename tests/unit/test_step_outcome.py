@@ -10,9 +10,9 @@ from itertools import count
 
 import pytest
 
-from kvferry.connector.engine import step_outcome
-from kvferry.connector.engine.step_outcome import StepOutcome
-from kvferry.connector.protocol.step_plan import Load, PeerEngine
+from kvferry.connector.step_loads import step_outcome
+from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.wire.step_plan import Load, PeerEngine
 from kvferry.transport.channels import Copy
 
 P = PeerEngine("p", 1, 1, 30.0, ())

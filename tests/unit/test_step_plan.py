@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.connector.protocol.step_plan import (
+from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
     Load,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.engine.steps_in_flight import REMEMBERED_STEPS, StepsInFlight
+from kvferry.connector.step_loads.steps_in_flight import REMEMBERED_STEPS, StepsInFlight
 
 
 def test_blocks_that_are_freed_while_nothing_runs_are_free() -> None:

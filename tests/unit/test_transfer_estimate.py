@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvferry.connector.protocol.transfer_estimate import FRESH_SECONDS, UNKNOWN, TransferEstimate, TransferEstimates
+from kvferry.connector.wire.transfer_estimate import FRESH_SECONDS, UNKNOWN, TransferEstimate, TransferEstimates
 
 
 def test_as_long_as_the_last_one_and_longer_for_more_tokens() -> None:

@@ -17,7 +17,7 @@ from kvferry.connector.engine.transfer_params import (
     wants_prefill,
 )
 from kvferry.connector.geometry.token_sharding import TokenSharding
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.errors import ProtocolError
 
 HERE, THERE = "0123456789abcdef", "fedcba9876543210"

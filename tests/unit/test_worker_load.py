@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.engine.load_ledger import LoadLedger
-from kvferry.connector.protocol import worker_load as w
-from kvferry.connector.protocol.step_load import ThreadEnded
-from kvferry.connector.protocol.step_plan import Load, PeerEngine, StepResults
+from kvferry.connector.step_loads import worker_load as w
+from kvferry.connector.step_loads.load_ledger import LoadLedger
+from kvferry.connector.step_loads.step_load import ThreadEnded
+from kvferry.connector.wire.step_plan import Load, PeerEngine, StepResults
 
 PHASE = w.WorkerLoadPhase
 P = PeerEngine("p", 1, 1, 30.0, ())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.engine import step_hold
+from kvferry.connector.step_loads import step_hold
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK
 from tests.vllm.releases import RELEASE

@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 from kvferry.connector.engine import worker_setup
-from kvferry.connector.transfer.copies import copies_on
-from kvferry.connector.transfer.early_requests import EarlyRequests
+from kvferry.connector.pages.copies import copies_on
+from kvferry.connector.prefill_side.early_requests import EarlyRequests
 from tests.handover.slow_copies import SlowCopies
 from tests.support.engines import free_port
 from tests.vllm.engine_group import PATIENT, EngineGroup

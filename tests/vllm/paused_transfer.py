@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from kvferry.connector.protocol.handover import HandoverPhase
-from kvferry.connector.transfer import outgoing_reads
+from kvferry.connector.decode_side.handover import HandoverPhase
+from kvferry.connector.prefill_side import outgoing_reads
 from kvferry.transport.planes import cma
 from tests.vllm.stepped import Engine, eventually, transfer_thread_of
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.request import RequestStatus
 
+from kvferry.connector.decode_side import link
+from kvferry.connector.decode_side.handover import HandoverPhase
 from kvferry.connector.engine import worker
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.handover import HandoverPhase
-from kvferry.connector.transfer import link
+from kvferry.connector.wire import messages
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of, no_board

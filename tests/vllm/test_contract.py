@@ -24,11 +24,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.connector.engine.aggregator import KVOutputAggregator
-from kvferry.connector.engine.step_outcome import StepOutcome
-from kvferry.connector.protocol.step_plan import Load, PeerEngine, pack_ids
+from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.adapter import KVFerryConnector
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, standing_loads
+from kvferry.connector.wire.step_plan import Load, PeerEngine, pack_ids
 from kvferry.transport.errors import ConfigError
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt

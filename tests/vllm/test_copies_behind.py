@@ -17,10 +17,10 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine import worker_setup
-from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.protocol.step_plan import Load, StepPlan
-from kvferry.connector.protocol.transfer_estimate import TransferEstimates
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.wire.step_plan import Load, StepPlan
+from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt

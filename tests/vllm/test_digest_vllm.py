@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from kvferry.connector.geometry.cache_dtype import layer_cache_dtype
 from kvferry.connector.geometry.model_identity import model_identity
-from kvferry.connector.transfer.rank_context import check_model
+from kvferry.connector.pages.rank_context import check_model
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.kernels.convert import Conversion, unpack_converted
 from kvferry.kernels.paged_copy import wire_pages

@@ -12,9 +12,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from kvferry.connector.protocol.step_plan import Load, PeerEngine
-from kvferry.connector.transfer import lease_keeper
-from kvferry.connector.transfer.load_reports import FinishedLoad
+from kvferry.connector.decode_side import lease_keeper
+from kvferry.connector.decode_side.load_reports import FinishedLoad
+from kvferry.connector.wire.step_plan import Load, PeerEngine
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import (

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.engine.layer_waits import LayerWaits
 from kvferry.connector.geometry import portions
-from kvferry.connector.protocol.transfer_estimate import TransferEstimates
+from kvferry.connector.step_loads.layer_waits import LayerWaits
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.adapter import KVFerryConnector
+from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from kvferry.transport.planes import cma
 from kvferry.transport.planes.cma import CmaChannel
 from tests.handover.slow_copies import SlowCopies, install

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.protocol import metrics
+from kvferry.connector.wire import metrics
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import Engine, prefill, run, settle
 

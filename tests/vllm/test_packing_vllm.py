@@ -34,8 +34,8 @@ from kvferry.connector.geometry.packing import PackedPart, split_packed  # noqa:
 from kvferry.connector.geometry.rank_geometry import RankGeometry  # noqa: E402
 from kvferry.connector.geometry.token_sharding import TokenBlocks  # noqa: E402
 from kvferry.connector.geometry.view import view_of  # noqa: E402
-from kvferry.connector.transfer.caches import PageBox, RankCaches  # noqa: E402
-from kvferry.connector.transfer.copies import HostCopies  # noqa: E402
+from kvferry.connector.pages.caches import PageBox, RankCaches  # noqa: E402
+from kvferry.connector.pages.copies import HostCopies  # noqa: E402
 from kvferry.connector.vllm import from_vllm  # noqa: E402
 
 LAYERS, BLOCKS, UNTOUCHED = ("a", "b"), 7, 0xAB

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.handover import HandoverPhase
-from kvferry.connector.transfer import link
-from kvferry.connector.transfer.transfer_thread import QUIET_SECONDS
+from kvferry.connector.decode_side import link
+from kvferry.connector.decode_side.handover import HandoverPhase
+from kvferry.connector.engine.transfer_thread import QUIET_SECONDS
+from kvferry.connector.wire import messages
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, no_board

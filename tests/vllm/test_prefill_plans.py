@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.protocol.step_plan import StepPlan, unpack_ids
+from kvferry.connector.wire.step_plan import StepPlan, unpack_ids
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, run, settle

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.decode_side import lookup as rendezvous
+from kvferry.connector.decode_side import lookup_state as rendezvous_states
+from kvferry.connector.engine.request_lifetime import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
-from kvferry.connector.protocol import messages
-from kvferry.connector.protocol import rendezvous as rendezvous_states
-from kvferry.connector.protocol.request_lifetime import RequestPhase
-from kvferry.connector.transfer import rendezvous
+from kvferry.connector.wire import messages
 from kvferry.transport.bootstrap import page as bootstrap_page
 from kvferry.transport.bootstrap.server import BootstrapServer
 from tests.vllm.engine_group import EngineGroup, Lines

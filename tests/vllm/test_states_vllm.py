@@ -27,9 +27,9 @@ from kvferry.connector.engine.worker import WorkerHalf  # noqa: E402
 from kvferry.connector.geometry.compatibility import compatible  # noqa: E402
 from kvferry.connector.geometry.engine_types import RankInfo  # noqa: E402
 from kvferry.connector.geometry.rank_geometry import RankGeometry  # noqa: E402
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids  # noqa: E402
 from kvferry.connector.vllm import from_vllm  # noqa: E402
 from kvferry.connector.vllm.from_vllm import layer_groups  # noqa: E402
+from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids  # noqa: E402
 from kvferry.transport.errors import IncompatiblePeerError  # noqa: E402
 from tests.vllm.sharded_states import FAMILIES, Family, states, write  # noqa: E402
 

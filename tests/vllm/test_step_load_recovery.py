@@ -328,7 +328,7 @@ def test_the_copies_go_on_while_the_next_step_is_scheduled(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, error: str
 ) -> None:
     """As on GPUs: the engine's thread launches the step, and waits for nothing until the step's tokens are there."""
-    from kvferry.connector.protocol.transfer_estimate import TransferEstimates
+    from kvferry.connector.wire.transfer_estimate import TransferEstimates
     from tests.handover.slow_copies import install
 
     copies = install(monkeypatch)

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import step_load_rule
+from kvferry.connector.decode_side.active_loads import ActiveLoads
 from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.step_outcome import StepOutcome
-from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, UnneededLease
-from kvferry.connector.protocol.transfer_estimate import TransferEstimate, TransferEstimates
-from kvferry.connector.transfer.active_loads import ActiveLoads
-from kvferry.connector.transfer.computing_prompts import ComputingPrompt
+from kvferry.connector.prefill_side.computing_prompts import ComputingPrompt
+from kvferry.connector.step_loads import step_load_rule
+from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, UnneededLease
+from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferEstimates
 from kvferry.transport import grant_board
 from tests.handover.slow_copies import install
 from tests.vllm.engine_group import EngineGroup, Lines

@@ -1,0 +1,1 @@
+"""The command ``kvferry``: doctor, top, drain, bench, plan, keygen."""

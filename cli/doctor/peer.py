@@ -1,0 +1,271 @@
+"""``--peer HOST:PORT``: whether a running engine answers this machine, and what it says of itself.
+
+The Hello names no model that exists, so P refuses it before it makes a session: nothing changes on P. A refusal names
+the first field of the model identity that differs, with P's value. The next Hello has this value, and so P's refusals
+tell the model identity field by field. The geometry is not asked for: P tells it only to a D that fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import select
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.cli.doctor.findings import Finding, fault, note, ok
+from kvferry.connector.config import Settings
+from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.wire.messages import (
+    MAX_REPLY_BYTES,
+    PROTOCOL_VERSION,
+    Closing,
+    Hello,
+    Refused,
+    VersionError,
+    decode_reply,
+    encode,
+)
+from kvferry.transport.allowed_peers import AllowedPeers
+from kvferry.transport.control.dialer import Connection, Dialer
+from kvferry.transport.control.keys import FINGERPRINT_BYTES, GREETING_BYTES, Keys
+from kvferry.transport.control.stream import ANSWER
+from kvferry.transport.errors import ProtocolError, UsageError, shortened
+
+PEER_SECONDS = 5.0
+"""How long each step may take: the TCP connection, the handshake of keys, and each answer."""
+LAST_FIELD = "~kvferry doctor"
+"""A field of the model identity that no engine has. It is the last one in the order of comparison, so a Hello with it
+is refused even where all other fields agree."""
+MAX_FIELDS = 64
+SHOWN_FIELDS = ("architectures", "model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
+_ADDRESS = "peer"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``.
+
+    Raises:
+        UsageError: it is of another form; one line.
+    """
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not bare or (":" in bare and not bracketed) or "/" in host or not port.isascii():
+        raise UsageError(f"{text!r} is no address of a control port; expected HOST:PORT, such as 10.0.0.1:5600")
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{text!r} has the port {port!r}; expected a number from 1 to 65535")
+    return bare, int(port)
+
+
+@dataclass
+class _Answers:
+    """What a peer has said. ``refusal``: why there was none, where there was none."""
+
+    model: dict[str, str] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    version: int = PROTOCOL_VERSION
+    refusal: str = ""
+
+
+def findings(
+    host: str, port: int, settings: Settings, keys: Keys | None, seconds: float = PEER_SECONDS
+) -> list[Finding]:
+    """Connect to a control port as D does, with this machine's keys.
+
+    Args:
+        keys: of this machine; ``None`` where it has none.
+        seconds: the bound on each step.
+    """
+    found, address = _reach(host, port, seconds)
+    if not address:
+        return found
+    forbidden = AllowedPeers(settings.allowed_peers).refusal(address)
+    if forbidden:
+        return [*found, fault(_ADDRESS, forbidden, "add the network of this peer to KVFERRY_ALLOWED_PEERS")]
+    if keys is None:
+        return [*found, fault("key of the peer", "cannot be checked: this machine has no key yet",
+                              "copy the key file of the peer's host, and set KVFERRY_KEY_FILE")]  # fmt: skip
+    fingerprint = listening(address, port, seconds)
+    if fingerprint not in keys.admitted:
+        return [*found, _no_peer(f"{address}:{port}", keys, fingerprint)]
+    answers = _ask(keys, address, port, fingerprint, seconds)
+    if answers.refusal:
+        return [*found, _refused(f"{address}:{port}", keys, answers.refusal)]
+    return [*found, *_describe(answers, fingerprint)]
+
+
+def _reach(host: str, port: int, seconds: float) -> tuple[list[Finding], str]:
+    """A finding about the TCP connection, and the numeric address; empty where there is no connection."""
+    where = f"{host}:{port}"
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except (socket.gaierror, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no name"
+        return [fault(_ADDRESS, f"{host} cannot be resolved: {why}", "correct the name, or give the address")], ""
+    begin = time.monotonic()
+    try:
+        socket.create_connection((address, port), seconds).close()
+    except ConnectionRefusedError:
+        return [
+            fault(
+                _ADDRESS, f"{where} refuses the connection: nothing listens there",
+                "is the engine up, its control port this one (side_channel_port, in its log after `serves`), and its "
+                "side_channel_host not loopback?",
+            )
+        ], ""  # fmt: skip
+    except TimeoutError:
+        return [
+            fault(
+                _ADDRESS, f"{where} did not answer within {seconds:g} s",
+                "is the address right, and does a firewall between the hosts allow this port?",
+            )
+        ], ""  # fmt: skip
+    except OSError as error:
+        return [
+            fault(_ADDRESS, f"{where} cannot be reached: {error.strerror}", "look at the routes between the hosts")
+        ], ""
+    return [ok(_ADDRESS, f"{where} is reached in {(time.monotonic() - begin) * 1e3:.2f} ms")], address
+
+
+def _hello(model: dict[str, str]) -> Hello:
+    region = RegionGeometry(
+        kind="full", layers=("kvferry doctor",), block_size=1, head_start=0, num_heads=1, total_heads=1,
+        content_bytes=1, dtype="uint8",
+    )  # fmt: skip
+    geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(1,), regions=(region,))
+    return Hello(
+        engine_id="doctor", incarnation=secrets.token_bytes(16), geometry=geometry,
+        model={**model, LAST_FIELD: "1"},
+    )  # fmt: skip
+
+
+def _ask(keys: Keys, address: str, port: int, fingerprint: str, seconds: float) -> _Answers:
+    """Say Hello until P has refused the field that no engine has."""
+    answers = _Answers()
+    dialer = Dialer(keys, max_message_bytes=MAX_REPLY_BYTES)
+    try:
+        connection = dialer.connect(address, port, key=fingerprint, timeout=seconds)
+        _until(dialer, lambda: connection.connected or connection.lost, seconds + 1)
+        for _ in range(MAX_FIELDS):
+            if connection.lost:
+                answers.refusal = connection.reason
+                break
+            begin = time.monotonic()
+            connection.send(encode(_hello(answers.model)))
+            refused = _reply(dialer, connection, answers, seconds)
+            if refused is None:
+                break
+            answers.seconds.append(time.monotonic() - begin)
+            if refused.field == LAST_FIELD or refused.field in answers.model:
+                break  # all fields are known, or this one is longer than a refusal tells
+            answers.model[refused.field] = refused.ours
+        return answers
+    finally:
+        dialer.close()
+
+
+def _reply(dialer: Dialer, connection: Connection, answers: _Answers, seconds: float) -> Refused | None:
+    """P's next refusal; ``None``, with the reason in ``answers``, where another answer or none came."""
+    if not _until(dialer, lambda: connection.news or connection.lost, seconds):
+        answers.refusal = answers.refusal or f"no answer to a Hello within {seconds:g} s"
+        return None
+    for frames in connection.receive():
+        try:
+            reply = decode_reply(frames)
+        except VersionError as error:
+            answers.version = error.theirs
+            return None
+        except ProtocolError as error:
+            answers.refusal = str(error)
+            return None
+        if isinstance(reply, Refused):
+            return reply
+        answers.refusal = (
+            f"the engine ends its leases: {reply.reason}" if isinstance(reply, Closing) else "an unexpected answer"
+        )
+        return None
+    if connection.lost:
+        answers.refusal = connection.reason
+        return None
+    return _reply(dialer, connection, answers, seconds)  # the news was that the connection is established
+
+
+def _until(dialer: Dialer, condition: Callable[[], bool], seconds: float) -> bool:
+    """Serve the dialer until a condition holds, or the time is over. Returns whether it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        select.select([dialer.fd], [], [], min(left, 0.1))
+        dialer.progress()
+    return True
+
+
+def _describe(answers: _Answers, fingerprint: str) -> list[Finding]:
+    """A peer that has answered."""
+    found = [ok("key of the peer", f"{fingerprint} is admitted on both sides")]
+    if answers.version != PROTOCOL_VERSION:
+        found.append(
+            fault(
+                "protocol version", f"the peer's is {answers.version}", "run the same KVFerry release on both sides",
+                expected=f"{PROTOCOL_VERSION}, ours",
+            )
+        )  # fmt: skip
+        return found
+    found.append(ok("protocol version", f"{PROTOCOL_VERSION} on both sides"))
+    shown = [f"{name}={shortened(answers.model[name], 80)}" for name in SHOWN_FIELDS if name in answers.model]
+    known = f"{len(answers.model)} facts: {', '.join(shown)}" if answers.model else "no facts"
+    found.append(note("model of the peer", known))
+    if answers.seconds:
+        middle = statistics.median(answers.seconds) * 1e3
+        found.append(ok("round trip", f"{middle:.2f} ms, the median of {len(answers.seconds)} control messages"))
+    return found
+
+
+# --- what went wrong ------------------------------------------------------------------------------------------------
+
+
+def _no_peer(where: str, keys: Keys, fingerprint: str) -> Finding:
+    """The port says that its key is one that this machine does not admit; or nothing that a control port says."""
+    if fingerprint:
+        return fault(
+            "key of the peer", f"wrong key: the peer's is {fingerprint}, and this machine admits {keys.shown}",
+            "give both machines one key file (KVFERRY_KEY_FILE), or add the peer's public key to KVFERRY_PEER_KEYS",
+        )  # fmt: skip
+    return fault(
+        _ADDRESS, f"{where} is no KVFerry control port",
+        "take the address from the engine's log, in its line `kvferry: rank ... serves ... at ...`",
+    )  # fmt: skip
+
+
+def _refused(where: str, keys: Keys, refusal: str) -> Finding:
+    """Why a control port does not answer us."""
+    if "does not admit our key" in refusal:
+        return fault(
+            "key of the peer", f"the peer does not admit our key {keys.fingerprint}",
+            "give both machines one key file (KVFERRY_KEY_FILE), or add our public key to KVFERRY_PEER_KEYS there",
+        )  # fmt: skip
+    return fault(_ADDRESS, f"{where} does not answer: {refusal.removeprefix(f'{where}: ')}", "look into its log")
+
+
+def listening(address: str, port: int, seconds: float) -> str:
+    """The fingerprint of the key of the control port that listens there; empty where none does, or it says nothing."""
+    said, wanted = b"", len(ANSWER) + 2 * FINGERPRINT_BYTES
+    end = time.monotonic() + seconds
+    with contextlib.suppress(OSError), socket.create_connection((address, port), seconds) as sock:
+        sock.sendall(bytes(GREETING_BYTES))
+        while len(said) < wanted and (left := end - time.monotonic()) > 0:
+            sock.settimeout(left)
+            more = sock.recv(wanted - len(said))
+            if not more:
+                break
+            said += more
+    answer, _, fingerprint = said.partition(ANSWER)
+    named = not answer and re.fullmatch(rb"[0-9a-f]{%d}" % (2 * FINGERPRINT_BYTES), fingerprint)
+    return fingerprint.decode() if named else ""

@@ -1,0 +1,275 @@
+"""The command ``kvferry``. Each command imports its module when it runs: PyTorch alone takes a second to import."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import typer
+
+from kvferry.transport.control.key_file import make_key_file, read_key_file
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.errors import KVFerryError, UsageError
+
+Layout = Literal["HND", "NHD"]
+
+app = typer.Typer(
+    help="KVFerry: KV caches from prefill engines to decode engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # tables of rich cut off the names of options
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvferry {metadata.version('kvferry')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """KVFerry: KV caches from prefill engines to decode engines."""
+
+
+def _model_path(text: str) -> Path:
+    if not text:  # a Path of it would be the working directory
+        _wrong_usage("--model is empty; name the config.json of a model, or its folder")
+    return Path(text)
+
+
+def _public_key(file: Path) -> str:
+    try:
+        return f"its public key is {Keys(read_key_file(file)).public}"
+    except (KVFerryError, OSError):
+        return "name another file"
+
+
+@app.command()
+def keygen(
+    file: Annotated[Path, typer.Argument(help="the file to write; it must not exist")] = Path("kvferry.key"),
+) -> None:
+    """Write a new secret key into FILE (mode 0600), and print its public key."""
+    if not file.name:
+        _wrong_usage("FILE is empty or a folder; name a file")
+    try:
+        secret = make_key_file(file)
+    except FileExistsError:
+        typer.echo(f"kvferry: {file} exists already, and nothing was changed; {_public_key(file)}", err=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        typer.echo(f"kvferry: {file} cannot be written: {error.strerror}; name a file in another directory", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"The secret key is in {file}. Its public key:")
+    typer.echo(f"\n    {Keys(secret).public}\n")
+    typer.echo(
+        f"One key for all engines: copy {file} to each host, and start each engine with\n"
+        f"    KVFERRY_KEY_FILE={file.absolute()}\n"
+        "One key for each engine: start each engine with its own file, and with the public keys of its peers in\n"
+        "    KVFERRY_PEER_KEYS, separated by commas."
+    )
+
+
+@app.command()
+def doctor(
+    peer: Annotated[str, typer.Option(help="control port of a running engine, HOST:PORT")] = "",
+    config: Annotated[
+        str, typer.Option(help="kv_connector_extra_config, or all of --kv-transfer-config, as JSON")
+    ] = "",
+    share: Annotated[Path | None, typer.Option(help="write a report without secrets into this new file")] = None,
+    self_test: Annotated[bool, typer.Option(help="hand a pattern over between two processes, over each plane")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+) -> None:
+    """Look whether this machine is fit for KVFerry. Exit status: 0 fit, 1 not fit, 2 wrong usage."""
+    from kvferry.cli.doctor.command import doctor
+
+    try:
+        fit = doctor(peer=peer, config=config, share=share, self_test=self_test, as_json=as_json)
+    except UsageError as error:
+        _wrong_usage(str(error))
+    raise typer.Exit(0 if fit else 1)
+
+
+@app.command()
+def top(
+    engines: Annotated[list[str], typer.Argument(help="URLs of vLLM servers, http://HOST:PORT", metavar="URL")],
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two polls")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="poll twice, print one table, and end")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON, one line for each poll")] = False,
+) -> None:
+    """Show hand-overs, rates, failures and leases of running engines.
+
+    Exit status of --once: 0, 1 where no engine answers, 2 wrong usage.
+    """
+    from kvferry.cli.top.command import top
+
+    try:
+        answered = top(engines, interval=interval, once=once, as_json=as_json)
+    except UsageError as error:
+        _wrong_usage(str(error))
+    raise typer.Exit(1 if once and not answered else 0)
+
+
+@app.command()
+def drain(
+    engine: Annotated[str, typer.Argument(help="URL of a vLLM server, http://HOST:PORT", metavar="URL")],
+    quiet: Annotated[float, typer.Option(min=0, max=3600, help="seconds for which it must have had nothing")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0, max=86400, help="seconds to wait at most")] = 300.0,
+) -> None:
+    """Wait until an engine has no request and holds no lease. Exit status: 0 it is idle, 1 it is not, 2 wrong usage.
+
+    Before this command, have the router send nothing more to the engine; after it, end the engine by SIGTERM.
+    """
+    from kvferry.cli.top.drain import BusyError, wait_until_idle
+
+    try:
+        wait_until_idle(engine, quiet=quiet, timeout=timeout, say=lambda line: typer.echo(f"kvferry: {line}", err=True))
+    except UsageError as error:
+        _wrong_usage(str(error))
+    except BusyError as error:
+        typer.echo(f"kvferry: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{engine} is idle: no request and no lease for {quiet:g} s")
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="config.json of the model, or its folder; unset: Llama-3.1-8B", parser=_model_path, metavar="<path>"
+        ),
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
+    tp: Annotated[int, typer.Option(help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
+    p_block_size: Annotated[int, typer.Option(help="tokens of a block of P")] = 16,
+    d_block_size: Annotated[int, typer.Option(help="tokens of a block of D")] = 16,
+    p_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in P's pages")] = "NHD",
+    d_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in D's pages")] = "NHD",
+    prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
+    plane: Annotated[
+        list[str] | None, typer.Option(help="data plane; may be repeated; unset: all that the machine has")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="where the caches are; auto: on GPUs where there are any")
+    ] = "auto",
+    rounds: Annotated[int, typer.Option(help="hand-overs of each cell")] = 11,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="write time by prompt length here, an SVG")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="measure the costs of each plane too, and write them here for kvferry plan")
+    ] = None,
+) -> None:
+    """Measure hand-overs between two ranks of this machine, over each data plane, on the caches of a model."""
+    from kvferry.cli.bench.command import bench
+
+    bench(
+        model=model, kv_dtype=kv_dtype, tp=tp, p_block_size=p_block_size, d_block_size=d_block_size,
+        p_layout=p_layout, d_layout=d_layout, prompt=prompt, plane=plane, device=device, rounds=rounds,
+        json_file=json_file, plot=plot, calibration=calibration,
+    )  # fmt: skip
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        Path,
+        typer.Option(help="config.json of the model, or the folder that has it", parser=_model_path, metavar="<path>"),
+    ],
+    prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
+    p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
+    d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,
+    p_pp: Annotated[int, typer.Option(help="pipeline-parallel size of P")] = 1,
+    d_pp: Annotated[int, typer.Option(help="pipeline-parallel size of D")] = 1,
+    p_block_size: Annotated[int, typer.Option(help="tokens of a block of P")] = 16,
+    d_block_size: Annotated[int, typer.Option(help="tokens of a block of D")] = 16,
+    p_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in P's pages")] = "NHD",
+    d_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in D's pages")] = "NHD",
+    kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
+    plane: Annotated[str, typer.Option(help="data plane and memory, as in ucx/gpu or tcp/host")] = "ucx/gpu",
+    link: Annotated[
+        str | None, typer.Option(help="bytes per second of the link of one rank, as in 12.5GB/s; unset: no bound")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="costs of the planes, as kvferry bench --calibration writes them")
+    ] = None,
+    prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
+    trace: Annotated[Path | None, typer.Option(help="a trace in Mooncake's form: simulate a fleet under it")] = None,
+    p_engines: Annotated[
+        int | None, typer.Option(help="P engines of the fleet; unset: as few as the targets need")
+    ] = None,
+    d_engines: Annotated[int | None, typer.Option(help="D engines, likewise; give both or none")] = None,
+    ttft: Annotated[float, typer.Option(help="target: seconds to the first token")] = 5.0,
+    tpot: Annotated[float, typer.Option(help="target: seconds for each further token")] = 0.05,
+    percentile: Annotated[float, typer.Option(help="of the requests that meet each target", min=0, max=100)] = 95.0,
+    step_ms: Annotated[float | None, typer.Option(help="milliseconds of a step of D; for --trace")] = None,
+    step_ms_per_sequence: Annotated[float, typer.Option(help="what each sequence adds to it", min=0)] = 0.0,
+    d_sequences: Annotated[int, typer.Option(help="--max-num-seqs of D")] = 256,
+    p_cache_tokens: Annotated[
+        int | None, typer.Option(help="KV cache of a P engine, as vLLM logs it; unset: no bound")
+    ] = None,
+    d_cache_tokens: Annotated[int | None, typer.Option(help="KV cache of a D engine, likewise")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the plan here as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="write hand-over time by prompt length here, an SVG")] = None,
+) -> None:
+    """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
+    from kvferry.cli.plan.command import plan
+
+    plan(
+        model=model, prefill_tokens_per_second=prefill_tokens_per_second, p_tp=p_tp, d_tp=d_tp, p_pp=p_pp, d_pp=d_pp,
+        p_block_size=p_block_size, d_block_size=d_block_size, p_layout=p_layout, d_layout=d_layout,
+        kv_dtype=kv_dtype, plane=plane, link=link, calibration=calibration, prompt=prompt, trace=trace,
+        p_engines=p_engines, d_engines=d_engines, ttft=ttft, tpot=tpot, percentile=percentile, step_ms=step_ms,
+        step_ms_per_sequence=step_ms_per_sequence, d_sequences=d_sequences, p_cache_tokens=p_cache_tokens,
+        d_cache_tokens=d_cache_tokens, json_file=json_file, plot=plot,
+    )  # fmt: skip
+
+
+@app.command()
+def router(
+    prefill: Annotated[list[str] | None, typer.Option(help="URL of a P, or dns://NAME:PORT; may be repeated")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="URL of a D, or dns://NAME:PORT; may be repeated")] = None,
+    engines_file: Annotated[Path | None, typer.Option(help="names engines, and is looked at every 3 s")] = None,
+    host: Annotated[str, typer.Option(help="address to bind to")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to bind to")] = 9000,
+    serial: Annotated[bool, typer.Option("--serial", help="ask D only when P has answered")] = False,
+    connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
+    prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, then decode only")] = 120.0,
+    abandoned_prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, client gone")] = 10.0,
+    health_interval: Annotated[
+        float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")
+    ] = 5.0,
+    max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 503")] = 4096,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
+    admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,
+    otlp_traces_endpoint: Annotated[str, typer.Option(help="URL to send spans of requests to (extra: otel)")] = "",
+) -> None:
+    """Serve OpenAI's API in front of prefill and decode engines (extra: router)."""
+    try:
+        from kvferry.router import command
+    except ModuleNotFoundError as error:
+        _wrong_usage(f"the router needs {error.name}: pip install 'kvferry[router]'")
+    try:
+        command.router(
+            prefill or (), decode or (), engines_file, host=host, port=port, serial=serial,
+            timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
+            max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
+            otlp_traces_endpoint=otlp_traces_endpoint,
+        )  # fmt: skip
+    except UsageError as error:
+        _wrong_usage(str(error))
+
+
+def _wrong_usage(text: str) -> NoReturn:
+    typer.echo(f"kvferry: {text}", err=True)
+    raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    app()

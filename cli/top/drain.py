@@ -1,0 +1,94 @@
+"""The wait of ``kvferry drain``: until an engine has no request and holds no lease."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from kvferry.cli.top.engine_figures import EngineFigures
+from kvferry.cli.top.poll import EngineDownError, fetch, metrics_url
+from kvferry.transport.errors import UsageError
+
+POLL_SECONDS = 0.5
+SAY_SECONDS = 10.0
+"""How often ``wait_until_idle`` says what it waits for."""
+
+
+class BusyError(Exception):
+    """The time is over, and the engine has requests, holds leases, or does not answer; one line."""
+
+
+def wait_until_idle(
+    url: str,
+    *,
+    quiet: float,
+    timeout: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Poll the engine's metrics until they show nothing for ``quiet`` seconds, at most ``timeout`` seconds.
+
+    An engine that does not answer may be busy, so it does not count as idle.
+
+    Args:
+        url: of the vLLM server.
+        quiet: seconds; it must cover the time that a request needs from the router into the engine, and the time that
+            the router needs after P's answer to ask D.
+        timeout: seconds.
+        say: is given one line at once where the engine is not idle, and every ``SAY_SECONDS`` while it is not.
+        clock: seconds, never going back.
+        sleep: waits for so many seconds.
+
+    Raises:
+        UsageError: the URL is of another form, its host does not exist, the page does not have vLLM's figures, or
+            ``timeout`` is too short for ``quiet``.
+        BusyError: the engine was not idle in time.
+    """
+    page = metrics_url(url)
+    if timeout < quiet:
+        raise UsageError(f"--timeout {timeout:g} is shorter than --quiet {quiet:g}; give a longer one")
+    _check_host(url, page)
+    end, say_next = clock() + timeout, clock()
+    since: float | None = None  # the begin of the polls that showed nothing, up to now
+    while True:
+        asked = clock()
+        try:
+            busy = _business(url, fetch(page))
+        except EngineDownError as error:
+            busy = str(error)
+        since = None if busy else asked if since is None else since
+        now = clock()
+        if since is not None and now - since >= quiet:
+            return
+        if now >= end:
+            raise BusyError(f"{url} is not idle after {timeout:g} s: {busy or f'not for {quiet:g} s yet'}")
+        if busy and now >= say_next:
+            say(f"waiting for {url}: {busy}")
+            say_next = now + SAY_SECONDS
+        sleep(POLL_SECONDS)
+
+
+def _check_host(url: str, page: str) -> None:
+    """Raises UsageError: the host's name does not exist. A name server that does not answer may do so later."""
+    try:
+        socket.getaddrinfo(urlsplit(page).hostname, None)
+    except (socket.gaierror, UnicodeError) as error:
+        if not isinstance(error, socket.gaierror) or error.errno != socket.EAI_AGAIN:
+            why = getattr(error, "strerror", None) or "it is no name of a host"
+            raise UsageError(f"{url}: {why}; expected http://HOST:PORT of a vLLM server") from None
+
+
+def _business(url: str, figures: EngineFigures) -> str:
+    """What the engine has to do; empty where there is nothing."""
+    if figures.kv_cache_usage is None:
+        raise UsageError(
+            f"{url} has no sample of vllm:kv_cache_usage_perc on its /metrics page; expected a vLLM server that was "
+            "started without --disable-log-stats"
+        )
+    if not (figures.running or figures.waiting or figures.kv_cache_usage):
+        return ""
+    held = f"{figures.kv_cache_usage:.2%} of its KV blocks are held by requests and leases"
+    return f"{figures.running:g} request(s) run, {figures.waiting:g} wait, {held}"

@@ -1,0 +1,184 @@
+"""What ``kvferry top`` shows of one engine: its figures at one time, and what changed between two times. Pure.
+
+A page may have several engines (data parallelism); their figures are added. Counters that became smaller belong to an
+engine that was started anew: what it has counted since then is the change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvferry.cli.top.prometheus_text import Sample
+
+PREFIX = "vllm:kvferry_"
+
+
+@dataclass
+class Histogram:
+    """A cumulative histogram: by upper bound, how many observations were at most as large."""
+
+    buckets: Counter[float] = field(default_factory=Counter)
+    count: float = 0.0
+    total: float = 0.0
+
+    def since(self, before: Histogram) -> Histogram:
+        """The observations after ``before``."""
+        if self.count < before.count:
+            return self
+        buckets = Counter({bound: count - before.buckets[bound] for bound, count in self.buckets.items()})
+        return Histogram(buckets, self.count - before.count, self.total - before.total)
+
+    def quantile(self, part: float) -> float | None:
+        """The value below which ``part`` of the observations are, linear inside a bucket, as Prometheus'
+        ``histogram_quantile`` computes it; ``None`` without observations. In the last bucket it is the bucket's lower
+        bound."""
+        if self.count <= 0:
+            return None
+        wanted, lower, below = part * self.count, 0.0, 0.0
+        for bound in sorted(self.buckets):
+            reached = self.buckets[bound]
+            if reached >= wanted:
+                if math.isinf(bound):
+                    return lower
+                inside = reached - below
+                return lower + (bound - lower) * ((wanted - below) / inside if inside else 1.0)
+            lower, below = bound, reached
+        return lower
+
+
+@dataclass
+class EngineFigures:
+    """The figures of one page. Dictionaries are by plane or by reason."""
+
+    models: set[str] = field(default_factory=set)
+    running: float = 0.0
+    waiting: float = 0.0
+    deferred: float = 0.0
+    kv_cache_usage: float | None = None
+    """The share of the KV blocks that requests and leases hold, 0 to 1; ``None`` where the page does not have it."""
+    seconds: dict[str, Histogram] = field(default_factory=dict)
+    nbytes: dict[str, float] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)
+    retried: Counter[str] = field(default_factory=Counter)
+    leases: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, page: Iterable[Sample]) -> EngineFigures:
+        """The figures of a page; series of others are left out."""
+        figures = cls()
+        for sample in page:
+            figures._add(sample)
+        return figures
+
+    def _add(self, sample: Sample) -> None:
+        labels, value = sample.labels, sample.value
+        reason, plane = labels.get("reason", ""), labels.get("plane", "")
+        match sample.name.removeprefix(PREFIX):
+            case "vllm:num_requests_running":
+                self.running += value
+                self.models.add(labels.get("model_name", ""))
+            case "vllm:num_requests_waiting":
+                self.waiting += value
+            case "vllm:kv_cache_usage_perc":
+                self.kv_cache_usage = max(self.kv_cache_usage or 0.0, value)
+            case "vllm:num_requests_waiting_by_reason" if reason == "deferred":
+                self.deferred += value
+            case "handover_time_seconds_bucket":
+                self._seconds(plane).buckets[float(labels.get("le", "inf"))] += int(value)
+            case "handover_time_seconds_count":
+                self._seconds(plane).count += value
+            case "handover_time_seconds_sum":
+                self._seconds(plane).total += value
+            case "bytes_transferred_sum":
+                self.nbytes[plane] = self.nbytes.get(plane, 0.0) + value
+            case "num_failed_handovers_total":
+                self.failed[reason] += int(value)
+            case "num_retries_total":
+                self.retried[reason] += int(value)
+            case "num_released_leases_total":
+                self.leases["released"] += int(value)
+            case "num_expired_leases_total":
+                self.leases["expired"] += int(value)
+
+    def _seconds(self, plane: str) -> Histogram:
+        return self.seconds.setdefault(plane, Histogram())
+
+
+class PlaneRates(msgspec.Struct, frozen=True):
+    """Hand-overs over one plane: rates between two polls; quantiles in milliseconds, ``None`` without hand-overs."""
+
+    plane: str
+    handovers_per_second: float
+    bytes_per_second: float
+    p50_ms: float | None
+    p95_ms: float | None
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine in the table. ``down``: why there are no figures; empty where there are. ``deferred``: waiting
+    requests whose KV cache is being loaded, or that wait for another resource. ``failed`` and ``retried``, by reason,
+    and leases count from the start of the engine."""
+
+    engine: str
+    down: str = ""
+    model: str = ""
+    running: int = 0
+    waiting: int = 0
+    deferred: int = 0
+    planes: tuple[PlaneRates, ...] = ()
+    failed: dict[str, int] = {}
+    retried: dict[str, int] = {}
+    leases_released: int = 0
+    leases_expired: int = 0
+    leases_released_per_second: float = 0.0
+
+
+def row(engine: str, first: EngineFigures, before: EngineFigures, now: EngineFigures, seconds: float) -> EngineRow:
+    """The row of an engine.
+
+    Args:
+        first: figures at the begin of the time of which the quantiles are taken.
+        before: figures of the last poll, ``seconds`` before ``now``.
+        now: figures of this poll.
+        seconds: over 0.
+    """
+    planes = []
+    for plane, histogram in sorted(now.seconds.items()):
+        recent = histogram.since(before.seconds.get(plane, Histogram()))
+        window = histogram.since(first.seconds.get(plane, Histogram()))
+        quantiles = [window.quantile(part) for part in (0.5, 0.95)]
+        planes.append(
+            PlaneRates(
+                plane,
+                recent.count / seconds,
+                _growth(now.nbytes.get(plane, 0.0), before.nbytes.get(plane, 0.0)) / seconds,
+                *(None if value is None else value * 1e3 for value in quantiles),
+            )
+        )
+    released = now.leases["released"]
+    return EngineRow(
+        engine=engine,
+        model=", ".join(sorted(now.models)),
+        running=int(now.running),
+        waiting=int(now.waiting),
+        deferred=int(now.deferred),
+        planes=tuple(planes),
+        failed=_not_zero(now.failed),
+        retried=_not_zero(now.retried),
+        leases_released=released,
+        leases_expired=now.leases["expired"],
+        leases_released_per_second=_growth(released, before.leases["released"]) / seconds,
+    )
+
+
+def _growth(now: float, before: float) -> float:
+    return now if now < before else now - before
+
+
+def _not_zero(counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in sorted(counts.items()) if count}

@@ -1,0 +1,113 @@
+"""Fetches ``/metrics`` pages of several engines at the same time. An engine that does not answer is no error."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+
+from kvferry.cli.top.engine_figures import EngineFigures, EngineRow, row
+from kvferry.cli.top.prometheus_text import samples
+from kvferry.transport.errors import ProtocolError, UsageError, quoted_url
+
+FETCH_SECONDS = 2.0
+MAX_PAGE_BYTES = 32 << 20
+MAX_ENGINES = 256
+WINDOW_SECONDS = 60.0
+"""The time of which quantiles are taken in the live table."""
+_PAGE_BYTES = 1 << 16
+
+
+class EngineDownError(Exception):
+    """An engine gives no metrics; the message gives the reason in some words."""
+
+
+def metrics_url(text: str) -> str:
+    """The URL of an engine's ``/metrics`` page, from ``http://HOST:PORT``, ``HOST:PORT`` or the URL itself.
+
+    Raises:
+        UsageError: it is of another form; one line.
+    """
+    full = text if "://" in text else f"http://{text}"
+    try:
+        parts = urllib.parse.urlsplit(full)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = usable and ("://" in text or parts.port is not None)
+    except ValueError:
+        usable = False
+    if not usable or "@" in text or any(character.isspace() or not character.isprintable() for character in text):
+        raise UsageError(
+            f"{quoted_url(text)} is no URL of an engine; expected http://HOST:PORT, such as http://127.0.0.1:8001"
+        )
+    path = parts.path.rstrip("/")
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path or "/metrics", "", ""))
+
+
+def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
+    """One page. No proxy is used, and no redirection to another scheme is followed.
+
+    Raises:
+        EngineDownError: no page came within about ``seconds``, or it is none.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    end = time.monotonic() + seconds
+    try:
+        with opener.open(url, timeout=seconds) as answer:
+            page = bytearray()
+            while more := answer.read1(_PAGE_BYTES):
+                page += more
+                if len(page) > MAX_PAGE_BYTES:
+                    raise EngineDownError(f"its page has more than {MAX_PAGE_BYTES >> 20} MiB")
+                if time.monotonic() > end:
+                    raise EngineDownError(f"no end of its page within {seconds:g} s")
+        return EngineFigures.of(samples(page.decode("utf-8", "replace")))
+    except urllib.error.HTTPError as error:
+        raise EngineDownError(f"HTTP {error.code} {error.reason}") from None
+    except TimeoutError:
+        raise EngineDownError(f"no answer within {seconds:g} s") from None
+    except (OSError, HTTPException) as error:  # URLError is an OSError
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            raise EngineDownError(f"no answer within {seconds:g} s") from None
+        raise EngineDownError(str(getattr(reason, "strerror", None) or reason) or type(error).__name__) from None
+    except ProtocolError as error:
+        raise EngineDownError(f"no metrics page: {error}") from None
+
+
+class Engines:
+    """Some engines, polled together. ``window``: the seconds of which quantiles are taken; 0: since their start."""
+
+    def __init__(self, urls: Sequence[str], window: float = WINDOW_SECONDS) -> None:
+        self._urls, self._window = list(urls), window
+        self._past: dict[str, deque[tuple[float, EngineFigures]]] = {url: deque() for url in urls}
+        self._pool = ThreadPoolExecutor(min(len(self._urls), 32), "top")
+
+    def poll(self) -> list[EngineRow]:
+        """One row for each engine. Rates are of the time since the last poll, and 0 at the first."""
+        return list(self._pool.map(self._row, self._urls))
+
+    def _row(self, url: str) -> EngineRow:
+        name, past = urllib.parse.urlsplit(url).netloc, self._past[url]
+        try:
+            figures = fetch(url)
+        except EngineDownError as error:
+            past.clear()  # what was counted before says nothing of the next life
+            return EngineRow(name, down=str(error))
+        if not figures.models:
+            past.clear()
+            return EngineRow(name, down="no vLLM server, or one with --disable-log-stats")
+        now = time.monotonic()
+        then, before = past[-1] if past else (now - 1.0, figures)
+        first = past[0][1] if past and self._window else EngineFigures()
+        past.append((now, figures))
+        while len(past) > 2 and past[1][0] < now - self._window:
+            past.popleft()
+        return row(name, first, before, figures, max(now - then, 1e-3))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

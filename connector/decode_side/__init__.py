@@ -1,0 +1,1 @@
+"""D's side of a hand-over, on the transfer thread: loads, reads, links, leases to keep alive, lookups."""

@@ -1,0 +1,442 @@
+"""D's link to one rank of P: connection, handshake, data plane. Driven by polling; nothing here blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from kvferry.connector.decode_side.handover import Blame, Reason
+from kvferry.connector.decode_side.link_state import (
+    LINK,
+    ChoosePlane,
+    DropPlane,
+    GreetingWanted,
+    HandshakeWanted,
+    LinkBroken,
+    LinkEvent,
+    LinkPhase,
+    LinkState,
+    MemoryMapped,
+    PeerWelcomed,
+    PlaneAttached,
+    PlaneChosen,
+    PlaneLost,
+    PlaneRejected,
+    ReportBroken,
+    SendHello,
+)
+from kvferry.connector.decode_side.plane_choice import Needs, PlaneChoice
+from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
+from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.dtypes import converted_pairs
+from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry
+from kvferry.connector.pages.checksums import chosen, described, trailer_bytes
+from kvferry.connector.pages.rank_context import RankContext, check_model
+from kvferry.connector.wire.messages import (
+    Attach,
+    Attached,
+    AttachRefused,
+    Closing,
+    Hello,
+    Refused,
+    Reply,
+    Request,
+    VersionError,
+    Welcome,
+    decode_reply,
+    encode,
+)
+from kvferry.connector.wire.metrics import FailureKind
+from kvferry.connector.wire.states import Lifetime, Tick
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
+from kvferry.kernels.checksum import ChecksumName, checksums_on
+from kvferry.transport.channels import DChannel
+from kvferry.transport.errors import (
+    GeometryError,
+    IncompatiblePeerError,
+    KVFerryError,
+    PlaneUnavailableError,
+    ProtocolError,
+    TransportError,
+    shortened,
+)
+from kvferry.transport.grant_board import BoardAddress, BoardReader
+from kvferry.transport.peer_process import PeerProcess
+from kvferry.transport.plane import Plane
+from kvferry.transport.wake import RateLimitedLog
+
+Place = tuple[str, int, str]
+"""Host and port of a rank of P, and the fingerprint of its key: the connection proves them. What else a request says
+of the rank may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
+Life = tuple[Place, bytes]
+"""A place, and the incarnation of the rank that has answered there."""
+
+
+_ATTACHED, _MAPPING = LinkPhase.ATTACHED, LinkPhase.MAPPING
+# Python 3.11 finds a member of an enumeration in Python code, which is slow for a look at each link.
+
+
+class Link:
+    """One connection to one life of one P rank: control connection, handshake, data plane.
+
+    ``link_state`` decides; this class performs its effects. A failed link is replaced, never used again.
+    """
+
+    def __init__(
+        self,
+        rank_context: RankContext,
+        address: RankAddress,
+        log: RateLimitedLog,
+        *,
+        place: Place,
+        avoid: Callable[[Life, float], Mapping[str, str]],
+        on_work: Callable[[Link], None],
+    ) -> None:
+        """``avoid``: returns the data planes that broke on a link to a P rank, and why each did. They come last.
+        ``on_work``: called where the link becomes ``pending``."""
+        settings = rank_context.settings
+        self._rank_context = rank_context
+        self._log = log
+        self._on_work = on_work
+        self.place = place
+        self._host, self._port = address.host, address.port
+        self._incarnation = b""  # P's, once it has answered
+        self._avoid = avoid
+        self._now = 0.0  # the time that the last call passed
+        self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
+        self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
+        self.failed_at = 0.0
+        self.used = True  # a message was sent since the owner last looked
+        self.used_at = 0.0
+        self.channel: DChannel | None = None
+        self.plane: Plane | None = None
+        self.slot_bytes = 0  # of a chunk in a slot, beside its checksum
+        self.checksum: ChecksumName | None = None  # behind each message
+        self.pages: tuple[PageLayout, ...] = ()
+        self.board: BoardReader | None = None  # P's board of posted grants
+        self.process: PeerProcess | None = None  # P's process, where D reads the process itself
+        self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, D's and P's, whose dtypes or scales differ
+        self._choice = PlaneChoice(rank_context)
+        self.geometry: RankGeometry | None = None
+        self._engine_id = ""  # P's own, once it has answered
+        self.connection = rank_context.dialer.connect(
+            self._host,
+            self._port,
+            key=address.key,
+            timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
+        )
+        self.connection.on_news = partial(on_work, self)
+        if self.connection.news:
+            on_work(self)
+
+    @property
+    def life(self) -> Life:
+        """Whose link this is, once P has answered."""
+        return self.place, self._incarnation
+
+    @property
+    def avoids(self) -> bool:
+        """Whether this link avoids data planes that broke."""
+        return bool(self._choice.avoid)
+
+    @property
+    def phase(self) -> LinkPhase:
+        return self.lifetime.state.phase
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``serve`` has work, or the owner has not acted on the phase. A deadline, and a data plane that
+        breaks, bring no work here: see ``may_have_failed``."""
+        phase = self.lifetime.state.phase
+        return self.connection.news or phase is not self.handled_phase or phase is _MAPPING
+
+    @property
+    def may_have_failed(self) -> bool:
+        """Whether ``serve`` must look at the time, or at the data plane. D may have thousands of links, and looks at
+        each of them at every tick."""
+        channel = self.channel
+        return channel is None or channel.error is not None or self.lifetime.state.phase is not _ATTACHED
+
+    @property
+    def name(self) -> str:
+        """The peer as a log line names it."""
+        where = f"{self._host}:{self._port}"
+        if self.geometry is None:
+            return f"P at {where}"
+        return f"{self._engine_id[:8]} pp{self.geometry.pp_rank} tp{self.geometry.tp_rank} at {where}"
+
+    def _key(self, what: str) -> str:
+        """Under which lines of one kind about one peer are limited."""
+        return f"{what} {self._host}:{self._port}"
+
+    @property
+    def theirs(self) -> RankGeometry:
+        """The peer's geometry, once attached."""
+        assert self.geometry is not None
+        return self.geometry
+
+    @property
+    def pulls(self) -> bool:
+        """Whether D reads P's pages by itself over the chosen data plane."""
+        return self.plane is not None and self.plane.pulls
+
+    @property
+    def failure(self) -> Reason:
+        """Why the link failed, with the peer's name."""
+        reason = self.lifetime.state.reason
+        assert reason is not None
+        return Reason(reason.kind, f"{self.name}: {reason.text}", reason.blames)
+
+    def start_handshake(self, now: float) -> None:
+        """Start the handshake, unless it was started before."""
+        self._now = now
+        self._step(HandshakeWanted())
+
+    def start_greeting(self, now: float) -> None:
+        """Make this D known to P, unless it is. P keeps a release that precedes its lease only from a known D."""
+        self._now = now
+        self._step(GreetingWanted())
+
+    def send(self, message: Request) -> None:
+        """Send, or fail the link where the peer cannot be reached. A failed link still carries messages, above all a
+        release, as long as its connection stands."""
+        self.used = True
+        if self.connection.lost or not self.connection.send(encode(message)):
+            self._take_closing()
+            self.fail("peer_lost", self.connection.reason or "its control connection takes no more messages")
+
+    def serve(self, now: float) -> list[Reply]:
+        """Advance the handshake. Returns the replies that do not belong to it."""
+        self._now = now
+        replies: list[Reply] = []
+        arrived = self.connection.receive()
+        if self.lifetime.state.phase is LinkPhase.FAILED:
+            return replies
+        for frames in arrived:
+            with self._errors_fail_the_link():
+                reply = decode_reply(frames)
+                if isinstance(reply, Welcome | Refused | Attached | AttachRefused):
+                    self._on_handshake_reply(reply)
+                elif not self._on_closing(reply):
+                    replies.append(reply)
+        state = self.lifetime.state
+        if state.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
+            with self._errors_fail_the_link():
+                self._map_pages()
+        if self.connection.lost:
+            self.fail("peer_lost", self.connection.reason or "the peer is gone")
+        elif self.channel is not None and self.channel.error is not None:
+            self._step(PlaneLost(str(self.channel.error)))
+        elif self.lifetime.state.phase is not LinkPhase.ATTACHED:  # which has no deadline; D may have thousands
+            self._step(Tick())
+        return replies
+
+    @contextmanager
+    def _errors_fail_the_link(self) -> Iterator[None]:
+        try:
+            yield
+        except (IncompatiblePeerError, GeometryError, VersionError) as error:
+            self.fail("incompatible", str(error))
+        except ProtocolError as error:
+            self._rank_context.stats.dropped("malformed reply")
+            self.fail("data", str(error))
+        except TransportError as error:
+            self.fail("plane", str(error), "peer")
+        except KVFerryError as error:
+            self.fail("peer_lost", str(error), "peer")
+
+    def fail(self, kind: FailureKind, text: str, blames: Blame = "") -> None:
+        """End the link. The reads over it fail."""
+        self._step(LinkBroken(Reason(kind, text, blames)))
+
+    def lose_plane(self, why: str) -> None:
+        """The data plane has broken, and its channel does not know. The reads over the link fail."""
+        self._step(PlaneLost(why))
+
+    @property
+    def broken_plane(self) -> str:
+        """The data plane that ended this link, while its control connection stood; empty if something else did."""
+        state = self.lifetime.state
+        return state.plane if state.reason is not None and state.reason.blames == "plane" else ""
+
+    def _take_closing(self) -> None:
+        """Fail the link with the reason that P gave where it closed the connection, if it has given one."""
+        for frames in self.connection.receive() if self.phase is not LinkPhase.FAILED else ():
+            with suppress(ProtocolError):
+                self._on_closing(decode_reply(frames))
+
+    def _on_closing(self, reply: Reply) -> bool:
+        """Whether a reply is P's last one, which fails the link."""
+        if not isinstance(reply, Closing):
+            return False
+        self.fail("peer_lost", f"P has ended its leases: {reply.reason}", "peer")
+        return True
+
+    def detach(self) -> None:
+        """Close the data plane; messages in flight there do not arrive. Idempotent."""
+        if self.channel is not None:
+            self.channel.close()
+
+    def close(self) -> None:
+        """Close the sockets and free the staging memory. Idempotent."""
+        self.detach()
+        self.connection.close()
+
+    # --- effects ------------------------------------------------------------------------------------------------
+
+    def _step(self, event: LinkEvent) -> None:
+        for effect in self.lifetime.step(event, self._now):
+            match effect:
+                case SendHello():
+                    self.send(self._hello())
+                case ChoosePlane():
+                    with self._errors_fail_the_link():
+                        self._choose_plane()
+                case DropPlane(plane, why):
+                    self._drop_plane(plane, why)
+                case ReportBroken(reason):
+                    text = "kvferry: link to %s failed: %s [%s]"
+                    self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
+        if self.pending:
+            self._on_work(self)
+
+    def _hello(self) -> Hello:
+        rank_context = self._rank_context
+        return Hello(
+            engine_id=rank_context.engine_id,
+            incarnation=rank_context.incarnation,
+            geometry=rank_context.caches.geometry,
+            model=dict(rank_context.model),
+            converts=rank_context.settings.convert_dtype,
+        )
+
+    # --- handshake ----------------------------------------------------------------------------------------------
+
+    def _on_handshake_reply(self, reply: Welcome | Refused | Attached | AttachRefused) -> None:
+        match reply:
+            case Refused():
+                raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
+            case Welcome():
+                self._check_welcome(reply)
+                self._step(PeerWelcomed())
+            case AttachRefused(detached=True):  # the next load, or the next attempt, makes a new link
+                self.fail("peer_lost", f"P has no handshake of ours: {shortened(reply.reason)}")
+            case AttachRefused():
+                self._step(PlaneRejected(reply.plane, shortened(reply.reason)))
+            case Attached():
+                self._on_attached(reply)
+
+    def _on_attached(self, reply: Attached) -> None:
+        if self.phase is not LinkPhase.ATTACHING or self.plane is None or self.channel is None:
+            raise ProtocolError(f"Attached came while {self.phase.value}")
+        if reply.plane != self.plane.name:
+            return  # D has rejected this plane in the meantime
+        try:
+            self.plane.finish(self.channel, reply.payload)
+        except PlaneUnavailableError as error:
+            self._choice.note_error(error)
+            self._step(PlaneRejected(reply.plane, str(error)))
+            return
+        if self.channel.encrypted:
+            self._log.info(self._key("encrypted"), "kvferry: KV bytes from %s are encrypted", self.name)
+        self.slot_bytes, self.pages = reply.slot_bytes - trailer_bytes(self.checksum), reply.pages
+        if not self.plane.pulls:
+            self._step(PlaneAttached(reply.plane, ready=True))
+            return
+        check_layouts(self.pages, self.theirs)
+        self.process = self.channel.process if self.channel.pulls else None
+        self.board = None if reply.board is None else self._open_board(reply.board)
+        self._step(PlaneAttached(reply.plane, ready=False))
+        self._map_pages()
+
+    def _open_board(self, address: BoardAddress) -> BoardReader | None:
+        """P's board; without it D asks for every grant."""
+        if self.process is None:
+            return None
+        try:
+            return BoardReader(self.process, address)
+        except (PlaneUnavailableError, OSError) as error:
+            self._log.info(self._key("board"), "kvferry: D asks %s for every grant: %s", self.name, error)
+            return None
+
+    def _map_pages(self) -> None:
+        """Translate the addresses of P's pages once D can read P's memory."""
+        channel = self.channel
+        assert channel is not None and channel.pulls
+        if channel.ready:
+            self.pages = translate_pages(self.pages, self.theirs, channel.translate)
+            self._step(MemoryMapped())
+
+    def _check_welcome(self, welcome: Welcome) -> None:
+        if self.phase is not LinkPhase.GREETING:
+            return  # the table refuses it
+        self._incarnation = welcome.incarnation
+        self._choice.avoid = self._avoid(self.life, self._now)
+        check_model(self._rank_context.model, welcome.model)
+        ours = self._rank_context.caches.geometry
+        compatible(ours, welcome.geometry, convert=self._rank_context.settings.convert_dtype)
+        self.geometry, self._engine_id = welcome.geometry, welcome.engine_id
+        self.converted = converted_pairs(ours, welcome.geometry)
+        if self.converted:
+            pairs = {f"{welcome.geometry.regions[j].dtype} to {ours.regions[i].dtype}" for i, j in self.converted}
+            text = "kvferry: KV of %s is converted, %s"
+            self._log.info(self._key("converted"), text, self.name, ", ".join(sorted(pairs)))
+        block_size = next((region.block_size for region in welcome.geometry.regions), 0)
+        described = self._rank_context.topology(welcome.geometry).describe(block_size)
+        self._log.info(self._key("topology"), "kvferry: %s: %s", self.name, described)
+        self._choice.take_offers(welcome.planes)
+        if self._rank_context.settings.checksum or welcome.checksum:
+            functions = checksums_on(self._rank_context.caches.device)
+            self.checksum = chosen(functions, welcome.checksums)
+            if self.checksum is None:
+                raise IncompatiblePeerError("checksums", ", ".join(functions), ", ".join(welcome.checksums) or "none")
+
+    def check_addressed(self, peer: PeerEngine, address: RankAddress) -> None:
+        """Check that this rank of P has the form that a request's parameters name, and lives the life that they name.
+        D has chosen the ranks to read from these parameters.
+
+        Raises:
+            IncompatiblePeerError: it has another form.
+            TransportError: another life.
+        """
+        if address.incarnation != self._incarnation:
+            raise TransportError("P was restarted, or has slept, since it made this hand-over; its KV cache is gone")
+        theirs = self.theirs
+        named = {
+            "tp_rank": address.tp_rank,
+            "pp_rank": address.pp_rank,
+            "tp_size": peer.tp_size,
+            "pp_size": peer.pp_size,
+            "shardings": peer.shardings,
+        }
+        for field, value in named.items():
+            if getattr(theirs, field) != value:
+                raise IncompatiblePeerError(
+                    f"P's {field}, in kv_transfer_params and in P's handshake,", value, getattr(theirs, field)
+                )
+
+    # --- data plane ---------------------------------------------------------------------------------------------
+
+    def _drop_plane(self, name: str, why: str) -> None:
+        """Close D's end of a plane that cannot be used, and do not choose it again."""
+        self.detach()
+        if self.channel is not None:
+            self._choice.note_error(self.channel.error)
+        self._choice.drop(name, why)
+
+    def _choose_plane(self) -> None:
+        """Connect the first plane that both sides have. One log line names it, and why no better plane was chosen.
+
+        Raises:
+            PlaneUnavailableError: no such plane is left.
+        """
+        needs = Needs(converts=bool(self.converted), checksum=self.checksum is not None)
+        self.plane, self.channel, payload, why = self._choice.connect(self.connection, needs)
+        name, because = self.plane.name, f" ({why})" if why else ""
+        lanes = self.plane.lanes_to(self.connection.address)
+        shown = described(name, self.checksum) + (f", lanes: {lanes}" if lanes else "")
+        self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, shown, because)
+        self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
+        self._step(PlaneChosen(name))
+        self.send(Attach(plane=name, payload=payload, checksum=self.checksum))

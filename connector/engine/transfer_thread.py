@@ -1,0 +1,370 @@
+"""The transfer thread: the thread of a rank that runs the protocol. The engine's thread posts work and takes results.
+
+The engine's thread calls ``post`` and ``results.take_*``, which never block, and ``results.wait`` where it cannot go
+on. While there is traffic, the transfer thread polls the control sockets and the data planes. While there is none, it
+sleeps in one ``poll`` call, without the GIL.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import select
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvferry.connector.decode_side.consumer import Consumer
+from kvferry.connector.decode_side.load_reports import Check, StepLoadListener
+from kvferry.connector.decode_side.lookup import PromptFinder
+from kvferry.connector.engine.posted_plans import PostedPlan, PostedPlans
+from kvferry.connector.engine.results import Results
+from kvferry.connector.pages.computed_steps import ComputedStep
+from kvferry.connector.pages.copies import DeviceEvent
+from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.prefill_side.producer import Producer
+from kvferry.connector.wire.step_plan import Load, StepPlan
+from kvferry.transport.channels import Copy
+from kvferry.transport.control.listener import Listener
+from kvferry.transport.errors import GeometryError
+from kvferry.transport.plane import Plane
+from kvferry.transport.wake import RunningClock, ShortSwitchInterval, Waker, keep_time_exactly
+
+logger = logging.getLogger("vllm.kvferry.transfer_thread")
+
+TICK_SECONDS = 0.02
+"""Seconds between two checks of the deadlines while any deadline is running."""
+BUSY_SECONDS = 1e-3
+"""Seconds between two looks at control messages while data traffic keeps the thread from calling the poller."""
+COMPUTING_SECONDS = 1e-3
+"""Seconds between two checks whether the device has filled the blocks of a lease. It nearly always has by then."""
+IDLE_SECONDS = 1.0
+QUIET_SECONDS = 5.0
+"""Seconds without a log line after an unexpected error was logged. An error in every turn would fill the disk."""
+SWITCH_SECONDS = 2e-5
+"""The interpreter's switch interval: how long another thread that spins in Python may delay the transfer thread. vLLM's
+worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB between two engines on two cores took
+490 ms, at 0.1 ms 180 ms."""
+
+
+class TransferThread:
+    """One rank's transfer thread.
+
+    Any thread may call ``post``. ``results``: what the engine takes.
+    """
+
+    def __init__(self, rank_context: RankContext, listener: Listener, clock: RunningClock | None = None) -> None:
+        """``clock``: the time of this thread's deadlines, by default the time that it has run."""
+        self._rank_context = rank_context
+        self._log = rank_context.log
+        self._listener = listener
+        self._time = clock or RunningClock()
+        self._waker = Waker()
+        self._switch = ShortSwitchInterval(SWITCH_SECONDS)
+        self.results = Results()
+        self._work_posted = False  # any thread sets it, before it wakes this one
+        self._yielding = False  # the engine's threads have more urgent work than this one
+        self._wake_pending = False  # the waker has fired and is not drained yet
+        self._ready_sockets: set[object] | None = None  # readable sockets, planes with events; None: any may have one
+        self._unarmed: set[Plane] = set()  # planes that must be armed again before they can wake this thread
+        self._warm = threading.Event()
+        self._cold: Exception | None = None
+        self._stopping = False
+        self._closing = ""
+        self._next_tick = self._next_look = 0.0
+        self._consumer = Consumer(rank_context, self._report_begun, self._report_moved, self.results.finished)
+        self._producer = Producer(rank_context, listener, self.results.freed)
+        consumer = self._consumer
+        self._finder = PromptFinder(
+            rank_context, consumer.links_to, self.results.rendezvous_told, consumer.release_for_all, self.wake
+        )
+        self._plans = PostedPlans(
+            rank_context, self._producer, consumer, self._finder, self.results, self._yield_to_engine
+        )
+        self._steps = self._producer.computing.steps
+        self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
+        rank_context.caches.copies.on_done = self._copy_done
+
+    def start(self) -> None:
+        """Start the thread, and return once its kernels are compiled. While anything of a hand-over is under way, the
+        thread keeps the interpreter's switch interval at ``SWITCH_SECONDS``.
+
+        Raises:
+            GeometryError: kernels do not run on the device of the caches.
+        """
+        self._thread.start()
+        self._warm.wait()
+        if self._cold is not None:
+            self.close()
+            raise GeometryError(f"copies on {self._rank_context.caches.device} do not work: {self._cold!r}")
+
+    def post(
+        self,
+        plan: StepPlan,
+        event: DeviceEvent | None = None,
+        computed: Sequence[DeviceEvent | None] = (),
+        listener: StepLoadListener | None = None,
+        step: ComputedStep | None = None,
+    ) -> None:
+        """Post the work of one step. Where it does not wake the thread, the thread takes it at its next turn.
+
+        ``event``: the device must have reached it before the blocks of loads ``behind`` are written. ``computed``: one
+        event per lease; the device must have reached it before the blocks of the lease are read. ``listener``: takes
+        the reports of the loads inside the step, from this thread. ``step``: where the step computes ``plan.chunks``.
+        """
+        self._producer.named.posted_plans += 1
+        wakes = plan.wakes_thread
+        if wakes or plan.chunks:
+            earlier = self.results.listeners  # before the thread can add this listener
+            self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
+            self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_relax``
+            if not self._stopping:  # a thread that has ended would never restore it
+                self._switch.shorten()
+            if not wakes:
+                return
+            self.wake()
+            for other in earlier:
+                other.interrupt()
+
+    def step_posted(self) -> None:
+        """In place of ``post``, for a plan that is ``nothing``."""
+        self._producer.named.posted_plans += 1
+
+    def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
+        """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
+        leases end, and every D is told ``reason``. Where the thread is not ``alive`` afterwards, it has left the pages
+        of the caches alone; copies on a GPU may be under way until ``Copies.synchronize`` returns."""
+        self._closing = self._closing or reason
+        self._stopping = True
+        self.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Have the thread look at its work once more. Any thread may call this."""
+        self._work_posted = True
+        self._waker.wake()
+
+    def step_advanced(self) -> None:
+        """A step that computes prompts has advanced, see ``ComputedStep``. Any thread may call this. The transfer
+        thread looks at such steps in each turn. It is woken only where a read waits for them, because while it runs it
+        takes the interpreter from the engine's thread."""
+        if self._producer.reads_wait:
+            self.wake()
+
+    def step_over(self) -> None:
+        """The device has ended a step that computes prompts. Any thread may call this."""
+        if self._producer.answers_wait:
+            self.wake()
+
+    def end_yield(self) -> None:
+        """End the wait that ``StepLoadListener.yield_to_engine`` was given. Any thread may call this."""
+        self._waker.wake()
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        keep_time_exactly()
+        try:
+            self._rank_context.caches.warm_up(checksum=self._rank_context.settings.checksum)
+        except Exception as error:
+            self._cold = error
+        self._warm.set()
+        self._time.turn()  # the time of compilation does not count as a delay
+        try:
+            self._serve()
+        finally:
+            self._shut()
+
+    def _serve(self) -> None:
+        quiet_until = 0.0
+        while not self._stopping:
+            now = self._time.turn()
+            try:
+                if not self.turn(now):
+                    self._sleep()
+            except Exception:  # an error in one turn must not end the thread
+                if now >= quiet_until:
+                    quiet_until = now + QUIET_SECONDS
+                    logger.exception("kvferry: unexpected error in the transfer thread, going on")
+                self._rank_context.stats.failed("internal")
+                time.sleep(TICK_SECONDS)
+                with suppress(Exception):  # deadlines must still be checked where every turn raises an error
+                    self._tick(now)
+
+    def turn(self, now: float) -> bool:
+        """Do what is ready, and check the deadlines where that is due. Returns whether there is more to do at once;
+        otherwise the next turn may come ``sleep_seconds`` later."""
+        if now >= self._next_look:
+            self._next_look = now + TICK_SECONDS
+            self._ready_sockets = None
+        busy = self._turn(now)
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
+            self._tick(now)
+        # Where this thread sleeps next, the poller names what is ready.
+        calls_no_poller = busy or self._work_posted
+        self._next_look = min(self._next_look, now + BUSY_SECONDS) if calls_no_poller else self._next_tick
+        if self._time.late:
+            self._rank_context.stats.total("thread_delay_us", round(self._time.late * 1e6))
+            late = f"{self._time.late:.1f}"
+            text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
+            self._log.warning("held up", "%s", text)
+        return busy
+
+    @property
+    def sleep_seconds(self) -> float:
+        """How long the thread may sleep if nothing happens."""
+        live = self._consumer.live or self._producer.live or self._finder.live
+        return COMPUTING_SECONDS if self._plans.computing else TICK_SECONDS if live else IDLE_SECONDS
+
+    def _relax(self) -> None:
+        """No hand-over is under way here: give the engine's threads their switch interval back. Work that is posted
+        meanwhile keeps it short."""
+        self._switch.restore()
+        if self._work_posted:
+            self._switch.shorten()
+
+    def mark_ready(self, what: object) -> None:
+        """A socket is readable, or a plane has an event: the next turn serves it."""
+        if self._ready_sockets is not None:
+            self._ready_sockets.add(what)
+
+    def _turn(self, now: float) -> bool:
+        """Look at all work. Returns whether there is more to do at once."""
+        self._work_posted = busy = False  # before the first look, so that nothing is missed
+        try:
+            if self._plans.posted:
+                self._plans.run(now)
+            if self._steps:
+                self._producer.computing.look(now)
+            if self._plans.computing:
+                self._plans.grant_computed(now)
+        finally:
+            if self._time.late:
+                self._consumer.renew_now()
+        # Messages that have arrived come first: after a delay of this thread they count before any deadline.
+        ready, self._ready_sockets = self._ready_sockets, set()
+        for plane in self._rank_context.planes:
+            if ready is None or plane in ready or plane.active:
+                busy |= self._progress(plane)
+        if ready is None or self._producer.arrived or self._listener.fd in ready:
+            busy |= self._producer.serve(now)
+        busy |= self._consumer.serve(now, ready)
+        if self._finder.has_work:
+            self._finder.serve(now)
+        busy |= self._producer.reads.pump(now)
+        # After the reads that wait are known to ``step_advanced``, so that nothing is missed that did not wake us.
+        return busy or bool(self._plans.posted) or (bool(self._steps) and self._producer.computing.has_news)
+
+    def _progress(self, plane: Plane) -> bool:
+        """Advance one plane. An error there must not stop the other planes, nor the control messages."""
+        self._unarmed.add(plane)
+        try:
+            return plane.progress()
+        except Exception as error:
+            self._rank_context.stats.failed("internal")
+            text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
+            self._log.warning(f"plane {plane.name}", "%s", text)
+            time.sleep(TICK_SECONDS)  # the error may occur in every turn
+            return False
+
+    def _tick(self, now: float) -> None:
+        self._consumer.tick(now)
+        self._finder.tick(now)
+        self._producer.tick(now)
+        self._rank_context.stats.dropped_so_far("listener", self._listener.dropped)
+
+    def _yield_to_engine(self, listener: StepLoadListener) -> None:
+        """Meanwhile no end of a copy wakes this thread. A control message does: a peer waits for its answer."""
+        poll = self._control_poll()
+
+        def wait(seconds: float) -> bool:
+            ready = {fd for fd, _ in poll.poll(math.ceil(seconds * 1e3))}
+            if self._waker.fd in ready:
+                self._waker.drain()
+            for fd in ready:
+                self.mark_ready(fd)
+            return bool(ready - {self._waker.fd})
+
+        self._yielding = True
+        try:
+            listener.yield_to_engine(wait)
+        finally:
+            self._yielding = False
+
+    def _copy_done(self) -> None:
+        """A copy on a GPU has ended. Any thread may call this."""
+        if not self._yielding:  # else this thread looks at the copies right after the wait
+            self.wake()
+
+    def _report_begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
+        for listener in self.results.listeners:
+            listener.begun(load, stands, copies)
+
+    def _report_moved(self) -> None:
+        for listener in self.results.listeners:
+            listener.moved()
+
+    def _sleep(self) -> None:
+        if self._wake_pending:  # drained only here, so that the turn after the wake-up starts without this delay
+            self._wake_pending = False
+            self._waker.drain()
+        if self._work_posted:
+            return
+        awake = False
+        for plane in list(self._unarmed):
+            if plane.arm():
+                self._unarmed.remove(plane)
+            else:
+                self.mark_ready(plane)
+                awake = True
+        poll = self._control_poll()
+        planes: dict[int, Plane] = {}
+        for plane in self._rank_context.planes:
+            for fd, events in plane.pollables():
+                poll.register(fd, events)
+                planes[fd] = plane
+        seconds = self.sleep_seconds
+        if seconds == IDLE_SECONDS and not self._producer.computing.prompts:
+            self._relax()
+        else:
+            self._switch.shorten()
+        seconds = 0.0 if awake else seconds
+        self._time.sleeps(seconds)
+        for fd, _ in poll.poll(int(seconds * 1e3)):
+            self.mark_ready(planes.get(fd, fd))
+            self._wake_pending |= fd == self._waker.fd
+
+    def _control_poll(self) -> select.poll:
+        """A poll of this thread's waker, and of all control messages."""
+        poll = select.poll()
+        for fd in (self._waker.fd, self._listener.fd, self._rank_context.dialer.fd):
+            poll.register(fd, select.POLLIN)
+        return poll
+
+    def _shut(self) -> None:
+        """Close everything. The engine reuses its blocks after this call, also after an error here, so posted grants
+        are withdrawn first."""
+        for act in (
+            self._switch.restore,
+            self._producer.withdraw,
+            lambda: self._producer.say_closing(self._closing),
+            self._rank_context.caches.copies.close,
+            lambda: self._consumer.close(self._time.turn(), self._closing),
+            self._finder.close,
+            self._rank_context.dialer.close,
+            self._producer.close,
+            *(plane.close for plane in self._rank_context.planes),
+            self._listener.close,
+            self._waker.close,
+        ):
+            try:
+                act()
+            except Exception:
+                logger.exception("kvferry: unexpected error while the transfer thread ends")

@@ -1,0 +1,86 @@
+"""One rank's own side of every hand-over: its caches, identity and settings. ``Producer`` and ``Consumer`` share it.
+
+Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.connector.config import Settings
+from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
+from kvferry.connector.pages.caches import RankCaches
+from kvferry.connector.wire.messages import MAX_REPLY_BYTES
+from kvferry.connector.wire.metrics import HandoverStats, rank_stats
+from kvferry.connector.wire.step_plan import RemoteLease
+from kvferry.transport.allowed_peers import AllowedPeers
+from kvferry.transport.control.dialer import Dialer
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.errors import IncompatiblePeerError, ProtocolError
+from kvferry.transport.plane import Plane
+from kvferry.transport.tracing import Tracer
+from kvferry.transport.wake import RateLimitedLog
+
+P_ENGINES = 64
+"""P engines of which D remembers what is the same for all hand-overs from them: ranks, and their addresses."""
+
+
+def _unknown_lease(params: bytes) -> RemoteLease:
+    raise ProtocolError("this rank does not read what P tells of a lease")
+
+
+@dataclass
+class RankContext:
+    """All data about its own rank that a hand-over needs. ``clock``: seconds, never going back, by which hand-overs are
+    measured; ``time.monotonic`` where copies note their ends (``Copy.ended_at``). ``lease_of``: the lease that
+    ``kv_transfer_params`` name, in MessagePack; may raise ProtocolError. ``tracer``: takes the spans of hand-overs,
+    where there are traces."""
+
+    settings: Settings
+    engine_id: str
+    incarnation: bytes
+    model: Mapping[str, str]
+    caches: RankCaches
+    keys: Keys
+    planes: Sequence[Plane] = ()
+    allowed_peers: AllowedPeers = field(default_factory=lambda: AllowedPeers(None))
+    missing_planes: Mapping[str, str] = field(default_factory=dict)
+    stats: HandoverStats = field(default_factory=rank_stats)
+    log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
+    clock: Callable[[], float] = time.monotonic
+    lease_of: Callable[[bytes], RemoteLease] = _unknown_lease
+    tracer: Tracer | None = None
+    dialer: Dialer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dialer = Dialer(self.keys, max_message_bytes=MAX_REPLY_BYTES, refusal=self._refusal)
+
+    def _refusal(self, address: str) -> str:
+        return self.allowed_peers.refusal(address)
+
+    def topology(self, peer: EngineForm) -> TpKVTopology:
+        """The topology of this rank, as D, and the P engine ``peer``: the same object for every peer of that form."""
+        return TpKVTopology.between(self.caches.geometry, peer)
+
+    def plane(self, name: str) -> Plane | None:
+        """The plane with this name, or ``None`` where this rank does not have it."""
+        return next((plane for plane in self.planes if plane.name == name), None)
+
+    def drop(self, reason: str, detail: object) -> None:
+        """Count and log a control message that this rank does not handle or send."""
+        self.stats.dropped(reason)
+        self.log.warning(reason, "kvferry: control message dropped (%s): %s", reason, detail)
+
+
+def check_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Check that two ranks hold the same model.
+
+    Raises:
+        IncompatiblePeerError: they do not. The error names the first field that differs, and both values.
+    """
+    for name in sorted(set(ours) | set(theirs)):
+        if ours.get(name) != theirs.get(name):
+            raise IncompatiblePeerError(name, ours.get(name, "unset"), theirs.get(name, "unset"))

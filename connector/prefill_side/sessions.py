@@ -1,0 +1,221 @@
+"""P's side of the handshake. A rank of D has one session from its Hello on."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.token_sharding import TokenShard
+from kvferry.connector.pages.checksums import NO_CHECKSUM, described, trailer_bytes
+from kvferry.connector.pages.rank_context import RankContext, check_model
+from kvferry.connector.wire import messages
+from kvferry.kernels.checksum import ChecksumName, checksums_on
+from kvferry.transport.channels import PChannel, SendChannel
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
+from kvferry.transport.grant_board import BoardAddress
+from kvferry.transport.host import is_ours
+from kvferry.transport.plane import Plane
+from kvferry.transport.wake import RateLimitedLog
+
+logger = logging.getLogger("vllm.kvferry.sessions")
+
+SESSIONS = 4096
+SILENT_SECONDS = 2 * messages.IDLE_LINK_SECONDS
+"""D has closed the link of a session from which no message came for this time."""
+NO_SLOT_BYTES = messages.MIN_SLOT_BYTES
+"""``Attached.slot_bytes`` of a plane without slots: the least value that the message allows."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One rank of D. ``shards``: the tokens that it can hold, one shard for each token sharding of its engine.
+    ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session.
+    ``heard``: when its last message came. ``checksum``: the function of the checksums behind the messages that P sends.
+    """
+
+    identity: bytes
+    engine_id: str
+    shards: frozenset[TokenShard]
+    address: str
+    here: bool
+    channel: PChannel | None = None
+    asked: bool = False
+    heard: float = 0.0
+    checksum: ChecksumName | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether a data plane is attached and has no error."""
+        return self.channel is not None and self.channel.error is None
+
+    @property
+    def sender(self) -> SendChannel | None:
+        """The channel to send on. ``None`` where no plane is attached, or where D reads P's pages by itself."""
+        return None if self.channel is None or self.channel.pulls else self.channel
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk that a slot of ``sender`` holds, beside its checksum."""
+        assert self.sender is not None
+        return self.sender.slot_bytes - trailer_bytes(self.checksum)
+
+
+class Sessions:
+    """All sessions of this rank. The session whose D has been silent longest comes first."""
+
+    def __init__(self, rank_context: RankContext, board: BoardAddress) -> None:
+        self._rank_context = rank_context
+        self._board = board
+        self._log = RateLimitedLog(logger)
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+
+    def find(self, identity: bytes, now: float) -> Session | None:
+        """The session of a D rank that has sent a message. It moves to the end of the order of displacement."""
+        session = self._sessions.get(identity)
+        if session is not None:
+            session.heard = now
+            self._sessions.move_to_end(identity)
+        return session
+
+    def peek(self, identity: bytes) -> Session | None:
+        """The session of a D rank; the order of displacement stays."""
+        return self._sessions.get(identity)
+
+    def check(self, hello: messages.Hello) -> messages.Refused | None:
+        """The refusal of a D whose model or geometry does not fit; ``None`` where P can serve this D."""
+        try:
+            check_model(self._rank_context.model, hello.model)
+            compatible(self._rank_context.caches.geometry, hello.geometry, consumer=False, convert=hello.converts)
+        except (IncompatiblePeerError, GeometryError) as error:
+            self._log.warning(f"refused {hello.engine_id}", "kvferry: refused D %s: %s", hello.engine_id[:8], error)
+            if isinstance(error, IncompatiblePeerError):
+                ours, theirs = str(error.ours)[:1024], str(error.theirs)[:1024]
+                return messages.Refused(field=error.field[:256], ours=ours, theirs=theirs)
+            return messages.Refused(field="geometry", ours="a valid geometry", theirs=str(error)[:1024])
+        return None
+
+    def displaced(self, identity: bytes) -> Iterator[Session]:
+        """The sessions that must end before a session of ``identity`` begins: its former session, and the session that
+        has been silent longest where ``SESSIONS`` are open."""
+        former = self._sessions.get(identity)
+        if former is not None:
+            yield former
+        while len(self._sessions) >= SESSIONS:
+            yield next(iter(self._sessions.values()))
+
+    def begin(self, identity: bytes, hello: messages.Hello, address: str, now: float) -> messages.Welcome:
+        """Begin a session for a Hello that has passed ``check`` and came from ``address``. Only a D on this host learns
+        of the planes that join processes of one host: their offers name processes and files."""
+        theirs = hello.geometry
+        shards = frozenset(sharding.shard(theirs.tp_rank) for sharding in theirs.shardings)
+        here = is_ours(address)
+        self._sessions[identity] = Session(identity, hello.engine_id, shards, address, here, heard=now)
+        rank_context = self._rank_context
+        return messages.Welcome(
+            engine_id=rank_context.engine_id,
+            incarnation=rank_context.incarnation,
+            geometry=rank_context.caches.geometry,
+            model=dict(rank_context.model),
+            planes=tuple(
+                messages.PlaneOffer(plane.name, plane.offer())
+                for plane in rank_context.planes
+                if here or not plane.same_host
+            ),
+            checksums=checksums_on(rank_context.caches.device),
+            checksum=rank_context.settings.checksum,
+        )
+
+    def attach(self, session: Session, attach: messages.Attach) -> messages.Attached | messages.AttachRefused:
+        """Accept the data plane that D chose."""
+        plane = self._rank_context.plane(attach.plane)
+        try:
+            if plane is None:
+                raise TransportError(f"plane {attach.plane!r} is not on offer")
+            if plane.same_host and not session.here:
+                raise TransportError(f"plane {attach.plane} joins processes of one host, D is at {session.address}")
+            self._check_checksum(attach, plane)
+            if session.channel is not None:
+                if session.asked:
+                    raise TransportError("a data plane is attached already")
+                session.channel.close()  # D could not use this data plane
+                session.channel = None
+            session.channel, reply = plane.accept(attach.payload)
+        except (TransportError, ProtocolError) as error:
+            key, text = f"not attached {session.engine_id}", "kvferry: D %s could not attach: %s"
+            self._log.warning(key, text, session.engine_id[:8], error)
+            return messages.AttachRefused(plane=attach.plane, reason=str(error)[:1024])
+        session.checksum = attach.checksum
+        key, text = f"attached {session.engine_id}", "kvferry: D %s attached over %s"
+        self._log.info(key, text, session.engine_id[:8], described(attach.plane, attach.checksum))
+        if session.channel.pulls:  # only a D that reads P's pages receives their addresses
+            pages = self._rank_context.caches.page_layouts()
+            board = self._board if plane.same_host else None
+            return messages.Attached(
+                plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=board, pages=pages
+            )
+        return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
+
+    def _check_checksum(self, attach: messages.Attach, plane: Plane) -> None:
+        """Check that D's choice of a checksum is possible, and no less than this engine demands.
+
+        Raises:
+            TransportError: it is not.
+        """
+        if attach.checksum is None and self._rank_context.settings.checksum:
+            raise TransportError("D attaches without checksums, P demands them (setting checksum)")
+        if attach.checksum is not None and plane.pulls:
+            raise TransportError(f"plane {plane.name} has no checksums: {NO_CHECKSUM}")
+        ours = checksums_on(self._rank_context.caches.device)
+        if attach.checksum is not None and attach.checksum not in ours:
+            raise TransportError(f"D wants the checksum {attach.checksum}, P has {', '.join(ours)}")
+
+    def gone(self, now: float) -> list[Session]:
+        """The sessions whose D is gone: their data plane has an error, or they have been silent for long. Where D reads
+        P's pages by itself, P holds nothing that could have an error. No lease that such a D knew stands any more."""
+        gone = [s for s in self._sessions.values() if s.channel is not None and s.channel.error is not None]
+        for session in gone:
+            assert session.channel is not None
+            key, text = f"gone {session.engine_id}", "kvferry: D rank of %s is gone: %s"
+            self._log.info(key, text, session.engine_id[:8], session.channel.error)
+        silent = max(SILENT_SECONDS, self._rank_context.settings.lease_cap_seconds)
+        for session in self._sessions.values():  # the one that has been silent longest comes first
+            if now < session.heard + silent:
+                break
+            if session not in gone:
+                gone.append(session)
+        return gone
+
+    def end(self, session: Session) -> None:
+        """Close the data plane of a session and forget the session. All of its reads must have ended before."""
+        if session.channel is not None:
+            session.channel.close()
+        self._sessions.pop(session.identity, None)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def close(self) -> None:
+        """End all sessions."""
+        for session in list(self._sessions.values()):
+            self.end(session)
+
+
+def refusal(request: messages.Request) -> messages.Reply | None:
+    """The answer to a request that came without a Hello, or from a D whose session has ended, if there is one."""
+    text = "no handshake was made, or it was forgotten"
+    match request:
+        case messages.Attach():
+            return messages.AttachRefused(plane=request.plane, reason=text, detached=True)
+        case messages.Ask():
+            return messages.Deny(read=request.read, reason="detached", detail=text)
+        case messages.Commit():
+            return messages.Committed(read=request.read, ok=False)
+        case messages.Cancel():
+            return messages.Stopped(read=request.read, sent=0)
+    return None

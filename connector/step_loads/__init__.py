@@ -1,0 +1,1 @@
+"""Loads inside an engine step, on the engine's thread."""

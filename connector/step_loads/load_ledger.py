@@ -1,0 +1,95 @@
+"""What one rank owes its engine: the end of every load beside the steps and of every lease, each reported once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from kvferry.connector.step_loads import worker_load
+from kvferry.connector.step_loads.step_load import ThreadEnded
+from kvferry.connector.step_loads.worker_load import LoadBesideEnded, WorkerLoadEvent
+from kvferry.connector.wire.states import Lifetime
+from kvferry.connector.wire.step_plan import Load, StepResults
+
+MAX_STORIES = 8
+"""Loads whose history stands in one log line."""
+
+
+class LoadLedger:
+    """The loads that have been posted and not ended, by request id, with the reports that the engine has not taken.
+
+    ``worker_load.WORKER_LOAD`` decides what is reported. A request id that is not in the ledger is ignored: its load or
+    lease was not posted here, or was reported before. Where a load is posted under the id of one that has not ended,
+    only the end of the new one is reported: the engine cannot tell their reports apart. Of a lease the ledger only
+    keeps that it is not reported; ``lease.LEASE`` is its table. ``clock``: seconds, for the histories.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loads: dict[str, Lifetime[worker_load.WorkerLoad, WorkerLoadEvent, worker_load.WorkerLoadEffect]] = {}
+        self._leases: set[str] = set()
+        self._results = StepResults()
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def post(self, loads: Iterable[Load], leases: Iterable[str]) -> None:
+        """These loads beside the steps, and the leases of these requests, are about to be posted."""
+        for load in loads:
+            self._loads[load.request_id] = Lifetime(worker_load.WORKER_LOAD, worker_load.post_load(load), self._clock())
+        self._leases.update(leases)
+
+    def load_ended(self, load: Load, *, ok: bool) -> None:
+        """The transfer thread has reported a load. Loads inside a step are not in the ledger."""
+        if load.request_id in self._loads:
+            self._step(load.request_id, LoadBesideEnded(load, ok))
+
+    def lease_freed(self, request_id: str) -> None:
+        """The transfer thread has freed a lease."""
+        if request_id in self._leases:
+            self._leases.remove(request_id)
+            self._results.sent.add(request_id)
+
+    def thread_ended(self) -> None:
+        """The transfer thread is gone: every load that has not ended fails, and every lease ends."""
+        for request_id in list(self._loads):
+            self._step(request_id, ThreadEnded())
+        self._results.sent |= self._leases
+        self._leases.clear()
+
+    def pages_gone(self) -> None:
+        """The transfer thread is gone, and the caches' pages go too: also the loads that have ended fail, unless the
+        engine has taken their reports."""
+        self.thread_ended()
+        self._results.failed |= self._results.received
+
+    def _step(self, request_id: str, event: WorkerLoadEvent) -> None:
+        for effect in self._loads[request_id].step(event, self._clock()):
+            del self._loads[request_id]
+            self._results.received.add(request_id)
+            if not effect.ok:
+                self._results.failed.add(request_id)
+
+    # --- queries of the worker half ------------------------------------------------------------------------------
+
+    @property
+    def awaits_load(self) -> bool:
+        """Whether a load has not ended, and no load has that the engine has not taken."""
+        return bool(self._loads) and not self._results.received
+
+    @property
+    def owes(self) -> bool:
+        """Whether a load or a lease has not ended."""
+        return bool(self._loads or self._leases)
+
+    def stories(self) -> str:
+        """The loads that have not ended, with their histories, for a log line."""
+        names = list(self._loads)
+        shown = [f"{name} ({self._loads[name].story()})" for name in names[:MAX_STORIES]]
+        return ", ".join(shown) + (f" and {len(names) - MAX_STORIES} more" if len(names) > MAX_STORIES else "")
+
+    # --- what the engine takes ----------------------------------------------------------------------------------
+
+    def take_results(self) -> StepResults:
+        """The loads beside the steps and the leases that have ended, each returned once."""
+        results, self._results = self._results, StepResults()
+        return results
