@@ -40,6 +40,7 @@ from kvferry.connector.wire.step_plan import (
     StepPlan,
     pack_ids,
 )
+from tests.support.inside import sends_of
 
 SETTLE_SECONDS = 15.0
 """How long P may take to hear that its leases are over."""
@@ -126,14 +127,14 @@ class PlaneSource(PlaneEndpoint):
     def _note_starts(self, worker: WorkerHalf) -> None:
         """When P begins with the data of a read that it was asked for."""
         assert worker._transfer_thread is not None
-        pushes = worker._transfer_thread._producer.reads.sender
+        pushes = sends_of(worker._transfer_thread)
         start = pushes.start
 
         def noted(outgoing: OutgoingRead) -> None:
             self.starts.append(time.perf_counter())
             start(outgoing)
 
-        pushes.start = noted  # type: ignore[method-assign]
+        pushes.start = noted
 
     def exchange(self, blob: str | None, peer: str = "main") -> str | None:
         addresses = {_key(form): worker.address for form, worker in self.workers.items()}

@@ -30,6 +30,7 @@ from kvferry.connector.decode_side import load_reports, source_reads
 from kvferry.connector.wire.states import Tick
 from kvferry.connector.wire.step_plan import unpack_ids
 from kvferry.transport.planes import cma
+from tests.support.inside import leases_of, producer_of
 from tests.support.kv_bytes import Cached, cached_layer
 
 NAME = re.compile(r"wt\d+-\d+")
@@ -211,10 +212,10 @@ class FaultProbe:
         """End this request's lease, as its expiry does; with ``reuse`` write other bytes to its pages. P must not cache
         prefixes. Returns whether there was a lease."""
         thread = _transfer_thread()
-        producer: Any = thread._producer
+        producer: Any = producer_of(thread)
         end = time.monotonic() + LOOK_SECONDS
         while time.monotonic() < end:
-            held = next((h for h in list(producer._leases.held.values()) if name_of(h.grant.request_id) == name), None)
+            held = next((h for h in list(leases_of(producer).values()) if name_of(h.grant.request_id) == name), None)
             if held is not None:
                 break
             if any(name_of(grant.request_id) == name for grant, _ in thread._plans.computing):
@@ -250,7 +251,7 @@ class FaultProbe:
             return {}
         thread = _transfer_thread()
         return {
-            "leases at P": len(thread._producer._leases.held) + len(thread._plans.computing),
+            "leases at P": len(leases_of(thread)) + len(thread._plans.computing),
             "loads at D": len(thread._consumer.loads.running) + len(thread._consumer._receiver._reads),
             "leases kept by D": len(thread._consumer._lease_keeper._kept),
         }
@@ -267,12 +268,12 @@ def _expire(producer: Any, held: Any, done: list[bool]) -> None:
 
 def _on_thread(thread: Any, act: Callable[[], None]) -> None:
     """Run this on the transfer thread."""
-    pump = thread._producer.reads.pump
+    pump = producer_of(thread).reads.pump
 
     def once(now: float) -> bool:
-        thread._producer.reads.pump = pump
+        producer_of(thread).reads.pump = pump
         act()
         return bool(pump(now))
 
-    thread._producer.reads.pump = once
+    producer_of(thread).reads.pump = once
     thread._waker.wake()

@@ -72,7 +72,8 @@ class GrantBoard:
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self._fd, 0)
         self._counters = np.frombuffer(self._memory, dtype=np.int64)
-        self._taken: set[int] = set()
+        self.posted: set[int] = set()
+        """The places of the grants that stand."""
         self._lock = threading.Lock()
         self.place = BoardAddress(self._fd, secrets.token_bytes(KEY_BYTES))
         self._memory[:KEY_BYTES] = self.place.secret
@@ -80,10 +81,10 @@ class GrantBoard:
     def post(self, key: bytes, text: bytes) -> int | None:
         """Post a grant. Returns its place, or None where there is no room for it, or after ``close``."""
         with self._lock:
-            at = next((slot for slot in _slots(key) if slot not in self._taken), None)
+            at = next((slot for slot in _slots(key) if slot not in self.posted), None)
             if at is None or self._fd < 0 or len(text) > SLOT_BYTES - _HEADER.size:
                 return None
-            self._taken.add(at)
+            self.posted.add(at)
             counter = int(self._counters[at // 8])
             counter += 1 - counter % 2  # odd: being written
             self._counters[at // 8] = counter
@@ -96,16 +97,16 @@ class GrantBoard:
     def withdraw(self, at: int) -> None:
         """Withdraw a grant: from now on ``is_current`` is false for every reader. Idempotent."""
         with self._lock:
-            if at in self._taken:  # a second step of the counter would post it again
+            if at in self.posted:  # a second step of the counter would post it again
                 self._counters[at // 8] += 1
-                self._taken.remove(at)
+                self.posted.remove(at)
 
     def close(self) -> None:
         """Withdraw all grants, and post none from now on. Idempotent."""
         with self._lock:
-            for at in self._taken:
+            for at in self.posted:
                 self._counters[at // 8] += 1
-            self._taken.clear()
+            self.posted.clear()
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1

@@ -165,7 +165,7 @@ class Producer:
         while self.arrived:
             identity, frames, address = self.arrived.popleft()
             try:
-                self._request(identity, messages.decode_request(frames), now, address)
+                self.handle(identity, messages.decode_request(frames), now, address)
             except messages.VersionError as error:
                 ours, theirs = str(messages.PROTOCOL_VERSION), str(error.theirs)
                 self._replies.send(identity, messages.Refused(field="protocol version", ours=ours, theirs=theirs))
@@ -231,7 +231,8 @@ class Producer:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def _request(self, identity: bytes, request: messages.Request, now: float, address: str) -> None:
+    def handle(self, identity: bytes, request: messages.Request, now: float, address: str) -> None:
+        """Answer a request."""
         session = self._sessions.find(identity, now)
         match request:
             case messages.Hello():

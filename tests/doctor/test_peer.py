@@ -18,6 +18,7 @@ from kvferry.transport.control.keys import Keys
 from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.errors import UsageError
 from tests.doctor.planted import is_bad, only
+from tests.support.inside import sessions_of
 from tests.support.ranks import Rank
 from tests.transport.control_ends import KEYS, new_keys
 
@@ -42,7 +43,7 @@ def look(port: int, keys: Keys = KEYS, settings: Settings | None = None, seconds
 def sessions(p: Rank) -> int:
     thread = p.worker._transfer_thread
     assert thread is not None
-    return len(thread._producer._sessions)
+    return len(sessions_of(thread))
 
 
 def test_an_engine_tells_its_model_and_is_not_changed():

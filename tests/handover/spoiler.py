@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.transport.channels import Pieces, SendChannel, Slot
-from tests.handover.gates import halves
+from tests.support.inside import sessions_of
 from tests.support.ranks import Rank
 
 Fault = Callable[[int, bytearray], None]
@@ -20,7 +20,7 @@ class Spoiler:
     """Replaces the sends of a rank's only channel. The bytes are changed behind P's checksum, also in place."""
 
     def __init__(self, p: Rank) -> None:
-        (session,) = halves(p)[0]._sessions
+        (session,) = sessions_of(p).values()
         channel = session.sender
         assert isinstance(channel, SendChannel)
         self.fault: Fault | None = None

@@ -19,6 +19,7 @@ from kvferry.transport.planes import tcp_channels
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
+from tests.support.inside import early_asks, early_votes, sends_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20, **PATIENT)
@@ -72,10 +73,10 @@ def test_asked_before_p_has_the_lease(pair: tuple[Rank, Rank]) -> None:
     token = secrets.token_bytes(16)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     producer, _ = halves(p)
-    assert wait(lambda: bool(producer._early.asks), [p, d])
+    assert wait(lambda: bool(early_asks(producer)), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.failed == {"req-d"}, [d])
-    assert wait(lambda: not producer._early.asks and any(key[0] == token for key in producer._early.votes), [p, d])
+    assert wait(lambda: not early_asks(producer) and any(key[0] == token for key in early_votes(producer)), [p, d])
     p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
     assert wait(lambda: p.sent == {"req-p"}, [p, d]), "a release that came before its lease counts"
     another_works(p, d)
@@ -87,10 +88,10 @@ def test_a_release_by_a_d_that_never_asked_precedes_the_lease(pair: tuple[Rank, 
     token, producer = secrets.token_bytes(16), halves(p)[0]
     keep = KeepLease("req-d", token, peer([p]), False)
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(UnneededLease("req-d", token),)))
-    assert wait(lambda: any(key[0] == token for key in producer._early.votes), [p, d])
+    assert wait(lambda: any(key[0] == token for key in early_votes(producer)), [p, d])
     p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
-    assert not producer._early.votes
+    assert not early_votes(producer)
     another_works(p, d)
 
 
@@ -98,7 +99,7 @@ def test_an_ask_before_the_lease_is_served_when_it_comes(pair: tuple[Rank, Rank]
     p, d = pair
     token = secrets.token_bytes(16)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    assert wait(lambda: bool(early_asks(p)), [p, d])
     p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
@@ -122,7 +123,7 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
         gate = Gate(producer.reads, "pump", lambda now: gate.calls <= 2 and real(now))
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(consumer.loads.running), gate)
-    assert wait(lambda: not consumer._receiver and not producer.reads.sender, [p, d]), (
+    assert wait(lambda: not consumer._receiver and not sends_of(producer), [p, d]), (
         "reads that nobody waits for were kept"
     )
 

@@ -15,11 +15,12 @@ from kvferry.connector.pages.checksums import NO_CHECKSUM
 from kvferry.connector.wire import messages
 from kvferry.kernels.checksum import TRAILER_BYTES
 from kvferry.transport.errors import ConfigError
-from tests.handover.gates import PATIENT, halves
+from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
 from tests.handover.spoiler import Fault, Spoiler
 from tests.handover.test_odd_peers import RawD
+from tests.support.inside import sessions_of
 from tests.support.ranks import Rank, grant, load_plan, peer, reason_of, wait
 from tests.transport.plane_list import PUSH, host_planes
 
@@ -172,7 +173,7 @@ def test_the_function_of_gpu_ranks_between_host_ranks(
     monkeypatch.setattr(link, "checksums_on", lambda device: ("sum64",))
     p, d = ranks(group, plane, form)
     assert load(p, d, "first")
-    (session,) = halves(p)[0]._sessions
+    (session,) = sessions_of(p).values()
     assert session.checksum == "sum64"
     spoiler = Spoiler(p)
     for number, at in enumerate((0, 777, -TRAILER_BYTES - 1, -1)):
@@ -287,7 +288,7 @@ def test_a_p_that_leaves_the_checksum_out_is_noticed(group: RankGroup) -> None:
     )
     p.fill(THEIRS, TOKENS)
     assert load(p, d, "first")
-    (session,) = halves(p)[0]._sessions
+    (session,) = sessions_of(p).values()
     session.checksum = None
     begin(p, d, "bare")
     assert wait(lambda: "bare-d" in d.received, [p, d]) and d.failed == {"bare-d"}

@@ -22,6 +22,7 @@ from tests.handover.prefilling import PrefillingEngine
 from tests.handover.rank_group import RankGroup
 from tests.handover.streamed import ELSEWHERE, OURS, STEP, THEIRS, TOKENS, all_ended, ends_well, has, make, nothing_of
 from tests.handover.test_posted_grants import asked
+from tests.support.inside import board_of, early_asks, early_votes, leases_of, replies_of, sends_of
 from tests.support.ranks import Rank, wait
 from tests.support.streaming_faults import grant_stays
 
@@ -72,25 +73,25 @@ def test_d_reads_before_the_lease(pair: tuple[Rank, Rank]) -> None:
     assert wait(is_posted(p, engine))
     engine.load(d, OURS)
     assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and has(d, 0, TOKENS)
-    assert wait(lambda: halves(p)[0]._early.votes.cost > 0, [p, d]), "D has released what is not there yet"
-    assert not halves(p)[0]._leases.held
+    assert wait(lambda: early_votes(p).cost > 0, [p, d]), "D has released what is not there yet"
+    assert not leases_of(p)
     engine.grant()
     ends_well([p], d)
-    assert not halves(p)[0]._leases.board._taken
+    assert not board_of(p).posted
 
 
 def test_a_prompt_that_is_not_computed_to_its_end_waits(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     engine = computed(p, 2 * STEP)
     engine.load(d, OURS)
-    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d]) and not halves(p)[0]._leases.board._taken
+    assert wait(lambda: bool(early_asks(p)), [p, d]) and not board_of(p).posted
     engine.plan(2 * STEP, TOKENS)
-    assert wait(lambda: not p.thread._plans.posted, [p, d]) and not halves(p)[0]._leases.board._taken
+    assert wait(lambda: not p.thread._plans.posted, [p, d]) and not board_of(p).posted
     assert nothing_of(d, 0, TOKENS)
     assert halves(p)[0].answers_wait, "the end of the step wakes the transfer thread"
     engine.write(2 * STEP, TOKENS)
     engine.end()
-    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and not halves(p)[0]._leases.held
+    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and not leases_of(p)
     engine.grant()
     ends_well([p], d)
 
@@ -106,10 +107,10 @@ def test_what_d_has_asked_for_is_read_before_the_lease(
     counts = asked(p)
     engine = computed(p, 2 * STEP)
     engine.load(d, OURS)
-    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    assert wait(lambda: bool(early_asks(p)), [p, d])
     engine.step(2 * STEP, TOKENS)
     assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and has(d, 0, TOKENS)
-    assert not halves(p)[0]._leases.held and counts["Ask"] == 1 and counts["Commit"] == (not board)
+    assert not leases_of(p) and counts["Ask"] == 1 and counts["Commit"] == (not board)
     known = d.worker.take_estimates().values()
     assert all((estimate == UNKNOWN) is not board for estimate in known) and known
     engine.grant()
@@ -126,7 +127,7 @@ def test_p_answers_no_commit_of_blocks_that_are_lost(
     engine = computed(p, 2 * STEP)
     gate = Gate(halves(d)[1]._receiver, "collect", lambda: iter(()))
     engine.load(d, OURS)
-    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    assert wait(lambda: bool(early_asks(p)), [p, d])
     engine.step(2 * STEP, TOKENS)
     assert wait(lambda: bool(halves(p)[0].computing.prompts[engine.token].readers), [p])
     read = next(iter(halves(d)[1]._receiver._reads.values()))
@@ -137,7 +138,7 @@ def test_p_answers_no_commit_of_blocks_that_are_lost(
         engine.step(STEP, TOKENS)
     if again == "leased":
         engine.grant()
-        assert wait(lambda: engine.token in halves(p)[0]._leases.held, [p])
+        assert wait(lambda: engine.token in leases_of(p), [p])
     assert wait(lambda: not p.thread._plans.posted, [p])
     gate.open()
     assert wait(lambda: d.failed == {"req-d"}, [p, d]) and counts["Commit"] == 1
@@ -152,9 +153,9 @@ def test_reads_that_p_grants_by_message_are_bounded(pair: tuple[Rank, Rank], mon
     p, d = pair
     engine = computed(p, 2 * STEP)
     engine.load(d, OURS)
-    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    assert wait(lambda: bool(early_asks(p)), [p, d])
     engine.step(2 * STEP, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._leases.board._taken) and bool(halves(p)[0]._early.asks), [p, d])
+    assert wait(lambda: bool(board_of(p).posted) and bool(early_asks(p)), [p, d])
     engine.grant()
     ends_well([p], d)
 
@@ -166,7 +167,7 @@ def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(pair: tuple[Rank, Rank
     producer_ = halves(p)[0]
     assert wait(lambda: engine.token in producer_.computing.prompts)
     engine.load(d, OURS)
-    assert wait(lambda: bool(producer_._early.asks), [p, d])
+    assert wait(lambda: bool(early_asks(producer_)), [p, d])
     assert producer_.named.offer(engine.token) == []
     engine.take_back(ELSEWHERE)
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
@@ -188,7 +189,7 @@ def test_an_ask_that_comes_after_the_blocks_were_taken_back_is_denied(
         engine.step(0, STEP, restarts=True)
     assert wait(lambda: not p.thread._plans.posted, [p])
     engine.load(d, OURS)
-    assert wait(lambda: d.failed == {"req-d"}, [p, d]) and not producer_._early.asks
+    assert wait(lambda: d.failed == {"req-d"}, [p, d]) and not early_asks(producer_)
     if resumed:  # D may be told again, and ask again
         engine.step(STEP, TOKENS)
         assert wait(is_posted(p, engine)) and not producer_.named.is_taken_back(engine.token)
@@ -233,13 +234,13 @@ def test_a_step_that_raises_an_error_computes_nothing(group: RankGroup, plane: s
     engine.hook([0])
     engine.load(d, OURS, step=TOKENS if plane == "tcp" else 0)
     producer_ = halves(p)[0]
-    assert wait(lambda: bool(producer_._early.asks or producer_.reads.sender.waiting), [p, d])
+    assert wait(lambda: bool(early_asks(producer_) or sends_of(producer_).waiting), [p, d])
     engine.fail()
     p.thread.wake()
     again = PrefillingEngine([p], ELSEWHERE, TOKENS, "again-p")  # once P has taken this plan it has seen the error
     again.begin(step_tokens=TOKENS)
     assert wait(lambda: again.token in producer_.computing.prompts, [p, d])
-    assert not producer_._leases.board._taken and not d.received and not d.failed
+    assert not board_of(producer_).posted and not d.received and not d.failed
     p.worker.close()
     assert wait(lambda: d.failed == {"req-d"}, [d]) and not d.received - d.failed
 
@@ -250,12 +251,12 @@ def test_the_lease_takes_the_posted_grant_over(pair: tuple[Rank, Rank]) -> None:
     engine = computed(p)
     producer = halves(p)[0]
     assert wait(is_posted(p, engine))
-    (place,) = producer._leases.board._taken
-    counter = int(producer._leases.board._counters[place // 8])
+    (place,) = board_of(producer).posted
+    counter = int(board_of(producer)._counters[place // 8])
     engine.grant()
-    assert wait(lambda: engine.token in producer._leases.held)
-    assert producer._leases.held[engine.token].posted == place
-    assert int(producer._leases.board._counters[place // 8]) == counter
+    assert wait(lambda: engine.token in leases_of(producer))
+    assert leases_of(producer)[engine.token].posted == place
+    assert int(board_of(producer)._counters[place // 8]) == counter
 
 
 def test_an_error_behind_the_grant_frees_no_blocks(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,12 +271,12 @@ def test_an_error_behind_the_grant_frees_no_blocks(pair: tuple[Rank, Rank], monk
 
     monkeypatch.setattr(producer.named, "grant", breaks)
     engine.grant()
-    assert wait(lambda: engine.token in producer._leases.held)
+    assert wait(lambda: engine.token in leases_of(producer))
     assert wait(lambda: not p.thread._plans.posted, [p, d])
-    assert not p.sent and producer._leases.held[engine.token].posted is not None
+    assert not p.sent and leases_of(producer)[engine.token].posted is not None
     engine.load(d, OURS)
     assert wait(lambda: p.sent == {"req-p"} and d.received == {"req-d"}, [p, d]) and not d.failed
-    assert has(d, 0, TOKENS) and not producer._leases.held
+    assert has(d, 0, TOKENS) and not leases_of(producer)
 
 
 def test_an_error_with_one_computed_prompt_reaches_no_other(
@@ -330,7 +331,7 @@ def test_a_lease_of_other_blocks_is_posted_anew(pair: tuple[Rank, Rank]) -> None
     engine.write(0, TOKENS)
     engine.grant()
     # An engine that moves a prompt says so before. Here the lease alone does, so D comes after it.
-    assert wait(lambda: engine.token in halves(p)[0]._leases.held, [p])
+    assert wait(lambda: engine.token in leases_of(p), [p])
     engine.load(d, OURS)
     ends_well([p], d)
 
@@ -411,12 +412,12 @@ def test_without_the_withdrawal_wrong_bytes_arrive(pair: tuple[Rank, Rank]) -> N
 def test_blocks_that_are_lost_get_no_grant() -> None:
     board, blocks = GrantBoard(), PromptBlocks()
     blocks.lose()
-    assert not blocks.post(board, bytes(16), b"text") and not board._taken
+    assert not blocks.post(board, bytes(16), b"text") and not board.posted
     blocks = PromptBlocks()
-    assert blocks.post(board, bytes(16), b"text") and board._taken
+    assert blocks.post(board, bytes(16), b"text") and board.posted
     blocks.lose()
     blocks.lose()
-    assert blocks.lost and not board._taken and blocks.take_posted(b"text") is None
+    assert blocks.lost and not board.posted and blocks.take_posted(b"text") is None
     board.close()
 
 
@@ -440,7 +441,7 @@ def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.begin(step_tokens=STEP)
     ours, answers = halves(p)[0], list[messages.Reply]()
-    ours._replies.send = lambda identity, message: answers.append(message)
+    replies_of(ours).send = lambda identity, message: answers.append(message)
     ask = messages.Resolve(number=1, name=engine.request_id, until="granted")
     ours._answer(ours.named.resolve(b"d", ask, 0.0))
     engine.plan(0, STEP)

@@ -14,9 +14,10 @@ from kvferry.connector.engine import worker
 from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS
 from kvferry.connector.wire.step_plan import LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
-from tests.handover.gates import PATIENT, halves
+from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
+from tests.support.inside import leases_of
 from tests.support.ranks import Rank, grant, load_plan, peer, standing, wait
 
 
@@ -143,10 +144,9 @@ def test_a_lease_waits_for_no_step_after_the_one_that_computed_it(
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),), step=2)
     p.worker.post(StepPlan(leases=(lease,), step=4))
     assert len(events) == 2
-    leases = halves(p)[0]._leases.held
-    assert not wait(lambda: bool(leases), [p], 0.1), "step 2 has not ended"
+    assert not wait(lambda: bool(leases_of(p)), [p], 0.1), "step 2 has not ended"
     events[0].reached = True
-    assert wait(lambda: bool(leases), [p]), "step 3 need not end"
+    assert wait(lambda: bool(leases_of(p)), [p]), "step 3 need not end"
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d]) and not d.failed
 
@@ -160,7 +160,6 @@ def test_a_lease_that_nothing_announced_waits_for_all_that_was_launched(
     monkeypatch.setattr(p.worker.rank_context.caches.copies, "record_event", lambda: event)
     lease = LeaseGrant("req-p", secrets.token_bytes(16), TOKENS, (pack_ids(THEIRS),), step=2)
     p.worker.post(StepPlan(leases=(lease,), step=4))
-    leases = halves(p)[0]._leases.held
-    assert not wait(lambda: bool(leases), [p], 0.1)
+    assert not wait(lambda: bool(leases_of(p)), [p], 0.1)
     event.reached = True
-    assert wait(lambda: bool(leases), [p])
+    assert wait(lambda: bool(leases_of(p)), [p])

@@ -20,6 +20,7 @@ from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin
 from tests.handover.rank_group import RankGroup
 from tests.support.clocks import hold_up, put_forward
+from tests.support.inside import leases_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 LIMIT, STOP = 120.0, 600.0
@@ -82,14 +83,14 @@ def test_p_is_held_up(group: RankGroup) -> None:
     p, d = group.rank(settings=Settings(lease_seconds=LIMIT)), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._leases.held), [p])
+    assert wait(lambda: bool(leases_of(p)), [p])
     hold_up(p.worker._transfer_thread, STOP)
     assert wait(goes_on(p), [p]) and not p.sent
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: "req-d" in d.received and p.sent == {"req-p"}, [p, d])
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     grant([p], "late-p", THEIRS, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._leases.held), [p])
+    assert wait(lambda: bool(leases_of(p)), [p])
     put_forward(p.worker._transfer_thread, STOP)
     assert wait(lambda: "late-p" in p.sent, [p]), "time in which it runs does count"
 
@@ -101,9 +102,8 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     p = group.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
     d = group.rank(engine_id="engine-d")
     token = grant([p], "req-p", THEIRS, TOKENS)
-    leases = halves(p)[0]._leases.held
-    assert wait(lambda: bool(leases), [p])
-    before = leases[token].lifetime.state.deadline
+    assert wait(lambda: bool(leases_of(p)), [p])
+    before = leases_of(p)[token].lifetime.state.deadline
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
     transfer_thread = d.thread
     if when == "meanwhile":
@@ -112,7 +112,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
         d.worker.post(plan)
         assert wait(lambda: bool(halves(d)[1]._lease_keeper), [p, d])
     hold_up(transfer_thread, STOP)
-    assert wait(lambda: leases[token].lifetime.state.deadline > before, [p, d])
+    assert wait(lambda: leases_of(p)[token].lifetime.state.deadline > before, [p, d])
 
 
 @pytest.mark.parametrize("bad_first", [False, True])
@@ -122,9 +122,9 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     p = group.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
     d = group.rank(engine_id="engine-d")
     tokens = [grant([p], name, THEIRS, TOKENS) for name in ("good", "bad", "odd")]
-    leases, claims = halves(p)[0]._leases.held, halves(d)[1]._lease_keeper
-    assert wait(lambda: len(leases) == 3, [p])
-    before = leases[tokens[0]].lifetime.state.deadline
+    claims = halves(d)[1]._lease_keeper
+    assert wait(lambda: len(leases_of(p)) == 3, [p])
+    before = leases_of(p)[tokens[0]].lifetime.state.deadline
     good = peer([p])
     bad = replace(good, ranks=(replace(good.ranks[0], host="127.0.0.2"),))  # nobody there
     odd = replace(good, ranks=(replace(good.ranks[0], tp_rank=7),))  # of one
@@ -143,7 +143,7 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=tuple(keeps[::-1] if bad_first else keeps)))
     assert wait(lambda: len(claims._kept) == 2, [p, d]), "what cannot be never comes in"
     hold_up(d.worker._transfer_thread, STOP)
-    assert wait(lambda: leases[tokens[0]].lifetime.state.deadline > before, [p, d])
+    assert wait(lambda: leases_of(p)[tokens[0]].lifetime.state.deadline > before, [p, d])
     monkeypatch.undo()
 
 
@@ -152,7 +152,7 @@ def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(
 ) -> None:
     p = group.rank(settings=Settings(lease_seconds=LIMIT))
     grant([p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._leases.held), [p])
+    assert wait(lambda: bool(leases_of(p)), [p])
     transfer_thread = p.thread
     real = transfer_thread._turn
 

@@ -22,6 +22,7 @@ from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
 from tests.handover.test_odd_peers import RawD
+from tests.support.inside import early_asks, early_votes, leases_of, replies_of, sends_of, sessions_of
 from tests.support.ranks import grant, wait
 from tests.support.turns import MOST_BYTES, MOST_TURN_LINES, TurnLines, resident_bytes
 
@@ -102,7 +103,7 @@ def test_releases_that_precede_their_lease_are_bounded(peers: Peers) -> None:
     gate.open()
     for raw in (hostile, stranger):
         peers.settled(raw)
-    early = peers.producer._early.votes
+    early = early_votes(peers.producer)
     assert early.cost <= early_requests.EARLY_RANKS
     assert not any(key[0][-1:] == b"\0" for key in early), "a stranger's are not kept"
     assert resident_bytes() - before < MOST_BYTES and turn.most < MOST_TURN_LINES
@@ -114,12 +115,12 @@ def test_consumers_of_one_lease_are_bounded(peers: Peers) -> None:
     """Who knows the token may end the lease, but not fill P's memory with votes that never end it."""
     hostile = peers.raw()
     token = grant([peers.p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: token in peers.producer._leases.held)
+    assert wait(lambda: token in leases_of(peers.producer))
     before = resident_bytes()
     for number in range(500):
         hostile.send(release(token, 5, consumer=number.to_bytes(16, "big"), ranks=4096))
     peers.settled(hostile)
-    assert len(peers.producer._leases.held[token].lifetime.state.votes) == lease.MAX_CONSUMERS
+    assert len(leases_of(peers.producer)[token].lifetime.state.votes) == lease.MAX_CONSUMERS
     assert resident_bytes() - before < MOST_BYTES
     hostile.send(release(token))  # complete by itself
     assert wait(lambda: peers.p.sent == {"req-p"}, [peers.p])
@@ -133,12 +134,12 @@ def test_cancels_of_reads_that_never_were_keep_nothing(peers: Peers) -> None:
         if number % 200 == 0:
             hostile._connection.receive()
     peers.settled(hostile)
-    assert len(peers.producer.reads.sender._ended) == 0
+    assert len(sends_of(peers.producer)._ended) == 0
     another_works(peers.p, peers.d)
 
 
 def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.producer.reads.sender._ended, "_limit", 100)
+    monkeypatch.setattr(sends_of(peers.producer)._ended, "_limit", 100)
     hostile = peers.raw()
     for number in range(300):
         hostile.send(messages.Ask(
@@ -147,7 +148,7 @@ def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.Mon
         ))  # fmt: skip
         hostile.send(messages.Cancel(read=number, posted=0))
     peers.settled(hostile)
-    assert 0 < len(peers.producer.reads.sender._ended) <= 100
+    assert 0 < len(sends_of(peers.producer)._ended) <= 100
 
 
 def test_smaller_chunks_than_settings_allow_are_no_message(peers: Peers) -> None:
@@ -183,7 +184,7 @@ def test_an_ask_of_many_spans_does_not_hold_p_up(make_peers: Callable[..., Peers
         ))  # fmt: skip
     assert hostile.answer(messages.Grant).chunks == MAX_SPANS
     peers.settled(hostile)
-    live = peers.producer.reads.sender._live
+    live = sends_of(peers.producer)._live
     assert live.cost <= sender.LIVE_SPANS and len(live) < 40, "the oldest reads of this D have failed"
     assert turn.most < MOST_TURN_LINES
     assert resident_bytes() - before < 2 * MOST_BYTES  # shared with the messages that this test makes
@@ -201,7 +202,7 @@ def test_asks_of_one_peer_do_not_deny_those_of_another(peers: Peers) -> None:
     peers.settled(hostile)
     peers.p.worker.post(lease_of(token))
     assert honest.answer(messages.Deny).reason == "bounds", "60 times the same span: it was served, not thrown out"
-    early = peers.producer._early.asks
+    early = early_asks(peers.producer)
     assert early.cost <= early_requests.HELD_SPANS
 
 
@@ -247,10 +248,10 @@ def test_a_d_that_does_not_read_gets_its_replies_later(peers: Peers, monkeypatch
     monkeypatch.setattr(listener, "send", send)
     for read in range(50):
         slow.send(messages.Cancel(read=read, posted=0))
-    assert wait(lambda: len(producer._replies.kept) == 50)
+    assert wait(lambda: len(replies_of(producer).kept) == 50)
     full[0] = False
     assert [slow.answer(messages.Stopped).read for _ in range(50)] == list(range(50)), "all of them, in order"
-    assert len(producer._replies.kept) == 0 and listener.dropped["full"] == 0
+    assert len(replies_of(producer).kept) == 0 and listener.dropped["full"] == 0
 
 
 def test_a_d_that_never_reads_loses_its_session(
@@ -259,20 +260,20 @@ def test_a_d_that_never_reads_loses_its_session(
     """With real queues: the socket and its connection hold some thousand replies. D finds its channel closed."""
     deaf, producer = peers.raw(), peers.producer
     token = grant([peers.p], "req-p", THEIRS, TOKENS)
-    monkeypatch.setattr(producer._replies.kept, "_limit", 1 << 20)
-    channel = next(iter(producer._sessions._sessions.values())).channel
+    monkeypatch.setattr(replies_of(producer).kept, "_limit", 1 << 20)
+    channel = next(iter(sessions_of(producer).values())).channel
     detail, deny = "x" * 1000, producer.reads.deny
     monkeypatch.setattr(producer.reads, "deny", lambda to, read, reason, text="": deny(to, read, reason, detail))
     with caplog.at_level("WARNING", "vllm.kvferry"):
         end = time.monotonic() + 60
         number = 0
-        while channel.error is None and not producer._replies.lost and len(producer._sessions._sessions):
-            assert time.monotonic() < end, f"{number} asks, {len(producer._replies.kept)} replies kept"
+        while channel.error is None and not replies_of(producer).lost and len(sessions_of(producer)):
+            assert time.monotonic() < end, f"{number} asks, {len(replies_of(producer).kept)} replies kept"
             deaf._connection.send(messages.encode(messages.Ask(
                 read=number, token=token, consumer=b"h" * 16, consumer_rank=0, expected=(0,),
                 spans=(Span(9, 0, 1, 0, 1, 0, 1),), chunk_bytes=messages.MIN_CHUNK_BYTES,
             )))  # fmt: skip
             number += 1
-        assert wait(lambda: not producer._sessions._sessions)
+        assert wait(lambda: not sessions_of(producer))
     assert wait(lambda: any("does not read the replies" in r.getMessage() for r in caplog.records))
     another_works(peers.p, peers.d)

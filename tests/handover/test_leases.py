@@ -16,6 +16,7 @@ from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
 from tests.handover.streamed import all_ended, make
+from tests.support.inside import sends_of, sessions_of
 from tests.support.ranks import SOON, grant, let_time_pass, load_plan, peer, reason_of, renew_after, wait
 
 
@@ -37,7 +38,7 @@ def test_a_lease_that_p_s_engine_ends_is_read_no_more(group: RankGroup, plane: s
     producer, consumer = halves(p)[0], halves(d)[1]
     gates = [Gate(consumer._receiver, "collect", lambda: iter(())), Gate(producer.reads, "pump", lambda now: False)]
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(len(producer.reads.sender) or any(r.note for r in consumer._receiver._reads.values())))
+    assert wait(lambda: bool(len(sends_of(producer)) or any(r.note for r in consumer._receiver._reads.values())))
     p.worker.post(StepPlan(ends_leases=True))
     assert wait(lambda: p.sent == {"req-p"}, [p]), "its blocks are the engine's"
     for gate in gates:
@@ -95,7 +96,7 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(group: RankGrou
     p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    plane, pushes = d.context.plane("tcp"), halves(p)[0].reads.sender
+    plane, pushes = d.context.plane("tcp"), sends_of(p)
     assert plane is not None
     real = plane.progress
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)
@@ -104,7 +105,7 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(group: RankGrou
         "it must be caught in the middle"
     )
     let_time_pass(p, 60)
-    (session,) = halves(p)[0]._sessions._sessions.values()
+    (session,) = sessions_of(p).values()
     assert wait(lambda: p.sent == {"req-p"}, [p])
     assert session.channel.reading is None
     stuck.open()

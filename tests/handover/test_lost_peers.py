@@ -19,6 +19,7 @@ from tests.handover.gates import Gate, halves
 from tests.handover.opening import OURS, PLANES, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
 from tests.support.engines import free_port
+from tests.support.inside import sends_of
 from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import SOON, Rank, grant, let_time_pass, load_plan, no_failed_link, peer, reason_of, wait
 
@@ -122,10 +123,10 @@ def test_d_is_killed(group: RankGroup, plane: str) -> None:
     gate = Gate(halves(p)[0].reads, "pump", lambda now: False)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.load("req-d", token, peer([p]), OURS, TOKENS)
-    assert wait(lambda: bool(halves(p)[0].reads.sender), [p])
+    assert wait(lambda: bool(sends_of(p)), [p])
     d.kill()
     gate.open()
-    assert wait(lambda: not halves(p)[0].reads.sender, [p], SOON)
+    assert wait(lambda: not sends_of(p), [p], SOON)
     let_time_pass(p, 1000)
     assert wait(lambda: p.sent == {"req-p"}, [p], SOON), "the lease ends without D"
     another_works(p, near(group, plane, "other", lease_seconds=600.0))

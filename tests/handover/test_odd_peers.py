@@ -26,6 +26,7 @@ from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
 from tests.support.dialed import dialed
+from tests.support.inside import replies_of, sends_of, sessions_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 ReplyT = TypeVar("ReplyT")
@@ -156,9 +157,9 @@ def test_a_d_that_p_has_forgotten_greets_again(group: RankGroup) -> None:
     d = group.rank(settings=Settings(plane="shm"), engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     another_works(p, d)
-    sessions = halves(p)[0]._sessions
-    for session in list(sessions._sessions.values()):  # what the bound on their number does
-        sessions._sessions.pop(session.identity)
+    sessions = sessions_of(p)
+    for session in list(sessions.values()):  # what the bound on their number does
+        sessions.pop(session.identity)
     p.sent.clear()
     d.received.clear()
     begin(p, d)
@@ -181,15 +182,15 @@ def test_a_d_that_p_forgets_before_it_attaches_greets_again(group: RankGroup) ->
     p, d = (group.rank(settings=Settings(plane="shm"), engine_id=f"engine-{name}") for name in "pd")
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
-    attach = producer._request
+    attach = producer.handle
     forgotten: list[Any] = []
 
     def forgets_once(identity: bytes, request: messages.Request, now: float, address: str) -> None:
         if isinstance(request, messages.Attach) and not forgotten:
-            forgotten.append(producer._sessions._sessions.pop(identity))
+            forgotten.append(sessions_of(producer).pop(identity))
         attach(identity, request, now, address)
 
-    producer._request = forgets_once
+    producer.handle = forgets_once
     begin(p, d)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert not d.failed and d.figures()["retried"] == {"peer_lost": 1}
@@ -226,14 +227,14 @@ def test_a_p_that_says_that_it_has_stopped_what_nobody_has(group: RankGroup) -> 
     p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
-    reply = producer._replies.send
+    reply = replies_of(producer).send
 
     def and_stopped(identity: bytes, message: object) -> None:
         reply(identity, message)
         if isinstance(message, messages.Grant):
             reply(identity, messages.Stopped(read=message.read, sent=0))
 
-    producer._replies.send = and_stopped
+    replies_of(producer).send = and_stopped
     another_works(p, d)
 
 
@@ -259,7 +260,7 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(group: RankGroup, monkey
     assert settings.staging_bytes is not None and in_use < settings.staging_bytes
     assert not wait(lambda: plane._left_bytes != in_use, [p, d], 0.5), "not at once: the next hand-over wants it"
     monkeypatch.setattr(messages, "IDLE_LINK_SECONDS", 0.3)
-    assert wait(lambda: plane._left_bytes == settings.staging_bytes and not halves(p)[0]._sessions._sessions, [p, d])
+    assert wait(lambda: plane._left_bytes == settings.staging_bytes and not sessions_of(p), [p, d])
     another_works(p, d)
 
 
@@ -268,7 +269,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
     p = group.rank(settings=Settings(staging_bytes=8 << 20))
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
-    reply, tick, late = producer._replies.send, producer.tick, []
+    reply, tick, late = replies_of(producer).send, producer.tick, []
     context = p.worker.rank_context
     assert context is not None
     context.planes = [plane for plane in context.planes if plane.name in ("shm", "tcp")]
@@ -284,7 +285,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
         while late and late[0][0] < time.monotonic():
             reply(*late.pop(0)[1:])
 
-    producer._replies.send, producer.tick = slowly, on_tick
+    replies_of(producer).send, producer.tick = slowly, on_tick
     planes = []
     for n in range(3):
         d = group.rank(engine_id=f"engine-{n}")
@@ -301,7 +302,7 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, mo
     p, slow, d = group.rank(**form), group.rank(engine_id="slow", **form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    pushes = halves(p)[0].reads.sender
+    pushes = sends_of(p)
     plane = slow.context.plane("tcp")
     assert plane is not None
     real = plane.progress

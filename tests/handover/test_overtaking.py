@@ -13,6 +13,7 @@ from kvferry.connector.wire.step_plan import LeaseGrant, Load, StepPlan, pack_id
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
+from tests.support.inside import sends_of
 from tests.support.ranks import SOON, Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
 
 
@@ -49,7 +50,7 @@ def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGro
     p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    plane, pushes = d.context.plane("tcp"), halves(p)[0].reads.sender
+    plane, pushes = d.context.plane("tcp"), sends_of(p)
     assert plane is not None
     real = plane.progress
 

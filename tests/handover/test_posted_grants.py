@@ -15,6 +15,7 @@ from kvferry.transport import grant_board
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin
 from tests.handover.rank_group import RankGroup
+from tests.support.inside import board_of, leases_of
 from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 
 Pair = tuple[Rank, Rank]
@@ -34,18 +35,18 @@ def pair(group: RankGroup) -> Pair:
 def asked(p: Rank) -> Counter[str]:
     """Counts what D says to P from now on, by kind."""
     producer, counts = halves(p)[0], Counter[str]()
-    serve = producer._request
+    serve = producer.handle
 
     def counted(identity: bytes, request: Any, *rest: Any) -> None:
         counts[type(request).__name__] += 1
         serve(identity, request, *rest)
 
-    producer._request = counted
+    producer.handle = counted
     return counts
 
 
 def posted(p: Rank, token: bytes) -> None:
-    assert wait(lambda: (held := halves(p)[0]._leases.held.get(token)) is not None and held.posted is not None)
+    assert wait(lambda: (held := leases_of(p).get(token)) is not None and held.posted is not None)
 
 
 def test_nothing_is_asked_and_nothing_committed(pair: Pair) -> None:
@@ -124,7 +125,7 @@ def test_no_lease_is_left_on_the_board(pair: Pair) -> None:
         token = grant([p], f"p{number}", THEIRS, TOKENS)
         d.worker.post(load_plan(f"d{number}", token, peer([p]), OURS, 0, TOKENS))
         assert wait(lambda n=number: f"d{n}" in d.received and f"p{n}" in p.sent, [p, d])
-    assert not d.failed and not halves(p)[0]._leases.board._taken
+    assert not d.failed and not board_of(p).posted
 
 
 def test_without_the_board_it_asks(pair: Pair, group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:

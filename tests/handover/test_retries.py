@@ -32,6 +32,7 @@ from tests.handover.retries import (
     waits_for_the_next,
 )
 from tests.handover.slow_copies import install
+from tests.support.inside import replies_of, sends_of
 from tests.support.ranks import grant, let_time_pass, load_plan, peer, wait
 
 
@@ -136,7 +137,7 @@ def test_a_plane_is_left_though_two_loads_are_stuck_on_it(group: RankGroup) -> N
 
 def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
     p, d = pair(group, ("tcp", "shm"))
-    trickle, sender = Trickle(p, 0), halves(p)[0].reads.sender
+    trickle, sender = Trickle(p, 0), sends_of(p)
     stuck, turn = [begin(p, d, "one")], sender.turn
 
     def passes_over_one(now: float) -> Any:
@@ -282,8 +283,9 @@ def test_a_lost_stopped_leaves_nothing(group: RankGroup) -> None:
     """P's answer to a Cancel says how many chunks are under way. Without it D ends the link, not earlier."""
     p, d = pair(group, handover_timeout_seconds=600.0)
     trickle, producer = Trickle(p, 3), halves(p)[0]
-    reply = producer._replies.send
-    producer._replies.send = lambda to, message: None if isinstance(message, messages.Stopped) else reply(to, message)
+    replies = replies_of(producer)
+    reply = replies.send
+    replies.send = lambda to, message: None if isinstance(message, messages.Stopped) else reply(to, message)
     begin(p, d)
     assert wait(lambda: in_the_middle(d), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
@@ -291,7 +293,7 @@ def test_a_lost_stopped_leaves_nothing(group: RankGroup) -> None:
     assert halves(d)[1]._receiver
     let_time_pass(d, 31)
     assert wait(lambda: not halves(d)[1]._receiver and p.sent == {"req-p"}, [p, d])
-    producer._replies.send, trickle.turns = reply, float("inf")
+    replies.send, trickle.turns = reply, float("inf")
     let_time_pass(d, 40)
     another_works(p, d)
 

@@ -26,6 +26,7 @@ from tests.handover.streamed import (
     make,
     nothing_of,
 )
+from tests.support.inside import early_asks, early_votes, leases_of, sends_of
 from tests.support.ranks import Rank, let_time_pass, wait
 from tests.transport.plane_list import PUSH, host_planes
 
@@ -93,7 +94,7 @@ def preempt_under_a_copy(p: Rank, d: Rank, slow: SlowCopies) -> PrefillingEngine
     engine.begin(step_tokens=STEP)
     engine.load(d, OURS, step=STEP)
     engine.plan(0, STEP)
-    assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
+    assert wait(lambda: bool(sends_of(p).waiting), [p, d])
     engine.write(0, STEP)
     slow.gate.clear()
     engine.end()
@@ -133,7 +134,7 @@ def test_an_abort_under_a_copy(group: RankGroup, copies: list[SlowCopies]) -> No
     engine.begin(step_tokens=STEP)
     engine.load(d, OURS, step=STEP)
     engine.plan(0, STEP)
-    assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
+    assert wait(lambda: bool(sends_of(p).waiting), [p, d])
     engine.write(0, STEP)
     copies[0].gate.clear()
     engine.end()
@@ -151,7 +152,7 @@ def test_p_gives_the_prompt_up(group: RankGroup, when: str) -> None:
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.begin(step_tokens=STEP)
     engine.load(d, OURS, step=STEP)
-    sender = halves(p)[0].reads.sender
+    sender = sends_of(p)
     if when == "before the first step":
         assert wait(lambda: bool(sender.waiting), [p, d])
     else:
@@ -172,7 +173,7 @@ def test_asks_that_are_held_are_refused_with_the_prompt(group: RankGroup) -> Non
     p, d = make(group)
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.load(d, OURS, step=STEP)
-    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    assert wait(lambda: bool(early_asks(p)), [p, d])
     engine.take_back(ended=True)
     assert wait(lambda: d.failed == {"req-d"} and all_ended(p), [p, d])
 
@@ -190,7 +191,7 @@ def test_d_cancels_while_p_computes(group: RankGroup) -> None:
     for cache in d.caches.values():
         cache.fill_(-1)
     producer = halves(p)[0]
-    assert wait(lambda: bool(producer._early.votes) and not producer.reads.sender.waiting, [p, d])
+    assert wait(lambda: bool(early_votes(producer)) and not sends_of(producer).waiting, [p, d])
     let_time_pass(p, 10_000)  # the vote is kept for as long as P computes
     engine.step(STEP, TOKENS)
     assert nothing_of(d, 0, TOKENS)
@@ -217,7 +218,7 @@ def test_a_d_that_is_gone_lets_the_lease_expire(group: RankGroup) -> None:
 
 
 def token_is_leased(p: Rank, engine: PrefillingEngine) -> bool:
-    return engine.token in halves(p)[0]._leases.held
+    return engine.token in leases_of(p)
 
 
 def test_p_ends_while_it_computes(group: RankGroup) -> None:

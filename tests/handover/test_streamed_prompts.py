@@ -21,6 +21,7 @@ from tests.handover.streamed import (
     make,
     nothing_of,
 )
+from tests.support.inside import early_asks, sends_of
 from tests.support.ranks import Rank, let_time_pass, wait
 
 
@@ -70,7 +71,7 @@ def test_layers_that_come_in_another_order_or_not_at_all(group: RankGroup, hooke
     engine.write(0, TOKENS, hooked)
     engine.hook(hooked)
     first = 0 in hooked
-    assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
+    assert wait(lambda: bool(sends_of(p).waiting), [p, d])
     assert wait(lambda: has(d, 0, TOKENS, layers=slice(int(first))), [p, d]) and nothing_of(
         d, 0, TOKENS, slice(1, None)
     )
@@ -99,7 +100,7 @@ def test_an_ask_that_precedes_the_first_step(group: RankGroup) -> None:
     p, d = make(group)
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.load(d, OURS, step=STEP)
-    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    assert wait(lambda: bool(early_asks(p)), [p, d])
     engine.begin(step_tokens=STEP)
     engine.step(0, STEP)
     assert wait(lambda: has(d, 0, STEP), [p, d]) and nothing_of(d, STEP, TOKENS)
@@ -130,7 +131,7 @@ def test_the_lease_begins_while_bytes_are_left(group: RankGroup) -> None:
     engine.begin(step_tokens=STEP)
     engine.load(d, OURS, step=STEP)
     engine.plan(0, TOKENS)
-    assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
+    assert wait(lambda: bool(sends_of(p).waiting), [p, d])
     engine.write(0, TOKENS)
     engine.grant()
     ends_well([p], d)
@@ -145,7 +146,7 @@ def test_two_ds_read_one_prompt_while_it_is_computed(group: RankGroup) -> None:
     engine.step(0, STEP)
     engine.load(other, OURS)
     assert wait(lambda: has(d, 0, STEP), [p, d, other])
-    assert wait(lambda: len(halves(p)[0].reads.sender.waiting.get(engine.token, ())) == 2, [p, d, other])
+    assert wait(lambda: len(sends_of(p).waiting.get(engine.token, ())) == 2, [p, d, other])
     engine.step(STEP, TOKENS)
     assert wait(lambda: d.received == other.received == {"req-d"}, [p, d, other]) and not (d.failed or other.failed)
     assert has(other, 0, TOKENS)
@@ -206,7 +207,7 @@ def test_p_says_that_it_lives_while_it_computes(group: RankGroup) -> None:
 
 
 def wait_for_reads(p: Rank, d: Rank) -> list[Any]:
-    assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
+    assert wait(lambda: bool(sends_of(p).waiting), [p, d])
     return list(halves(d)[1].loads.running)
 
 
@@ -217,8 +218,8 @@ def test_a_read_that_waits_takes_no_turn(group: RankGroup, monkeypatch: pytest.M
     engine.load(d, OURS, step=STEP)
     wait_for_reads(p, d)
     producer = halves(p)[0]
-    turns, pumped, real, pump = [], [], producer.reads.sender.turn, producer.reads.pump
-    monkeypatch.setattr(producer.reads.sender, "turn", lambda now: turns.append(now) or real(now))
+    turns, pumped, real, pump = [], [], sends_of(producer).turn, producer.reads.pump
+    monkeypatch.setattr(sends_of(producer), "turn", lambda now: turns.append(now) or real(now))
     monkeypatch.setattr(producer.reads, "pump", lambda now: pumped.append(now) or pump(now))
     assert wait(lambda: len(pumped) > 20, [p, d]) and not turns
     engine.step(0, TOKENS)

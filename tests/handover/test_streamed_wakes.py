@@ -13,6 +13,7 @@ from tests.handover.gates import Gate, halves
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.rank_group import RankGroup
 from tests.handover.streamed import OURS, STEP, THEIRS, TOKENS, ends_well, has, make
+from tests.support.inside import leases_of, sends_of, sessions_of
 from tests.support.ranks import Rank, wait
 
 
@@ -59,7 +60,7 @@ def test_a_prompt_that_nobody_reads(group: RankGroup) -> None:
     assert wakes.new() == 0
     engine.grant()
     assert wakes.new() == 1
-    assert wait(lambda: bool(halves(p)[0]._leases.held) and not halves(p)[0].computing.steps)
+    assert wait(lambda: bool(leases_of(p)) and not halves(p)[0].computing.steps)
 
 
 def test_a_read_that_waits(group: RankGroup) -> None:
@@ -69,7 +70,7 @@ def test_a_read_that_waits(group: RankGroup) -> None:
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.begin(step_tokens=step)
     engine.load(d, OURS, step=step)
-    sender, wakes = halves(p)[0].reads.sender, Wakes(p)
+    sender, wakes = sends_of(p), Wakes(p)
     for start in range(0, TOKENS, step):
         stop = start + step
         assert wait(lambda: bool(sender.waiting) and wakes.asleep)
@@ -96,13 +97,13 @@ def test_a_read_that_cannot_send(group: RankGroup) -> None:
     engine.begin(step_tokens=TOKENS)
     engine.load(d, OURS, step=TOKENS)
     producer = halves(p)[0]
-    assert wait(lambda: bool(producer.reads.sender.waiting))
-    (session,) = producer._sessions
+    assert wait(lambda: bool(sends_of(producer).waiting))
+    (session,) = sessions_of(producer).values()
     gate, wakes = Gate(session.channel, "acquire", lambda: None), Wakes(p)
     engine.plan(0, TOKENS)
     engine.write(0, TOKENS)
     engine.hook([0])
-    assert wait(lambda: gate.calls > 0 and wakes.asleep) and not producer.reads.sender.waiting
+    assert wait(lambda: gate.calls > 0 and wakes.asleep) and not sends_of(producer).waiting
     wakes.new()
     engine.hook([1, 2, 3])
     assert wakes.new() == 0
@@ -144,7 +145,7 @@ def test_a_layer_that_is_computed_while_its_read_is_put_aside(
     monkeypatch.setattr(Sender, "turn", put_aside)
     monkeypatch.setattr(thread, "turn", turn_of_thread)
     engine.load(d, OURS, step=TOKENS)
-    assert wait(lambda: bool(halves(p)[0].reads.sender.waiting))
+    assert wait(lambda: bool(sends_of(p).waiting))
     engine.plan(0, TOKENS)
     engine.write(0, TOKENS)
     engine.hook([0, 1])

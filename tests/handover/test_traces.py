@@ -21,6 +21,7 @@ from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
 from tests.handover.retries import Trickle, cut, in_the_middle, pair
+from tests.support.inside import leases_of
 from tests.support.ranks import Rank, let_time_pass, load_plan, peer, wait
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans
 
@@ -112,7 +113,7 @@ def test_a_failure_and_an_expiry_say_why(group: RankGroup) -> None:
     of_p, of_d = trace(p), trace(d)
     Trickle(p, 0)
     begin(p, d)
-    assert wait(lambda: bool(halves(d)[1].loads.running) and bool(halves(p)[0]._leases.held), [p, d])
+    assert wait(lambda: bool(halves(d)[1].loads.running) and bool(leases_of(p)), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     handover = only(of_d, "kvferry.handover")
@@ -120,7 +121,7 @@ def test_a_failure_and_an_expiry_say_why(group: RankGroup) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     lease = prompt_lease("req-2")
     p.worker.post(StepPlan(leases=(lease,)))
-    assert wait(lambda: lease.token in halves(p)[0]._leases.held, [p])
+    assert wait(lambda: lease.token in leases_of(p), [p])
     let_time_pass(p, 31.0)
     assert wait(lambda: "req-2" in p.sent, [p]) and wait(lambda: len(of_p.named("kvferry.lease")) == 2)
     assert "expired" in of_p.named("kvferry.lease")[1].status.description

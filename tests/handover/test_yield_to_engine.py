@@ -13,6 +13,7 @@ from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import install
+from tests.support.inside import leases_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 OTHERS = [block + 12 for block in OURS]
@@ -25,7 +26,7 @@ def no_board(*place: object) -> None:
 
 def leased(p: Rank, name: str) -> bytes:
     token, thread = grant([p], f"{name}-p", THEIRS, TOKENS), p.worker._transfer_thread
-    assert thread is not None and wait(lambda: token in thread._producer._leases.held)
+    assert thread is not None and wait(lambda: token in leases_of(thread))
     return token
 
 

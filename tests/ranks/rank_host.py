@@ -33,6 +33,7 @@ from tests.handover.slow_copies import SlowCopies
 from tests.ranks.caches import RankCaches, Table, layer_name
 from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
 from tests.ranks.state_caches import StateCaches
+from tests.support.inside import producer_of
 from tests.support.lanes import LANES
 
 SLOT_BYTES = 64 << 10
@@ -104,7 +105,8 @@ class HostedRank:
         """Note what D asks for and what P is released by; everything goes its way."""
         thread = self.worker._transfer_thread
         assert thread is not None
-        ask, forward, free = thread._consumer.loads.reads.ask, thread._producer._release, thread._producer._leases._free
+        ask, producer, stats = thread._consumer.loads.reads.ask, producer_of(thread), thread._rank_context.stats
+        handle, lease_ended = producer.handle, stats.lease_ended
         find_posted = thread._consumer.loads.reads.use_posted_grant
 
         def note(read: SourceRead) -> None:
@@ -122,18 +124,19 @@ class HostedRank:
                 note(read)
             return posted
 
-        def released(session: Any, release: messages.Release, now: float) -> None:
-            self.released.append(release.consumer_rank)
-            forward(session, release, now)
+        def handled(identity: bytes, request: messages.Request, now: float, address: str) -> None:
+            if isinstance(request, messages.Release):
+                self.released.append(request.consumer_rank)
+            handle(identity, request, now, address)
 
-        def freed(token: bytes, held: Any, reason: str, now: float) -> None:
+        def ended(reason: str) -> None:
             self.released_when_freed, self.why_freed = list(self.released), reason
-            free(token, held, reason, now)
+            lease_ended(reason)
 
         thread._consumer.loads.reads.ask = asked  # type: ignore[method-assign]
         thread._consumer.loads.reads.use_posted_grant = found  # type: ignore[method-assign]
-        thread._producer._release = released  # type: ignore[method-assign]
-        thread._producer._leases._free = freed  # type: ignore[method-assign]
+        producer.handle = handled
+        stats.lease_ended = ended  # type: ignore[method-assign]
 
     @property
     def tables(self) -> tuple[bytes, ...]:

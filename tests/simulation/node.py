@@ -28,6 +28,16 @@ from tests.simulation.plane_base import SimPlane
 from tests.simulation.pull_plane import PullPlane
 from tests.simulation.push_planes import PlacePlane, PushPlane
 from tests.simulation.timeline import Violation
+from tests.support.inside import (
+    board_of,
+    early_asks,
+    early_votes,
+    leases_of,
+    producer_of,
+    replies_of,
+    sends_of,
+    sessions_of,
+)
 
 TURN_SECONDS = 30e-6
 MAX_BUSY_TURNS = 10_000
@@ -162,11 +172,11 @@ class Node:
             self._turn_in(TURN_SECONDS)
 
     def _step_advanced(self) -> None:
-        if self.thread._producer.reads_wait:
+        if producer_of(self.thread).reads_wait:
             self.wake()
 
     def _step_over(self) -> None:
-        if self.thread._producer.answers_wait:
+        if producer_of(self.thread).answers_wait:
             self.wake()
 
     def wake(self) -> None:
@@ -245,7 +255,7 @@ class Node:
             return
         self.timeline.note(f"{self.name} is killed{' with its host' if silently else ''}")
         self._end()
-        board = self.thread._producer._leases.board  # no other process opens a dead process's descriptor
+        board = board_of(self.thread)  # no other process opens a dead process's descriptor
         os.close(board._fd)
         board._fd = -1
         for link in self.thread._consumer._links:  # the system unmaps what a dead process has mapped
@@ -281,7 +291,7 @@ class Node:
         if self.timeline.now < self._stands_still_until + 1.0:
             return
         late = self._clock._now - 5 * TICK_SECONDS
-        consumer, producer = self.thread._consumer, self.thread._producer
+        consumer, producer = self.thread._consumer, producer_of(self.thread)
         for load in consumer.loads.running:
             state = load.lifetime.state
             if load.attempts is not None and load.attempts.state.phase is LoadPhase.WAITING:
@@ -305,21 +315,21 @@ class Node:
         for question in producer.named.held.values():
             if question.deadline < late:
                 yield f"held question {question.resolve.number}"
-        for held in producer._leases.held.values():
+        for held in leases_of(producer).values():
             lease = held.lifetime.state
             if lease.phase in HELD and lease.deadline < late:
                 yield f"lease {held.grant.request_id}, {lease.phase.value}, by {late - lease.deadline:.3f} s"
-        for ask in producer._early.asks.values():
+        for ask in early_asks(producer).values():
             if ask.deadline < late:
                 yield f"held ask {ask.ask.read}"
-        for key in producer._early.votes:
-            vote = producer._early.votes.get(key)
+        for key in early_votes(producer):
+            vote = early_votes(producer).get(key)
             if vote is not None and vote.deadline < late and key[0] not in producer.named:  # else P keeps it that long
                 yield "early release"
 
     def left(self) -> Iterator[str]:
         """What is still in a table."""
-        consumer, producer = self.thread._consumer, self.thread._producer
+        consumer, producer = self.thread._consumer, producer_of(self.thread)
         receiver, finder = consumer._receiver, self.thread._finder
         tables: dict[str, Any] = {
             "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer.loads.running],
@@ -331,25 +341,25 @@ class Node:
             "renewals": list(consumer._lease_keeper._due),
             "links": [f"{link.name} {link.lifetime.story()}" for link in consumer._links],
             "later": consumer.loads.later,
-            "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in producer._leases.held.values()],
+            "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in leases_of(producer).values()],
             "prompts that are computed": producer.computing.prompts,
             "steps that compute them": producer.computing.steps,
-            "reads that wait for them": producer.reads.sender.waiting,
+            "reads that wait for them": sends_of(producer).waiting,
             "named prompts": producer.named._prompts,
             "names": producer.named._tokens,
             "questions of D": producer.named.held.values(),
             "searches": [each.lifetime.story() for each in (*finder.open.values(), *finder.left)],
             "open questions": finder._by_number,
             "connections to ask over": finder.contacts,
-            "asks": producer._early.asks.values(),
-            "early releases": producer._early.votes.values(),
-            "replies": producer._replies.kept.values(),
+            "asks": early_asks(producer).values(),
+            "early releases": early_votes(producer).values(),
+            "replies": replies_of(producer).kept.values(),
             "messages that have arrived": producer.arrived,
-            "outgoing reads": producer.reads.sender._outgoing,
-            "live reads": producer.reads.sender._live.values(),
-            "draining reads": producer.reads.sender._draining,
-            "posted grants": producer._leases.board._taken,
-            "sessions": [session.engine_id for session in producer._sessions._sessions.values()],
+            "outgoing reads": sends_of(producer)._outgoing,
+            "live reads": sends_of(producer)._live.values(),
+            "draining reads": sends_of(producer)._draining,
+            "posted grants": board_of(producer).posted,
+            "sessions": [session.engine_id for session in sessions_of(producer).values()],
             "commands": self.thread._plans.posted,
             "leases that are computed": self.thread._plans.computing,
             "loads inside steps": self.thread.results._listeners,

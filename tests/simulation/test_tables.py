@@ -17,6 +17,7 @@ from tests.simulation.memory import Form
 from tests.simulation.network import Packet
 from tests.simulation.prompts import Request
 from tests.simulation.world import World
+from tests.support.inside import sessions_of
 
 FORM = Form(1, 2, 128)
 
@@ -47,7 +48,7 @@ def under_way(world: World, what: str) -> Packet:
 
 
 def sessions(p: Engine) -> int:
-    return len(p.nodes[0].thread._producer._sessions._sessions)
+    return len(sessions_of(p.nodes[0].thread))
 
 
 def test_p_forgets_a_d_that_is_silent(world: World) -> None:
@@ -106,7 +107,7 @@ def test_an_attach_that_comes_twice_leaves_no_closed_channel(world: World) -> No
     under_way(world, "reply")  # P's Welcome
     world.network.double(under_way(world, "request"))
     world.run(0.002)
-    channels: list[Any] = [session.channel for session in p.nodes[0].thread._producer._sessions]
+    channels: list[Any] = [session.channel for session in sessions_of(p.nodes[0].thread).values()]
     assert len(channels) == 1
     assert all(channel is None or channel.is_open for channel in channels)
     world.run(5.0)

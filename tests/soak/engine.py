@@ -26,6 +26,7 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from tests.support.inside import leases_of, producer_of, sends_of, sessions_of
 from tests.support.ranks import Rank, labels
 from tests.support.turns import LongestTurn
 
@@ -226,7 +227,7 @@ class SoakEngine:
     def sample(self) -> dict[str, float]:
         """What this process holds now."""
         thread: Any = self.rank.worker._transfer_thread
-        producer, consumer = thread._producer, thread._consumer
+        producer, consumer = producer_of(thread), thread._consumer
         longest, self.turn.seconds = self.turn.seconds, 0.0
         rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
         return {
@@ -235,11 +236,11 @@ class SoakEngine:
             "mappings": Path("/proc/self/maps").read_bytes().count(b"\n"),
             "rss_mib": int(rollup["Rss:"]) / 1024,
             "pss_mib": int(rollup["Pss:"]) / 1024,
-            "leases": len(producer._leases.held) + self.scheduler.leases_held,
+            "leases": len(leases_of(producer)) + self.scheduler.leases_held,
             "kept": len(consumer._lease_keeper._kept),
-            "sessions": len(producer._sessions),
+            "sessions": len(sessions_of(producer)),
             "links": len(consumer._links),
-            "reads": len(producer.reads.sender._live),
+            "reads": len(sends_of(producer)._live),
             "blocks": self.blocks - len(self.free),
             "requests": len(self.requests),
             "turn_ms": 1e3 * longest,

@@ -2,7 +2,61 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from kvferry.transport.fair_table import FairTable
+
 # --- prefill side -------------------------------------------------------------------------------------------------
+
+
+def producer_of(of: Any) -> Any:
+    """The prefill side of a rank, or of its transfer thread; or itself."""
+    of = getattr(of, "thread", of)
+    return getattr(of, "_producer", of)
+
+
+def leases_of(of: Any) -> dict[bytes, Any]:
+    """The leases that P holds, by token."""
+    return dict(producer_of(of)._leases.held)
+
+
+def board_of(of: Any) -> Any:
+    """Where P posts its grants."""
+    return producer_of(of)._leases.board
+
+
+def early_asks(of: Any) -> FairTable[Any, Any]:
+    """The asks that wait for their lease."""
+    asks: FairTable[Any, Any] = producer_of(of)._early.asks
+    return asks
+
+
+def early_votes(of: Any) -> FairTable[Any, Any]:
+    """The releases that wait for their lease, by token and consumer."""
+    votes: FairTable[Any, Any] = producer_of(of)._early.votes
+    return votes
+
+
+def early_of(of: Any) -> Any:
+    """All requests that wait for their lease."""
+    return producer_of(of)._early
+
+
+def sessions_of(of: Any) -> dict[bytes, Any]:
+    """P's sessions by identity: the table itself."""
+    sessions: dict[bytes, Any] = producer_of(of)._sessions._sessions
+    return sessions
+
+
+def replies_of(of: Any) -> Any:
+    """What sends and keeps P's replies."""
+    return producer_of(of)._replies
+
+
+def sends_of(of: Any) -> Any:
+    """The reads that P sends."""
+    return producer_of(of).reads.sender
+
 
 # --- decode side --------------------------------------------------------------------------------------------------
 

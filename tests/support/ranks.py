@@ -29,6 +29,7 @@ from kvferry.connector.wire.step_plan import (
     pack_ids,
 )
 from tests.support.clocks import put_forward
+from tests.support.inside import early_asks, early_votes, leases_of, producer_of, sends_of
 from tests.support.lanes import lanes_of
 
 SOON = 20.0
@@ -229,23 +230,23 @@ def let_time_pass(rank: Rank, seconds: float) -> None:
 
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
-    leases, claims = p.thread._producer._leases.held, d.thread._consumer._lease_keeper
-    assert wait(lambda: bool(leases) and bool(claims)), "what is claimed later is renewed later"
-    before = {token: held.lifetime.state.deadline for token, held in list(leases.items())}
+    claims = d.thread._consumer._lease_keeper
+    assert wait(lambda: bool(leases_of(p)) and bool(claims)), "what is claimed later is renewed later"
+    before = {token: held.lifetime.state.deadline for token, held in leases_of(p).items()}
     let_time_pass(d, seconds)
-    assert wait(lambda: all(leases[token].lifetime.state.deadline > then for token, then in before.items()))
+    assert wait(lambda: all(leases_of(p)[token].lifetime.state.deadline > then for token, then in before.items()))
     let_time_pass(p, seconds)
 
 
 def left_in_tables(rank: Rank) -> dict[str, int]:
     """The lengths of the transfer thread's tables. All but the links are empty when nothing goes on."""
     thread = rank.thread
-    producer, consumer = thread._producer, thread._consumer
-    early = producer._early.asks.cost + producer._early.votes.cost
+    producer, consumer = producer_of(thread), thread._consumer
+    early = early_asks(producer).cost + early_votes(producer).cost
     computing = producer.computing
     return {
-        "leases": len(producer._leases.held), "early requests": int(early),
-        "outgoing reads": len(producer.reads.sender),
+        "leases": len(leases_of(producer)), "early requests": int(early),
+        "outgoing reads": len(sends_of(producer)),
         "computing prompts": len(computing.prompts) + len(computing.steps),
         "loads": len(consumer.loads.running), "reads": len(consumer._receiver._reads),
         "named prompts": len(producer.named._prompts) + len(producer.named._tokens) + len(producer.named.held),

@@ -20,6 +20,7 @@ from kvferry.connector.pages.copies import copies_on
 from kvferry.connector.prefill_side.early_requests import EarlyRequests
 from tests.handover.slow_copies import SlowCopies
 from tests.support.engines import free_port
+from tests.support.inside import early_of
 from tests.vllm.engine_group import PATIENT, EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.random_walk import LEASE_SECONDS, Walk
@@ -155,7 +156,7 @@ class NamedWalk(Walk):
         if side == "p":
             self._copies = made
             for rank in range(engine.tp):
-                self._count_early(transfer_thread_of(engine, rank)._producer._early)
+                self._count_early(early_of(transfer_thread_of(engine, rank)))
             engine.device = partial(self._compute, 0.3)
             engine.at_layer = lambda layer: self._compute(0.1)
         return engine

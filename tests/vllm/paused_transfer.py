@@ -9,6 +9,7 @@ from unittest import mock
 from kvferry.connector.decode_side.handover import HandoverPhase
 from kvferry.connector.prefill_side import outgoing_reads
 from kvferry.transport.planes import cma
+from tests.support.inside import producer_of
 from tests.vllm.stepped import Engine, eventually, transfer_thread_of
 
 
@@ -25,11 +26,11 @@ class PausedTransfer:
 
     def __init__(self, engine: Engine, *kinds: type, chunks: int | None = None, reader: Engine | None = None) -> None:
         self._transfer_thread = transfer_thread_of(engine)
-        self._producer: Any = self._transfer_thread._producer
+        self._producer: Any = producer_of(self._transfer_thread)
         self._kinds, self._left = kinds, chunks
         self._parked: list[tuple[bytes, Any, str]] = []
-        self._request, self._pump = self._producer._request, self._producer.reads.pump
-        self._producer._request, self._producer.reads.pump = self._hold_request, self._hold_pump
+        self._request, self._pump = self._producer.handle, self._producer.reads.pump
+        self._producer.handle, self._producer.reads.pump = self._hold_request, self._hold_pump
         self._open = False
         if reader is not None:
             self._plane: Any = transfer_thread_of(reader)._rank_context.plane("cma")

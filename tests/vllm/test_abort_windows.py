@@ -12,6 +12,7 @@ from kvferry.connector.decode_side import link
 from kvferry.connector.decode_side.handover import HandoverPhase
 from kvferry.connector.engine import worker
 from kvferry.connector.wire import messages
+from tests.support.inside import early_asks, leases_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of, no_board
@@ -45,7 +46,7 @@ def test_before_it_was_scheduled(pair: Pair) -> None:
     d.abort(request_id)
     settle(p, d)
     assert not d.loads, "nothing was loaded"
-    assert transfer_thread_of(p)._producer._leases.held == {}
+    assert leases_of(transfer_thread_of(p)) == {}
 
 
 def test_while_no_block_is_free(pair: Pair) -> None:
@@ -67,7 +68,7 @@ def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
     p.connector._scheduling._lease_planner._may_stream = lambda request_id: False  # else P serves the ask before that
     request_id = d.add(IDS, prefill(p, IDS))  # P has not stepped since: its worker knows of no lease
     loading(d, request_id)
-    eventually(lambda: bool(transfer_thread_of(p)._producer._early.asks))
+    eventually(lambda: bool(early_asks(transfer_thread_of(p))))
     in_phase(d, request_id, HandoverPhase.READY)
     d.abort(request_id)
     run([d], lambda: d.idle)
@@ -110,7 +111,7 @@ def test_while(pair: Pair, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, 
     paused.open()
     run([p, d], lambda: d.answers[busy].finish is not None)
     settle(p, d)
-    assert transfer_thread_of(p)._producer._leases.held == {}
+    assert leases_of(transfer_thread_of(p)) == {}
 
 
 def test_committed_but_not_reported(pair: Pair) -> None:
@@ -148,7 +149,7 @@ def test_rejected_before_it_was_admitted(pair: Pair, lines: Lines) -> None:
     p, d = pair
     params = prefill(p, IDS)
     p.step()
-    eventually(lambda: bool(transfer_thread_of(p)._producer._leases.held))
+    eventually(lambda: bool(leases_of(transfer_thread_of(p))))
     d.add([0], params, rejected=True)
     run([p, d], lambda: p.idle and d.idle)
     settle(p, d)

@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvferry.transport.errors import ConfigError
+from tests.support.inside import leases_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, prefill, run, settle, transfer_thread_of
@@ -92,7 +93,7 @@ def test_nothing_left_to_load_releases_p_at_once(pair: Pair, lines: Lines, token
     run([d], lambda: d.answers[local].finish is not None)
     params = prefill(p, ids)
     p.step()
-    eventually(lambda: len(transfer_thread_of(p)._producer._leases.held) == 1)
+    eventually(lambda: len(leases_of(transfer_thread_of(p))) == 1)
     request_id = d.add(ids, params, max_tokens=3)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.answers[request_id].tokens == tokens_after(ids, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.inside import board_of, producer_of
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.stepped import eventually, transfer_thread_of
 from tests.vllm.test_rendezvous import IDS, TO_P
@@ -22,12 +23,12 @@ def test_a_forward_that_raises_posts_no_grant(group: EngineGroup) -> None:
     p.add(IDS, TO_P)
     with pytest.raises(MemoryError, match="planted"):
         p.step()
-    producer = transfer_thread_of(p)._producer
+    producer = producer_of(transfer_thread_of(p))
 
     def seen() -> bool:
         """The step has ended for KVFerry, one way or the other."""
-        board, prompts = producer._leases.board, list(producer.computing.prompts.values())
-        return bool(board._taken or (prompts and prompts[0].blocks is not None and prompts[0].blocks.lost))
+        board, prompts = board_of(producer), list(producer.computing.prompts.values())
+        return bool(board.posted or (prompts and prompts[0].blocks is not None and prompts[0].blocks.lost))
 
     eventually(seen)
-    assert not producer._leases.board._taken
+    assert not board_of(producer).posted

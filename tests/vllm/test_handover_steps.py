@@ -15,6 +15,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from kvferry.connector.decode_side import lease_keeper
 from kvferry.connector.decode_side.load_reports import FinishedLoad
 from kvferry.connector.wire.step_plan import Load, PeerEngine
+from tests.support.inside import leases_of
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import (
@@ -298,7 +299,7 @@ def test_the_lease_is_renewed_while_d_has_no_room(group: EngineGroup) -> None:
     request_id = d.add(prompt(400), prefill(p, prompt(400)))
     d.step()
     p.step()
-    eventually(lambda: bool(transfer_thread_of(p)._producer._leases.held))
+    eventually(lambda: bool(leases_of(transfer_thread_of(p))))
     for seconds in (500, 1000, 1500):
         renew_after(p, d, seconds)
         p.step()

@@ -10,6 +10,7 @@ from kvferry.connector.decode_side import link
 from kvferry.connector.decode_side.handover import HandoverPhase
 from kvferry.connector.engine.transfer_thread import QUIET_SECONDS
 from kvferry.connector.wire import messages
+from tests.support.inside import leases_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, no_board
@@ -133,7 +134,7 @@ def test_the_cap_ends_a_lease_however_often_it_is_renewed(group: EngineGroup, li
     request_id = d.add(IDS, prefill(p, IDS))
     d.step()
     p.step()
-    eventually(lambda: bool(transfer_thread_of(p)._producer._leases.held))
+    eventually(lambda: bool(leases_of(transfer_thread_of(p))))
     for seconds in (500, 1000):
         renew_after(p, d, seconds)
     let_time_pass(p, 1300)

@@ -26,6 +26,7 @@ import pytest
 
 from kvferry.connector.engine.request_lifetime import RequestPhase
 from kvferry.transport.bootstrap.server import BootstrapServer
+from tests.support.inside import leases_of
 from tests.vllm.engine_group import PATIENT, EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import Engine, eventually, let_time_pass, run, settle, transfer_thread_of
@@ -154,8 +155,7 @@ def test_llm_d_tries_p_again_under_a_new_name(pair: tuple[Engine, Engine]) -> No
     leg = d.add(IDS, through_go(answer) | {"transfer_id": name}, max_tokens=4)
     run([p, d], lambda: d.answers[leg].finish is not None)
     assert d.origins[leg].theirs == len(IDS) - 1
-    held = transfer_thread_of(p)._producer._leases.held
-    eventually(lambda: [token.hex() for token in held] == [left["remote_request_id"]])
+    eventually(lambda: [token.hex() for token in leases_of(transfer_thread_of(p))] == [left["remote_request_id"]])
     let_time_pass(p, PATIENT["lease_seconds"])
     settle(p, d)
 

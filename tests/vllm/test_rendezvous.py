@@ -19,6 +19,7 @@ from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.wire import messages
 from kvferry.transport.bootstrap import page as bootstrap_page
 from kvferry.transport.bootstrap.server import BootstrapServer
+from tests.support.inside import producer_of, replies_of, sends_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, run, settle, transfer_thread_of
@@ -108,7 +109,7 @@ def ask(d: Engine, params: object, **kwargs: Any) -> str:
 
 def questions(p: Engine) -> int:
     """How many questions wait at P."""
-    return len(transfer_thread_of(p)._producer.named.held)
+    return len(producer_of(transfer_thread_of(p)).named.held)
 
 
 def prefills_locally(p: Engine, d: Engine, request_id: str, lines: Lines, *words: str) -> None:
@@ -163,15 +164,15 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
     p, d, params = legs(group)
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
-    (held,) = transfer_thread_of(p)._producer.named.held.values()
+    (held,) = producer_of(transfer_thread_of(p)).named.held.values()
     abort_and_wait(p, d, request_id)
     finder = transfer_thread_of(d)._finder
     (contact,) = finder.contacts.values()
     assert not finder.open
-    producer = transfer_thread_of(p)._producer
+    producer = producer_of(transfer_thread_of(p))
 
     def serve(now: float) -> bool:
-        producer._replies.send(held.identity, messages.Unresolved(number=1, final=False, detail="x" * 900))
+        replies_of(producer).send(held.identity, messages.Unresolved(number=1, final=False, detail="x" * 900))
         return bool(type(producer).serve(producer, now))
 
     producer.serve = serve
@@ -246,7 +247,7 @@ def behind_another(group: EngineGroup) -> tuple[Engine, Engine, str, str]:
     p.step()
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
-    assert "tx" in transfer_thread_of(p)._producer.named._tokens
+    assert "tx" in producer_of(transfer_thread_of(p)).named._tokens
     return p, d, leg, request_id
 
 
@@ -403,7 +404,7 @@ def test_tokens_found_in_the_prefix_cache_may_be_computed_in_the_same_step(group
         if not blocks:
             p.device = lambda: None
             run([d], lambda: d.free_blocks < d.baseline)
-            sender = transfer_thread_of(p)._producer.reads.sender
+            sender = sends_of(transfer_thread_of(p))
             eventually(lambda: bool(sender.waiting) or any(read.lifetime.state.sent for read in sender._outgoing))
             eventually(lambda: bool(sender.waiting))  # after what could be sent
             blocks.append(True)

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from kvferry.connector.engine import lease_planner
 from kvferry.connector.engine.request_lifetime import RequestPhase
+from tests.support.inside import leases_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import Engine, prefill, run, settle, transfer_thread_of
@@ -38,7 +39,7 @@ def nothing_old(d: Engine, request_id: str) -> bool:
 
 def leased(p: Engine, ids: list[int]) -> object:
     params = prefill(p, ids)
-    run([p], lambda: bool(transfer_thread_of(p)._producer._leases.held))
+    run([p], lambda: bool(leases_of(transfer_thread_of(p))))
     return params
 
 

@@ -21,6 +21,7 @@ from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, UnneededLe
 from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferEstimates
 from kvferry.transport import grant_board
 from tests.handover.slow_copies import install
+from tests.support.inside import leases_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer
@@ -66,7 +67,7 @@ def add(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
     run([p], lambda: request_id in p.leases)
 
     def held(rank: int) -> bool:
-        leases = list(transfer_thread_of(p, rank)._producer._leases.held.values())
+        leases = list(leases_of(transfer_thread_of(p, rank)).values())
         return any(lease.grant.request_id == request_id for lease in leases)
 
     eventually(lambda: all(held(rank) for rank in range(p.tp)))
