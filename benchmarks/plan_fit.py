@@ -25,7 +25,7 @@ from kvferry.cli.plan.model_shape import ModelShape
 from kvferry.cli.plan.time_model import Calibration, PlaneCosts
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
 
-PACKAGED = Path(__file__).resolve().parents[1] / "connector" / "planning" / "calibration.json"
+PACKAGED = Path(__file__).resolve().parents[1] / "cli" / "plan" / "calibration.json"
 DIGITS = 4
 NO_SECONDS = 1e-12
 """A shorter time is what the rounding of numbers leaves of none: its digits depend on the processor."""
