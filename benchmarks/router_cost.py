@@ -36,7 +36,7 @@ CLIENTS = 16
 REQUESTS = 30
 """Of each client in one round."""
 LEASE = {"do_remote_prefill": True, "remote_engine_id": "p-0", "remote_host": "127.0.0.1", "remote_port": 5600}
-LEASE |= {"remote_num_tokens": PROMPT_TOKENS, "kvferry": {"v": 3, "token": "00" * 16}}
+LEASE |= {"remote_num_tokens": PROMPT_TOKENS, "kvferry": {"v": 1, "token": "00" * 16}}
 CASES: dict[str, tuple[bool, bool]] = {
     "whole answer, one leg after the other": (False, False),
     "whole answer, both legs at once": (False, True),

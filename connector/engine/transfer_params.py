@@ -20,7 +20,7 @@ from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.errors import ProtocolError, quoted
 
-PARAMS_VERSION = 3
+PARAMS_VERSION = 1
 MAX_PORT = 65535
 
 _Hex16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]

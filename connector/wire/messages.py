@@ -21,12 +21,6 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
     Release(token)                  ──▶
     Cancel(read)                    ──▶                               (any time after Ask)
                                     ◀── Stopped(read, sent)
-
-Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
-byte behind each message over TCP; 4, one small message at the end of a span; 5, fields by their present names, a
-refusal with typed fields, grants without the unused ``epoch`` and ``ready``; 6, planes of one host name P's process
-only, and its files after D has attached, and P says that it closes; 7, a checksum behind each message with KV bytes,
-where either side demands it; 8, a name is resolved to a lease, and a prompt may be read while P computes it.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ from kvferry.transport.errors import ProtocolError
 from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 1
 MAX_REPLY_BYTES = 8 << 20
 """Bound on one message of P; 2 million block ids fit."""
 MAX_REQUEST_BYTES = 1 << 20

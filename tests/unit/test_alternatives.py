@@ -44,7 +44,7 @@ def test_a_request_without_alternatives() -> None:
         ({}, "does not say do_remote_prefill"),
         ([], "does not say do_remote_prefill"),
         ({"do_remote_prefill": True}, "names no P"),
-        ({**to_transfer_params(prompt(1)), "kvferry": {"v": 3}}, "is malformed"),
+        ({**to_transfer_params(prompt(1)), "kvferry": {"v": 1}}, "is malformed"),
         ({**to_transfer_params(prompt(1)), "alternatives": []}, "names alternatives itself"),
         (to_transfer_params(prompt(1, prompt="another")), "its prompt is not that of the first P"),
         (to_transfer_params(prompt(1, adapter="ab")), "its adapter is not that of the first P"),
