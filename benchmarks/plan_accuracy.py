@@ -32,9 +32,8 @@ import plan_fit
 import report
 from plan_fit import Measured
 
-from kvferry.cli.plan.deployment import Deployment
-from kvferry.cli.plan.handover_plan import Pair, PlannedRead, plan_handover
-from kvferry.cli.plan.model_shape import ModelShape
+from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
+from kvferry.cli.plan.model import ModelShape
 from kvferry.cli.plan.time_model import Calibration, PlaneCosts, finish_seconds, work_of
 from kvferry.connector.config import Settings
 from tests.support.rank_process import RemoteRank, remote_peer

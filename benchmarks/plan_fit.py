@@ -19,9 +19,8 @@ import numpy as np
 import tables
 import torch
 
-from kvferry.cli.plan.deployment import Deployment
-from kvferry.cli.plan.handover_plan import Pair, PlannedRead, plan_handover
-from kvferry.cli.plan.model_shape import ModelShape
+from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
+from kvferry.cli.plan.model import ModelShape
 from kvferry.cli.plan.time_model import Calibration, PlaneCosts
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
 

@@ -20,13 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 import report
 import torch
 
-from kvferry.cli.plan.deployment import Deployment
 from kvferry.cli.plan.fleet import EngineModel, Fleet
 from kvferry.cli.plan.fleet_size import fleet_report
-from kvferry.cli.plan.handover_plan import Pair
-from kvferry.cli.plan.model_shape import ModelShape
-from kvferry.cli.plan.prompt_plan import handover_of
-from kvferry.cli.plan.time_model import default_calibration
+from kvferry.cli.plan.handover import Deployment, Pair
+from kvferry.cli.plan.model import ModelShape
+from kvferry.cli.plan.time_model import default_calibration, handover_of
 from kvferry.cli.plan.trace import parsed_trace, synthetic_trace, trace_lines
 
 REQUESTS, SECONDS = 12_031, 3537.0

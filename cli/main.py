@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 
+from kvferry.cli.terminal import FailedError, complain, failing
 from kvferry.transport.control.key_file import make_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import KVFerryError, UsageError
 
-Layout = Literal["HND", "NHD"]
+# Options of ``bench`` and of ``plan``.
+KvDtype = Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")]
+PBlockSize = Annotated[int, typer.Option(help="tokens of a block of P")]
+DBlockSize = Annotated[int, typer.Option(help="tokens of a block of D")]
+PLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in P's pages")]
+DLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in D's pages")]
+Prompts = Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")]
 
 app = typer.Typer(
     help="KVFerry: KV caches from prefill engines to decode engines.",
@@ -39,8 +46,9 @@ def main(
 
 
 def _model_path(text: str) -> Path:
-    if not text:  # a Path of it would be the working directory
-        _wrong_usage("--model is empty; name the config.json of a model, or its folder")
+    with failing():
+        if not text:  # a Path of it would be the working directory
+            raise UsageError("--model is empty; name the config.json of a model, or its folder")
     return Path(text)
 
 
@@ -52,20 +60,19 @@ def _public_key(file: Path) -> str:
 
 
 @app.command()
+@failing()
 def keygen(
     file: Annotated[Path, typer.Argument(help="the file to write; it must not exist")] = Path("kvferry.key"),
 ) -> None:
     """Write a new secret key into FILE (mode 0600), and print its public key."""
     if not file.name:
-        _wrong_usage("FILE is empty or a folder; name a file")
+        raise UsageError("FILE is empty or a folder; name a file")
     try:
         secret = make_key_file(file)
     except FileExistsError:
-        typer.echo(f"kvferry: {file} exists already, and nothing was changed; {_public_key(file)}", err=True)
-        raise typer.Exit(1) from None
+        raise FailedError(f"{file} exists already, and nothing was changed; {_public_key(file)}") from None
     except OSError as error:
-        typer.echo(f"kvferry: {file} cannot be written: {error.strerror}; name a file in another directory", err=True)
-        raise typer.Exit(1) from None
+        raise FailedError(f"{file} cannot be written: {error.strerror}; name a file in another directory") from None
     typer.echo(f"The secret key is in {file}. Its public key:")
     typer.echo(f"\n    {Keys(secret).public}\n")
     typer.echo(
@@ -77,6 +84,7 @@ def keygen(
 
 
 @app.command()
+@failing()
 def doctor(
     peer: Annotated[str, typer.Option(help="control port of a running engine, HOST:PORT")] = "",
     config: Annotated[
@@ -89,14 +97,12 @@ def doctor(
     """Look whether this machine is fit for KVFerry. Exit status: 0 fit, 1 not fit, 2 wrong usage."""
     from kvferry.cli.doctor.command import doctor
 
-    try:
-        fit = doctor(peer=peer, config=config, share=share, self_test=self_test, as_json=as_json)
-    except UsageError as error:
-        _wrong_usage(str(error))
+    fit = doctor(peer=peer, config=config, share=share, self_test=self_test, as_json=as_json)
     raise typer.Exit(0 if fit else 1)
 
 
 @app.command()
+@failing()
 def top(
     engines: Annotated[list[str], typer.Argument(help="URLs of vLLM servers, http://HOST:PORT", metavar="URL")],
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two polls")] = 2.0,
@@ -109,14 +115,12 @@ def top(
     """
     from kvferry.cli.top.command import top
 
-    try:
-        answered = top(engines, interval=interval, once=once, as_json=as_json)
-    except UsageError as error:
-        _wrong_usage(str(error))
+    answered = top(engines, interval=interval, once=once, as_json=as_json)
     raise typer.Exit(1 if once and not answered else 0)
 
 
 @app.command()
+@failing()
 def drain(
     engine: Annotated[str, typer.Argument(help="URL of a vLLM server, http://HOST:PORT", metavar="URL")],
     quiet: Annotated[float, typer.Option(min=0, max=3600, help="seconds for which it must have had nothing")] = 5.0,
@@ -126,19 +130,14 @@ def drain(
 
     Before this command, have the router send nothing more to the engine; after it, end the engine by SIGTERM.
     """
-    from kvferry.cli.top.drain import BusyError, wait_until_idle
+    from kvferry.cli.top.drain import wait_until_idle
 
-    try:
-        wait_until_idle(engine, quiet=quiet, timeout=timeout, say=lambda line: typer.echo(f"kvferry: {line}", err=True))
-    except UsageError as error:
-        _wrong_usage(str(error))
-    except BusyError as error:
-        typer.echo(f"kvferry: {error}", err=True)
-        raise typer.Exit(1) from None
+    wait_until_idle(engine, quiet=quiet, timeout=timeout, say=complain)
     typer.echo(f"{engine} is idle: no request and no lease for {quiet:g} s")
 
 
 @app.command()
+@failing()
 def bench(
     model: Annotated[
         Path | None,
@@ -146,13 +145,13 @@ def bench(
             help="config.json of the model, or its folder; unset: Llama-3.1-8B", parser=_model_path, metavar="<path>"
         ),
     ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
+    kv_dtype: KvDtype = "auto",
     tp: Annotated[int, typer.Option(help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
-    p_block_size: Annotated[int, typer.Option(help="tokens of a block of P")] = 16,
-    d_block_size: Annotated[int, typer.Option(help="tokens of a block of D")] = 16,
-    p_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in P's pages")] = "NHD",
-    d_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in D's pages")] = "NHD",
-    prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
+    p_block_size: PBlockSize = 16,
+    d_block_size: DBlockSize = 16,
+    p_layout: PLayout = "NHD",
+    d_layout: DLayout = "NHD",
+    prompt: Prompts = None,
     plane: Annotated[
         list[str] | None, typer.Option(help="data plane; may be repeated; unset: all that the machine has")
     ] = None,
@@ -167,16 +166,14 @@ def bench(
     ] = None,
 ) -> None:
     """Measure hand-overs between two ranks of this machine, over each data plane, on the caches of a model."""
-    from kvferry.cli.bench.command import bench
+    options = locals()
+    from kvferry.cli.bench import bench
 
-    bench(
-        model=model, kv_dtype=kv_dtype, tp=tp, p_block_size=p_block_size, d_block_size=d_block_size,
-        p_layout=p_layout, d_layout=d_layout, prompt=prompt, plane=plane, device=device, rounds=rounds,
-        json_file=json_file, plot=plot, calibration=calibration,
-    )  # fmt: skip
+    raise typer.Exit(0 if bench(**options) else 1)
 
 
 @app.command()
+@failing()
 def plan(
     model: Annotated[
         Path,
@@ -187,11 +184,11 @@ def plan(
     d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,
     p_pp: Annotated[int, typer.Option(help="pipeline-parallel size of P")] = 1,
     d_pp: Annotated[int, typer.Option(help="pipeline-parallel size of D")] = 1,
-    p_block_size: Annotated[int, typer.Option(help="tokens of a block of P")] = 16,
-    d_block_size: Annotated[int, typer.Option(help="tokens of a block of D")] = 16,
-    p_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in P's pages")] = "NHD",
-    d_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in D's pages")] = "NHD",
-    kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
+    p_block_size: PBlockSize = 16,
+    d_block_size: DBlockSize = 16,
+    p_layout: PLayout = "NHD",
+    d_layout: DLayout = "NHD",
+    kv_dtype: KvDtype = "auto",
     plane: Annotated[str, typer.Option(help="data plane and memory, as in ucx/gpu or tcp/host")] = "ucx/gpu",
     link: Annotated[
         str | None, typer.Option(help="bytes per second of the link of one rank, as in 12.5GB/s; unset: no bound")
@@ -199,7 +196,7 @@ def plan(
     calibration: Annotated[
         Path | None, typer.Option(help="costs of the planes, as kvferry bench --calibration writes them")
     ] = None,
-    prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
+    prompt: Prompts = None,
     trace: Annotated[Path | None, typer.Option(help="a trace in Mooncake's form: simulate a fleet under it")] = None,
     p_engines: Annotated[
         int | None, typer.Option(help="P engines of the fleet; unset: as few as the targets need")
@@ -219,19 +216,14 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="write hand-over time by prompt length here, an SVG")] = None,
 ) -> None:
     """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
+    options = locals()
     from kvferry.cli.plan.command import plan
 
-    plan(
-        model=model, prefill_tokens_per_second=prefill_tokens_per_second, p_tp=p_tp, d_tp=d_tp, p_pp=p_pp, d_pp=d_pp,
-        p_block_size=p_block_size, d_block_size=d_block_size, p_layout=p_layout, d_layout=d_layout,
-        kv_dtype=kv_dtype, plane=plane, link=link, calibration=calibration, prompt=prompt, trace=trace,
-        p_engines=p_engines, d_engines=d_engines, ttft=ttft, tpot=tpot, percentile=percentile, step_ms=step_ms,
-        step_ms_per_sequence=step_ms_per_sequence, d_sequences=d_sequences, p_cache_tokens=p_cache_tokens,
-        d_cache_tokens=d_cache_tokens, json_file=json_file, plot=plot,
-    )  # fmt: skip
+    plan(**options)
 
 
 @app.command()
+@failing()
 def router(
     prefill: Annotated[list[str] | None, typer.Option(help="URL of a P, or dns://NAME:PORT; may be repeated")] = None,
     decode: Annotated[list[str] | None, typer.Option(help="URL of a D, or dns://NAME:PORT; may be repeated")] = None,
@@ -254,21 +246,13 @@ def router(
     try:
         from kvferry.router import command
     except ModuleNotFoundError as error:
-        _wrong_usage(f"the router needs {error.name}: pip install 'kvferry[router]'")
-    try:
-        command.router(
-            prefill or (), decode or (), engines_file, host=host, port=port, serial=serial,
-            timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
-            max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
-            otlp_traces_endpoint=otlp_traces_endpoint,
-        )  # fmt: skip
-    except UsageError as error:
-        _wrong_usage(str(error))
-
-
-def _wrong_usage(text: str) -> NoReturn:
-    typer.echo(f"kvferry: {text}", err=True)
-    raise typer.Exit(2) from None
+        raise UsageError(f"the router needs {error.name}: pip install 'kvferry[router]'") from None
+    command.router(
+        prefill or (), decode or (), engines_file, host=host, port=port, serial=serial,
+        timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
+        max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
+        otlp_traces_endpoint=otlp_traces_endpoint,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ import msgspec
 from rich.console import Console
 
 from kvferry.cli.doctor.findings import DoctorSection, lines, verdict
-from kvferry.cli.top.engine_figures import EngineFigures, row
-from kvferry.cli.top.prometheus_text import samples
-from kvferry.cli.top.view import table
+from kvferry.cli.top.command import table
+from kvferry.cli.top.figures import EngineFigures, row, samples
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "tests" / "top" / "recorded"

@@ -1,13 +1,39 @@
-"""What ``kvferry doctor`` has found, as data, and as lines for a terminal."""
+"""What ``kvferry doctor`` looks at, and what it has found: as data, and as lines for a terminal."""
 
 from __future__ import annotations
 
 import enum
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``environ``: a copy, because UCXX sets variables of its own when it is loaded. ``root``: the directory whose
+    ``proc``, ``sys`` and ``dev`` are looked at; tests give one of their own."""
+
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    root: Path = Path("/")
+
+    def text(self, name: str) -> str:
+        """The content of a small file, without spaces at its ends; empty where it cannot be read."""
+        try:
+            return (self.root / name).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def names(self, name: str) -> list[str]:
+        """The names in a directory, sorted; empty where it cannot be read."""
+        try:
+            return sorted(path.name for path in (self.root / name).iterdir())
+        except OSError:
+            return []
 
 
 class Level(enum.StrEnum):
@@ -20,8 +46,8 @@ class Level(enum.StrEnum):
     FAULT = "fault"
 
 
-MAX_VALUE = 350
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.FAULT: "bold red"}
+MAX_VALUE = 350
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,30 +71,27 @@ class DoctorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     findings: Sequence[Finding]
 
 
-def _brief(text: str) -> str:
-    """One line of at most ``MAX_VALUE`` characters: the begin and the end of a longer one."""
-    line = " ".join(text.splitlines())
-    return line if len(line) <= MAX_VALUE else f"{line[: MAX_VALUE - 105]} ... {line[-100:]}"
+def _finding(level: Level, what: str, value: str, do: str, expected: str) -> Finding:
+    """The value in one line of at most ``MAX_VALUE`` characters: the begin and the end of a longer one."""
+    line = " ".join(value.splitlines())
+    line = line if len(line) <= MAX_VALUE else f"{line[: MAX_VALUE - 105]} ... {line[-100:]}"
+    return Finding(level, what, line, expected, do)
 
 
 def ok(what: str, value: str, expected: str = "") -> Finding:
-    """It is as it should be."""
-    return Finding(Level.OK, what, _brief(value), expected)
+    return _finding(Level.OK, what, value, "", expected)
 
 
 def note(what: str, value: str, do: str = "", *, expected: str = "") -> Finding:
-    """It may be as the user wants it."""
-    return Finding(Level.NOTE, what, _brief(value), expected, do)
+    return _finding(Level.NOTE, what, value, do, expected)
 
 
 def warning(what: str, value: str, do: str, *, expected: str = "") -> Finding:
-    """Hand-overs work, slower or not all of them."""
-    return Finding(Level.WARNING, what, _brief(value), expected, do)
+    return _finding(Level.WARNING, what, value, do, expected)
 
 
 def fault(what: str, value: str, do: str, *, expected: str = "") -> Finding:
-    """KVFerry does not work on this machine, or not with these settings."""
-    return Finding(Level.FAULT, what, _brief(value), expected, do)
+    return _finding(Level.FAULT, what, value, do, expected)
 
 
 def is_fit(sections: Iterable[DoctorSection]) -> bool:
@@ -90,11 +113,9 @@ def lines(section: DoctorSection) -> Iterator[Text]:
             yield Text(f"{'':<{10 + width}}  ▸ {finding.do}", style="italic")
 
 
-def verdict(sections: Iterable[DoctorSection]) -> Text:
+def verdict(sections: Sequence[DoctorSection]) -> Text:
     """The last line: whether the machine is fit, and how many findings there are of each level."""
-    sections = list(sections)
     counts = Counter(finding.level for section in sections for finding in section.findings)
     numbers = ", ".join(f"{counts[level]} {level}" for level in reversed(Level) if counts[level])
-    fit = is_fit(sections)
-    text = "This machine is fit for KVFerry" if fit else "This machine is not fit for KVFerry"
-    return Text(f"{text}: {numbers}.", style="bold green" if fit else "bold red")
+    text, style = ("is fit", "bold green") if is_fit(sections) else ("is not fit", "bold red")
+    return Text(f"This machine {text} for KVFerry: {numbers}.", style=style)

@@ -47,11 +47,7 @@ _ADDRESS = "peer"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``.
-
-    Raises:
-        UsageError: it is of another form; one line.
-    """
+    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises UsageError: it is of another form; one line."""
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -75,12 +71,8 @@ class _Answers:
 def findings(
     host: str, port: int, settings: Settings, keys: Keys | None, seconds: float = PEER_SECONDS
 ) -> list[Finding]:
-    """Connect to a control port as D does, with this machine's keys.
-
-    Args:
-        keys: of this machine; ``None`` where it has none.
-        seconds: the bound on each step.
-    """
+    """Connect to a control port as D does. ``keys``: of this machine, ``None`` where it has none. ``seconds``: bound on
+    each step."""
     found, address = _reach(host, port, seconds)
     if not address:
         return found
@@ -88,8 +80,8 @@ def findings(
     if forbidden:
         return [*found, fault(_ADDRESS, forbidden, "add the network of this peer to KVFERRY_ALLOWED_PEERS")]
     if keys is None:
-        return [*found, fault("key of the peer", "cannot be checked: this machine has no key yet",
-                              "copy the key file of the peer's host, and set KVFERRY_KEY_FILE")]  # fmt: skip
+        do = "copy the key file of the peer's host, and set KVFERRY_KEY_FILE"
+        return [*found, fault("key of the peer", "cannot be checked: this machine has no key yet", do)]
     fingerprint = listening(address, port, seconds)
     if fingerprint not in keys.admitted:
         return [*found, _no_peer(f"{address}:{port}", keys, fingerprint)]
@@ -111,25 +103,19 @@ def _reach(host: str, port: int, seconds: float) -> tuple[list[Finding], str]:
     try:
         socket.create_connection((address, port), seconds).close()
     except ConnectionRefusedError:
-        return [
-            fault(
-                _ADDRESS, f"{where} refuses the connection: nothing listens there",
-                "is the engine up, its control port this one (side_channel_port, in its log after `serves`), and its "
-                "side_channel_host not loopback?",
-            )
-        ], ""  # fmt: skip
+        value = f"{where} refuses the connection: nothing listens there"
+        do = (
+            "is the engine up, its control port this one (side_channel_port, in its log after `serves`), and its "
+            "side_channel_host not loopback?"
+        )
     except TimeoutError:
-        return [
-            fault(
-                _ADDRESS, f"{where} did not answer within {seconds:g} s",
-                "is the address right, and does a firewall between the hosts allow this port?",
-            )
-        ], ""  # fmt: skip
+        value = f"{where} did not answer within {seconds:g} s"
+        do = "is the address right, and does a firewall between the hosts allow this port?"
     except OSError as error:
-        return [
-            fault(_ADDRESS, f"{where} cannot be reached: {error.strerror}", "look at the routes between the hosts")
-        ], ""
-    return [ok(_ADDRESS, f"{where} is reached in {(time.monotonic() - begin) * 1e3:.2f} ms")], address
+        value, do = f"{where} cannot be reached: {error.strerror}", "look at the routes between the hosts"
+    else:
+        return [ok(_ADDRESS, f"{where} is reached in {(time.monotonic() - begin) * 1e3:.2f} ms")], address
+    return [fault(_ADDRESS, value, do)], ""
 
 
 def _hello(model: dict[str, str]) -> Hello:
@@ -185,9 +171,8 @@ def _reply(dialer: Dialer, connection: Connection, answers: _Answers, seconds: f
             return None
         if isinstance(reply, Refused):
             return reply
-        answers.refusal = (
-            f"the engine ends its leases: {reply.reason}" if isinstance(reply, Closing) else "an unexpected answer"
-        )
+        is_end = f"the engine ends its leases: {reply.reason}" if isinstance(reply, Closing) else ""
+        answers.refusal = is_end or "an unexpected answer"
         return None
     if connection.lost:
         answers.refusal = connection.reason
@@ -211,13 +196,8 @@ def _describe(answers: _Answers, fingerprint: str) -> list[Finding]:
     """A peer that has answered."""
     found = [ok("key of the peer", f"{fingerprint} is admitted on both sides")]
     if answers.version != PROTOCOL_VERSION:
-        found.append(
-            fault(
-                "protocol version", f"the peer's is {answers.version}", "run the same KVFerry release on both sides",
-                expected=f"{PROTOCOL_VERSION}, ours",
-            )
-        )  # fmt: skip
-        return found
+        value, do = f"the peer's is {answers.version}", "run the same KVFerry release on both sides"
+        return [*found, fault("protocol version", value, do, expected=f"{PROTOCOL_VERSION}, ours")]
     found.append(ok("protocol version", f"{PROTOCOL_VERSION} on both sides"))
     shown = [f"{name}={shortened(answers.model[name], 80)}" for name in SHOWN_FIELDS if name in answers.model]
     known = f"{len(answers.model)} facts: {', '.join(shown)}" if answers.model else "no facts"
@@ -228,29 +208,21 @@ def _describe(answers: _Answers, fingerprint: str) -> list[Finding]:
     return found
 
 
-# --- what went wrong ------------------------------------------------------------------------------------------------
-
-
 def _no_peer(where: str, keys: Keys, fingerprint: str) -> Finding:
     """The port says that its key is one that this machine does not admit; or nothing that a control port says."""
-    if fingerprint:
-        return fault(
-            "key of the peer", f"wrong key: the peer's is {fingerprint}, and this machine admits {keys.shown}",
-            "give both machines one key file (KVFERRY_KEY_FILE), or add the peer's public key to KVFERRY_PEER_KEYS",
-        )  # fmt: skip
-    return fault(
-        _ADDRESS, f"{where} is no KVFerry control port",
-        "take the address from the engine's log, in its line `kvferry: rank ... serves ... at ...`",
-    )  # fmt: skip
+    if not fingerprint:
+        do = "take the address from the engine's log, in its line `kvferry: rank ... serves ... at ...`"
+        return fault(_ADDRESS, f"{where} is no KVFerry control port", do)
+    value = f"wrong key: the peer's is {fingerprint}, and this machine admits {keys.shown}"
+    do = "give both machines one key file (KVFERRY_KEY_FILE), or add the peer's public key to KVFERRY_PEER_KEYS"
+    return fault("key of the peer", value, do)
 
 
 def _refused(where: str, keys: Keys, refusal: str) -> Finding:
     """Why a control port does not answer us."""
     if "does not admit our key" in refusal:
-        return fault(
-            "key of the peer", f"the peer does not admit our key {keys.fingerprint}",
-            "give both machines one key file (KVFERRY_KEY_FILE), or add our public key to KVFERRY_PEER_KEYS there",
-        )  # fmt: skip
+        do = "give both machines one key file (KVFERRY_KEY_FILE), or add our public key to KVFERRY_PEER_KEYS there"
+        return fault("key of the peer", f"the peer does not admit our key {keys.fingerprint}", do)
     return fault(_ADDRESS, f"{where} does not answer: {refusal.removeprefix(f'{where}: ')}", "look into its log")
 
 

@@ -1,19 +1,21 @@
-"""Which data planes this machine has, and why not the others."""
+"""Which data planes this machine has, and why not the others; and a test of each between two processes."""
 
 from __future__ import annotations
 
 import errno
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from kvferry.cli.doctor.findings import Finding, fault, note, ok, warning
-from kvferry.cli.doctor.machine import Machine
+from kvferry.cli.doctor.findings import Finding, Machine, fault, note, ok, warning
+from kvferry.cli.rank_pair import RANK_PROGRAM, CacheForm, PairError, RankPair
 from kvferry.connector.config import AUTO, Settings
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import KVFerryError
@@ -26,13 +28,13 @@ _ELSEWHERE = "192.0.2.1"
 PTRACE_SCOPE = "proc/sys/kernel/yama/ptrace_scope"
 CHILD_SECONDS = 20.0
 
-_TARGET = """
+TARGET = """
 import ctypes, os, sys
 text = ctypes.create_string_buffer(b"kvferry")
 print(os.getpid(), ctypes.addressof(text), flush=True)
 sys.stdin.read()
 """
-_READER = """
+READER = """
 import ctypes, os, sys
 pid, address = map(int, sys.argv[1:])
 libc = ctypes.CDLL(None, use_errno=True)
@@ -62,11 +64,8 @@ class PlaneOnDevice:
 
 
 def findings(machine: Machine, settings: Settings) -> tuple[list[Finding], list[PlaneOnDevice]]:
-    """Make every registered plane for host memory, and for the first GPU.
-
-    Returns:
-        Findings; and the planes that this machine has.
-    """
+    """Make every registered plane for host memory, and for the first GPU. Returns findings, and the planes that this
+    machine has."""
     devices = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]
     found: list[Finding] = []
     usable: list[PlaneOnDevice] = []
@@ -120,11 +119,11 @@ def _missing(plane: PlaneOnDevice, why: str, settings: Settings) -> Finding:
 def read_between_processes() -> int:
     """Whether one new process may read the memory of another with ``process_vm_readv``: 0, or the error number."""
     command = [sys.executable, "-S", "-c"]
-    with subprocess.Popen([*command, _TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as target:
+    with subprocess.Popen([*command, TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as target:
         assert target.stdout is not None and target.stdin is not None
         try:
             arguments = target.stdout.readline().split()
-            reader = subprocess.run([*command, _READER, *arguments], timeout=CHILD_SECONDS, check=False)
+            reader = subprocess.run([*command, READER, *arguments], timeout=CHILD_SECONDS, check=False)
             return reader.returncode
         except subprocess.TimeoutExpired:
             return errno.ETIMEDOUT
@@ -141,14 +140,11 @@ def cma_permission(number: int, ptrace_scope: str) -> Finding:
     slower = "shm is used instead, which copies twice"
     if number in (errno.EPERM, errno.EACCES):
         if ptrace_scope not in ("", "0"):
-            return warning(
-                what, f"no permission: ptrace_scope is {ptrace_scope}; {slower}",
-                "sysctl -w kernel.yama.ptrace_scope=0", expected="0",
-            )  # fmt: skip
-        return warning(
-            what, f"no permission (EPERM), and ptrace_scope does not forbid it; {slower}",
-            "in a container: --cap-add SYS_PTRACE; else look at the user, and at the seccomp profile",
-        )  # fmt: skip
+            value = f"no permission: ptrace_scope is {ptrace_scope}; {slower}"
+            return warning(what, value, "sysctl -w kernel.yama.ptrace_scope=0", expected="0")
+        value = f"no permission (EPERM), and ptrace_scope does not forbid it; {slower}"
+        allow = "in a container: --cap-add SYS_PTRACE; else look at the user, and at the seccomp profile"
+        return warning(what, value, allow)
     reason = f"{errno.errorcode.get(number, number)} {os.strerror(number) if number > 0 else ''}".strip()
     return warning(what, f"process_vm_readv fails: {reason}; {slower}", "the seccomp profile, or the kernel, lacks it")
 
@@ -161,3 +157,58 @@ def lacking_planes(usable: Sequence[PlaneOnDevice]) -> list[Finding]:
         fault("data planes", f"none for {'host' if kind == 'cpu' else 'GPU'} memory", "mend one of the reasons above")
         for kind in sorted(needed - kinds)
     ]
+
+
+# --- self-test ------------------------------------------------------------------------------------------------------
+
+PLANE_SECONDS = 60.0
+"""Bound on the test of one plane, with the start of its processes."""
+FORM = CacheForm()
+"""64 MiB in pages of 32 KiB."""
+ROUNDS = 3
+"""Hand-overs that are measured; one before them connects the ranks and allocates staging memory."""
+_REPORT = "report it with the file of `kvferry doctor --share`; until then set another plane"
+
+
+def self_test(
+    host: str, planes: Sequence[PlaneOnDevice], *, program: Sequence[str] = RANK_PROGRAM,
+    form: CacheForm = FORM, seconds: float = PLANE_SECONDS, rounds: int = ROUNDS,
+) -> Iterator[Finding]:  # fmt: skip
+    """A known pattern from one process to another over each plane, every byte checked, with its rate. A process that
+    crashes, or that does not answer in time, is a fault of that plane only. ``host``: what the planes listen on."""
+    pair = RankPair(host, program)
+    try:
+        for plane in planes:
+            what, deadline = str(plane), time.monotonic() + seconds
+            try:
+                wrong, nbytes, rates = _hand_over(pair, plane, form, rounds, deadline)
+            except PairError as error:
+                pair.close()  # the next plane gets new processes
+                yield fault(what, f"the hand-over failed: {error}", _REPORT, expected="every byte within the time")
+                continue
+            if wrong:
+                value, do = f"{wrong} of {nbytes} bytes are wrong on D", f"do not use this plane; {_REPORT}"
+                yield fault(what, value, do, expected="P's bytes")
+            else:
+                rate = f"{statistics.median(rates):.2f} GB/s"
+                yield ok(what, f"{rate}; each of {nbytes >> 20} MiB is right, in {len(rates)} hand-overs")
+    finally:
+        pair.close()
+
+
+def _hand_over(
+    pair: RankPair, plane: PlaneOnDevice, form: CacheForm, rounds: int, deadline: float
+) -> tuple[int, int, list[float]]:
+    """Returns the wrong bytes of all rounds, the bytes of one hand-over, and the rates in GB/s."""
+    pair.start(plane.name, plane.device, form, form, deadline)
+    wrong, nbytes, rates = 0, 0, []
+    for number in range(rounds + 1):
+        if number:
+            pair.fill(deadline)
+        moved = pair.hand_over(form.tokens, deadline)
+        wrong += pair.differing(form.tokens, deadline)
+        nbytes = moved.nbytes
+        if number:
+            rates.append(nbytes / moved.seconds / 1e9)
+    pair.stop(deadline)
+    return wrong, nbytes, rates

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.cli.doctor.findings import Finding, note, ok, warning
-from kvferry.cli.doctor.limits import limit
-from kvferry.cli.doctor.machine import Machine
+from kvferry.cli.doctor.findings import Finding, Machine, note, ok, warning
+from kvferry.cli.doctor.host import limit
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.planes.nixl_agent import nixl_release
 from kvferry.transport.planes.ucx_library import load_ucxx
@@ -41,27 +40,18 @@ class UcxBuild:
 
 
 def loaded_ucx() -> UcxBuild:
-    """Load UCX, and look at the library that was taken.
-
-    Raises:
-        PlaneUnavailableError: it cannot be had.
-    """
+    """Load UCX, and look at the library that was taken. Raises PlaneUnavailableError: it cannot be had."""
     load_ucxx()
     import ucxx
 
-    path = next(
-        (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libucp.so" in line), ""
-    )
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    path = next((line.split()[-1] for line in mapped if "/libucp.so" in line), "")
     return UcxBuild(".".join(map(str, ucxx.get_ucx_version())), path, has_infiniband(Path(path).parent))
 
 
 def has_infiniband(folder: Path) -> bool:
     """Whether the UCX in ``folder`` has its InfiniBand transports as modules, or built into its library."""
-    try:
-        names = [path.name for path in (folder / "ucx").iterdir()]
-    except OSError:
-        return False
-    return any(name.startswith(_IB_MODULE) for name in names)
+    return any(name.startswith(_IB_MODULE) for name in Machine(root=folder).names("ucx"))
 
 
 def findings(machine: Machine) -> list[Finding]:
@@ -92,29 +82,21 @@ def judge(machine: Machine, build: UcxBuild | None, nixl: str = "") -> list[Find
     return [*found, over_nixl, over_ucx]
 
 
-def _ports(name: str) -> str:
-    return f"sys/class/infiniband/{name}/ports"
-
-
 def _states(machine: Machine, name: str) -> dict[str, str]:
     """The state of each port of a device."""
-    folder = _ports(name)
-    return {
-        port: machine.text(f"{folder}/{port}/state").partition(": ")[2] or "unknown" for port in machine.names(folder)
-    }
+    folder = f"sys/class/infiniband/{name}/ports"
+    states = {port: machine.text(f"{folder}/{port}/state").partition(": ")[2] for port in machine.names(folder)}
+    return {port: state or "unknown" for port, state in states.items()}
 
 
 def _device(machine: Machine, name: str) -> Finding:
     """One device, by its ports."""
-    folder, states = _ports(name), _states(machine, name)
-    value = ", ".join(
-        f"port {port} {state} ({machine.text(f'{folder}/{port}/link_layer')})" for port, state in states.items()
-    )
+    folder, states = f"sys/class/infiniband/{name}/ports", _states(machine, name)
+    ports = [f"port {port} {state} ({machine.text(f'{folder}/{port}/link_layer')})" for port, state in states.items()]
     if "ACTIVE" not in states.values():
-        return warning(
-            name, value or "no port", "connect it, or start its driver and subnet manager", expected="ACTIVE"
-        )
-    return ok(name, value)
+        start = "connect it, or start its driver and subnet manager"
+        return warning(name, ", ".join(ports) or "no port", start, expected="ACTIVE")
+    return ok(name, ", ".join(ports))
 
 
 def _over_nixl(machine: Machine, nixl: str, devices: list[str]) -> Finding:
@@ -149,21 +131,17 @@ def _obstacle(machine: Machine, what: str) -> Finding | None:
     """What keeps any UCX from the RDMA devices; ``None`` where nothing does."""
     refused = no_permission(machine)
     if refused:
-        return warning(
-            what, f"no permission: {refused}",
-            "start the container with --device /dev/infiniband, or add the user to the group of these files",
-        )  # fmt: skip
+        allow = "start the container with --device /dev/infiniband, or add the user to the group of these files"
+        return warning(what, f"no permission: {refused}", allow)
     lane = chosen_lane(machine.environ)
     if lane:
-        return warning(
-            what, f"another lane is chosen: {lane}", "unset it, or let it name the RDMA transport and device"
-        )
+        other = "unset it, or let it name the RDMA transport and device"
+        return warning(what, f"another lane is chosen: {lane}", other)
     pinned = limit(machine, "Max locked memory")
     if pinned is not None and not math.isinf(pinned[1]):
-        return warning(
-            what, f"locked memory is limited to {pinned[1] / 1024:g} KiB", "ulimit -Hl unlimited",
-            expected="unlimited: RDMA registers the staging memory",
-        )  # fmt: skip
+        value = f"locked memory is limited to {pinned[1] / 1024:g} KiB"
+        expected = "unlimited: RDMA registers the staging memory"
+        return warning(what, value, "ulimit -Hl unlimited", expected=expected)
     return None
 
 
@@ -175,7 +153,7 @@ def no_permission(machine: Machine) -> str:
     reasons = []
     for name in files:
         try:
-            os.close(os.open(machine.path(f"dev/infiniband/{name}"), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+            os.close(os.open(machine.root / "dev/infiniband" / name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
             return ""
         except OSError as error:
             reasons.append(f"/dev/infiniband/{name}: {errno.errorcode.get(error.errno or 0, '')} {error.strerror}")

@@ -138,12 +138,7 @@ def report(sections: Sequence[DoctorSection], environ: Mapping[str, str], scrubb
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a report into a new file.
-
-    Raises:
-        FileExistsError: the file exists already; it is unchanged.
-        OSError: the file cannot be written.
-    """
+    """Write a report into a new file. Raises OSError: it cannot be written, or exists already and is unchanged."""
     with path.open("x") as file:
         json.dump(content, file, indent=1)
         file.write("\n")

@@ -1,4 +1,4 @@
-"""The command ``kvferry plan``: files and options in, tables, JSON and a plot out. ``planning`` computes."""
+"""The command ``kvferry plan``: files and options in, tables, JSON and a plot out."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-import typer
 from rich.console import Console
-from rich.table import Table
 
-from kvferry.cli.files import check_writable, read_file, read_model_config, write_file
-from kvferry.cli.plan.deployment import Deployment
+from kvferry.cli.files import check_writable, read_file, read_model_config, write_file, write_json
 from kvferry.cli.plan.fleet import EngineModel
 from kvferry.cli.plan.fleet_size import FleetPlanner, FleetReport, Targets
-from kvferry.cli.plan.handover_plan import Pair, PlannedRead, plan_handover
-from kvferry.cli.plan.model_shape import ModelShape, model_shape
-from kvferry.cli.plan.plot import svg_chart
-from kvferry.cli.plan.prompt_plan import PromptPlan, handover_of, prompt_plan
-from kvferry.cli.plan.time_model import Calibration, PlaneCosts, decoded_calibration, default_calibration
-from kvferry.cli.plan.trace import parsed_trace
+from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
+from kvferry.cli.plan.model import ModelShape, model_shape
+from kvferry.cli.plan.time_model import (
+    Calibration,
+    PromptPlan,
+    decoded_calibration,
+    default_calibration,
+    handover_of,
+    prompt_plan,
+)  # fmt: skip
+from kvferry.cli.plan.trace import TracedRequest, parsed_trace
+from kvferry.cli.plot import svg_chart
+from kvferry.cli.terminal import FailedError, table
 from kvferry.connector.config import Settings
-from kvferry.transport.errors import ConfigError, KVFerryError, PlaneUnavailableError, check_positive
+from kvferry.transport.errors import ConfigError, PlaneUnavailableError, check_positive
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
 
 PROMPTS = (128, 1024, 8192, 32768)
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-BAD_INPUT, TARGETS_MISSED = 2, 1
 
 Layout = Literal["HND", "NHD"]
 
@@ -57,69 +60,50 @@ def plan(
     step_ms_per_sequence: float, d_sequences: int, p_cache_tokens: int | None, d_cache_tokens: int | None,
     json_file: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
-    """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
-    try:
-        check_writable(json_file, plot)
-        costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))
-        costs = costs_by_plane.costs(plane)
-        shape = model_shape(read_model_config(model), kv_dtype)
-        p, d = Deployment(p_tp, p_pp, p_block_size, p_layout), Deployment(d_tp, d_pp, d_block_size, d_layout)
-        pair = Pair(shape, p, d, _slot_bytes(plane))
-        rate = inf if link is None else bytes_per_second(link)
-        check_positive("--prefill-tokens-per-second", prefill_tokens_per_second)
-        check_positive("--ttft", ttft)
-        check_positive("--tpot", tpot)
-        prompts = sorted(set(prompt or PROMPTS))
-        check_positive("--prompt", prompts[0])
-        plans = [prompt_plan(pair, tokens, costs, rate, prefill_tokens_per_second) for tokens in prompts]
-        reads = list(plan_handover(pair, prompts[-1]))
-        fleet = None
-        if trace is not None:
-            if step_ms is None:
-                raise ConfigError("--trace needs --step-ms, the milliseconds of a step of D; give it")
-            check_positive("--step-ms", step_ms)
-            check_positive("--d-sequences", d_sequences)
-            engines = EngineModel(
-                prefill_tokens_per_second, step_ms / 1e3, step_ms_per_sequence / 1e3,
-                Settings().lease_cap_seconds, d_sequences, p_cache_tokens, d_cache_tokens,
-            )  # fmt: skip
-            planner = FleetPlanner(_trace(trace), engines, handover_of(pair, costs, rate), percentile)
-            fleet = _fleet(planner, p_engines, d_engines, Targets(ttft, tpot, percentile))
-        elif step_ms is not None:
-            raise ConfigError("--step-ms is given without --trace; give --trace, or leave --step-ms out")
-        console = Console()
-        console.print(_kept(shape), soft_wrap=True)
-        _print_reads(console, reads, prompts[-1])
-        _print_prompts(console, plans, plane, costs)
-        if fleet is not None:
-            if p_engines is None:
-                console.print(
-                    f"Fewest engines for TTFT {ttft:g} s and TPOT {tpot:g} s at percentile {percentile:g}: "
-                    f"{fleet.p_engines} P, {fleet.d_engines} D", soft_wrap=True,
-                )  # fmt: skip
-            _print_fleet(console, fleet)
-        result = PlanResult(
-            "kvferry-plan-1", msgspec.to_builtins(shape), p, d, plane, None if link is None else rate, costs_by_plane,
-            reads, plans, fleet,
+    """Plan, print, and write the files that are asked for. Raises KVFerryError; FailedError: the targets are missed."""
+    check_writable(json_file, plot)
+    costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))
+    costs = costs_by_plane.costs(plane)
+    shape = model_shape(read_model_config(model), kv_dtype)
+    p, d = Deployment(p_tp, p_pp, p_block_size, p_layout), Deployment(d_tp, d_pp, d_block_size, d_layout)
+    pair = Pair(shape, p, d, _slot_bytes(plane))
+    rate = inf if link is None else bytes_per_second(link)
+    check_positive("--prefill-tokens-per-second", prefill_tokens_per_second)
+    check_positive("--ttft", ttft)
+    check_positive("--tpot", tpot)
+    prompts = sorted(set(prompt or PROMPTS))
+    check_positive("--prompt", prompts[0])
+    plans = [prompt_plan(pair, tokens, costs, rate, prefill_tokens_per_second) for tokens in prompts]
+    reads = list(plan_handover(pair, prompts[-1]))
+    fleet, targets = None, Targets(ttft, tpot, percentile)
+    if trace is not None:
+        if step_ms is None:
+            raise ConfigError("--trace needs --step-ms, the milliseconds of a step of D; give it")
+        check_positive("--step-ms", step_ms)
+        check_positive("--d-sequences", d_sequences)
+        engines = EngineModel(
+            prefill_tokens_per_second, step_ms / 1e3, step_ms_per_sequence / 1e3,
+            Settings().lease_cap_seconds, d_sequences, p_cache_tokens, d_cache_tokens,
         )  # fmt: skip
-        if json_file is not None:
-            write_file(json_file, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-        if plot is not None:
-            write_file(plot, _plotted(plans, plane).encode())
-    except KVFerryError as error:
-        typer.echo(f"kvferry: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
-    if fleet is not None and not fleet.meets(Targets(ttft, tpot, percentile)):
-        typer.echo("kvferry: this fleet does not meet the targets; leave out --p-engines and --d-engines", err=True)
-        raise typer.Exit(TARGETS_MISSED)
+        planner = FleetPlanner(_trace(trace), engines, handover_of(pair, costs, rate), percentile)
+        fleet = _fleet(planner, p_engines, d_engines, targets)
+    elif step_ms is not None:
+        raise ConfigError("--step-ms is given without --trace; give --trace, or leave --step-ms out")
+    _print(shape, reads, plans, plane)
+    if fleet is not None:
+        _print_fleet(fleet, None if p_engines is not None else targets)
+    given = None if link is None else rate
+    model_facts = msgspec.to_builtins(shape)
+    result = PlanResult("kvferry-plan-1", model_facts, p, d, plane, given, costs_by_plane, reads, plans, fleet)
+    write_json(json_file, result)
+    if plot is not None:
+        write_file(plot, _plotted(plans, plane).encode())
+    if fleet is not None and not fleet.meets(targets):
+        raise FailedError("this fleet does not meet the targets; leave out --p-engines and --d-engines")
 
 
 def bytes_per_second(text: str) -> float:
-    """A rate as ``12.5GB/s`` or ``100Gbit/s``, with decimal prefixes.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """A rate as ``12.5GB/s`` or ``100Gbit/s``, with decimal prefixes. Raises ConfigError: it is none."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(B|bit)/s\s*", text)
     number = float(found[1]) * UNITS[found[2]] / (8 if found[3] == "bit" else 1) if found else 0.0
     if not 0 < number < inf:
@@ -130,7 +114,7 @@ def bytes_per_second(text: str) -> float:
 # --- input ----------------------------------------------------------------------------------------------------------
 
 
-def _trace(path: Path) -> Any:
+def _trace(path: Path) -> list[TracedRequest]:
     try:
         return parsed_trace(read_file(path).splitlines())
     except ConfigError as error:
@@ -161,49 +145,48 @@ def _fleet(planner: FleetPlanner, num_p: int | None, num_d: int | None, targets:
 # --- output ---------------------------------------------------------------------------------------------------------
 
 
-def _kept(shape: ModelShape) -> str:
+def _print(shape: ModelShape, reads: list[PlannedRead], plans: list[PromptPlan], plane: str) -> None:
     kept = f"{shape.token_bytes} bytes of KV a token in {shape.kv_layers} of {shape.num_layers} layers"
     if shape.window:
         windowed = shape.layers.count("sliding_window") + shape.layers.count("chunked_local")
         kept += f", in {windowed} of them for {shape.window} tokens"
-    return kept if shape.state is None else f"{kept}; {shape.state_bytes} bytes of states a request"
+    if shape.state is not None:
+        kept += f"; {shape.state_bytes} bytes of states a request"
+    console = Console()
+    console.print(kept, soft_wrap=True)
+    reads_table = table(
+        f"Reads of one prompt of {plans[-1].tokens} tokens",
+        ("rank of D", "reads from P", "cache", "layers", "heads", "messages", "MB", "bytes in one piece"),
+        (
+            (*(f"pp{stage} tp{rank}" for stage, rank in (read.d, read.p)), read.cache,
+             f"{read.num_layers} in {read.first_layer}..{read.last_layer}",
+             f"{read.first_head}..{read.first_head + read.num_heads - 1}",
+             str(read.messages), f"{read.nbytes / 1e6:.2f}", str(read.piece_bytes))
+            for read in reads
+        ),
+    )  # fmt: skip
+    prompts_table = table(
+        f"Hand-overs over {plane}, one at a time",
+        ("tokens", "messages", "MB", "ms", "p95 ms", "prefill ms", "share of TTFT"),
+        (
+            (str(one.tokens), str(one.messages), f"{one.nbytes / 1e6:.2f}", f"{one.seconds * 1e3:.2f}",
+             f"{one.p95_seconds * 1e3:.2f}", f"{one.prefill_seconds * 1e3:.1f}", f"{one.share:.1%}")
+            for one in plans
+        ),
+    )  # fmt: skip
+    console.print(reads_table)
+    console.print(prompts_table)
 
 
-def _print_reads(console: Console, reads: list[PlannedRead], tokens: int) -> None:
-    table = Table(title=f"Reads of one prompt of {tokens} tokens")
-    for name in ("rank of D", "reads from P", "cache", "layers", "heads", "messages", "MB", "bytes in one piece"):
-        table.add_column(name, justify="right")
-    for read in reads:
-        table.add_row(
-            *(f"pp{stage} tp{rank}" for stage, rank in (read.d, read.p)),
-            read.cache,
-            f"{read.num_layers} in {read.first_layer}..{read.last_layer}",
-            f"{read.first_head}..{read.first_head + read.num_heads - 1}",
-            str(read.messages),
-            f"{read.nbytes / 1e6:.2f}",
-            str(read.piece_bytes),
-        )
-    console.print(table)
-
-
-def _print_prompts(console: Console, plans: list[PromptPlan], plane: str, costs: PlaneCosts) -> None:
-    table = Table(title=f"Hand-overs over {plane}, one at a time")
-    for name in ("tokens", "messages", "MB", "ms", "p95 ms", "prefill ms", "share of TTFT"):
-        table.add_column(name, justify="right")
-    for one in plans:
-        table.add_row(
-            str(one.tokens), str(one.messages), f"{one.nbytes / 1e6:.2f}", f"{one.seconds * 1e3:.2f}",
-            f"{one.p95_seconds * 1e3:.2f}", f"{one.prefill_seconds * 1e3:.1f}", f"{one.share:.1%}",
+def _print_fleet(fleet: FleetReport, sought: Targets | None) -> None:
+    """``sought``: the targets for which the fewest engines were looked for."""
+    console, name = Console(), f"p{fleet.percentile:g}"
+    if sought is not None:
+        console.print(
+            f"Fewest engines for TTFT {sought.ttft:g} s and TPOT {sought.tpot:g} s at percentile "
+            f"{sought.percentile:g}: {fleet.p_engines} P, {fleet.d_engines} D", soft_wrap=True,
         )  # fmt: skip
-    console.print(table)
-
-
-def _print_fleet(console: Console, fleet: FleetReport) -> None:
-    table = Table(title=f"{fleet.p_engines} P and {fleet.d_engines} D engines, {fleet.requests} requests")
-    table.add_column("")
-    table.add_column("value", justify="right")
-    name = f"p{fleet.percentile:g}"
-    for what, value in (
+    rows = [
         ("TTFT p50", f"{fleet.ttft_p50:.3f} s"),
         (f"TTFT {name}", f"{fleet.ttft:.3f} s"),
         ("TPOT p50", f"{fleet.tpot_p50 * 1e3:.2f} ms"),
@@ -215,15 +198,16 @@ def _print_fleet(console: Console, fleet: FleetReport) -> None:
         ("prompt tokens from P's prefix cache", f"{fleet.reused_tokens:.1%}"),
         ("P engines compute", f"{fleet.p_busy:.1%} of the time"),
         ("leases that expired", str(fleet.expired_leases)),
-    ):
-        table.add_row(what, value)
-    console.print(table)
+    ]
+    title = f"{fleet.p_engines} P and {fleet.d_engines} D engines, {fleet.requests} requests"
+    console.print(table(title, ("", "value"), rows, left=("",)))
 
 
 def _plotted(plans: list[PromptPlan], plane: str) -> str:
     lines = {
-        "hand-over": [(float(one.tokens), one.seconds) for one in plans],
-        "hand-over, p95": [(float(one.tokens), one.p95_seconds) for one in plans],
-        "prefill": [(float(one.tokens), one.prefill_seconds) for one in plans],
-    }
+        name: [(float(one.tokens), getattr(one, field)) for one in plans]
+        for name, field in (
+            ("hand-over", "seconds"), ("hand-over, p95", "p95_seconds"), ("prefill", "prefill_seconds"),
+        )
+    }  # fmt: skip
     return svg_chart(f"Hand-over over {plane}", "prompt tokens", "seconds", lines)

@@ -9,14 +9,12 @@ bytes have moved, at most ``lease_cap_seconds``: after that, D computes the prom
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from math import inf
+from math import ceil, inf
 
-from kvferry.cli.plan.prefix_cache import PrefixCache, PrefixIndex
-from kvferry.cli.plan.step_clock import StepClock
 from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
 from kvferry.transport.errors import ConfigError
 
@@ -26,11 +24,8 @@ Handover = Callable[[int], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What the engines of a fleet can do. Times are seconds.
-
-    ``p_cache_tokens``, ``d_cache_tokens``: KV cache of one engine, as vLLM logs it at its start; ``None``: no bound.
-    ``d_sequences``: vLLM's ``--max-num-seqs`` of D.
-    """
+    """What the engines of a fleet can do. Times are seconds. ``d_sequences``: vLLM's ``--max-num-seqs`` of D.
+    ``p_cache_tokens``, ``d_cache_tokens``: KV cache of one engine, as vLLM logs it at its start; ``None``: no bound."""
 
     prefill_tokens_per_second: float
     step_seconds: float
@@ -70,6 +65,154 @@ class RequestRecord:
         return (self.ended - self.first_token) / max(1, self.request.output_length - 1)
 
 
+class PrefixIndex:
+    """By the hash of a block, the P engines that hold it, one bit each."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+
+    def add(self, block: int, engine: int) -> None:
+        self._holders[block] = self._holders.get(block, 0) | 1 << engine
+
+    def remove(self, block: int, engine: int) -> None:
+        left = self._holders[block] & ~(1 << engine)
+        if left:
+            self._holders[block] = left
+        else:
+            del self._holders[block]
+
+    def prefixes(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """The longest prefixes of a prompt: (number of blocks, engines that hold just so many or more), longest first.
+        Only numbers at which the set of engines changes are there."""
+        found: list[tuple[int, int]] = []
+        engines = -1
+        for length, block in enumerate(blocks, 1):
+            left = self._holders.get(block, 0) & engines
+            if not left:
+                break
+            if left == engines:
+                found[-1] = length, left
+            else:
+                found.append((length, left))
+            engines = left
+        return found[::-1]
+
+
+class PrefixCache:
+    """The blocks of one P engine, of which the least recently used leave first. Blocks under a lease stay.
+
+    ``capacity``: blocks in all; ``None``: no bound.
+    """
+
+    def __init__(self, engine: int, capacity: int | None, index: PrefixIndex) -> None:
+        self._engine, self._capacity, self._index = engine, capacity, index
+        self._leased: dict[int, int] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._private = 0
+
+    @property
+    def num_leased(self) -> int:
+        """Blocks that may not leave."""
+        return len(self._leased) + self._private
+
+    def matched(self, blocks: Sequence[int]) -> int:
+        """How many of the first blocks of a prompt are here."""
+        for length, block in enumerate(blocks):
+            if block not in self._leased and block not in self._unused:
+                return length
+        return len(blocks)
+
+    def lease(self, blocks: Sequence[int], private: int) -> bool:
+        """Hold the blocks of a prompt, and ``private`` blocks that no other prompt can share. ``False``, and nothing
+        has changed, if so many blocks are leased that these find no room."""
+        new = sum(1 for block in blocks if block not in self._leased)
+        if self._capacity is not None and self.num_leased + new + private > self._capacity:
+            return False
+        for block in blocks:
+            if block in self._leased:
+                self._leased[block] += 1
+                continue
+            if block in self._unused:
+                del self._unused[block]
+            else:
+                self._index.add(block, self._engine)
+            self._leased[block] = 1
+        self._private += private
+        while self._capacity is not None and self.num_leased + len(self._unused) > self._capacity:
+            block, _ = self._unused.popitem(last=False)
+            self._index.remove(block, self._engine)
+        return True
+
+    def release(self, blocks: Sequence[int], private: int) -> None:
+        """End a lease. The blocks stay until others need the room; the end of a prompt leaves first."""
+        for block in reversed(blocks):
+            self._leased[block] -= 1
+            if not self._leased[block]:
+                del self._leased[block]
+                self._unused[block] = None
+        self._private -= private
+
+
+class StepClock:
+    """The steps of one D engine with continuous batching: when each sequence gets its tokens.
+
+    A step gives one token to each sequence, and takes ``base + per_sequence x sequences`` seconds. Sequences join
+    between steps. So nothing need be computed at each step: until one joins or ends, all steps are equal.
+    """
+
+    def __init__(self, base: float, per_sequence: float) -> None:
+        self._base, self._per_sequence = base, per_sequence
+        self._steps, self._since = 0, 0.0  # steps so far, and the end of the last of them
+        self._ends: list[tuple[int, int]] = []  # (step, sequence)
+        self._fresh: list[int] = []  # sequences whose first step begins at ``_since``
+        self.first_tokens: dict[int, float] = {}
+        """When a sequence got its first token."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def _step(self) -> float:
+        return self._base + self._per_sequence * len(self._ends)
+
+    @property
+    def next_end(self) -> float:
+        """When the next sequence ends, if none joins before."""
+        return self._since + (self._ends[0][0] - self._steps) * self._step if self._ends else inf
+
+    def join(self, sequence: int, tokens: int, now: float, stall: float = 0.0) -> None:
+        """A sequence joins after the step that is under way, and gets ``tokens`` tokens. ``stall``: seconds of other
+        work before the next step."""
+        self._advance(now)
+        self._since += stall
+        heapq.heappush(self._ends, (self._steps + tokens, sequence))
+        self._fresh.append(sequence)
+
+    def ended(self, now: float) -> list[int]:
+        """The sequences that end at ``now``, which is ``next_end``."""
+        if self._ends:
+            self._pass(self._ends[0][0] - self._steps, now)
+        found = []
+        while self._ends and self._ends[0][0] <= self._steps:
+            found.append(heapq.heappop(self._ends)[1])
+        return found
+
+    def _advance(self, now: float) -> None:
+        """To the end of the step that is under way at ``now``."""
+        if not self._ends:
+            self._since = max(self._since, now)
+            return
+        steps = min(max(0, ceil((now - self._since) / self._step)), self._ends[0][0] - self._steps)
+        self._pass(steps, self._since + steps * self._step)
+
+    def _pass(self, steps: int, end: float) -> None:
+        if steps:
+            self.first_tokens.update(dict.fromkeys(self._fresh, self._since + self._step))
+            self._fresh.clear()
+        self._steps += steps
+        self._since = end
+
+
 class FleetEvent(IntEnum):
     """What happens; at one time in this order."""
 
@@ -103,10 +246,7 @@ class Fleet:
     """``run`` serves a trace with ``num_p`` P engines and ``num_d`` D engines."""
 
     def __init__(self, num_p: int, num_d: int, model: EngineModel, handover: Handover) -> None:
-        """
-        Raises:
-            ConfigError: no engine on one of the sides.
-        """
+        """Raises ConfigError: no engine on one of the sides."""
         if num_p < 1 or num_d < 1:
             raise ConfigError(f"a fleet of {num_p} P and {num_d} D engines, expected at least one of each")
         self._model, self._handover = model, handover
@@ -119,23 +259,14 @@ class Fleet:
         self._leased: set[int] = set()
 
     def run(self, trace: Sequence[TracedRequest]) -> list[RequestRecord]:
-        """Serve all requests, from the first to the end of the last.
-
-        Raises:
-            ConfigError: a request does not fit into an engine's cache.
-        """
+        """Serve all requests, from the first to the end of the last. Raises ConfigError: a request does not fit into an
+        engine's cache."""
         self._check(trace)
         begin = trace[0].timestamp
         self._records = [RequestRecord(request, (request.timestamp - begin) / 1e3) for request in trace]
         self._events = [(record.arrived, FleetEvent.ARRIVED, number) for number, record in enumerate(self._records)]
         heapq.heapify(self._events)
-        act = {
-            FleetEvent.STEP_ENDED: self._step_ended,
-            FleetEvent.LOADED: self._loaded,
-            FleetEvent.LEASE_ENDED: self._lease_ended,
-            FleetEvent.PREFILLED: self._prefilled,
-            FleetEvent.ARRIVED: self._arrived,
-        }
+        act = (self._step_ended, self._loaded, self._lease_ended, self._prefilled, self._arrived)
         while self._events:
             now, event, number = heapq.heappop(self._events)
             act[event](number, now)
@@ -152,6 +283,9 @@ class Fleet:
                     f"a request needs {most} tokens of {side}'s KV cache, which has {room}; "
                     f"give a larger --{side.lower()}-cache-tokens, or leave it out"
                 )
+
+    def _at(self, time: float, event: FleetEvent, number: int) -> None:
+        heapq.heappush(self._events, (time, event, number))
 
     # --- P ------------------------------------------------------------------------------------------------------
 
@@ -195,14 +329,14 @@ class Fleet:
         record.prefill_began = now
         engine.running = number
         engine.busy_until = now + self._prefill_seconds(record.request, matched)
-        heapq.heappush(self._events, (engine.busy_until, FleetEvent.PREFILLED, number))
+        self._at(engine.busy_until, FleetEvent.PREFILLED, number)
 
     def _prefilled(self, number: int, now: float) -> None:
         record = self._records[number]
         record.prefill_ended = now
         self._p[record.p].running = -1
         self._leased.add(number)
-        heapq.heappush(self._events, (now + self._model.lease_cap_seconds, FleetEvent.LEASE_ENDED, number))
+        self._at(now + self._model.lease_cap_seconds, FleetEvent.LEASE_ENDED, number)
         record.d = min(range(len(self._d)), key=lambda d: self._d[d].held + len(self._d[d].waiting))
         self._d[record.d].waiting.append(number)
         self._admit(record.d, now)
@@ -240,7 +374,7 @@ class Fleet:
             else:
                 source.link_free = engine.link_free = moved
                 at = moved + beside
-            heapq.heappush(self._events, (at, FleetEvent.LOADED, number))
+            self._at(at, FleetEvent.LOADED, number)
 
     def _loaded(self, number: int, now: float) -> None:
         record = self._records[number]
@@ -250,7 +384,7 @@ class Fleet:
         stall = self._prefill_seconds(record.request, 0) if record.expired else 0.0
         clock = self._d[record.d].clock
         clock.join(number, record.request.output_length, now, stall)
-        heapq.heappush(self._events, (clock.next_end, FleetEvent.STEP_ENDED, record.d))
+        self._at(clock.next_end, FleetEvent.STEP_ENDED, record.d)
 
     def _step_ended(self, place: int, now: float) -> None:
         engine = self._d[place]
@@ -263,7 +397,7 @@ class Fleet:
             engine.held -= 1
             engine.held_tokens -= record.request.input_length + record.request.output_length
         if len(engine.clock):
-            heapq.heappush(self._events, (engine.clock.next_end, FleetEvent.STEP_ENDED, place))
+            self._at(engine.clock.next_end, FleetEvent.STEP_ENDED, place)
         self._admit(place, now)
 
 

@@ -53,32 +53,21 @@ class FleetReport(msgspec.Struct, frozen=True):
 
 def fleet_report(records: Sequence[RequestRecord], num_p: int, num_d: int, percentile: float) -> FleetReport:
     """The summary of ``Fleet.run``. TPOT counts requests of two and more tokens."""
-    ttft = np.array([record.ttft for record in records])
-    tpot = np.array([record.tpot for record in records if record.request.output_length > 1] or [0.0])
+    tpot = [record.tpot for record in records if record.request.output_length > 1] or [0.0]
+    ttft_p50, ttft_most = np.percentile([record.ttft for record in records], [50, percentile]).tolist()
+    tpot_p50, tpot_most = np.percentile(tpot, [50, percentile]).tolist()
     times = np.array(
         [(r.arrived, r.prefill_began, r.prefill_ended, r.admitted, r.loaded, r.first_token, r.ended) for r in records]
     )
-    parts = np.diff(times[:, :6], axis=1).mean(axis=0).tolist()
-    end = float(times[:, 6].max())
+    p_queue, prefill, d_queue, handover, first_step = np.diff(times[:, :6], axis=1).mean(axis=0).tolist()
+    end, prompt_tokens = float(times[:, 6].max()), sum(record.request.input_length for record in records)
     return FleetReport(
-        num_p,
-        num_d,
-        len(records),
-        percentile,
-        float(np.percentile(ttft, 50)),
-        float(np.percentile(ttft, percentile)),
-        float(np.percentile(tpot, 50)),
-        float(np.percentile(tpot, percentile)),
-        p_queue=parts[0],
-        prefill=parts[1],
-        d_queue=parts[2],
-        handover=parts[3],
-        first_step=parts[4],
-        reused_tokens=sum(record.reused for record in records) / sum(r.request.input_length for r in records),
+        num_p, num_d, len(records), percentile, ttft_p50, ttft_most, tpot_p50, tpot_most,
+        p_queue, prefill, d_queue, handover, first_step,
+        reused_tokens=sum(record.reused for record in records) / prompt_tokens,
         p_busy=float((times[:, 2] - times[:, 1]).sum()) / (num_p * end),
-        expired_leases=sum(record.expired for record in records),
-        seconds=end,
-    )
+        expired_leases=sum(record.expired for record in records), seconds=end,
+    )  # fmt: skip
 
 
 class FleetPlanner:
@@ -101,10 +90,8 @@ class FleetPlanner:
         """The fewest P engines where D engines are many, and then the fewest D engines for so many P.
 
         More engines help the mean of a load, but not each request. So the answer is a size at which the targets are met
-        while they are not with one engine less; a search over all sizes might find another.
-
-        Raises:
-            ConfigError: no number of engines meets the targets.
+        while they are not with one engine less; a search over all sizes might find another. Raises ConfigError: no
+        number of engines meets the targets.
         """
         many = min(MAX_ENGINES, len(self._trace))
         best = self.report(many, many)

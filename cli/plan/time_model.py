@@ -14,15 +14,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from importlib.resources import files
 from math import ceil, exp, inf, log, sqrt
+from statistics import median
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
-from kvferry.cli.plan.handover_plan import PlannedRead, RankName
+from kvferry.cli.plan.handover import Pair, PlannedRead, RankName, plan_handover
 from kvferry.transport.errors import ConfigError, did_you_mean
 
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
@@ -74,11 +77,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     planes: Annotated[dict[str, PlaneCosts], Meta(min_length=1, max_length=64)]
 
     def costs(self, plane: str) -> PlaneCosts:
-        """The costs of a plane.
-
-        Raises:
-            ConfigError: the calibration does not have it.
-        """
+        """The costs of a plane. Raises ConfigError: the calibration does not have it."""
         if plane not in self.planes:
             known = sorted(self.planes)
             memories = [name for name in known if name.startswith(f"{plane}/")]
@@ -88,11 +87,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decoded_calibration(text: bytes) -> Calibration:
-    """A calibration from its JSON.
-
-    Raises:
-        ConfigError: it is no JSON, or of another form.
-    """
+    """A calibration from its JSON. Raises ConfigError: it is no JSON, or of another form."""
     try:
         return msgspec.json.decode(text, type=Calibration)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -104,6 +99,25 @@ def default_calibration() -> Calibration:
     return decoded_calibration((files(__package__) / "calibration.json").read_bytes())
 
 
+def measured_costs(
+    nothing: Sequence[float], by_piece: Mapping[int, tuple[int, Sequence[float]]], turn_bytes: int
+) -> PlaneCosts:
+    """The costs of a plane from hand-overs of one pair of ranks, without ``each_seconds``, which hand-overs at one time
+    show; what messages cost is in the rates.
+
+    ``nothing``: seconds of hand-overs of next to nothing. ``by_piece``: by the bytes of a piece, the bytes of a
+    hand-over and its seconds. Raises ConfigError: the hand-overs with bytes took no longer than those without.
+    """
+    fixed, rates = median(nothing), {}
+    for piece, (nbytes, seconds) in sorted(by_piece.items()):
+        moving = median(seconds) - fixed
+        if moving <= 0:
+            raise ConfigError(f"hand-overs of {nbytes} bytes took no longer than empty ones; measure on a quiet host")
+        rates[piece] = float(f"{nbytes / moving:.4g}")
+    spread = median(float(np.percentile(seconds, 95)) / median(seconds) for _, seconds in by_piece.values())
+    return PlaneCosts(float(f"{fixed:.4g}"), 0.0, 0.0, rates, float(f"{max(1.0, spread):.4g}"), turn_bytes)
+
+
 class Work(msgspec.Struct, frozen=True):
     """What the busiest rank of a hand-over moves. ``seconds``: alone, without the fixed part."""
 
@@ -112,11 +126,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def work_of(reads: Sequence[PlannedRead], costs: PlaneCosts, link: float = inf) -> Work:
-    """The work of a hand-over.
-
-    Args:
-        link: bytes per second between two ranks, in each direction of each rank.
-    """
+    """The work of a hand-over. ``link``: bytes per second between two ranks, in each direction of each rank."""
     seconds: Mapping[tuple[str, RankName], list[float]] = defaultdict(lambda: [0.0, 0])
     for read in reads:
         turns = costs.turns(read)
@@ -132,3 +142,37 @@ def finish_seconds(work: Work, costs: PlaneCosts, number: int = 1, at_once: int 
     """Seconds until ``number`` of ``at_once`` equal hand-overs, which begin together, have ended."""
     turns = ((work.turns - 1) * at_once + number) / work.turns
     return costs.fixed_seconds + number * costs.each_seconds + turns * work.seconds
+
+
+class PromptPlan(msgspec.Struct, frozen=True):
+    """One hand-over alone. Times are seconds. ``nbytes``: that all ranks of D read together. ``share``: of the prefill
+    and the hand-over, the part that the hand-over takes."""
+
+    tokens: int
+    messages: int
+    nbytes: int
+    seconds: float
+    p95_seconds: float
+    prefill_seconds: float
+    share: float
+
+
+def prompt_plan(pair: Pair, tokens: int, costs: PlaneCosts, link: float, prefill_rate: float) -> PromptPlan:
+    """The plan of a prompt. ``link``: bytes per second of a rank; ``prefill_rate``: tokens per second of P. Raises as
+    ``plan_handover``."""
+    reads = plan_handover(pair, tokens)
+    seconds = finish_seconds(work_of(reads, costs, link), costs)
+    messages, nbytes = sum(read.messages for read in reads), sum(read.nbytes for read in reads)
+    prefill = tokens / prefill_rate
+    p95 = seconds * costs.p95_ratio
+    return PromptPlan(tokens, messages, nbytes, seconds, p95, prefill, share=seconds / (seconds + prefill))
+
+
+def handover_of(pair: Pair, costs: PlaneCosts, link: float) -> Callable[[int], tuple[float, float]]:
+    """The times of a hand-over by its tokens, as ``Fleet`` needs them."""
+
+    @lru_cache(maxsize=1 << 20)
+    def times(tokens: int) -> tuple[float, float]:
+        return costs.each_seconds + work_of(plan_handover(pair, tokens), costs, link).seconds, costs.fixed_seconds
+
+    return times

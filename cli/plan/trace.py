@@ -20,10 +20,8 @@ from kvferry.transport.errors import ConfigError, UsageError, check_positive
 
 BLOCK_TOKENS = 512
 """Prompt tokens of one of ``hash_ids``."""
-
 MAX_TOKENS = 1 << 24
 """Bound on the tokens of a prompt and of an answer."""
-
 MAX_REQUESTS = 1 << 22
 
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -40,11 +38,7 @@ class TracedRequest(msgspec.Struct, frozen=True):
 
 
 def parsed_trace(lines: Iterable[bytes]) -> list[TracedRequest]:
-    """The requests of a trace, in order of time.
-
-    Raises:
-        ConfigError: names the first line that is not of the form.
-    """
+    """The requests of a trace, in order of time. Raises ConfigError: names the first line that is not of the form."""
     decoder, found = msgspec.json.Decoder(TracedRequest), []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -95,7 +89,6 @@ def synthetic_trace(count: int, seconds: float, seed: int) -> list[TracedRequest
 
 
 def trace_lines(requests: Iterable[TracedRequest]) -> Iterator[bytes]:
-    """The lines of a trace, as ``parsed_trace`` reads them."""
     return (msgspec.json.encode(request) + b"\n" for request in requests)
 
 

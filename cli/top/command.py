@@ -1,58 +1,57 @@
-"""The command ``kvferry top``: its options, and its loop."""
+"""The command ``kvferry top``: its options, its loop, and its table."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import msgspec
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from kvferry.cli.top.engine_figures import EngineRow
+from kvferry.cli.terminal import print_json
+from kvferry.cli.top.figures import EngineRow, PlaneRates
 from kvferry.cli.top.poll import MAX_ENGINES, WINDOW_SECONDS, Engines, metrics_url
-from kvferry.cli.top.view import table
 from kvferry.transport.errors import UsageError
 
 WIDTH = 140
 """Columns where the output is no terminal."""
+COLUMNS = (
+    "engine", "running", "waiting", "deferred", "plane", "hand-overs/s", "GB/s", "p50 ms", "p95 ms", "failed",
+    "retries", "leases/s", "expired",
+)  # fmt: skip
+_LEFT = ("engine", "plane", "failed", "retries")
 
 
 def top(urls: Sequence[str], *, interval: float, once: bool, as_json: bool) -> bool:
-    """Poll until Ctrl-C, or twice.
-
-    Returns:
-        Whether an engine answered at the last poll.
-
-    Raises:
-        UsageError: a URL is none, or there are too many.
-    """
+    """Poll until Ctrl-C, or twice. Returns whether an engine answered at the last poll. Raises UsageError: a URL is
+    none, or there are too many."""
     pages = list(dict.fromkeys(metrics_url(url) for url in urls))
     if len(pages) > MAX_ENGINES:
         raise UsageError(f"{len(pages)} engines, at most {MAX_ENGINES} fit")
-    rows: list[EngineRow] = []
-    engines = Engines(pages, window=0.0 if once else WINDOW_SECONDS)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
+    rows: list[EngineRow] = []
+    engines = Engines(pages, window=0.0 if once else WINDOW_SECONDS)
     try:
         rows = engines.poll()
-        if once:
-            time.sleep(interval)
-            rows = engines.poll()
-            _print(console, rows, as_json)
-        elif as_json or not console.is_terminal:
-            while True:
-                time.sleep(interval)
-                rows = engines.poll()
-                _print(console, rows, as_json)
-        else:
+        if console.is_terminal and not once and not as_json:
             with Live(table(rows), console=console, screen=True, auto_refresh=False) as live:
                 while True:
                     time.sleep(interval)
                     rows = engines.poll()
                     live.update(table(rows), refresh=True)
+        while True:
+            time.sleep(interval)
+            rows = engines.poll()
+            if as_json:
+                print_json(rows)
+            else:
+                console.print(table(rows))
+            if once:
+                break
     except KeyboardInterrupt:
         pass
     finally:
@@ -60,8 +59,37 @@ def top(urls: Sequence[str], *, interval: float, once: bool, as_json: bool) -> b
     return not all(row.down for row in rows)
 
 
-def _print(console: Console, rows: Sequence[EngineRow], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(msgspec.to_builtins(rows)), flush=True)
-    else:
-        console.print(table(rows))
+def table(rows: Sequence[EngineRow]) -> Group:
+    """One line for each plane of each engine, or for the engine without hand-overs; below, why engines are down."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        drawn.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
+    for engine in rows:
+        if engine.down:
+            drawn.add_row(Text(engine.engine), "", "", "", Text("down", style="bold red"))
+            continue
+        planes: Sequence[PlaneRates | None] = engine.planes or (None,)
+        for number, plane in enumerate(planes):
+            own = number == 0
+            drawn.add_row(
+                Text(engine.engine if own else ""),
+                *((str(engine.running), str(engine.waiting), str(engine.deferred)) if own else ("", "", "")),
+                *_plane_cells(plane),
+                Text(_counts(engine.failed) if own else "", style="red"),
+                Text(_counts(engine.retried) if own else ""),
+                f"{engine.leases_released_per_second:.1f}" if own else "",
+                str(engine.leases_expired) if own else "",
+            )
+    reasons = [Text(f"{engine.engine}: {engine.down}", style="red") for engine in rows if engine.down]
+    return Group(drawn, *reasons)
+
+
+def _plane_cells(plane: PlaneRates | None) -> tuple[str, ...]:
+    if plane is None:
+        return ("-", "", "", "", "")
+    quantiles = ("-" if value is None else f"{value:.1f}" for value in (plane.p50_ms, plane.p95_ms))
+    return plane.plane, f"{plane.handovers_per_second:.1f}", f"{plane.bytes_per_second / 1e9:.2f}", *quantiles
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

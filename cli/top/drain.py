@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from kvferry.cli.top.engine_figures import EngineFigures
+from kvferry.cli.terminal import FailedError
+from kvferry.cli.top.figures import EngineFigures
 from kvferry.cli.top.poll import EngineDownError, fetch, metrics_url
 from kvferry.transport.errors import UsageError
 
@@ -16,36 +17,22 @@ SAY_SECONDS = 10.0
 """How often ``wait_until_idle`` says what it waits for."""
 
 
-class BusyError(Exception):
-    """The time is over, and the engine has requests, holds leases, or does not answer; one line."""
-
-
 def wait_until_idle(
-    url: str,
-    *,
-    quiet: float,
-    timeout: float,
-    say: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
+    url: str, *, quiet: float, timeout: float, say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+) -> None:  # fmt: skip
     """Poll the engine's metrics until they show nothing for ``quiet`` seconds, at most ``timeout`` seconds.
 
     An engine that does not answer may be busy, so it does not count as idle.
 
-    Args:
-        url: of the vLLM server.
-        quiet: seconds; it must cover the time that a request needs from the router into the engine, and the time that
-            the router needs after P's answer to ask D.
-        timeout: seconds.
-        say: is given one line at once where the engine is not idle, and every ``SAY_SECONDS`` while it is not.
-        clock: seconds, never going back.
-        sleep: waits for so many seconds.
+    ``quiet`` must cover the time that a request needs from the router into the engine, and the time that the router
+    needs after P's answer to ask D. ``say`` is given one line at once where the engine is not idle, and every
+    ``SAY_SECONDS`` while it is not.
 
     Raises:
         UsageError: the URL is of another form, its host does not exist, the page does not have vLLM's figures, or
             ``timeout`` is too short for ``quiet``.
-        BusyError: the engine was not idle in time.
+        FailedError: the engine has requests, holds leases, or does not answer, and the time is over.
     """
     page = metrics_url(url)
     if timeout < quiet:
@@ -64,7 +51,7 @@ def wait_until_idle(
         if since is not None and now - since >= quiet:
             return
         if now >= end:
-            raise BusyError(f"{url} is not idle after {timeout:g} s: {busy or f'not for {quiet:g} s yet'}")
+            raise FailedError(f"{url} is not idle after {timeout:g} s: {busy or f'not for {quiet:g} s yet'}")
         if busy and now >= say_next:
             say(f"waiting for {url}: {busy}")
             say_next = now + SAY_SECONDS
@@ -88,7 +75,8 @@ def _business(url: str, figures: EngineFigures) -> str:
             f"{url} has no sample of vllm:kv_cache_usage_perc on its /metrics page; expected a vLLM server that was "
             "started without --disable-log-stats"
         )
-    if not (figures.running or figures.waiting or figures.kv_cache_usage):
+    requests = figures.requests
+    if not (requests["running"] or requests["waiting"] or figures.kv_cache_usage):
         return ""
     held = f"{figures.kv_cache_usage:.2%} of its KV blocks are held by requests and leases"
-    return f"{figures.running:g} request(s) run, {figures.waiting:g} wait, {held}"
+    return f"{requests['running']} request(s) run, {requests['waiting']} wait, {held}"

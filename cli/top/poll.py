@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
-from kvferry.cli.top.engine_figures import EngineFigures, EngineRow, row
-from kvferry.cli.top.prometheus_text import samples
+from kvferry.cli.top.figures import EngineFigures, EngineRow, row, samples
 from kvferry.transport.errors import ProtocolError, UsageError, quoted_url
 
 FETCH_SECONDS = 2.0
@@ -28,11 +27,8 @@ class EngineDownError(Exception):
 
 
 def metrics_url(text: str) -> str:
-    """The URL of an engine's ``/metrics`` page, from ``http://HOST:PORT``, ``HOST:PORT`` or the URL itself.
-
-    Raises:
-        UsageError: it is of another form; one line.
-    """
+    """The URL of an engine's ``/metrics`` page, from ``http://HOST:PORT``, ``HOST:PORT`` or the URL itself. Raises
+    UsageError: it is of another form; one line."""
     full = text if "://" in text else f"http://{text}"
     try:
         parts = urllib.parse.urlsplit(full)
@@ -49,11 +45,8 @@ def metrics_url(text: str) -> str:
 
 
 def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
-    """One page. No proxy is used, and no redirection to another scheme is followed.
-
-    Raises:
-        EngineDownError: no page came within about ``seconds``, or it is none.
-    """
+    """One page. No proxy is used, and no redirection to another scheme is followed. Raises EngineDownError: no page
+    came within about ``seconds``, or it is none."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     end = time.monotonic() + seconds
     try:
@@ -68,9 +61,7 @@ def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
         return EngineFigures.of(samples(page.decode("utf-8", "replace")))
     except urllib.error.HTTPError as error:
         raise EngineDownError(f"HTTP {error.code} {error.reason}") from None
-    except TimeoutError:
-        raise EngineDownError(f"no answer within {seconds:g} s") from None
-    except (OSError, HTTPException) as error:  # URLError is an OSError
+    except (OSError, HTTPException) as error:  # URLError and TimeoutError are OSErrors
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
             raise EngineDownError(f"no answer within {seconds:g} s") from None

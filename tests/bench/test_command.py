@@ -10,12 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from kvferry.cli.bench import command as bench_command
-from kvferry.cli.bench.cells import Cell
+from kvferry.cli import bench as bench_command
+from kvferry.cli.bench import Cell
 from kvferry.cli.main import app
-from kvferry.cli.plan.calibrate import measured_costs
-from kvferry.cli.plan.time_model import decoded_calibration
-from kvferry.cli.rank_pair.form import CacheForm
+from kvferry.cli.plan.time_model import decoded_calibration, measured_costs
+from kvferry.cli.rank_pair import CacheForm
 from kvferry.transport.errors import ConfigError
 
 SMALL = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from typing import Any
 
 import torch
 
-from kvferry.cli.rank_pair import rank
+from kvferry.cli import rank_process as rank
 
 FAULT = sys.argv[1]
 
@@ -28,7 +29,7 @@ class OddRank(rank.PairRank):
 
     def do_grant(self, request: str, token: str, tokens: int) -> None:
         if self.fault == "die":
-            os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.fault != "no lease":
             super().do_grant(request, token, tokens)
 

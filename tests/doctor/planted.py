@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvferry.cli.doctor.findings import Finding, Level
-from kvferry.cli.doctor.machine import Machine
+from kvferry.cli.doctor.findings import Finding, Level, Machine
 
 NOBODY = 65534
 

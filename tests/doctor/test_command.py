@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli.doctor import run
+from kvferry.cli.doctor import command, planes
 from kvferry.cli.doctor.findings import DoctorSection, Finding, Level, is_fit, lines, note, ok, verdict
 from kvferry.cli.main import app
 from tests.doctor.planted import is_bad
@@ -35,12 +35,12 @@ def invoke(monkeypatch):
 def test_version_and_help_of_80_columns(invoke, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert invoke("--version").output == f"kvferry {metadata.version('kvferry')}\n"
-    for command, names in (
+    for name, options in (
         ("plan", ("--prefill-tokens-per-second", "--step-ms-per-sequence")),
         ("router", ("--abandoned-prefill-timeout", "--otlp-traces-endpoint")),
     ):
-        shown = invoke(command, "--help").output
-        assert [name for name in names if name not in shown] == []
+        shown = invoke(name, "--help").output
+        assert [option for option in options if option not in shown] == []
 
 
 def test_a_fit_machine(invoke):
@@ -71,18 +71,12 @@ def test_json(invoke):
 @pytest.mark.parametrize(
     "config",
     [
-        {"key_file": "a\0b"},
-        {"key_file": "x" * 5000},
-        {"side_channel_host": f"{'a' * 64}.b"},
-        {"side_channel_host": 7},
-        {"allowed_peers": ["10.0.0.0/99"]},
-        {"plane": ["tcp"]},
-        {"peer_keys": "abc"},
-        {"slot_bytes": 1e400},
-        {"": 1},
+        {"key_file": "a\0b"}, {"key_file": "x" * 5000}, {"side_channel_host": f"{'a' * 64}.b"},
+        {"side_channel_host": 7}, {"allowed_peers": ["10.0.0.0/99"]}, {"plane": ["tcp"]}, {"peer_keys": "abc"},
+        {"slot_bytes": 1e400}, {"": 1},
     ],
     ids=lambda config: str(config)[:40].encode("unicode_escape").decode(),
-)
+)  # fmt: skip
 def test_odd_settings_are_a_fault(invoke, config):
     result = invoke(*QUICK, "--json", "--config", json.dumps(config))
     content = json.loads(result.stdout)
@@ -134,15 +128,11 @@ def test_the_engine_that_peer_names(invoke):
 
 
 def test_the_self_test_belongs_to_it(invoke, monkeypatch):
-    class NoTest:
-        def __init__(self, host: str) -> None:
-            assert host == "127.0.0.1"
+    def no_test(host: str, usable: list[object]) -> Iterator[Finding]:
+        assert host == "127.0.0.1" and len(usable) >= 3
+        yield ok("cma", "1 GB/s")
 
-        def run(self, planes: list[object]) -> Iterator[Finding]:
-            assert len(planes) >= 3
-            yield ok("cma", "1 GB/s")
-
-    monkeypatch.setattr(run, "SelfTest", NoTest)
+    monkeypatch.setattr(planes, "self_test", no_test)
     assert "Self-test: 64 MiB" in invoke("doctor").output
 
 
@@ -150,7 +140,7 @@ def test_an_error_of_a_section_is_a_finding():
     def look() -> list[Finding]:
         raise RuntimeError("an odd machine\nwith two lines")
 
-    (finding,) = run.guarded(look)
+    (finding,) = command.guarded(look)
     is_bad(finding, Level.WARNING, "RuntimeError: an odd machine", "--share")
 
 

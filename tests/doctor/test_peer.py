@@ -40,16 +40,10 @@ def look(port: int, keys: Keys = KEYS, settings: Settings | None = None, seconds
     return findings("127.0.0.1", port, settings or Settings(), keys, seconds)
 
 
-def sessions(p: Rank) -> int:
-    thread = p.worker._transfer_thread
-    assert thread is not None
-    return len(sessions_of(thread))
-
-
 def test_an_engine_tells_its_model_and_is_not_changed():
     with rank() as p:
         found = look(p.address.port)
-        assert sessions(p) == 0, "no session, so no plane is offered either"
+        assert not sessions_of(p), "no session, so no plane is offered either"
     assert all(finding.level in (Level.OK, Level.NOTE) for finding in found), found
     model = only(found, "model of the peer").value
     assert model == "3 facts: architectures=Labelled, hidden_size=64"
@@ -68,15 +62,13 @@ def test_a_fact_longer_than_a_refusal_ends_the_questions():
 
 def test_an_engine_of_another_release(monkeypatch):
     with rank() as p:
-        monkeypatch.setattr(messages, "_body", _body_of_another_release)
+        monkeypatch.setattr(peer, "decode_reply", of_another_release)
         found = look(p.address.port)
     is_bad(only(found, "protocol version"), Level.FAULT, "6", str(messages.PROTOCOL_VERSION), "same KVFerry release")
 
 
-def _body_of_another_release(frames, limit, real=messages._body):
-    if limit == messages.MAX_REPLY_BYTES:  # what P says; P itself reads as ever
-        raise messages.VersionError(6)
-    return real(frames, limit)
+def of_another_release(frames):
+    raise messages.VersionError(6)
 
 
 # --- keys -----------------------------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from kvferry.cli.doctor.findings import Level
-from kvferry.cli.doctor.planes import PlaneOnDevice
-from kvferry.cli.doctor.self_test import SelfTest
-from kvferry.cli.rank_pair.form import CacheForm
+from kvferry.cli.doctor.planes import PlaneOnDevice, self_test
+from kvferry.cli.rank_pair import CacheForm
 from tests.doctor.planted import is_bad
 
 SMALL = CacheForm(tokens=128)
@@ -21,8 +20,8 @@ ODD = str(Path(__file__).with_name("odd_rank.py"))
 
 
 def run(fault: str, *planes: str, seconds: float = 800.0):
-    test = SelfTest("127.0.0.1", program=(sys.executable, ODD, fault), form=SMALL, seconds=seconds, rounds=1)
-    return list(test.run([PlaneOnDevice(plane, CPU) for plane in planes]))
+    program, tested = (sys.executable, ODD, fault), [PlaneOnDevice(plane, CPU) for plane in planes]
+    return list(self_test("127.0.0.1", tested, program=program, form=SMALL, seconds=seconds, rounds=1))
 
 
 def test_each_plane_brings_every_byte_also_after_one_that_no_rank_can_have():
@@ -48,7 +47,7 @@ def test_one_flipped_bit_is_seen_and_the_next_plane_is_tested():
 
 def test_a_rank_that_ends_and_the_next_plane_is_tested():
     died, good = run("die", "shm", "tcp")
-    is_bad(died, Level.FAULT, "has ended with status 3")
+    is_bad(died, Level.FAULT, "has ended with status -9")
     assert good.level is Level.OK
 
 

@@ -94,13 +94,13 @@ def test_a_port_that_is_free_and_one_in_use():
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        is_bad(control_port(Settings(side_channel_port=port))[0], Level.WARNING, str(port), "in use")
-    assert control_port(Settings(side_channel_port=port))[0].level is Level.NOTE  # loopback
-    assert control_port(Settings())[0].level is Level.NOTE
+        is_bad(control_port(Settings(side_channel_port=port)), Level.WARNING, str(port), "in use")
+    assert control_port(Settings(side_channel_port=port)).level is Level.NOTE  # loopback
+    assert control_port(Settings()).level is Level.NOTE
 
 
 @pytest.mark.parametrize(
     ("host", "words"), [("192.0.2.1", ["no address of this machine"]), ("no.such.host.invalid", ["cannot be resolved"])]
 )
 def test_an_address_that_this_machine_has_not(host, words):
-    is_bad(control_port(Settings(side_channel_host=host))[0], Level.FAULT, host, *words)
+    is_bad(control_port(Settings(side_channel_host=host)), Level.FAULT, host, *words)

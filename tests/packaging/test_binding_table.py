@@ -35,9 +35,3 @@ def test_every_row_is_there_and_takes_what_its_seed_takes() -> None:
                 utility.name,
                 name,
             )
-
-
-def test_it_prints_as_markdown() -> None:
-    lines = TABLE["markdown"]().splitlines()
-    assert len(lines) == len(UTILITIES) + 2 and all(line.count(" | ") == 4 for line in lines[:1] + lines[2:])
-    assert all(utility.module in line for utility, line in zip(UTILITIES, lines[2:], strict=True))

@@ -90,37 +90,6 @@ def test_pages_are_short(page: str, most: int) -> None:
     assert len(read(page).splitlines()) <= most
 
 
-def slug(heading: str) -> str:
-    """GitHub's anchor of a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
-def anchors(text: str) -> set[str]:
-    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
-
-
-def dead_links(page: str, text: str) -> list[str]:
-    dead = []
-    for link in LINK.findall(text):
-        if "://" in link:
-            continue
-        path, _, anchor = link.partition("#")
-        target = (ROOT / page).parent / path if path else ROOT / page
-        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
-            dead.append(link)
-    return dead
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    assert dead_links(page, read(page)) == []
-
-
-def test_dead_links_are_found() -> None:
-    text = "[a](docs/none.md) [b](docs/settings.md#keys-and-encryption) [c](docs/settings.md#none) [d](https://none.example)"
-    assert dead_links("README.md", text) == ["docs/none.md", "docs/settings.md#none"]
-
-
 def test_every_page_is_reached_from_the_readme() -> None:
     linked = {link.partition("#")[0] for link in LINK.findall(read("README.md"))}
     assert {page for page in PAGES if page.startswith("docs/")} <= linked

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.fleet import EngineModel, Fleet, RequestRecord
+from kvferry.cli.plan.fleet import EngineModel, Fleet, PrefixCache, PrefixIndex, RequestRecord, StepClock
 from kvferry.cli.plan.fleet_size import FleetPlanner, Targets, fleet_report
-from kvferry.cli.plan.prefix_cache import PrefixCache, PrefixIndex
-from kvferry.cli.plan.step_clock import StepClock
 from kvferry.cli.plan.trace import (
     BLOCK_TOKENS,
     MAX_TOKENS,

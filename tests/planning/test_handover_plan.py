@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.deployment import Deployment, rank_geometries
-from kvferry.cli.plan.handover_plan import Pair, plan_handover
-from kvferry.cli.plan.model_shape import ModelShape
-from kvferry.cli.plan.model_types import RecurrentState
+from kvferry.cli.plan.handover import Deployment, Pair, plan_handover, rank_geometries
+from kvferry.cli.plan.model import ModelShape, RecurrentState
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.rank_geometry import RankGeometry
 from kvferry.connector.prefill_side.sender import Sender
@@ -99,17 +97,8 @@ def test_geometries_are_those_that_ranks_send(group: RankGroup, tp_size: int) ->
         sent = geometry_of(group.rank(tp_rank=tp_rank, tp_size=tp_size, block_size=32, total_heads=4, content=16))
         region, wanted = sent.regions[0], expected.regions[0]
         names = tuple(name.replace(".self_attn", "") for name in wanted.layers)
-        for field in (
-            "kind",
-            "block_size",
-            "head_start",
-            "num_heads",
-            "total_heads",
-            "content_bytes",
-            "dtype",
-            "shard",
-        ):
-            assert getattr(region, field) == getattr(wanted, field), field
+        same = ("kind", "block_size", "head_start", "num_heads", "total_heads", "content_bytes", "dtype", "shard")
+        assert [getattr(region, field) for field in same] == [getattr(wanted, field) for field in same]
         assert region.layers == names
         for field in ("tp_rank", "tp_size", "pp_rank", "pp_size", "head_counts", "shardings"):
             assert getattr(sent, field) == getattr(expected, field), field

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.plan.deployment import stage_layers
-from kvferry.cli.plan.model_shape import ModelShape, model_shape
-from kvferry.cli.plan.model_types import KNOWN, MULTI_QUERY
-from kvferry.cli.plan.model_types import MLA as MLA_TYPES
+from kvferry.cli.plan.handover import stage_layers
+from kvferry.cli.plan.model import KNOWN, MULTI_QUERY, ModelShape, model_shape
+from kvferry.cli.plan.model import MLA as MLA_TYPES
 from kvferry.transport.errors import ConfigError
 
 LLAMA = {

@@ -113,7 +113,6 @@ def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
     [
         (["--model", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
         (["--model", ""], "kvferry: --model is empty; name the config.json of a model, or its folder"),
-        (["--model", "nowhere.json"], "kvferry: nowhere.json cannot be read"),
         (["--p-tp", "0"], "P: TP is 0, expected 1 or more"),
         (["--plane", "tcp"], "(did you mean 'tcp/host'?)"),
         (["--trace", "text.txt", "--step-ms", "10"], "text.txt: line 1 is no request of a trace: no JSON"),
@@ -122,7 +121,6 @@ def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
         (["--p-tp", "5"], "P: TP 5 does not divide the 32 attention heads"),
         (["--d-pp", "33"], "D: PP 33 is outside 1..32"),
         (["--kv-dtype", "int3"], "the KV dtype is 'int3'"),
-        (["--plane", "tpc/host"], "did you mean 'tcp/host'"),
         (["--link", "fast"], "--link 'fast' is no rate"),
         (["--prompt", "0"], "--prompt is 0, expected a number above 0"),
         (["--prefill-tokens-per-second", "-1"], "--prefill-tokens-per-second is -1"),

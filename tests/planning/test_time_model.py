@@ -11,7 +11,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from kvferry.cli.plan.handover_plan import PlannedRead
+from kvferry.cli.plan.handover import PlannedRead
 from kvferry.cli.plan.time_model import (
     PlaneCosts,
     decoded_calibration,

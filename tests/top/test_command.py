@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 from rich.console import Console
@@ -13,27 +12,13 @@ from typer.testing import CliRunner
 
 from kvferry.cli.main import app
 from kvferry.cli.top import poll
-from kvferry.cli.top.engine_figures import EngineRow
+from kvferry.cli.top.command import COLUMNS, table
+from kvferry.cli.top.figures import EngineRow
 from kvferry.cli.top.poll import EngineDownError, Engines, fetch, metrics_url
-from kvferry.cli.top.view import COLUMNS, table
 from kvferry.transport.errors import UsageError
-from tests.top.pages import Pages, recorded
+from tests.top.pages import recorded
 
-Serve = Callable[..., Pages]
 ONCE = ["--once", "--interval", "0.1"]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    servers: list[Pages] = []
-
-    def start(*pages: str | int) -> Pages:
-        servers.append(Pages(*pages))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
 
 
 def invoke(*arguments: str):
@@ -49,11 +34,8 @@ def closed() -> str:
 
 
 def test_one_table_of_two_engines_and_one_that_is_down(serve):
-    p, d, down = (
-        serve(*map(recorded, ("prefill_1", "prefill_2"))),
-        serve(*map(recorded, ("decode_1", "decode_2"))),
-        closed(),
-    )
+    p, d = (serve(recorded(f"{side}_1"), recorded(f"{side}_2")) for side in ("prefill", "decode"))
+    down = closed()
     result = invoke(p.url, d.name, down, *ONCE)
     assert result.exit_code == 0, result.output
     header, *rows = result.output.splitlines()

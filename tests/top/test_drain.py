@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
 
 import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
+from kvferry.cli.terminal import FailedError
 from kvferry.cli.top import drain
-from tests.top.pages import Pages, recorded
-
-Serve = Callable[..., Pages]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    servers: list[Pages] = []
-
-    def start(*pages: str | int) -> Pages:
-        servers.append(Pages(*pages))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+from tests.top.pages import recorded
 
 
 class Clock:
@@ -72,7 +57,7 @@ def test_the_time_without_requests_begins_anew_with_each_request(serve):
 def test_an_engine_that_does_not_answer_is_not_idle(serve):
     clock = wait(serve(500, page()).url)
     assert clock.slept == 1 + 2.0 / drain.POLL_SECONDS
-    with pytest.raises(drain.BusyError, match="not idle after 3 s: HTTP 500"):
+    with pytest.raises(FailedError, match="not idle after 3 s: HTTP 500"):
         wait(serve(500).url, timeout=3.0)
 
 
@@ -115,7 +100,7 @@ def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", no_answer)
     said: list[str] = []
-    with pytest.raises(drain.BusyError, match="Temporary failure"):
+    with pytest.raises(FailedError, match="Temporary failure"):
         wait("http://p:8000", timeout=3.0, said=said)
     assert said == ["waiting for http://p:8000: Temporary failure in name resolution"]
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.top.engine_figures import EngineFigures, Histogram, row
-from kvferry.cli.top.prometheus_text import Sample, samples
+from kvferry.cli.top.figures import EngineFigures, Histogram, Sample, row, samples
 from kvferry.transport.errors import ProtocolError
 from tests.top.pages import recorded
 
@@ -43,7 +42,7 @@ def test_a_page_of_something_else(line):
 
 def histogram(**counts):
     buckets = {float(bound.removeprefix("b").replace("_", ".")): count for bound, count in counts.items()}
-    return Histogram(type(Histogram().buckets)(buckets), max(buckets.values()), 0.0)
+    return Histogram(type(Histogram().buckets)(buckets), max(buckets.values()))
 
 
 def test_quantiles_are_linear_inside_a_bucket():

@@ -9,7 +9,7 @@ import runpy
 import pytest
 import yaml
 
-from kvferry.cli.top.prometheus_text import samples
+from kvferry.cli.top.figures import samples
 from kvferry.connector.wire.series import PREFIX, SERIES
 from tests.support.monitored import DASHBOARD, EXAMPLES, queries
 from tests.top.pages import recorded

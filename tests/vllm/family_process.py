@@ -32,7 +32,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvferry.cli.plan.model_shape import model_shape
+from kvferry.cli.plan.model import model_shape
 from kvferry.connector.engine import prompt_checks, scheduler
 from kvferry.connector.vllm import from_vllm
 from kvferry.transport.errors import ConfigError

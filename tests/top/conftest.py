@@ -1,0 +1,22 @@
+"""Servers that stand in for engines, closed at the end of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.top.pages import Pages
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Pages]]:
+    servers: list[Pages] = []
+
+    def start(*pages: str | int) -> Pages:
+        servers.append(Pages(*pages))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
