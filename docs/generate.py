@@ -48,7 +48,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},
     "docs/planning.md": {"accuracy": plan_summary.accuracy},
-    "docs/testing.md": {
+    "docs/promises.md": {
         "walks": soak_summary.walks,
         "odd-requests": router_summary.odd_requests,
         "router-fleet": router_summary.router_fleet,

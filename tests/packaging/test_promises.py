@@ -1,4 +1,5 @@
-"""docs/faults.md: every fault has its row, every cell says something, and every test that is named exists."""
+"""docs/promises.md: every promise and every fault has its row, every cell says something, and every test that is named
+exists."""
 
 from __future__ import annotations
 
@@ -8,15 +9,20 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "faults.md").read_text()
+PAGE = (ROOT / "docs" / "promises.md").read_text()
+FOLDER = re.compile(r"`((?:tests|benchmarks)/[\w/.*]*)`")
 NAMED = re.compile(r"`((?:tests|benchmarks)/[\w/.]+\.py)(?:::(\w+))?`")
 NOTE = re.compile(r"(?<![\w`])\(([a-z])\)")
 
 
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table behind a heading, without its own heading."""
+    lines = [line for line in PAGE.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
 def rows() -> list[list[str]]:
-    """The cells of the table of faults."""
-    lines = [line for line in PAGE.splitlines() if line.startswith("| F")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return table("Faults")
 
 
 @cache
@@ -35,6 +41,15 @@ def missing(text: str) -> list[str]:
     ]
 
 
+def test_every_promise_has_tests_that_exist() -> None:
+    promises = table("Promises")
+    assert len(promises) > 50
+    for promise, tests, *planted in promises:
+        named = [name for name, _ in NAMED.findall(tests)] + FOLDER.findall(tests)
+        assert promise and named and len(planted) == 1, promise
+        assert [name for name in named if not list(ROOT.glob(name))] == [], promise
+
+
 def test_every_fault_has_a_row_and_every_cell_says_something() -> None:
     assert [row[0] for row in rows()] == [f"F{number}" for number in range(1, 26)]
     for row in rows():
@@ -44,8 +59,8 @@ def test_every_fault_has_a_row_and_every_cell_says_something() -> None:
 
 def test_tests_that_are_named_exist() -> None:
     assert missing(PAGE) == []
-    assert missing("`tests/packaging/test_none.py` `tests/packaging/test_faults_page.py::test_none`") == [
-        "tests/packaging/test_none.py::", "tests/packaging/test_faults_page.py::test_none",
+    assert missing("`tests/packaging/test_none.py` `tests/packaging/test_promises.py::test_none`") == [
+        "tests/packaging/test_none.py::", "tests/packaging/test_promises.py::test_none",
     ]  # fmt: skip
 
 
