@@ -84,7 +84,7 @@ class App:
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
         self._body_bytes = 0  # of all requests that are not over
-        self._idle: dict[Any, float] = {}
+        self.idle: dict[Any, float] = {}
         """Connections without a request or with a part of one, the oldest first, and how often they are looked at
         before they are closed."""
         self._loops: list[asyncio.Task[None]] = []
@@ -104,7 +104,7 @@ class App:
     async def bind(self, **where: Any) -> None:
         """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
         self._server = _Server(
-            self._serve, self._idle, handler_cancellation=True, access_log=None, auto_decompress=False, logger=_quiet,
+            self._serve, self.idle, handler_cancellation=True, access_log=None, auto_decompress=False, logger=_quiet,
             keepalive_timeout=inf, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
         )  # fmt: skip
         make = asyncio.get_running_loop().create_server
@@ -140,18 +140,18 @@ class App:
         before = 0
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            for connection in self._idle:
-                self._idle[connection] -= TICK_SECONDS
-            many = min(before, len(self._idle)) - self._limits.idle  # not those of a moment
-            for number, (connection, seconds) in enumerate(list(self._idle.items())):
+            for connection in self.idle:
+                self.idle[connection] -= TICK_SECONDS
+            many = min(before, len(self.idle)) - self._limits.idle  # not those of a moment
+            for number, (connection, seconds) in enumerate(list(self.idle.items())):
                 if seconds <= 0 or number < many:
                     connection.force_close()
-            before = len(self._idle)
+            before = len(self.idle)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
-        if connection in self._idle:
-            self._idle[connection] = inf  # its place among the others stays until all of the request is read
+        if connection in self.idle:
+            self.idle[connection] = inf  # its place among the others stays until all of the request is read
         try:
             response = await self._answer(request)
             await response.prepare(request)
@@ -159,8 +159,8 @@ class App:
             return response
         finally:
             if request.transport is not None:
-                self._idle.pop(connection, None)
-                self._idle[connection] = HEAD_SECONDS
+                self.idle.pop(connection, None)
+                self.idle[connection] = HEAD_SECONDS
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         handlers = self._routes.get(request.path)
@@ -185,7 +185,7 @@ class App:
         content, status = b"", 499
         try:
             asked, content = await self._read(http)
-            self._idle.pop(http.protocol, None)
+            self.idle.pop(http.protocol, None)
             taken = 1
             metrics.in_flight += 1
             if metrics.in_flight > self._limits.requests:
@@ -272,7 +272,7 @@ class App:
     async def _pass_on(self, request: web.BaseRequest, content: bytes | None = None) -> web.StreamResponse:
         """The answer of a D to a request that hands nothing over."""
         router = self._router
-        self._idle.pop(request.protocol, None)
+        self.idle.pop(request.protocol, None)
         seat = router.engines.take_decode(router.clock())
         if seat is None:
             return error_response(503, "no decode engine takes requests; see /health")

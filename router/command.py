@@ -69,7 +69,7 @@ def router(
         raise UsageError(str(error)) from None
     app = App(
         Router(engines, LegTimeouts(*timeouts), serial=serial, tracer=tracer),
-        limits=_limits(max_requests, max_body_mib << 20), checks=Checks(health_interval, timeout=health_interval),
+        limits=limits_of(max_requests, max_body_mib << 20), checks=Checks(health_interval, timeout=health_interval),
         sources=sources, admin_token=token,
     )  # fmt: skip
     with suppress(KeyboardInterrupt):
@@ -98,7 +98,7 @@ async def _serve(app: App, host: str, port: int, engines: EnginePool) -> None:
     await app.stop()
 
 
-def _limits(requests: int, body_bytes: int) -> Limits:
+def limits_of(requests: int, body_bytes: int) -> Limits:
     """For as many descriptors as this process may have: of a request, its own connection and one for each leg, and
     again so many that are kept; and as many connections without a request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -105,12 +105,12 @@ class Answer:
         self.status, self.headers = response.status, response.headers
         self.broken = ""
         """Why it broke off; empty where it did not."""
-        self._response = response
+        self.response = response
 
     @property
     def whole(self) -> bool:
         """All of it was received."""
-        return self._response.content.at_eof() and not self.broken
+        return self.response.content.at_eof() and not self.broken
 
     @property
     def streamed(self) -> bool:
@@ -119,7 +119,7 @@ class Answer:
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body. Raises HttpError."""
         try:
-            while piece := await self._response.content.readany():
+            while piece := await self.response.content.readany():
                 yield piece
         except (aiohttp.ClientError, OSError) as error:
             self.broken = _said(error)
@@ -137,7 +137,7 @@ class Answer:
 
     def close(self) -> None:
         """Where it has not ended the connection closes, and the engine aborts the request."""
-        self._response.close()
+        self.response.close()
 
 
 class HttpClient:
@@ -147,7 +147,7 @@ class HttpClient:
     own_fault, own_fault_at = "", -1e9
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        self.session: aiohttp.ClientSession | None = None
 
     async def send(
         self, method: str, base: str, path: str, *, body: Body | bytes | None = None,
@@ -163,8 +163,8 @@ class HttpClient:
         Raises:
             HttpError: there is no answer.
         """
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
+        if self.session is None:
+            self.session = aiohttp.ClientSession(
                 connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 skip_auto_headers=_AUTOMATIC, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
             )  # fmt: skip
@@ -179,7 +179,7 @@ class HttpClient:
                 data = _windows(pieces)
         how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
         try:
-            return Answer(await self._session.request(method, _url(base + path), data=data, **how))
+            return Answer(await self.session.request(method, _url(base + path), data=data, **how))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             number = getattr(getattr(error, "os_error", error), "errno", None)
             if number in _OWN_FAULTS:
@@ -188,8 +188,8 @@ class HttpClient:
             raise HttpError(_said(error)) from None
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self.session is not None:
+            await self.session.close()
 
 
 @lru_cache(1024)

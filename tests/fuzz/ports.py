@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, Queue
 from typing import Any
 
 from kvferry.connector.wire import messages
@@ -20,7 +19,7 @@ from kvferry.transport.control.keys import Keys
 from tests.fuzz.attackers import KeyHolder, Stranger, ZmqKeyHolder, unix_names
 from tests.fuzz.honest import Honest
 from tests.fuzz.in_process import TIMES
-from tests.soak.fleet import EngineProcess, Event
+from tests.soak.fleet import Driver, EngineProcess
 from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
 from tests.transport.test_planes_hosts import listening_ports
 
@@ -100,47 +99,36 @@ class Recorder:
         self._listener.close()
 
 
-class Pair:
+class Pair(Driver):
     """A P and a D of one plane."""
 
     def __init__(self, plane: str) -> None:
-        self.events: Queue[Event] = Queue()
+        super().__init__()
         self.sample: dict[str, dict[str, float]] = {}
         self.results: dict[str, dict[str, Any]] = {}
-        self.engines = {side: EngineProcess(self.events, side, plane, blocks=BLOCKS) for side in ("P", "D")}
-        self.violations: list[str] = []
+        self.sides = {side: EngineProcess(side, plane, blocks=BLOCKS) for side in ("P", "D")}
         self._serial = 0
-        assert self.wait(lambda: all(engine.ready for engine in self.engines.values())), "the engines did not start"
+        assert self.wait(lambda: all(engine.ready for engine in self.engines)), "the engines did not start"
         self.recorded = self._record()
 
-    def take_events(self, seconds: float) -> None:
-        try:
-            engine, event = self.events.get(timeout=seconds)
-        except Empty:
-            return
+    @property
+    def engines(self) -> list[EngineProcess]:
+        return list(self.sides.values())
+
+    def handle(self, engine: EngineProcess, event: dict[str, Any]) -> None:
         match event.pop("event"):
-            case "ready":
-                engine.ready, engine.port = True, event["port"]
             case "sample":
                 self.sample[engine.name] = event
             case "prefilled" | "loaded":
                 self.results[event["name"]] = event
-            case "violation":
-                self.violations.append(f"{engine.name}: {event['text']}")
-            case "ended" if engine.alive:
-                self.violations.append(f"{engine.name} has ended: {engine.process.poll()}")
-                engine.alive = engine.ready = False
 
     def wait(self, condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
-        end = time.monotonic() + seconds
-        while not condition() and time.monotonic() < end and not self.violations:
-            self.take_events(0.02)
-        return condition()
+        return super().wait(condition, seconds)
 
     def sampled(self, side: str) -> dict[str, float]:
         """A new sample of an engine; empty where it does not answer."""
         self.sample.pop(side, None)
-        self.engines[side].order("sample")
+        self.sides[side].order("sample")
         self.wait(lambda: side in self.sample)
         return self.sample.get(side, {})
 
@@ -148,7 +136,7 @@ class Pair:
         """One honest hand-over, by way of ``port`` where one is given; what became of it."""
         self._serial += 1
         name = f"honest{self._serial}"
-        self.engines["P"].order("prefill", name=name, number=self._serial, tokens=tokens)
+        self.sides["P"].order("prefill", name=name, number=self._serial, tokens=tokens)
         if not self.wait(lambda: name in self.results):
             return "P does not answer"
         params = self.results.pop(name)["params"]
@@ -157,20 +145,20 @@ class Pair:
         if port:
             params["kvferry"]["ranks"][0][3] = port
         load = {"name": name, "number": self._serial, "tokens": tokens, "params": params, "abort_after": None}
-        self.engines["D"].order("load", **load)
+        self.sides["D"].order("load", **load)
         if not self.wait(lambda: name in self.results):
             return "D does not answer"
         return str(self.results[name]["outcome"]) if self.results[name]["right"] else "other bytes"
 
     def _record(self) -> list[bytes]:
-        recorder = Recorder(self.engines["P"].port)
+        recorder = Recorder(self.sides["P"].port)
         outcome = self.hand_over(recorder.port)
         recorder.close()
         assert outcome == "loaded", outcome
         return [bytes(sent) for sent in recorder.sent if sent]
 
     def port(self, target: Target) -> int | bytes:
-        engine = self.engines[target.side]
+        engine = self.sides[target.side]
         if target.which == "control":
             return engine.port
         if target.which == "socket":
@@ -180,7 +168,7 @@ class Pair:
         return port
 
     def close(self) -> None:
-        for engine in self.engines.values():
+        for engine in self.engines:
             engine.kill()
 
 
@@ -189,7 +177,7 @@ def attacker(
 ) -> Stranger | KeyHolder | ZmqKeyHolder:
     if not target.key:
         return Stranger(rng, pair.port(target), pair.recorded, keys if target.which == "control" else None)
-    control = pair.engines[target.side].port
+    control = pair.sides[target.side].port
     if target.which == "data":
         return ZmqKeyHolder(rng, control, keys, honest.hello)
     return KeyHolder(rng, control, keys, [messages.encode(request) for request in honest.requests])
@@ -227,9 +215,8 @@ def _attack(
         thrower.throw()
         if time.monotonic() >= next_sample:
             next_sample = time.monotonic() + SAMPLE_SECONDS
-            pair.engines[target.side].order("sample")
-            while not pair.events.empty():
-                pair.take_events(0.0)
+            pair.sides[target.side].order("sample")
+            pair.take_events(0.0)
             note(pair.sample.pop(target.side, {}))
     note(pair.sampled(target.side))
     thrower.close()

@@ -95,7 +95,7 @@ def test_an_engine_that_ends_is_seen() -> None:
     (target,) = [target for target in ports.targets() if target.name == "shm socket of P"]
     pair = ports.Pair("shm")
     try:
-        pair.engines["P"].process.kill()
+        pair.sides["P"].process.kill()
         outcome = ports.attack(target, pair, SEED, 10, 60.0, Honest(), Keys(shared_key()))
         assert outcome.failures
     finally:

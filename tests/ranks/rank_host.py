@@ -1,14 +1,10 @@
-"""A process that is some ranks of one side, driven by JSON lines: real caches, control plane and data planes."""
+"""A process that is some ranks of one side: real caches, control plane and data planes."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -27,11 +23,11 @@ from kvferry.connector.geometry.recurrent_state import StateArray, sections
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.pages.copies import WaitPolicy
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
+from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, pack_ids
 from kvferry.transport.channels import Copy
 from tests.handover.slow_copies import SlowCopies
 from tests.ranks.caches import RankCaches, Table, layer_name
-from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
+from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank
 from tests.ranks.state_caches import StateCaches
 from tests.support.inside import producer_of
 from tests.support.lanes import LANES
@@ -204,7 +200,6 @@ class HostedRank:
                 break
             time.sleep(1e-3)  # a load inside a step is counted after it was reported
         return {
-            "rank": self.rank,
             "pid": os.getpid(),
             "done": self.done,
             "failed": self.failed,
@@ -248,39 +243,37 @@ def plant(fault: str, rank: HostedRank) -> None:
 
 
 class Host:
-    """Obeys one line at a time."""
+    """In its process: the ranks of one pairing after the other."""
 
     def __init__(self) -> None:
         self.ranks: list[HostedRank] = []
 
     def open(
-        self, pairing: str, side: str, ranks: list[Rank], engine_id: str, gpus: int = 0, inside: bool = False, **_: Any
-    ) -> list[str]:
-        """Addresses, each a ``RankAddress`` in MessagePack and base64. ``gpus``: how many the ranks share, if any.
-        ``inside``: a step of D will compute with its load, and the copies are late."""
-        for pp_rank, tp_rank in ranks:
-            device = f"cuda:{(pp_rank + tp_rank + (side == 'd')) % gpus}" if gpus else "cpu"
-            late = inside and side == "d"
-            self.ranks.append(HostedRank(parse(pairing), side, (pp_rank, tp_rank), engine_id, device, late=late))
-        return [base64.b64encode(msgspec.msgpack.encode(rank.worker.address)).decode() for rank in self.ranks]
+        self, pairing: Pairing, side: str, ranks: list[Rank], engine_id: str, gpus: int, inside: bool
+    ) -> list[RankAddress]:
+        """``gpus``: how many the ranks share, if any. ``inside``: a step of D will compute with its load, and the
+        copies are late."""
+        for rank in ranks:
+            device = f"cuda:{(sum(rank) + (side == 'd')) % gpus}" if gpus else "cpu"
+            self.ranks.append(HostedRank(pairing, side, rank, engine_id, device, late=inside and side == "d"))
+        return [rank.worker.address for rank in self.ranks if rank.worker.address is not None]
 
-    def grant(self, token: str, fault: str = "", **_: Any) -> None:
+    def grant(self, token: bytes, fault: str) -> None:
         for rank in self.ranks:
             rank.caches.fill()
             plant(fault, rank)
             rank.caches.upload()
-            rank.grant(bytes.fromhex(token))
+            rank.grant(token)
 
-    def load(self, token: str, peer: str, inside: bool = False, fault: str = "", **_: Any) -> None:
-        engine = msgspec.msgpack.decode(base64.b64decode(peer), type=PeerEngine)
+    def load(self, token: bytes, peer: PeerEngine, inside: bool, fault: str) -> None:
         for rank in self.ranks:
-            rank.load(bytes.fromhex(token), engine, inside=inside)
+            rank.load(token, peer, inside=inside)
         for rank in self.ranks if inside else ():
             plant(fault, rank)
             rank.compute()
 
-    def finish(self, seconds: float, fault: str = "", **_: Any) -> list[dict[str, Any]]:
-        """Step like an engine until every rank has reported, or the time is over."""
+    def finish(self, seconds: float, fault: str) -> dict[Rank, dict[str, Any]]:
+        """Step like an engine until every rank has reported, or the time is over. What was seen of each."""
         end = time.monotonic() + seconds
         while not all(rank.done for rank in self.ranks) and time.monotonic() < end:
             for rank in self.ranks:
@@ -290,29 +283,9 @@ class Host:
             if rank.side == "d" and not rank.computed:
                 rank.caches.download()
                 plant(fault, rank)
-        return [rank.seen() for rank in self.ranks]
+        return {rank.rank: rank.seen() for rank in self.ranks}
 
-    def close(self, **_: Any) -> None:
+    def close(self) -> None:
         ranks, self.ranks = self.ranks, []
         for rank in ranks:
             rank.worker.close()
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    host = Host()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not look like an answer
-    print(json.dumps({"answer": "ready"}), file=answers, flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            answer = getattr(host, order["command"])(**order)
-            print(json.dumps({"answer": answer}), file=answers, flush=True)
-        except Exception:
-            print(json.dumps({"error": traceback.format_exc()}), file=answers, flush=True)
-    host.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -17,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.router.app import App
 from kvferry.router.request_bodies import (
     MAX_COLONS,
     MAX_COMMAS,
@@ -30,12 +28,19 @@ from kvferry.router.request_bodies import (
     pieces_of,
     without,
 )
-from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
-from tests.router.test_at_once import Served, at_once
-from tests.router.test_connections import RawEngine
+from tests.router.stand_ins import (
+    PARAMS,
+    Client,
+    Engine,
+    RawEngine,
+    Served,
+    decode_engine,
+    prefill_engine,
+    routed,
+    served,
+)
 from tests.support.served import eventually
 
-__all__ = ["at_once"]
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
 
@@ -49,10 +54,6 @@ def answering(answer: Callable[[dict[str, Any]], Response]) -> Engine:
         return answer(body)
 
     return Engine(serve)
-
-
-def post(url: str, content: bytes, path: str = "/v1/completions", **headers: str) -> httpx.Response:
-    return httpx.post(url + path, content=content, headers=headers, trust_env=False, timeout=60)
 
 
 # --- which requests P computes
@@ -78,10 +79,10 @@ LEFT_TO_D: list[dict[str, Any]] = [
 def test_p_computes_no_prompt_that_d_will_not_ask_for(left: bool) -> None:
     bodies = LEFT_TO_D if left else HANDED_OVER
     p, d = prefill_engine(), decode_engine()
-    with routed(p, d) as url:
+    with routed(p, d) as front:
         for body in bodies:
             before, path = len(p.seen), "/v1/chat/completions" if "messages" in body else "/v1/completions"
-            assert ask(url, body, path).status_code == 200
+            assert front.ask(body, path).status_code == 200
             assert len(p.seen) == before + (not left), body
             assert d.seen[-1][0] == body | ({} if left else {"kv_transfer_params": PARAMS})
 
@@ -89,8 +90,8 @@ def test_p_computes_no_prompt_that_d_will_not_ask_for(left: bool) -> None:
 def test_a_request_that_d_refuses_leaves_no_lease() -> None:
     """D's server did not tell its engine: it does of a request of no token, with what P took."""
     p, d = prefill_engine(), answering(lambda body: PlainTextResponse("refused", 400))
-    with routed(p, d) as url:
-        answered = ask(url, {"prompt": "x", "max_tokens": 5, "temperature": "hot"})
+    with routed(p, d) as front:
+        answered = front.ask({"prompt": "x", "max_tokens": 5, "temperature": "hot"})
         assert answered.status_code == 400 and answered.text == "refused"
         eventually(lambda: len(d.seen) == 2, "D is told to release the lease")
     released = d.seen[1][0]
@@ -101,13 +102,12 @@ def test_a_request_that_d_refuses_at_once_leaves_no_lease(at_once: Served) -> No
     at_once.learn()
     at_once.d.held = True
     at_once.d.answer = lambda body: PlainTextResponse("no", 400 if body.get("max_tokens") == 5 else 200)
-    client = threading.Thread(target=ask, args=(at_once.url, {"prompt": "y", "max_tokens": 5}), daemon=True)
-    client.start()
+    client = Client(at_once.url, {"prompt": "y", "max_tokens": 5})
     engine = next(iter(at_once.router.engines))
     assert at_once.d.engine.arrived.wait(60)
     eventually(lambda: len(at_once.p.bodies) == 2 and engine.load == 0, "P has answered")
     at_once.d.go_on.set()
-    client.join(60)
+    client.result()
     eventually(lambda: len(at_once.d.bodies) == 3, "D is told to release the lease")
     assert (at_once.d.params[-1] or {})["remote_num_tokens"] == 3 and at_once.d.bodies[-1]["max_tokens"] == 0
     at_once.nothing_left()
@@ -126,9 +126,7 @@ def test_p_computes_no_longer_when_d_has_answered(at_once: Served, leaves: bool)
         yield b"data: [DONE]\n\n"
 
     at_once.d.answer = lambda body: StreamingResponse(pieces(), media_type="text/event-stream")
-    with httpx.stream(
-        "POST", at_once.url + "/v1/completions", json={"prompt": "y", "stream": True}, trust_env=False, timeout=60
-    ) as response:
+    with at_once.front.streaming(prompt="y") as response:
         lines = response.iter_lines()
         assert next(lines) == 'data: {"i": 0}'
         if not leaves:
@@ -144,16 +142,14 @@ def test_one_bad_request_takes_no_engine_from_others() -> None:
         return JSONResponse({"kv_transfer_params": PARAMS}, 500 if "structured_outputs" in body else 200)
 
     p, d = answering(answer), answering(answer)
-    with served(p.app) as p_url, served(d.app) as d_url:
-        router = make_router([p_url], [d_url], cool_down=600)
-        with served(App(router)) as url:
-            for _ in range(4):
-                assert ask(url, {"prompt": "x", "structured_outputs": [1]}).status_code == 500
-            assert ask(url, {"prompt": "x"}).status_code == 200
-            assert d.seen[-1][0]["kv_transfer_params"] == PARAMS and httpx.get(url + "/health").status_code == 200
-            for number in range(3):
-                ask(url, {"prompt": f"{number}", "structured_outputs": [1]})
-            assert not any(engine.usable(router.clock()) for engine in router.engines)
+    with routed(p, d, cool_down=600) as front:
+        for _ in range(4):
+            assert front.ask({"prompt": "x", "structured_outputs": [1]}).status_code == 500
+        assert front.ask({"prompt": "x"}).status_code == 200
+        assert d.seen[-1][0]["kv_transfer_params"] == PARAMS and front.get("/health").status_code == 200
+        for number in range(3):
+            front.ask({"prompt": f"{number}", "structured_outputs": [1]})
+        assert not any(engine.usable(front.router.clock()) for engine in front.router.engines)
 
 
 # --- what is sent on
@@ -177,9 +173,9 @@ def test_engines_get_the_very_bytes_of_a_value() -> None:
         b"NaN",
         b'"\xc3\xa9"',
     ]
-    with routed(p, d) as url:
+    with routed(p, d) as front:
         for value in values:
-            answer = post(url, b'\r\n{ "prompt" : "x", "odd" :%s, "max_tokens":5}' % value)
+            answer = front.post(b'\r\n{ "prompt" : "x", "odd" :%s, "max_tokens":5}' % value)
             assert answer.status_code == 200, (value, answer.text)
             assert all(b'"odd":%s' % value in one for one in seen[-2:]), value
 
@@ -187,8 +183,8 @@ def test_engines_get_the_very_bytes_of_a_value() -> None:
 @pytest.mark.parametrize("form", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
 def test_a_body_may_have_a_bom(form: str) -> None:
     d = decode_engine()
-    with routed(prefill_engine(), d) as url:
-        assert post(url, '{"prompt": "é"}'.encode(form)).json() == {"text": "from D"}
+    with routed(prefill_engine(), d) as front:
+        assert front.post('{"prompt": "é"}'.encode(form)).json() == {"text": "from D"}
     assert d.seen[0][0]["prompt"] == "é"
 
 
@@ -199,10 +195,10 @@ def test_a_body_may_have_a_bom(form: str) -> None:
 ])  # fmt: skip
 def test_what_names_hosts_is_dropped(key: str, form: str) -> None:
     d = decode_engine()
-    with routed(prefill_engine(params=None), d) as url:
+    with routed(prefill_engine(params=None), d) as front:
         member = f'"{key}": {{"remote_host": "attacker"}}'
-        assert post(url, (form % (member, '"prompt": "x"')).encode()).status_code == 200
-        assert post(url, (form % (member, member)).encode()).status_code == 200
+        assert front.post((form % (member, '"prompt": "x"')).encode()).status_code == 200
+        assert front.post((form % (member, member)).encode()).status_code == 200
     assert len(d.seen) == 2 and not any("transfer" in str(body) for body, _, _ in d.seen)
     assert ("vllm_xargs" in form) == (d.seen[0][0].get("vllm_xargs", {}).get("a") == 1)
     body = members((form % (member, '"prompt": "x"')).encode()) or {}
@@ -215,9 +211,9 @@ def test_cookies_and_lists_of_headers() -> None:
         answer.set_cookie("a", "1"), answer.set_cookie("b", "2")
         return answer
 
-    with routed(prefill_engine(), Engine(serve)) as url:
+    with routed(prefill_engine(), Engine(serve)) as front:
         headers = [("cookie", "a=1"), ("cookie", "b=2"), ("x-list", "1"), ("x-list", "2")]
-        answer = httpx.post(url + "/v1/completions", json={"prompt": "x"}, headers=headers, trust_env=False)
+        answer = front.post(b'{"prompt": "x"}', headers=headers)
     assert [line.split(";")[0] for line in answer.headers.get_list("set-cookie")] == ["a=1", "b=2"]
     got = dict(answer.json()["headers"])
     assert got["cookie"] == "a=1; b=2" and got["x-list"] == "1, 2"
@@ -228,20 +224,20 @@ def test_cors_is_the_engines_to_decide() -> None:
         "D",
         lambda connection, number: b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK",
     )
-    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+    with routed([], raw) as front:
         headers = {"origin": "http://x", "access-control-request-method": "POST"}
-        answer = httpx.options(url + "/v1/chat/completions", headers=headers, trust_env=False)
+        answer = front.request("OPTIONS", "/v1/chat/completions", headers=headers)
         assert answer.status_code == 200 and answer.text == "OK"
         assert answer.headers["access-control-allow-origin"] == "*"
 
 
 def test_responses_go_through_both_legs() -> None:
     p, d = prefill_engine(), decode_engine()
-    with routed(p, d) as url:
+    with routed(p, d) as front:
         body = {"input": "x", "max_output_tokens": 9, "stream": False}
-        assert ask(url, body, "/v1/responses").json() == {"text": "from D"}
-        ask(url, {"input": "x", "previous_response_id": "resp_1"}, "/v1/responses")
-        ask(url, {"input": "x", "tools": [{"type": "mcp"}]}, "/v1/responses")
+        assert front.ask(body, "/v1/responses").json() == {"text": "from D"}
+        front.ask({"input": "x", "previous_response_id": "resp_1"}, "/v1/responses")
+        front.ask({"input": "x", "tools": [{"type": "mcp"}]}, "/v1/responses")
     assert [body for body, _, _ in p.seen] == [
         {"input": "x", "max_output_tokens": 1, "stream": False, "store": False, "kv_transfer_params": PREFILL_TAG}
     ]
@@ -266,28 +262,28 @@ def test_what_d_says_of_a_response_before_its_engine_has_it_is_no_answer(at_once
     at_once.d.answer = lambda body: StreamingResponse(pieces(body), media_type="text/event-stream")
     at_once.p.answer = lambda body: Response(status_code=503)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, at_once.url, {"input": "x", "stream": True}, "/v1/responses")
+        answer = pool.submit(at_once.ask, {"input": "x", "stream": True}, "/v1/responses")
         assert said.wait(60)
         at_once.p.go_on.set()
     assert answer.result().content == b"".join(opening) + b"event: response.completed\ndata: {}\n\n"
     assert len(at_once.d.bodies) == 3
     at_once.d.answer = lambda body: StreamingResponse(iter(opening), media_type="text/event-stream")
-    assert ask(at_once.url, {"input": "x", "stream": True}, "/v1/responses").content == b"".join(opening)
+    assert at_once.ask({"input": "x", "stream": True}, "/v1/responses").content == b"".join(opening)
 
 
 def test_an_empty_answer_is_an_answer() -> None:
     raw = RawEngine("D", lambda connection, number: b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
-    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
-        answer = ask(url, {"prompt": "x"})
+    with routed([], raw) as front:
+        answer = front.ask({"prompt": "x"})
         assert answer.status_code == 200 and not answer.content
 
 
 def test_a_response_is_asked_for_by_its_name_only() -> None:
     raw = RawEngine("D", lambda connection, number: None)
-    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+    with routed([], raw) as front:
         for path, status in (("resp_1", 200), ("resp_1/cancel", 200), ("..%2fx", 404), ("a%0d%0ab", 404), ("a/b", 404)):
             method = "POST" if "cancel" in path else "GET"
-            assert httpx.request(method, f"{url}/v1/responses/{path}", trust_env=False).status_code == status, path
+            assert front.request(method, f"/v1/responses/{path}").status_code == status, path
     assert len(raw.seen) == 2
 
 
@@ -295,8 +291,8 @@ def test_a_query_reaches_d() -> None:
     async def models(request: Request) -> Response:
         return PlainTextResponse(request.url.query)
 
-    with served(Starlette(routes=[Route("/v1/models", models)])) as d, served(App(make_router([], [d]))) as url:
-        assert httpx.get(url + "/v1/models?a=%2F&stream=true", trust_env=False).text == "a=%2F&stream=true"
+    with served(Starlette(routes=[Route("/v1/models", models)])) as d, routed([], d) as front:
+        assert front.get("/v1/models?a=%2F&stream=true").text == "a=%2F&stream=true"
 
 
 # --- streams
@@ -308,36 +304,33 @@ def test_a_query_reaches_d() -> None:
 ])  # fmt: skip
 def test_a_stream_is_passed_on_as_it_is(events: bytes) -> None:
     raw = RawEngine("D", lambda connection, number: STREAM + b"Content-Length: %d\r\n\r\n%s" % (len(events), events))
-    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
-        assert ask(url, {"prompt": "x", "stream": True}).content == events
+    with routed([], raw) as front:
+        assert front.ask({"prompt": "x", "stream": True}).content == events
 
 
 @pytest.mark.parametrize("comments", [b": keep-alive\n\n", b":\r\n\r\n: x\r\n", b"\n\n: keep"])
 def test_a_comment_is_no_answer(comments: bytes) -> None:
     """A D that is lost after one is replaced, and the client has seen that its request is alive."""
     raw, d = RawEngine("D", lambda connection, number: chunk(comments)), decode_engine(pieces=1)
-    with ExitStack() as stack:
-        urls = stack.enter_context(raw.running()), stack.enter_context(served(d.app))
-        router = make_router([], urls)
-        url = stack.enter_context(served(App(router)))
-        answer = ask(url, {"prompt": "x", "stream": True})
-        eventually(lambda: router.metrics.in_flight == 0, "it is counted")
+    with routed([], [raw, d]) as front:
+        answer = front.ask({"prompt": "x", "stream": True})
+        eventually(lambda: front.router.metrics.in_flight == 0, "it is counted")
     assert answer.content.removeprefix(comments).lstrip() == b'data: {"i": 0}\n\ndata: [DONE]\n\n'
-    assert answer.content.startswith(comments) and router.metrics.failed_legs == {"decode": 1}
+    assert answer.content.startswith(comments) and front.router.metrics.failed_legs == {"decode": 1}
 
 
 def test_a_d_that_fails_after_a_comment_ends_the_stream_with_an_error() -> None:
     raw = RawEngine("D", lambda connection, number: chunk(b": keep-alive\n\n"))
-    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
-        *before, error, end = ask(url, {"prompt": "x", "stream": True}).text.split("\n\n")
+    with routed([], raw) as front:
+        *before, error, end = front.ask({"prompt": "x", "stream": True}).text.split("\n\n")
     assert before[0] == ": keep-alive" and end == ""
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
 
 
 def test_an_error_does_not_hang_on_half_an_event() -> None:
     raw = RawEngine("D", lambda connection, number: chunk(b'data: {"i"'))
-    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
-        assert '\n\ndata: {"error"' in ask(url, {"prompt": "x", "stream": True}).text
+    with routed([], raw) as front:
+        assert '\n\ndata: {"error"' in front.ask({"prompt": "x", "stream": True}).text
 
 
 def test_a_long_answer_is_not_held_and_ends_early_where_d_does() -> None:
@@ -345,13 +338,13 @@ def test_a_long_answer_is_not_held_and_ends_early_where_d_does() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(long)
     for sent, whole in ((long, True), (long[: 2 << 20], False)):
         raw = RawEngine("D", lambda connection, number, sent=sent: head + sent)  # type: ignore[misc]
-        with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+        with routed([], raw) as front:
             if whole:
-                assert ask(url, {"prompt": "x"}).content == long
+                assert front.ask({"prompt": "x"}).content == long
             else:
                 found = b""
                 with (
-                    httpx.stream("POST", url + "/v1/completions", json={}, trust_env=False, timeout=60) as response,
+                    front.streaming() as response,
                     pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)),
                 ):
                     for piece in response.iter_raw():
@@ -377,8 +370,8 @@ def test_a_large_body_is_taken_apart_and_sent_as_a_small_one_is(value: Any) -> N
     assert len(content) > SMALL_BYTES and {k: json.loads(bytes(v)) for k, v in found.items()} == json.loads(content)
     large_one = sum(map(len, found.values())) > WINDOW_BYTES
     assert (encoded(found) is None) == large_one, "no copy of it is made"
-    with routed(p, d) as url:
-        assert post(url, content).json() == {"text": "from D"}
+    with routed(p, d) as front:
+        assert front.post(content).json() == {"text": "from D"}
     assert d.seen[0][0] == json.loads(content) | {"kv_transfer_params": PARAMS} and p.seen[0][0]["prompt"] == value
 
 
@@ -409,8 +402,8 @@ def test_nobody_waits_while_a_large_body_is_read() -> None:
     """The shape is the worst one: it is refused when it is over the bound."""
     p, d = prefill_engine(), decode_engine()
     content = b'{"prompt": [' + b"[]," * (20 << 20) + b"[]]}"
-    with routed(p, d) as url, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(post, url, content)
+    with routed(p, d) as front, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(front.post, content)
         while not answer.done():
-            assert ask(url, {"prompt": "x"}).status_code == 200
+            assert front.ask({"prompt": "x"}).status_code == 200
         assert answer.result().status_code == 400

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,11 +22,9 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
-from kvferry.router.app import PAGE, App, Limits
+from kvferry.router.app import PAGE, Limits
 from kvferry.router.engines import EngineState, Role
-from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
-from tests.router.test_at_once import PUSH
-from tests.support.engines import free_port, python_path
+from tests.router.stand_ins import PARAMS, Engine, Front, decode_engine, prefill_engine, routed, router_process, served
 
 CHROMIUM = shutil.which("chromium")
 SECRET, UNBOUND = "user:secret", ("--host", "a..b")
@@ -64,9 +58,13 @@ def chat_engine(tokens: int = 3) -> Engine:
     return Engine(answer)
 
 
+def openais_client(front: Front) -> openai.OpenAI:
+    return openai.OpenAI(base_url=front.url + "/v1", api_key="key", max_retries=0)
+
+
 def test_openais_client() -> None:
     p, d = chat_engine(), chat_engine()
-    with routed(p, d) as url, openai.OpenAI(base_url=url + "/v1", api_key="key", max_retries=0) as client:
+    with routed(p, d) as front, openais_client(front) as client:
         assert client.completions.create(model="m", prompt="x").choices[0].text == "word " * 3
         messages: Any = [{"role": "user", "content": "x"}]
         chat = client.chat.completions.create(model="m", messages=messages)
@@ -88,30 +86,18 @@ def test_openais_client_knows_the_errors(status: int, error: type[openai.APIStat
         return JSONResponse({"error": {"message": "planted", "type": "x", "param": None, "code": status}}, status)
 
     limits = Limits(requests=0) if status == 503 else None
-    with routed(prefill_engine(), Engine(refuse), limits=limits) as url:
-        with (
-            openai.OpenAI(base_url=url + "/v1", api_key="key", max_retries=0) as client,
-            pytest.raises(error) as raised,
-        ):
+    with routed(prefill_engine(), Engine(refuse), limits=limits) as front:
+        with openais_client(front) as client, pytest.raises(error) as raised:
             client.completions.create(model="m", prompt="x")
         assert raised.value.type is not None
-
-
-def test_openais_client_that_leaves_ends_both_legs() -> None:
-    p, d = prefill_engine(), decode_engine(pieces=1000, gap=0.05)
-    with routed(p, d) as url, openai.OpenAI(base_url=url + "/v1", api_key="key") as client:
-        stream = client.completions.create(model="m", prompt="x", stream=True)
-        next(iter(stream))
-        stream.close()
-        assert d.aborted.wait(60)
 
 
 def test_the_trace_context_goes_to_both_legs() -> None:
     trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     p, d = prefill_engine(), decode_engine()
-    with routed(p, d) as url:
+    with routed(p, d) as front:
         headers = [*trace.items(), ("tracestate", "a=1"), ("tracestate", "b=2"), ("x-request-id", "mine")]
-        answer = httpx.post(url + "/v1/completions", json={"prompt": "x"}, headers=headers, trust_env=False)
+        answer = front.post(b'{"prompt": "x"}', headers=headers)
     assert answer.headers["x-request-id"] == "mine"
     for _, seen, _ in (p.seen[0], d.seen[0]):
         assert seen["traceparent"] == trace["traceparent"] and seen["tracestate"] == "a=1, b=2"
@@ -120,13 +106,13 @@ def test_the_trace_context_goes_to_both_legs() -> None:
 
 def test_a_request_without_an_id_gets_one() -> None:
     p, d = prefill_engine(), decode_engine()
-    with routed(p, d) as url:
-        ids = [ask(url, {"prompt": "x"}).headers["x-request-id"] for _ in range(2)]
+    with routed(p, d) as front:
+        ids = [front.ask({"prompt": "x"}).headers["x-request-id"] for _ in range(2)]
     assert [headers["x-request-id"] for _, headers, _ in p.seen] == ids and len(set(ids)) == 2
 
 
-def samples(url: str) -> dict[str, float]:
-    text = httpx.get(url + "/metrics", trust_env=False).text
+def samples(front: Front) -> dict[str, float]:
+    text = front.get("/metrics").text
     return {
         sample.name
         + "".join(f"[{value}]" for name, value in sorted(sample.labels.items()) if name != "le"): sample.value
@@ -140,38 +126,29 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
     go_on = threading.Event()
     p, d = prefill_engine(), decode_engine(pieces=2, go_on=go_on)
     long = {"prompt": "x" * 5000}
-    with served(p.app) as p_url, served(d.app) as d_url, served(App(make_router([p_url], [d_url]))) as url:
-        ask(url, long), ask(url, long)
-        httpx.post(url + "/v1/completions", content=b"[", trust_env=False)
-        with httpx.stream("POST", url + "/v1/completions", json=long | {"stream": True}, trust_env=False) as response:
+    with routed(p, d) as front:
+        front.ask(long), front.ask(long)
+        front.post(b"[")
+        with front.streaming(**long) as response:
             lines = response.iter_lines()
             next(lines)
-            during = samples(url)
-            assert during["kvferry_router_in_flight"] == during[f"kvferry_router_engine_requests[decode][{d_url}]"] == 1
-            assert during[f"kvferry_router_engine_load[prefill][{p_url}]"] == 0
+            during, busy = samples(front), f"kvferry_router_engine_requests[decode][{front.d[0]}]"
+            assert during["kvferry_router_in_flight"] == during[busy] == 1
+            assert during[f"kvferry_router_engine_load[prefill][{front.p[0]}]"] == 0
             go_on.set()
             assert list(lines)
-        after = samples(url)
-        status = httpx.get(url + "/router/status", trust_env=False).json()
+        after = samples(front)
+        status = front.get("/router/status").json()
     assert after["kvferry_router_requests_total[200]"] == 3 and after["kvferry_router_requests_total[400]"] == 1
     assert after["kvferry_router_handovers_total[serial]"] == 3
     assert after["kvferry_router_prefix_affinity_total[followed]"] == 2
     assert after["kvferry_router_request_seconds_count"] == after["kvferry_router_first_byte_seconds_bucket"] == 3
-    assert after["kvferry_router_in_flight"] == after[f"kvferry_router_engine_requests[decode][{d_url}]"] == 0
+    assert after["kvferry_router_in_flight"] == after[busy] == 0
     assert status["requests"] == {"200": 3, "400": 1} and status["handovers"] == {"serial": 3}
     assert 0 < status["first_byte_seconds"]["p50"] <= status["request_seconds"]["p95"] < 60
     assert status["engines"][1] == {
-        "url": d_url, "role": "decode", "state": "up", "requests": 0, "load": 0.0, "passed_over": False,
+        "url": front.d[0], "role": "decode", "state": "up", "requests": 0, "load": 0.0, "passed_over": False,
     }  # fmt: skip
-
-
-def test_both_legs_at_once_are_counted() -> None:
-    async def answer(request: Request, body: dict[str, Any]) -> Response:
-        return JSONResponse({"kv_transfer_params": PUSH, "choices": []})
-
-    with routed(Engine(answer), decode_engine()) as url:
-        ask(url, {"prompt": "x"}), ask(url, {"prompt": "x"})
-        assert samples(url)["kvferry_router_handovers_total[at_once]"] == 1
 
 
 class Page(HTMLParser):
@@ -194,8 +171,8 @@ class Page(HTMLParser):
 
 
 def test_the_status_page_refers_to_nothing_outside() -> None:
-    with served(App(make_router([], []))) as url:
-        answer = httpx.get(url + "/", trust_env=False)
+    with routed([], []) as front:
+        answer = front.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     read = Page()
@@ -216,13 +193,11 @@ def drawn(url: str, profile: Path) -> str:
 def test_the_status_page_in_a_browser(tmp_path: Path) -> None:
     """Drawn without an error, with the engines and a plot."""
     p, d = prefill_engine(), decode_engine()
-    with served(p.app) as p_url, served(d.app) as d_url:
-        router = make_router([p_url], [d_url])
-        router.engines.add("http://h:1/<b>bold</b>", Role.DECODE, EngineState.DRAINING)
-        with served(App(router)) as url:
-            ask(url, {"prompt": "x"})
-            shown = drawn(url, tmp_path)
-    assert f"<td>{p_url}</td><td>prefill</td>" in shown and f"<td>{d_url}</td><td>decode</td>" in shown
+    with routed(p, d) as front:
+        front.router.engines.add("http://h:1/<b>bold</b>", Role.DECODE, EngineState.DRAINING)
+        front.ask({"prompt": "x"})
+        shown = drawn(front.url, tmp_path)
+    assert f"<td>{front.p[0]}</td><td>prefill</td>" in shown and f"<td>{front.d[0]}</td><td>decode</td>" in shown
     assert '<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td>decode</td><td class="draining">draining</td>' in shown
     assert "200: 1" in shown and "serial: 1" in shown
     assert re.search(r'<polyline points="[\d.]+,[\d.]+ [\d., ]+"', shown), "a plot of several polls"
@@ -284,20 +259,13 @@ def test_a_port_in_use_is_one_line(host: str) -> None:
 
 
 def test_the_command_says_where_it_serves(tmp_path: Path) -> None:
-    port = free_port()
     (tmp_path / "engines").write_text("decode http://127.0.0.1:1\n")
-    arguments = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port)]
-    arguments += ["--prefill", "http://127.0.0.1:2", "--engines-file", str(tmp_path / "engines")]
-    process = subprocess.Popen(arguments, env=os.environ | {"PYTHONPATH": python_path()}, stderr=subprocess.PIPE)
-    try:
+    arguments = "--prefill", "http://127.0.0.1:2", "--engines-file", str(tmp_path / "engines")
+    with router_process(*arguments) as (site, process):
         assert process.stderr is not None
         line = next(line for line in process.stderr if b"serving on" in line).decode()
-        assert line.endswith(f"kvferry.router INFO serving on http://127.0.0.1:{port}: 1 P, 1 D\n")
-        assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60).status_code == 503
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
+        assert line.endswith(f"kvferry.router INFO serving on {site.url}: 1 P, 1 D\n")
+        assert site.get("/health").status_code == 503
 
 
 def test_a_short_token_is_refused(tmp_path: Path) -> None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from kvferry.router import router
-from kvferry.router.app import App
-from kvferry.router.engines import EngineState, Role
 from kvferry.router.identities import CALM_ANSWERS, IDENTITY, Identity
 from kvferry.router.request_bodies import PREFILL_TAG
-from tests.router.stand_ins import Engine, ask, closed_port, leave_after, make_router, served
+from tests.router.stand_ins import (
+    PUSH,
+    Client,
+    Served,
+    answer_of_p,
+    closed_port,
+    leave_after,
+)
 from tests.support.served import eventually
-
-PLACE = {"remote_engine_id": "p-0", "remote_host": "10.0.0.1", "remote_port": 5600, "remote_key": "0a1b2c3d4e5f"}
-PUSH = {"do_remote_prefill": True, "transfer_mode": "push", **PLACE, "remote_num_tokens": 3, "kvferry": {"token": "00"}}
 
 
 def known(of: dict[str, Any]) -> dict[str, Any]:
@@ -31,113 +28,6 @@ def known(of: dict[str, Any]) -> dict[str, Any]:
     return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_mode": "push"} | {
         name: of[name] for name in (*IDENTITY, "remote_key") if name in of
     }
-
-
-class Scripted:
-    """An engine whose requests wait for ``go_on``, once ``held``, and then get ``answer(body)``. ``gone``: clients that
-    left while they waited."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer, self.held = answer, False
-        self.go_on = threading.Event()
-        self.gone = 0
-        self.engine = Engine(self._serve)
-
-    async def _serve(self, request: Request, body: dict[str, Any]) -> Response:
-        if self.held:
-            gone = asyncio.ensure_future(self.engine.until_gone(request))
-            while not self.go_on.is_set():
-                if gone.done():
-                    self.gone += 1
-                    return Response()
-                await asyncio.sleep(0.005)
-            gone.cancel()
-        answer: Response = self.answer(body)
-        return answer
-
-    @property
-    def bodies(self) -> list[dict[str, Any]]:
-        return [body for body, _, _ in self.engine.seen]
-
-    @property
-    def params(self) -> list[dict[str, Any] | None]:
-        return [body.get("kv_transfer_params") for body in self.bodies]
-
-
-def answer_of_p(params: Any = PUSH) -> JSONResponse:
-    return JSONResponse({"id": "cmpl-p", "choices": [], "kv_transfer_params": params})
-
-
-def stream_of_d(*chunks: tuple[str, list[int]], finish: str = "length") -> Response:
-    """Of a completion whose chunks have these texts and token ids."""
-
-    def lines() -> Iterator[bytes]:
-        for number, (text, ids) in enumerate(chunks):
-            choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": None, "prompt_token_ids": None}
-            choice |= {} if number else {"prompt_token_ids": [1, 2, 3]}
-            choice |= {"finish_reason": finish} if number == len(chunks) - 1 else {}
-            event = {"id": "cmpl-d", "created": 2, "object": "text_completion", "model": "m", "choices": [choice]}
-            yield b"data: " + json.dumps(event).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
-
-    return StreamingResponse(lines(), media_type="text/event-stream")
-
-
-class Served:
-    """P, D and the router. ``router``: so that tests see that nothing is left."""
-
-    def __init__(self, **options: Any) -> None:
-        self.p = Scripted(lambda body: answer_of_p())
-        self.d = Scripted(lambda body: JSONResponse({"text": "from D"}))
-        self.options = options
-        self.url, self.d_url, self.router = "", "", make_router([], [])
-
-    @contextmanager
-    def running(self) -> Iterator[Served]:
-        with served(self.p.engine.app) as p_url, served(self.d.engine.app) as self.d_url:
-            self.router = make_router([p_url], [self.d_url], cool_down=0.0, **self.options)
-            with served(App(self.router)) as self.url:
-                yield self
-
-    def learn(self) -> None:
-        """The first request to P, by which the router knows it."""
-        assert ask(self.url, {"prompt": "x"}).json() == {"text": "from D"}
-        assert self.p.params[-1] == PREFILL_TAG and self.d.params[-1] == PUSH
-        self.p.engine.arrived.clear()
-        self.d.engine.arrived.clear()
-
-    def decode_engines(self, *urls: str) -> None:
-        """From now on, in this order."""
-        engines = self.router.engines
-        for engine in engines.of(Role.DECODE):
-            engines.move(engine, EngineState.LEAVING)
-        for url in urls:
-            engines.add(url, Role.DECODE, EngineState.UP)
-
-    def nothing_left(self) -> None:
-        eventually(lambda: not self.router.tasks, "nothing is left")
-
-
-@pytest.fixture
-def at_once(request: pytest.FixtureRequest) -> Iterator[Served]:
-    with Served(**getattr(request, "param", {})).running() as served_pair:
-        yield served_pair
-
-
-class Client(threading.Thread):
-    """A request whose answer is waited for by ``result``."""
-
-    def __init__(self, url: str, body: dict[str, Any], **headers: str) -> None:
-        super().__init__(daemon=True)
-        self._ask = lambda: ask(url, body, **headers)
-        self.start()
-
-    def run(self) -> None:
-        self.answer = self._ask()
-
-    def result(self) -> Any:
-        self.join(60)
-        return self.answer
 
 
 def test_both_are_asked_at_once_from_the_second_request_on(at_once: Served) -> None:
@@ -155,7 +45,7 @@ def test_both_are_asked_at_once_from_the_second_request_on(at_once: Served) -> N
     assert of_d == known(PUSH) | {"transfer_id": name, "remote_request_id": "mine"}
     assert [engine.engine.seen[-1][1]["x-request-id"] for engine in (at_once.p, at_once.d)] == ["mine", "mine"]
     at_once.nothing_left()
-    ask(at_once.url, {"prompt": "z"})
+    at_once.ask({"prompt": "z"})
     eventually(lambda: len(at_once.p.bodies) == 3, "P is asked, too; D may answer before")
     assert (at_once.p.params[-1] or {})["transfer_id"] != name
 
@@ -173,14 +63,14 @@ def test_both_are_asked_at_once_from_the_second_request_on(at_once: Served) -> N
 def test_a_p_that_does_not_offer_it_is_asked_first(at_once: Served, params: dict[str, Any]) -> None:
     at_once.p.answer = lambda body: answer_of_p(params)
     for _ in range(2):
-        ask(at_once.url, {"prompt": "x"})
+        at_once.ask({"prompt": "x"})
     assert at_once.p.params == [PREFILL_TAG] * 2 and at_once.d.params == [params] * 2
 
 
 @pytest.mark.parametrize("at_once", [{"serial": True}], indirect=True)
 def test_serial_is_always_one_after_the_other(at_once: Served) -> None:
     for _ in range(3):
-        ask(at_once.url, {"prompt": "x"})
+        at_once.ask({"prompt": "x"})
     assert at_once.p.params == [PREFILL_TAG] * 3 and at_once.d.params == [PUSH] * 3
 
 
@@ -199,7 +89,7 @@ def test_p_fails_while_d_waits(at_once: Served, failure: Any) -> None:
     assert client.result().json() == {"text": "from D"}
     assert at_once.d.bodies[-1] == {"prompt": "y"}
     at_once.p.answer = lambda body: answer_of_p()
-    ask(at_once.url, {"prompt": "z"})
+    at_once.ask({"prompt": "z"})
     assert at_once.p.params[-1] == PREFILL_TAG and at_once.d.params[-1] == PUSH
 
 
@@ -210,7 +100,7 @@ def test_another_p_that_answers_after_d_keeps_no_lease(at_once: Served, monkeypa
     other = PUSH | {"remote_engine_id": "p-1"}
     at_once.p.held = True
     at_once.p.answer = lambda body: answer_of_p(other)
-    assert ask(at_once.url, {"prompt": "y"}).json() == {"text": "from D"}
+    assert at_once.ask({"prompt": "y"}).json() == {"text": "from D"}
     at_once.p.go_on.set()
     eventually(lambda: at_once.d.bodies[-1].get("max_tokens") == 0, "D is told to release the lease")
     assert at_once.d.params[-1] == other
@@ -228,7 +118,7 @@ def test_another_p_answers(at_once: Served) -> None:
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
     at_once.d.go_on.set()
     assert client.result().json() == {"text": "from D"} and at_once.d.params[-1] == other
-    ask(at_once.url, {"prompt": "z"})
+    at_once.ask({"prompt": "z"})
     assert known(other).items() <= (at_once.d.params[-1] or {}).items(), "the other P is known now"
 
 
@@ -254,7 +144,7 @@ def test_d_may_answer_before_p(at_once: Served) -> None:
     at_once.learn()
     at_once.p.held = True
     at_once.p.answer = lambda body: Response(status_code=503)
-    assert ask(at_once.url, {"prompt": "y"}).json() == {"text": "from D"}
+    assert at_once.ask({"prompt": "y"}).json() == {"text": "from D"}
     at_once.p.go_on.set()
     at_once.nothing_left()
     assert len(at_once.d.bodies) == 2
@@ -273,7 +163,7 @@ def test_an_error_of_d_while_p_computes_leaves_no_lease(
     event = b"data: " + json.dumps(REFUSAL).encode() + b"\n\n"
     error = Response(event, media_type="text/event-stream") if streamed else JSONResponse(REFUSAL, 400)
     at_once.d.answer = lambda body: error
-    answer = ask(at_once.url, {"prompt": "y", "max_tokens": 5})
+    answer = at_once.ask({"prompt": "y", "max_tokens": 5})
     assert answer.content == event if streamed else answer.status_code == 400 and answer.json() == REFUSAL
     eventually(lambda: at_once.router.metrics.in_flight == 0, "the answer is over")
     at_once.p.go_on.set()
@@ -287,7 +177,7 @@ def test_a_d_that_is_gone_ends_ps_leg(at_once: Served) -> None:
     at_once.learn()
     at_once.p.held = True
     at_once.decode_engines(f"http://127.0.0.1:{closed_port()}")
-    answer = ask(at_once.url, {"prompt": "y"})
+    answer = at_once.ask({"prompt": "y"})
     assert answer.status_code == 502 and "decode engine" in answer.json()["error"]["message"]
     eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
 
@@ -297,7 +187,7 @@ def test_an_answer_of_p_that_is_not_utf_8_hands_nothing_over(at_once: Served) ->
     at_once.d.held = True
     at_once.p.answer = lambda body: Response(b'{"a": "\xff"}', media_type="application/json")
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, at_once.url, {"prompt": "y"})
+        answer = pool.submit(at_once.ask, {"prompt": "y"})
         eventually(lambda: at_once.d.gone == 1 or answer.done(), "D's first leg has ended")
         at_once.d.go_on.set()
         assert answer.result().json() == {"text": "from D"}
@@ -313,7 +203,7 @@ def test_an_error_that_nobody_expects_ends_ds_leg(at_once: Served, monkeypatch: 
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(next(iter(at_once.router.engines)).identity, "learn", breaks)
-    assert ask(at_once.url, {"prompt": "y"}).status_code == 500
+    assert at_once.ask({"prompt": "y"}).status_code == 500
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
     at_once.nothing_left()
 

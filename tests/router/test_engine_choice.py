@@ -220,6 +220,8 @@ def test_memory_is_bounded() -> None:
     first = prefix_of({"prompt": BLOCK})
     affinity.note(first, A)
     assert len(prefix_of({"prompt": BLOCK * 1000}).blocks) == MAX_BLOCKS
-    for number in range(20):
-        affinity.note(prefix_of({"prompt": f"{number:04}" + BLOCK}), B)
-    assert len(affinity._by_block) == 10 and affinity.find(first, {A}) == (None, 0.0)
+    later = [prefix_of({"prompt": f"{number:04}" + BLOCK}) for number in range(20)]
+    for prefix in later:
+        affinity.note(prefix, B)
+    known = [affinity.find(prefix, {A, B})[0] for prefix in (first, *later)]
+    assert known == [None] * 11 + [B] * 10

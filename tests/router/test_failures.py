@@ -5,48 +5,32 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.router.app import App, Limits
+from kvferry.router.app import Limits
 from kvferry.router.engines import EngineState, Role
 from kvferry.router.legs import LegTimeouts
-from kvferry.router.router import Router
 from tests.router.stand_ins import (
     PARAMS,
+    PUSH,
+    Client,
     Engine,
-    ask,
-    closed_port,
+    RawEngine,
+    Served,
     decode_engine,
+    gone,
     leave_after,
-    make_router,
     prefill_engine,
     routed,
     served,
 )
-from tests.router.test_at_once import PUSH, Served, at_once
-from tests.router.test_connections import RawEngine
 from tests.support.served import eventually
-
-__all__ = ["at_once"]
-
-
-@contextmanager
-def router_of(p: list[Engine | str], d: list[Engine | str], **options: Any) -> Iterator[tuple[Router, str]]:
-    with ExitStack() as stack:
-        p_urls, d_urls = (
-            [engine if isinstance(engine, str) else stack.enter_context(served(engine.app)) for engine in engines]
-            for engines in (p, d)
-        )
-        router = make_router(p_urls, d_urls, cool_down=600, **options)
-        yield router, stack.enter_context(served(App(router)))
 
 
 def failing(status: int = 503) -> Engine:
@@ -56,42 +40,38 @@ def failing(status: int = 503) -> Engine:
     return Engine(answer)
 
 
-def gone() -> str:
-    return f"http://127.0.0.1:{closed_port()}"
-
-
 @pytest.mark.parametrize("kind", ["gone", "error"])
 def test_another_p_is_asked_once(kind: str) -> None:
     bad: Engine | str = gone() if kind == "gone" else failing()
     p, d = prefill_engine(), decode_engine()
-    with router_of([bad, p], [d]) as (_, url):
+    with routed([bad, p], [d], cool_down=600) as front:
         for _ in range(2):
-            assert ask(url, {"prompt": "x"}).json() == {"text": "from D"}
+            assert front.ask({"prompt": "x"}).json() == {"text": "from D"}
     assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
     assert len(p.seen) == 2
 
 
 def test_two_p_that_fail_leave_the_prompt_to_d() -> None:
     bad, d = [failing(), failing(), prefill_engine()], decode_engine()
-    with router_of([*bad], [d]) as (_, url):
-        assert ask(url, {"prompt": "x"}).json() == {"text": "from D"}
+    with routed(bad, [d], cool_down=600) as front:
+        assert front.ask({"prompt": "x"}).json() == {"text": "from D"}
     assert [len(p.seen) for p in bad] == [1, 1, 0] and "kv_transfer_params" not in d.seen[0][0]
 
 
 def test_a_request_that_p_refuses_is_not_sent_to_another_p() -> None:
     bad, p, d = failing(400), prefill_engine(), decode_engine()
-    with router_of([bad, p], [d]) as (_, url):
-        ask(url, {"prompt": "x"})
+    with routed([bad, p], [d], cool_down=600) as front:
+        front.ask({"prompt": "x"})
     assert len(bad.seen) == 1 and not p.seen
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_d_that_is_gone_is_replaced_with_the_same_parameters(stream: bool) -> None:
     p, d = prefill_engine(), decode_engine()
-    with router_of([p], [gone(), d]) as (router, url):
+    with routed([p], [gone(), d], cool_down=600) as front:
         for _ in range(2):
-            assert ask(url, {"prompt": "x", "stream": stream, "seed": 1}).status_code == 200
-        assert not any(engine.requests or engine.load for engine in router.engines)
+            assert front.ask({"prompt": "x", "stream": stream, "seed": 1}).status_code == 200
+        assert not any(engine.requests or engine.load for engine in front.router.engines)
     assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
 
 
@@ -104,32 +84,32 @@ def test_a_d_that_breaks_before_a_byte_is_replaced_and_one_that_breaks_after_is_
     for first, status, asked in ((b"", 200, 1), (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", 502, 0)):
         d.seen.clear()
         raw = RawEngine("D", partial(says, first))
-        with raw.running() as raw_url, router_of([p], [raw_url, d]) as (_, url):
-            assert ask(url, {"prompt": "x"}).status_code == status
+        with routed(p, [raw, d], cool_down=600) as front:
+            assert front.ask({"prompt": "x"}).status_code == status
         assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * asked
 
 
 def test_a_d_that_answers_with_an_error_is_replaced_without_parameters() -> None:
     """It has released the lease."""
     bad, p, d = failing(500), prefill_engine(), decode_engine()
-    with router_of([p], [bad, d]) as (_, url):
-        assert ask(url, {"prompt": "x"}).json() == {"text": "from D"}
+    with routed([p], [bad, d], cool_down=600) as front:
+        assert front.ask({"prompt": "x"}).json() == {"text": "from D"}
     assert "kv_transfer_params" in bad.seen[0][0] and "kv_transfer_params" not in d.seen[0][0]
 
 
 def test_the_second_d_is_the_last() -> None:
     bad, d = [failing(500), failing(500)], decode_engine()
-    with router_of([prefill_engine()], [*bad, d]) as (_, url):
-        answer = ask(url, {"prompt": "x"})
+    with routed([prefill_engine()], [*bad, d], cool_down=600) as front:
+        answer = front.ask({"prompt": "x"})
         assert answer.status_code == 500 and answer.json() == {"error": {"message": "planted"}}
     assert [len(engine.seen) for engine in bad] == [1, 1] and not d.seen
 
 
 def test_without_an_engine_the_error_says_so() -> None:
-    with served(App(make_router([], []))) as url:
-        answer = ask(url, {"prompt": "x"})
+    with routed([], []) as front:
+        answer = front.ask({"prompt": "x"})
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "ServiceUnavailableError"
-        assert httpx.get(url + "/v1/models", trust_env=False).status_code == 503
+        assert front.get("/v1/models").status_code == 503
 
 
 # --- both legs at once
@@ -145,7 +125,7 @@ def test_a_d_that_is_gone_is_replaced_at_once_under_the_same_name(at_once: Serve
     at_once.learn()
     at_once.decode_engines(gone(), at_once.d_url)
     at_once.p.held = True
-    assert ask(at_once.url, {"prompt": "y"}).json() == {"text": "from D"}, "before P has answered"
+    assert at_once.ask({"prompt": "y"}).json() == {"text": "from D"}, "before P has answered"
     at_once.p.go_on.set()
     at_once.nothing_left()
     assert (at_once.d.params[-1] or {})["transfer_id"] == (at_once.p.params[-1] or {})["transfer_id"]
@@ -155,7 +135,7 @@ def test_a_d_that_breaks_while_p_computes_is_replaced_with_ps_lease(at_once: Ser
     at_once.learn()
     with ExitStack() as stack:
         broken_after_it_was_asked(at_once, stack)
-        assert ask(at_once.url, {"prompt": "y"}).json() == {"text": "from D"}
+        assert at_once.ask({"prompt": "y"}).json() == {"text": "from D"}
     at_once.nothing_left()
     assert at_once.d.params[-1] == PUSH and at_once.p.gone == 0
 
@@ -167,14 +147,13 @@ def test_another_p_after_one_that_fails_while_d_waits(at_once: Served) -> None:
     other = prefill_engine()
     at_once.router.engines.cool_down = 600
     with served(other.app) as other_url:
-        client = threading.Thread(target=ask, args=(at_once.url, {"prompt": "y"}), daemon=True)
-        client.start()
+        client = Client(at_once.url, {"prompt": "y"})
         assert at_once.d.engine.arrived.wait(60)
         at_once.router.engines.add(other_url, Role.PREFILL, EngineState.UP)
         at_once.p.go_on.set()
         eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
         at_once.d.go_on.set()
-        client.join(60)
+        client.result()
     assert len(other.seen) == 1 and at_once.d.params[-1] == PARAMS
 
 
@@ -217,27 +196,26 @@ def test_a_client_that_leaves_before_d_was_asked_leaves_no_lease(at_once: Served
 def test_more_requests_than_allowed_get_503() -> None:
     go_on = threading.Event()
     p, d = prefill_engine(go_on=go_on), decode_engine()
-    with routed(p, d, limits=Limits(requests=1)) as url:
-        client = threading.Thread(target=ask, args=(url, {"prompt": "x"}), daemon=True)
-        client.start()
+    with routed(p, d, limits=Limits(requests=1)) as front:
+        client = Client(front.url, {"prompt": "x"})
         assert p.arrived.wait(60)
-        refused = ask(url, {"prompt": "y"})
+        refused = front.ask({"prompt": "y"})
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "ServiceUnavailableError"
         go_on.set()
-        client.join(60)
-        assert ask(url, {"prompt": "z"}).status_code == 200
+        client.result()
+        assert front.ask({"prompt": "z"}).status_code == 200
     assert len(d.seen) == 2
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large_gets_413(chunked: bool) -> None:
     body = b'{"prompt": "' + b"x" * 5000 + b'"}'
-    with routed(prefill_engine(), decode_engine(), limits=Limits(body_bytes=1000)) as url:
+    with routed(prefill_engine(), decode_engine(), limits=Limits(body_bytes=1000)) as front:
         content = iter([body[:3000], body[3000:]]) if chunked else body
-        answer = httpx.post(url + "/v1/completions", content=content, trust_env=False)
+        answer = front.post(content)
         assert answer.status_code == 413 and "1000 bytes" in answer.json()["error"]["message"]
-        assert ask(url, {"prompt": "x"}).status_code == 200
+        assert front.ask({"prompt": "x"}).status_code == 200
 
 
 LONG, SHORT = {"prompt": "x" * 7000}, {"prompt": "x" * 3500}
@@ -247,16 +225,15 @@ BODIES = Limits(body_bytes=8000, all_body_bytes=10_000)
 def test_more_bytes_of_bodies_than_allowed_get_503() -> None:
     go_on = threading.Event()
     p, d = prefill_engine(go_on=go_on), decode_engine()
-    with routed(p, d, limits=BODIES) as url:
-        client = threading.Thread(target=ask, args=(url, LONG), daemon=True)
-        client.start()
+    with routed(p, d, limits=BODIES) as front:
+        client = Client(front.url, LONG)
         assert p.arrived.wait(60)
-        refused = ask(url, SHORT)
+        refused = front.ask(SHORT)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert "over 10000 bytes" in refused.json()["error"]["message"]
         go_on.set()
-        client.join(60)
-        assert ask(url, LONG).status_code == 200
+        client.result()
+        assert front.ask(LONG).status_code == 200
     assert len(p.seen) == 2
 
 
@@ -264,33 +241,29 @@ def test_a_body_counts_until_the_last_task_of_its_request_has_ended() -> None:
     """Of a client that left: the router still has P's lease released."""
     go_on = threading.Event()
     p, d = prefill_engine(go_on=go_on), decode_engine()
-    with served(p.app) as p_url, served(d.app) as d_url:
-        router = make_router([p_url], [d_url], LegTimeouts(abandoned_prefill=600))
-        with served(App(router, limits=BODIES)) as url:
-            leave_after(url, LONG, p.arrived)
-            eventually(lambda: router.metrics.in_flight == 0, "the client is gone")
-            assert ask(url, SHORT).status_code == 503
-            go_on.set()
-            eventually(lambda: not router.tasks, "P's lease is released")
-            assert ask(url, LONG).status_code == 200
+    with routed(p, d, LegTimeouts(abandoned_prefill=600), limits=BODIES) as front:
+        leave_after(front.url, LONG, p.arrived)
+        eventually(lambda: front.router.metrics.in_flight == 0, "the client is gone")
+        assert front.ask(SHORT).status_code == 503
+        go_on.set()
+        eventually(lambda: not front.router.tasks, "P's lease is released")
+        assert front.ask(LONG).status_code == 200
 
 
 def test_a_body_that_is_refused_or_breaks_off_counts_no_longer() -> None:
-    with routed(prefill_engine(), decode_engine(), limits=BODIES) as url:
-        host, port = url.removeprefix("http://").split(":")
+    with routed(prefill_engine(), decode_engine(), limits=BODIES) as front:
         for content in (b"x" * 7000, b"[" + b"1," * 3400 + b"1]", b"x" * 9000):
-            assert httpx.post(url + "/v1/completions", content=content, trust_env=False).status_code in (400, 413)
-        with socket.create_connection((host, int(port))) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n" + b"x" * 7000)
-        eventually(lambda: ask(url, LONG).status_code == 200, "the bytes of all that were refused are forgotten")
+            assert front.post(content).status_code in (400, 413)
+        front.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n" + b"x" * 7000).close()
+        eventually(lambda: front.ask(LONG).status_code == 200, "the bytes of all that were refused are forgotten")
 
 
 @pytest.mark.parametrize("content", [b"", b"[1", b"[]", b"3", b"\xff", b'{"a":[1,}', b'{"a": "\\ud83d"', b"a=b"])
 def test_what_is_no_json_object_d_refuses_by_itself(content: bytes) -> None:
     d = decode_engine()
-    with routed(prefill_engine(), d) as url:
+    with routed(prefill_engine(), d) as front:
         headers = {"content-type": "text/odd"} if content else {}
-        answer = httpx.post(url + "/v1/completions", content=content, headers=headers, trust_env=False)
+        answer = front.post(content, headers=headers)
     assert answer.status_code == 400 and answer.json() == {"error": {"message": "no JSON object"}}
     assert d.refused == [(content, headers.get("content-type"))] and not d.seen
 
@@ -303,8 +276,8 @@ HALF_A_NAME = b'{"\\ud83d": 1}'
 @pytest.mark.parametrize("content", [*TOO_DEEP, NUMBER_BEYOND_PYTHON, HALF_A_NAME])
 def test_what_d_might_read_otherwise_is_refused(content: bytes) -> None:
     d = decode_engine()
-    with routed(prefill_engine(), d) as url:
-        answer = httpx.post(url + "/v1/completions", content=content, trust_env=False)
+    with routed(prefill_engine(), d) as front:
+        answer = front.post(content)
         error = answer.json()["error"]
     assert answer.status_code == error["code"] == 400 and "no engine is asked" in error["message"]
     assert not d.refused and not d.seen
@@ -312,8 +285,8 @@ def test_what_d_might_read_otherwise_is_refused(content: bytes) -> None:
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/none", 404), ("GET", "/v1/completions", 405)])
 def test_errors_of_the_server_have_openais_form(method: str, path: str, status: int) -> None:
-    with routed(prefill_engine(), decode_engine()) as url:
-        answer = httpx.request(method, url + path, trust_env=False)
+    with routed(prefill_engine(), decode_engine()) as front:
+        answer = front.request(method, path)
         assert answer.status_code == answer.json()["error"]["code"] == status
 
 
@@ -321,29 +294,27 @@ def test_a_fault_of_the_router_is_an_error_without_a_traceback() -> None:
     async def fault(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("planted")
 
-    router = make_router([], [gone()])
-    router.answer = fault  # type: ignore[method-assign]
-    with served(App(router)) as url:
-        answer = ask(url, {"prompt": "x"})
+    with routed([], gone()) as front:
+        front.router.answer = fault  # type: ignore[method-assign]
+        answer = front.ask({"prompt": "x"})
         assert answer.status_code == 500 and "planted" not in answer.text
         assert answer.json()["error"]["type"] == "InternalServerError"
-        assert router.metrics.in_flight == 0
+        assert front.router.metrics.in_flight == 0
 
 
 def test_an_engine_that_speaks_no_http_is_one_clear_error() -> None:
     raw = RawEngine("D", lambda connection, number: b"SSH-2.0-OpenSSH_9.6\r\n")
-    with raw.running() as raw_url, router_of([], [raw_url]) as (_, url):
-        answer = ask(url, {"prompt": "x"})
+    with routed([], raw) as front:
+        answer = front.ask({"prompt": "x"})
         assert answer.status_code == 502 and "no HTTP answer" in answer.json()["error"]["message"]
 
 
 def test_a_client_that_sends_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.router.app.BODY_SECONDS", 0.2)
     with (
-        routed(prefill_engine(), decode_engine()) as url,
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client,
+        routed(prefill_engine(), decode_engine()) as front,
+        front.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{") as client,
     ):
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert b" 408 " in client.recv(100)
 
 
@@ -371,6 +342,6 @@ def test_a_d_that_breaks_in_its_answer_is_not_replaced_at_once_either(at_once: S
     raw = RawEngine("D", lambda connection, number: b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")
     with raw.running() as raw_url:
         at_once.decode_engines(raw_url, at_once.d_url)
-        assert ask(at_once.url, {"prompt": "y"}).status_code == 502
+        assert at_once.ask({"prompt": "y"}).status_code == 502
         eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
     assert len(at_once.d.bodies) == 1

@@ -132,7 +132,7 @@ def test_a_host_that_is_gone_is_noticed_in_silence() -> None:
 
     async def go(url: str) -> None:
         client = HttpClient()
-        connection = (await answer(client, url))._response.connection
+        connection = (await answer(client, url)).response.connection
         assert connection is not None and connection.transport is not None
         connected = connection.transport.get_extra_info("socket")
         assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -272,7 +272,7 @@ def test_a_slow_reader_holds_the_engine_up() -> None:
         client = HttpClient()
         found = await answer(client, url)
         await asyncio.sleep(0.5)
-        assert len(written) < 64 and found._response.content.total_bytes < 8 << 20
+        assert len(written) < 64 and found.response.content.total_bytes < 8 << 20
         total = 0
         async for piece in found.pieces():
             total += len(piece)

@@ -7,15 +7,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-import httpx
 import pytest
 
-from kvferry.router.app import App
 from kvferry.router.engines import Role
-from tests.router.stand_ins import Engine, ask, decode_engine, make_router, prefill_engine, served
-from tests.router.test_at_once import PUSH
+from tests.router.stand_ins import PUSH, Engine, Front, decode_engine, prefill_engine, routed, served
 from tests.router.test_run_time import OFTEN, TOKEN, change
 from tests.support.engines import free_port
 from tests.support.served import eventually
@@ -47,16 +43,16 @@ class Restarted:
 class Clients:
     """Each sends one request after the other, every second one streamed. ``lost``: answers that were not whole."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, front: Front) -> None:
         self.answered = 0
         self.lost: list[str] = []
-        self._url, self._over = url, threading.Event()
+        self._front, self._over = front, threading.Event()
 
     def go_on(self, number: int) -> None:
         while not self._over.is_set():
             number += 1
             stream = number % 2 == 0
-            answer = ask(self._url, {"prompt": f"{number}", "stream": stream})
+            answer = self._front.ask({"prompt": f"{number}", "stream": stream})
             whole = answer.text.endswith("data: [DONE]\n\n") if stream else answer.json() == {"text": "from D"}
             if answer.status_code != 200 or not whole:
                 self.lost.append(answer.text)
@@ -79,14 +75,9 @@ class Clients:
             thread.result()
 
 
-def status(url: str) -> dict[str, Any]:
-    answer: dict[str, Any] = httpx.get(url + "/router/status", trust_env=False).json()
-    return answer
-
-
-def seen(url: str, engine: Restarted) -> tuple[str, int]:
+def seen(front: Front, engine: Restarted) -> tuple[str, int]:
     """Its state, and how many requests the router counts for it."""
-    (found,) = [each for each in status(url)["engines"] if each["url"] == engine.url]
+    (found,) = [each for each in front.get("/router/status").json()["engines"] if each["url"] == engine.url]
     return found["state"], found["requests"]
 
 
@@ -98,25 +89,25 @@ def test_a_rolling_restart_loses_no_request(back: str) -> None:
             stack.callback(engine.stop)
             engine.start()
         p, d = ([engine.url for engine in engines if engine.role is role] for role in Role)
-        url = stack.enter_context(served(App(make_router(p, d), admin_token=TOKEN, checks=OFTEN)))
-        clients = Clients(url)
+        front = stack.enter_context(routed(p, d, admin_token=TOKEN, checks=OFTEN))
+        clients = Clients(front)
         with clients.running():
             clients.more(12)
             for engine in engines:
-                change(url, url=engine.url, drain=True)
-                eventually(lambda e=engine: seen(url, e)[1] == 0, "its requests have ended", 120)
+                change(front, url=engine.url, drain=True)
+                eventually(lambda e=engine: seen(front, e)[1] == 0, "its requests have ended", 120)
                 if back == "added again":
-                    change(url, "DELETE", url=engine.url)
+                    change(front, "DELETE", url=engine.url)
                 engine.stop()
                 clients.more(12)
                 engine.start()
                 if back == "resumed":
-                    change(url, url=engine.url, drain=False)
+                    change(front, url=engine.url, drain=False)
                 else:
-                    change(url, url=engine.url, role=engine.role)
-                eventually(lambda e=engine: seen(url, e)[0] == "up", "its health check has passed", 120)
+                    change(front, url=engine.url, role=engine.role)
+                eventually(lambda e=engine: seen(front, e)[0] == "up", "its health check has passed", 120)
                 eventually(lambda e=engine: e.engine.seen, "it is asked again", 120)
-        after = status(url)
+        after = front.get("/router/status").json()
     assert not clients.lost and not after["failed_legs"] and "decode_only" not in after["handovers"]
     assert after["handovers"]["at_once"] > after["handovers"]["serial"] > 0
     assert set(after["requests"]) == {"200"} and all(engine.lives == 2 for engine in engines)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -20,37 +18,31 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
 
 from kvferry.cli.main import app
-from kvferry.router.app import App
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.spans import CANCELLED, DECODE, MAX_ID_CHARS, PREFILL, REQUEST, STATUS
 from tests.router.stand_ins import (
+    Client,
     Engine,
-    ask,
-    closed_port,
+    Front,
+    Served,
     decode_engine,
+    gone,
     leave_after,
-    make_router,
     prefill_engine,
-    served,
-    streaming,
+    routed,
+    router_process,
 )
-from tests.router.test_at_once import Client, Served
-from tests.support.engines import free_port, python_path
+from tests.support.engines import python_path
 from tests.support.served import eventually
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans, receiver
 
 
 @contextmanager
-def traced(p: list[Engine | str], d: list[Engine | str], *timeouts: LegTimeouts) -> Iterator[tuple[Spans, str]]:
+def traced(p: Any, d: Any, *timeouts: LegTimeouts) -> Iterator[tuple[Spans, Front]]:
     """A router that passes an engine over once it has failed, and whose spans stay here."""
     spans = Spans()
-    with ExitStack() as stack:
-        p_urls, d_urls = (
-            [engine if isinstance(engine, str) else stack.enter_context(served(engine.app)) for engine in engines]
-            for engines in (p, d)
-        )
-        router = make_router(p_urls, d_urls, *timeouts, cool_down=600, tracer=spans.tracer)
-        yield spans, stack.enter_context(served(App(router)))
+    with routed(p, d, *timeouts, cool_down=600, tracer=spans.tracer) as front:
+        yield spans, front
 
 
 def named(spans: Spans, name: str, count: int = 1) -> list[ReadableSpan]:
@@ -84,9 +76,9 @@ OK = (200, "", False)
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_trace_of_client_router_and_both_engines(stream: bool) -> None:
     p, d = prefill_engine(), decode_engine()
-    with traced([p], [d]) as (spans, url):
+    with traced([p], [d]) as (spans, front):
         headers = {"traceparent": SAMPLED, "tracestate": "a=1, b=2", "x-request-id": "mine"}
-        assert ask(url, {"prompt": "x", "stream": stream}, **headers).status_code == 200
+        assert front.ask({"prompt": "x", "stream": stream}, **headers).status_code == 200
         (request,), (prefill,), (decode,) = (named(spans, name) for name in (REQUEST, PREFILL, DECODE))
     assert f"{request.context.trace_id:032x}" == TRACE_ID
     assert request.parent is not None and f"{request.parent.span_id:016x}" == PARENT_ID
@@ -121,8 +113,8 @@ def test_both_legs_at_once_are_beside_each_other() -> None:
 @pytest.mark.parametrize("given", ["x", SAMPLED + "-later", SAMPLED.replace(TRACE_ID, "0" * 32)])
 def test_a_malformed_trace_context_is_replaced(given: str) -> None:
     p, d = prefill_engine(), decode_engine()
-    with traced([p], [d]) as (spans, url):
-        ask(url, {"prompt": "x"}, traceparent=given, tracestate="a=1", **{"x-request-id": "i" * 1000})
+    with traced([p], [d]) as (spans, front):
+        front.ask({"prompt": "x"}, traceparent=given, tracestate="a=1", **{"x-request-id": "i" * 1000})
         (request,) = named(spans, REQUEST)
         assert is_child(named(spans, DECODE)[0], request, d)
     assert request.parent is None and "tracestate" not in d.seen[0][1]
@@ -131,8 +123,8 @@ def test_a_malformed_trace_context_is_replaced(given: str) -> None:
 
 def test_a_trace_that_is_not_sampled_stays_so() -> None:
     p, d = prefill_engine(), decode_engine()
-    with traced([p], [d]) as (spans, url):
-        ask(url, {"prompt": "x"}, traceparent=SAMPLED[:-2] + "00")
+    with traced([p], [d]) as (spans, front):
+        front.ask({"prompt": "x"}, traceparent=SAMPLED[:-2] + "00")
     assert not len(spans)
     for engine in (p, d):
         _, trace, _, flags = engine.seen[0][1]["traceparent"].split("-")
@@ -147,43 +139,43 @@ def failing(status: int) -> Engine:
 
 
 def test_a_p_that_fails_has_a_span_of_its_own() -> None:
-    with traced([failing(503), prefill_engine()], [decode_engine()]) as (spans, url):
-        assert ask(url, {"prompt": "x"}).status_code == 200
+    with traced([failing(503), prefill_engine()], [decode_engine()]) as (spans, front):
+        assert front.ask({"prompt": "x"}).status_code == 200
         assert list(map(outcome, named(spans, PREFILL, 2))) == [(503, "HTTP 503", False), OK]
         assert [outcome(named(spans, name)[0]) for name in (REQUEST, DECODE)] == [OK, OK]
 
 
 def test_a_p_that_is_too_late() -> None:
-    with traced([prefill_engine(delay=600)], [decode_engine()], LegTimeouts(prefill=0.1)) as (spans, url):
-        assert ask(url, {"prompt": "x"}).status_code == 200
+    with traced([prefill_engine(delay=600)], [decode_engine()], LegTimeouts(prefill=0.1)) as (spans, front):
+        assert front.ask({"prompt": "x"}).status_code == 200
         assert outcome(named(spans, PREFILL)[0]) == (None, "TimeoutError", False)
 
 
 def test_a_d_that_is_gone_and_one_that_answers_an_error() -> None:
-    with traced([], [f"http://127.0.0.1:{closed_port()}", failing(500)]) as (spans, url):
-        assert ask(url, {"prompt": "x"}).status_code == 500
-        gone, error = named(spans, DECODE, 2)
-        assert gone.status.description is not None and gone.status.description.startswith("no connection")
+    with traced([], [gone(), failing(500)]) as (spans, front):
+        assert front.ask({"prompt": "x"}).status_code == 500
+        lost, error = named(spans, DECODE, 2)
+        assert lost.status.description is not None and lost.status.description.startswith("no connection")
         assert outcome(error) == (500, "HTTP 500", False)
         assert outcome(named(spans, REQUEST)[0]) == (500, "HTTP 500", False)
 
 
 def test_no_engine_at_all() -> None:
-    with traced([], []) as (spans, url):
-        ask(url, {"prompt": "x"})
+    with traced([], []) as (spans, front):
+        front.ask({"prompt": "x"})
         assert outcome(named(spans, REQUEST)[0]) == (503, "HTTP 503", False) and len(spans) == 1
 
 
 def test_a_d_that_refuses_is_no_failure_of_the_router() -> None:
-    with traced([], [failing(400)]) as (spans, url):
-        ask(url, {"prompt": "x"})
+    with traced([], [failing(400)]) as (spans, front):
+        front.ask({"prompt": "x"})
         assert outcome(named(spans, DECODE)[0]) == (400, "HTTP 400", False)
         assert outcome(named(spans, REQUEST)[0]) == (400, "", False)
 
 
 def test_an_answer_that_breaks_off() -> None:
-    with traced([prefill_engine()], [decode_engine(break_after=1)]) as (spans, url):
-        assert "broke off" in ask(url, {"prompt": "x", "stream": True}).text
+    with traced([prefill_engine()], [decode_engine(break_after=1)]) as (spans, front):
+        assert "broke off" in front.ask({"prompt": "x", "stream": True}).text
         (decode,), (request,) = named(spans, DECODE), named(spans, REQUEST)
     assert outcome(decode)[:2] == (200, "the engine closed the connection")
     assert of(request, STATUS) == 200 and "broke off" in (request.status.description or "")
@@ -194,12 +186,12 @@ def test_a_client_that_leaves_is_no_failure(during: str) -> None:
     never = threading.Event()
     p = prefill_engine(go_on=never if during == "prefill" else None)
     d = decode_engine(go_on=never) if during == "stream" else decode_engine(before=600)
-    with traced([p], [d], LegTimeouts(abandoned_prefill=0.1)) as (spans, url):
+    with traced([p], [d], LegTimeouts(abandoned_prefill=0.1)) as (spans, front):
         if during == "stream":
-            with streaming(url) as response:
+            with front.streaming() as response:
                 next(response.iter_lines())
         else:
-            leave_after(url, {"prompt": "x"}, (p if during == "prefill" else d).arrived)
+            leave_after(front.url, {"prompt": "x"}, (p if during == "prefill" else d).arrived)
         (request,), (leg,) = named(spans, REQUEST), named(spans, PREFILL if during == "prefill" else DECODE)
         status = 200 if during == "stream" else None
         assert outcome(request) == (None, "", True) and outcome(leg) == (status, "", True)
@@ -211,28 +203,17 @@ def test_a_client_that_leaves_is_no_failure(during: str) -> None:
 
 def test_spans_of_a_router_that_is_ended_arrive() -> None:
     """The last ones, too: they leave at SIGTERM."""
-    d, port = decode_engine(), free_port()
-    with receiver() as otlp, served(d.app) as d_url:
-        command = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port), "--decode", d_url]
-        environment = {"PYTHONPATH": python_path(), "OTEL_SERVICE_NAME": "router"}
-        environment |= {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "600000"}
-        process = subprocess.Popen([*command, "--otlp-traces-endpoint", otlp.url], env=os.environ | environment)
-        try:
-            eventually(lambda: answers(f"http://127.0.0.1:{port}"), "the router answers")
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-        finally:
-            process.kill()
+    d = decode_engine()
+    environment = {"OTEL_SERVICE_NAME": "router", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    environment |= {"OTEL_BSP_SCHEDULE_DELAY": "600000"}
+    with receiver() as otlp, d.running() as d_url:
+        arguments = "--decode", d_url, "--otlp-traces-endpoint", otlp.url
+        with router_process(*arguments, environment=environment) as (site, _):
+            eventually(lambda: site.healthy, "the router answers")
+            assert site.ask({"prompt": "x"}, traceparent=SAMPLED).status_code == 200
         spans = {span["name"]: span for span in otlp.spans()}
     assert spans[REQUEST]["parent"] == PARENT_ID and spans[DECODE]["parent"] == spans[REQUEST]["id"]
     assert spans[REQUEST]["service"] == "router" and SAMPLED not in d.seen[0][1]["traceparent"]
-
-
-def answers(url: str) -> bool:
-    try:
-        return ask(url, {"prompt": "x"}, traceparent=SAMPLED).status_code == 200
-    except httpx.ConnectError:
-        return False
 
 
 def test_a_wrong_protocol_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +228,10 @@ def test_a_wrong_protocol_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 OFF = """
 import sys, threading
 from kvferry.router import command
-from tests.router.stand_ins import ask, decode_engine, make_router, prefill_engine, routed
+from tests.router.stand_ins import decode_engine, prefill_engine, routed
 p, d = prefill_engine(), decode_engine()
-with routed(p, d) as url:
-    assert ask(url, {"prompt": "x", "stream": True}, traceparent=sys.argv[1]).status_code == 200
+with routed(p, d) as front:
+    assert front.ask({"prompt": "x", "stream": True}, traceparent=sys.argv[1]).status_code == 200
 assert [engine.seen[0][1]["traceparent"] for engine in (p, d)] == [sys.argv[1]] * 2
 assert "kvferry.transport.tracing" in sys.modules
 print([name for name in sys.modules if name.startswith("opentelemetry")])

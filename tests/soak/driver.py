@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Empty, Queue
 from typing import Any
 
 from tests.soak.engine import MAX_TOKENS
-from tests.soak.fleet import EngineProcess, Event
+from tests.soak.fleet import Driver, EngineProcess
 from tests.soak.strangers import Stranger
 from tests.support.engines import free_port
 
@@ -44,7 +43,7 @@ class HandOver:
     loading: bool = False
 
 
-class Soak:
+class Soak(Driver):
     """One run. ``leak``: a fault that is planted into the engines that last, see ``engine.py``."""
 
     under_way = UNDER_WAY
@@ -55,12 +54,11 @@ class Soak:
     """The run lasts until so many loads have succeeded, also where that takes longer, up to ``REPORT_SECONDS``."""
 
     def __init__(self, seconds: float, seed: int, planes: Sequence[str] = PLANES, leak: str = "") -> None:
+        super().__init__()
         self.seconds, self.rng, self.planes = seconds, random.Random(seed), planes
-        self.events: Queue[Event] = Queue()
         self.began, self.lasted = time.monotonic(), seconds
         self.counts: Counter[str] = Counter()
         self.by_plane: dict[str, Counter[str]] = {plane: Counter() for plane in planes}
-        self.violations: list[str] = []
         self.samples: dict[str, list[dict[str, float]]] = {}
         self.recovery: dict[str, list[float]] = {"P": [], "D": []}
         self.bursts: list[float] = []
@@ -75,7 +73,7 @@ class Soak:
     # --- processes ------------------------------------------------------------------------------------------------
 
     def start(self, name: str, plane: str, port: int = 0, leak: str = "") -> EngineProcess:
-        return EngineProcess(self.events, name, plane, port=port, blocks=BLOCKS, leak=leak)
+        return EngineProcess(name, plane, port=port, blocks=BLOCKS, leak=leak)
 
     def of(self, side: str, plane: str) -> EngineProcess:
         return next(engine for engine in self.lasting if engine.name == f"{side}-{plane}")
@@ -140,35 +138,17 @@ class Soak:
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def take_events(self, seconds: float) -> None:
-        """Wait for an event, at most ``seconds``, and handle all that are there."""
-        try:
-            event = self.events.get(timeout=seconds)
-            while True:
-                self.handle(*event)
-                event = self.events.get_nowait()
-        except Empty:
-            pass
-
     def handle(self, engine: EngineProcess, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "ready":
-                engine.ready, engine.port = True, event["port"]
-                if engine in self.mortal.values():
-                    self.recovering[engine] = time.monotonic()
+        match event.pop("event"):
+            case "ready" if engine in self.mortal.values():
+                self.recovering[engine] = time.monotonic()
             case "prefilled":
                 self.prefilled(event["name"], event["params"])
-            case "loaded" if engine.alive:  # else the pipe still had it: the hand-over has ended with its engine
+            case "loaded":
                 self.loaded(event)
             case "sample":
-                del event["event"]
                 at = round(time.monotonic() - self.began, 2)
                 self.samples.setdefault(engine.name, []).append({"at": at, **event})
-            case "violation":
-                self.violations.append(f"{engine.name}: {event['text']}")
-            case "ended" if engine.alive:
-                self.violations.append(f"{engine.name} has ended by itself: {engine.process.poll()}")
-                engine.alive = engine.ready = False
 
     def prefilled(self, name: str, params: dict[str, Any] | None) -> None:
         handover = self.handovers.get(name)
@@ -274,12 +254,6 @@ class Soak:
     def gap(self) -> float:
         """Seconds between two faults."""
         return self.rng.uniform(0.5, 1.5) * min(5.0, self.seconds / 4)
-
-    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not condition() and time.monotonic() < end and not self.violations:
-            self.take_events(0.02)
-        return condition()
 
     def settle(self, what: str) -> None:
         """No new traffic: every load is reported, every lease ends, all blocks come back."""

@@ -1,7 +1,5 @@
 """One engine of a soak in a process of its own: both halves, blocks that it gives away and takes back, and no model.
 
-    python tests/soak/engine.py ARGUMENTS        (JSON; the orders come as JSON lines on stdin, the events go to stdout)
-
 It does what vLLM does with a connector: it asks the scheduler half, gives a request blocks, posts the plan of each step
 to the worker half, and frees blocks as the worker half reports. It looks at the bytes each time: a block that is free
 holds ``FREE`` in each element until it is given away again, and a load that is reported as loaded has P's bytes.
@@ -12,8 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +24,7 @@ from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from tests.support.inside import leases_of, producer_of, sends_of, sessions_of
 from tests.support.ranks import Rank, labels
+from tests.support.remote import tell
 from tests.support.turns import LongestTurn
 
 MAX_TOKENS = 320
@@ -48,7 +45,6 @@ class Request:
     name: str
     number: int
     view: RequestView
-    begun: float
     abort_at: float | None = None
     aborted: bool = False
     blocks: list[int] = field(default_factory=list)
@@ -57,22 +53,21 @@ class Request:
 class ErrorsAreViolations(logging.Handler):
     """Nothing that peers and clients do is an error of this engine."""
 
-    def __init__(self, engine: SoakEngine) -> None:
-        super().__init__(logging.ERROR)
-        self._engine = engine
-
     def emit(self, record: logging.LogRecord) -> None:
-        self._engine.tell("violation", text=f"it logged: {record.getMessage()[:300]}")
+        violation(f"it logged: {record.getMessage()[:300]}")
+
+
+def violation(text: str) -> None:
+    tell({"event": "violation", "text": text})
 
 
 class SoakEngine:
     """``leak``: a fault that is planted: "descriptor" or "memory" of each load, or the blocks of each tenth "lease"."""
 
     def __init__(self, name: str, plane: str, port: int, blocks: int, settings: dict[str, Any], leak: str) -> None:
-        torch.set_num_threads(1)
         logger = logging.getLogger("vllm.kvferry")
         logger.setLevel(logging.ERROR)  # the faults of the run cause thousands of warnings
-        logger.addHandler(ErrorsAreViolations(self))
+        logger.addHandler(ErrorsAreViolations(logging.ERROR))
         options = Settings(plane=plane, side_channel_port=port, **settings)
         self.rank = Rank(engine_id=name, blocks=blocks, settings=options)
         self.scheduler = SchedulerHalf(
@@ -90,9 +85,7 @@ class SoakEngine:
         self.turn = LongestTurn(self.rank)
         self.leak = leak
         self.leaked: list[Any] = []
-
-    def tell(self, event: str, **values: Any) -> None:
-        print(json.dumps({"event": event, **values}), flush=True)
+        tell({"event": "ready", "port": self.rank.address.port})
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
@@ -102,7 +95,7 @@ class SoakEngine:
             return None
         taken, self.free = self.free[:count], self.free[count:]
         if any(bool((cache[taken] != FREE).any()) for cache in self.rank.caches.values()):
-            self.tell("violation", text=f"blocks {taken} were written while they were free")
+            violation(f"blocks {taken} were written while they were free")
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
@@ -110,7 +103,7 @@ class SoakEngine:
             cache[blocks] = FREE
         self.free += blocks
         if len(self.free) > self.blocks:
-            self.tell("violation", text="blocks came back twice")
+            violation("blocks came back twice")
 
     def fill(self, blocks: Sequence[int], tokens: int, number: int) -> None:
         wanted, size = prompt_bytes(number, tokens, self.base), self.rank.block_size
@@ -128,7 +121,7 @@ class SoakEngine:
         """Compute a prompt and lease its blocks; the parameters for D go out."""
         blocks = self.take(tokens)
         if blocks is None:
-            self.tell("prefilled", name=name, params=None)
+            tell({"event": "prefilled", "name": name, "params": None})
             return
         self.fill(blocks, tokens, number)
         view = self.view(name, number, tokens, {"do_remote_decode": True}, tokens)
@@ -138,7 +131,7 @@ class SoakEngine:
         assert stays, "the engine hands every prompt over"
         self.held[name] = blocks
         self.step()
-        self.tell("prefilled", name=name, params=params)
+        tell({"event": "prefilled", "name": name, "params": json.loads(json.dumps(params))})  # as routers do
 
     def load(self, name: str, number: int, tokens: int, params: dict[str, Any], abort_after: float | None) -> None:
         """Load a prompt. ``abort_after``: seconds until the client goes; below 0 before the request gets blocks."""
@@ -157,14 +150,15 @@ class SoakEngine:
 
     def request(self, name: str, number: int, tokens: int, params: dict[str, Any], abort_after: float | None) -> None:
         now = time.monotonic()
-        request = Request(name, number, self.view(name, number, tokens, params), now)
+        request = Request(name, number, self.view(name, number, tokens, params))
         self.scheduler.on_new_request(request.view)
         count, beside = self.scheduler.num_new_matched_tokens(request.view, 0)
         gone = abort_after is not None and abort_after < 0
         blocks = None if gone or not count else self.take(tokens)
         if blocks is None:
             self.scheduler.request_finished(request.view, [[]], completed=False)
-            self.tell("loaded", name=name, outcome="aborted before the load" if gone else "not loaded", right=True)
+            outcome = "aborted before the load" if gone else "not loaded"
+            tell({"event": "loaded", "name": name, "outcome": outcome, "right": True})
             return
         assert beside and count == tokens
         request.blocks = blocks
@@ -196,7 +190,7 @@ class SoakEngine:
     def loaded(self, name: str, *, ok: bool) -> None:
         request = self.requests.pop(name, None)
         if request is None:
-            self.tell("violation", text=f"load {name} is reported, which does not run")
+            violation(f"load {name} is reported, which does not run")
             return
         right = True
         if ok:
@@ -207,7 +201,7 @@ class SoakEngine:
             self.scheduler.request_finished(request.view, [request.blocks], completed=True)
         self.give_back(request.blocks)
         outcome = "loaded" if ok else "aborted" if request.aborted else "failed"
-        self.tell("loaded", name=name, outcome=outcome, right=right, ms=1e3 * (time.monotonic() - request.begun))
+        tell({"event": "loaded", "name": name, "outcome": outcome, "right": right})
         if self.leak == "descriptor":
             self.leaked.extend(os.open("/dev/null", os.O_RDONLY) for _ in range(4))
         elif self.leak == "memory":
@@ -216,7 +210,7 @@ class SoakEngine:
     def lease_ended(self, name: str) -> None:
         blocks = self.held.pop(name, None)
         if blocks is None:
-            self.tell("violation", text=f"the lease of {name} ends, which is not held")
+            violation(f"the lease of {name} ends, which is not held")
             return
         self.counts["leases"] += 1
         if self.leak != "lease" or self.counts["leases"] % 10:
@@ -224,13 +218,13 @@ class SoakEngine:
 
     # --- samples --------------------------------------------------------------------------------------------------
 
-    def sample(self) -> dict[str, float]:
-        """What this process holds now."""
+    def sample(self) -> None:
+        """Tell what this process holds now."""
         thread: Any = self.rank.worker._transfer_thread
         producer, consumer = producer_of(thread), thread._consumer
         longest, self.turn.seconds = self.turn.seconds, 0.0
         rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-        return {
+        held = {
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,
             "threads": len(os.listdir("/proc/self/task")),
             "mappings": Path("/proc/self/maps").read_bytes().count(b"\n"),
@@ -245,38 +239,12 @@ class SoakEngine:
             "requests": len(self.requests),
             "turn_ms": 1e3 * longest,
         }
+        tell({"event": "sample", **held})
 
-    def orders(self, line: str) -> bool:
-        order = json.loads(line)
-        match order.pop("order"):
-            case "prefill":
-                self.prefill(**order)
-            case "load":
-                self.load(**order)
-            case "sample":
-                self.tell("sample", **self.sample())
-            case "burst":
-                self.burst(**order)
-            case "end":
-                return False
-        return True
+    def idle(self) -> float:
+        """A step; then seconds to wait for an order."""
+        self.step()
+        return STEP_SECONDS if self.requests or self.held else 0.05
 
-    def run(self) -> None:
-        """Serve orders until stdin ends or one says so."""
-        self.tell("ready", port=self.rank.address.port)
-        rest = b""
-        while True:
-            busy = bool(self.requests or self.held)
-            if select.select([0], [], [], STEP_SECONDS if busy else 0.05)[0]:
-                data = os.read(0, 1 << 16)
-                if not data:
-                    break
-                *lines, rest = (rest + data).split(b"\n")
-                if not all([self.orders(line.decode()) for line in lines]):
-                    break
-            self.step()
+    def close(self) -> None:
         self.rank.close()
-
-
-if __name__ == "__main__":
-    SoakEngine(**json.loads(sys.argv[1])).run()

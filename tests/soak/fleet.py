@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import threading
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
-from queue import Queue
+from multiprocessing.connection import wait
 from typing import Any
 
-from tests.support.fork_server import fork_server
+from tests.support.remote import Remote
 
-PROGRAM = str(Path(__file__).resolve().parent / "engine.py")
 SETTINGS = {
     "lease_seconds": 2.0, "lease_cap_seconds": 12.0, "ask_hold_seconds": 1.0, "handshake_timeout_seconds": 2.0,
     "transfer_timeout_seconds": 3.0,
 }  # fmt: skip
 
-Event = tuple["EngineProcess", dict[str, Any]]
 
+class EngineProcess(Remote):
+    """One life of one engine (``engine.SoakEngine``)."""
 
-class EngineProcess:
-    """One life of one engine. ``events`` gets what it says; ``None`` for the end of the process."""
-
-    def __init__(
-        self, events: Queue[Event], name: str, plane: str, *, port: int = 0, blocks: int, leak: str = "",
-        **settings: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, plane: str, *, port: int = 0, blocks: int, leak: str = "", **settings: Any) -> None:
         self.name, self.plane, self.port = name, plane, port
         self.ready, self.alive, self.stopped_until = False, True, 0.0
-        arguments = dict(name=name, plane=plane, port=port, blocks=blocks, settings=SETTINGS | settings, leak=leak)
-        self.process = fork_server().start(PROGRAM, json.dumps(arguments), text=True)
-        self._events = events
-        threading.Thread(target=self._listen, daemon=True).start()
+        super().__init__(
+            "tests.soak.engine:SoakEngine", name=name, plane=plane, port=port, blocks=blocks,
+            settings=SETTINGS | settings, leak=leak,
+        )  # fmt: skip
 
-    def _listen(self) -> None:
-        with suppress(ValueError):  # the pipe is closed
-            for line in self.process.stdout:
-                self._events.put((self, json.loads(line)))
-        self._events.put((self, {"event": "ended"}))
+    def order(self, method: str, **values: Any) -> None:
+        with suppress(OSError):
+            self.start(method, **values)
 
-    def order(self, order: str, **values: Any) -> None:
-        with suppress(BrokenPipeError, ValueError):
-            self.process.stdin.write(json.dumps({"order": order, **values}) + "\n")
-            self.process.stdin.flush()
+    def events(self) -> Iterable[dict[str, Any]]:
+        """Those that have come. Raises EOFError where the process has ended."""
+        while self.alive and self.connection.poll():
+            try:
+                kind, value = self.connection.recv()
+            except ConnectionError:
+                raise EOFError from None
+            if kind != "answer":
+                yield value if kind == "event" else {"event": "violation", "text": value}
 
     def stop(self, until: float) -> None:
         """SIGSTOP; the driver calls ``go_on`` at ``until``."""
@@ -56,5 +52,47 @@ class EngineProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        self.alive = self.ready = False
-        self.process.close()
+        if self.alive:
+            self.alive = self.ready = False
+            self.close()
+
+
+class Driver:
+    """Handles the events of its engines. ``violations``: what must not be, in words; nothing is waited for after one.
+    Subclasses say what each event means."""
+
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+
+    @property
+    def engines(self) -> list[EngineProcess]:
+        raise NotImplementedError
+
+    def handle(self, engine: EngineProcess, event: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def take_events(self, seconds: float) -> None:
+        """Wait for an event, at most ``seconds``, and handle all that are there."""
+        by_connection = {engine.connection: engine for engine in self.engines if engine.alive}
+        for connection in wait(list(by_connection), seconds):
+            engine = by_connection[connection]  # type: ignore[index]
+            try:
+                for event in engine.events():
+                    self._handle(engine, event)
+            except EOFError:
+                engine.kill()
+                self.violations.append(f"{engine.name} has ended by itself: {engine.process.poll()}")
+
+    def _handle(self, engine: EngineProcess, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "violation":
+                self.violations.append(f"{engine.name}: {event['text']}")
+            case "ready":
+                engine.ready, engine.port = True, event["port"]
+        self.handle(engine, event)
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end and not self.violations:
+            self.take_events(0.02)
+        return condition()

@@ -1,0 +1,15 @@
+"""P, D and a router that asks both at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.router.stand_ins import Served
+
+
+@pytest.fixture
+def at_once(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with Served(**getattr(request, "param", {})).running() as served_pair:
+        yield served_pair
