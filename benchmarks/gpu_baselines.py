@@ -194,8 +194,7 @@ class UcxxRawEndpoint(ArenaEndpoint):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        from kvferry.transport.planes.ucx_library import load_array
-        from kvferry.transport.planes.ucx_worker import UcxWorker
+        from kvferry.transport.planes.ucx_worker import UcxWorker, load_array
 
         self.array = load_array()
         self.worker = UcxWorker("127.0.0.1", here=True)
@@ -227,7 +226,7 @@ class UcxxRawEndpoint(ArenaEndpoint):
 
     def _receive(self, message: UcxArray) -> Any:
         announced = self.worker.probe()
-        return None if announced is None else self.worker.receive(announced, message)
+        return None if announced is None else announced.receive(message)
 
     def _moved(self, messages: Iterator[UcxArray], start: Callable[[UcxArray], Any]) -> Iterator[None]:
         """Moves all; stops after each turn of progress."""

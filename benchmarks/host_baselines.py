@@ -119,8 +119,7 @@ class UcxxRaw:
     """Raw UCXX bulk: tagged messages of 4 MiB, four in flight, contiguous, with the plane's own settings."""
 
     def __init__(self, role: str, config: Config, caches: dict[int, Cache]) -> None:
-        from kvferry.transport.planes.ucx_library import load_array
-        from kvferry.transport.planes.ucx_worker import UcxWorker
+        from kvferry.transport.planes.ucx_worker import UcxWorker, load_array
 
         array = load_array()
         self.source = role == "source"
@@ -150,7 +149,7 @@ class UcxxRaw:
                     message = self.worker.probe()
                     if message is None:
                         break
-                    flying.append(self.worker.receive(message, piece))
+                    flying.append(message.receive(piece))
                 piece = next(pieces, None)
             self.worker.progress()
             flying = [request for request in flying if not request.completed]

@@ -29,7 +29,7 @@ import report
 from tables import NIXL, NIXL_PLANE, NIXL_RAW
 
 from kvferry.transport.errors import PlaneUnavailableError
-from kvferry.transport.planes.nixl_agent import choose_lanes, nixl_release
+from kvferry.transport.planes.ucx_settings import choose_lanes, nixl_release
 
 HERE = Path(__file__).resolve().parent
 SIZES = (8, 32)

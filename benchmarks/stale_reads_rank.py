@@ -183,11 +183,11 @@ class Decoder:
         copies.start = slow_start
 
     def _slow_down_calls(self) -> None:
-        turn, copy_ranges = cma._CmaCopy.turn, cma._copy
+        turn, copy_ranges = cma.CmaCopy.turn, cma.copy_ranges
 
         rank = self
 
-        def slow_turn(self: cma._CmaCopy) -> None:
+        def slow_turn(self: cma.CmaCopy) -> None:
             with rank._of(next(w.read.active_load.load.request_id for w in rank._receiver._writing if w.copy is self)):
                 turn(self)
                 self.ended_at = time.monotonic()
@@ -199,7 +199,7 @@ class Decoder:
                 copy_ranges(pid, ByteRanges(*(column[first : first + size] for column in ranges)))
                 time.sleep(pause)
 
-        cma._CmaCopy.turn, cma._copy = slow_turn, slow_ranges  # type: ignore[method-assign]
+        cma.CmaCopy.turn, cma.copy_ranges = slow_turn, slow_ranges  # type: ignore[method-assign]
 
     @contextmanager
     def _of(self, name: str) -> Iterator[None]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -72,11 +71,12 @@ class ByteRanges(NamedTuple):
         return first, rest if len(rest.nbytes) else None
 
 
-class Channel(ABC):
+class Channel(ABC):  # noqa: B024 (its kinds have what is abstract)
     """One end of a channel."""
 
     error: TransportError | None = None
     """Set once the peer is gone or broke the protocol, and never unset; messages in flight then never arrive."""
+    closed: bool = False
     encrypted: bool = False
     """Whether the bytes that leave the host are encrypted. At D's end it is known after ``Plane.finish``."""
 
@@ -89,9 +89,14 @@ class Channel(ABC):
     def _give_up(self) -> None:  # noqa: B027 (a channel may hold nothing for its peer)
         """``fail`` has just set ``error``: free the resources that wait for the peer."""
 
-    @abstractmethod
     def close(self) -> None:
         """Free all resources. Idempotent, does not block; the peer's channel gets an ``error``."""
+        if not self.closed:
+            self.closed = True
+            self._close()
+
+    def _close(self) -> None:  # noqa: B027 (P holds nothing for a channel that pulls)
+        """``close`` was called for the first time: free all resources."""
 
 
 # --- PUSH -----------------------------------------------------------------------------------------------------------
@@ -200,40 +205,6 @@ class RecvChannel(Channel):
         """The announced message will not come. If it comes nevertheless, the channel drops its bytes."""
 
 
-@dataclass(slots=True)
-class Expected:
-    """An announced message; ``into`` returns the memory where its bytes belong, ``None`` is a slot."""
-
-    nbytes: int
-    into: Callable[[], Pieces] | None
-
-
-class ExpectingChannel(RecvChannel):
-    """A ``RecvChannel`` that keeps a table of the announced messages by tag, and a list ``arrived`` for ``poll``."""
-
-    def __init__(self) -> None:
-        self.expected: dict[int, Expected] = {}
-        self.arrived: list[Received] = []
-
-    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
-        self.expected[tag] = Expected(nbytes, into)
-
-    def poll(self) -> list[Received]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def posted(self) -> set[int]:
-        return set()  # a message that has not begun to arrive may be forgotten
-
-    def forget(self, tag: int) -> None:
-        self.expected.pop(tag, None)
-
-    def release_arrived(self) -> None:
-        """Release the messages that ``poll`` has not returned: the channel closes."""
-        for message in self.poll():
-            message.release()
-
-
 # --- PULL -----------------------------------------------------------------------------------------------------------
 
 
@@ -324,9 +295,6 @@ class PulledChannel(Channel):
     """P's end of a PULL channel, to one rank of D."""
 
     pulls: ClassVar[Literal[True]] = True
-
-    def close(self) -> None:
-        """P holds no resources for the channel by default."""
 
 
 DChannel = RecvChannel | PullChannel

@@ -275,7 +275,7 @@ class PendingConnections:
         arrived: Callable[[bytes], None] = lambda channel: None,
     ) -> None:
         self._sockets, self._secrets, self._arrived = sockets, secrets, arrived
-        self._waiting: dict[bytes, _Waiting] = {}  # by channel, oldest first
+        self.waiting: dict[bytes, _Waiting] = {}  # by channel, oldest first
         self._of_session: dict[bytes, bytes] = {}  # the channel of each session's waiting connection
         self.strangers = Strangers(sockets, listener, self._hear, welcome=welcome)
 
@@ -288,12 +288,12 @@ class PendingConnections:
         """Close the connections whose deadline has passed."""
         self.strangers.expire()
         now = time.monotonic()
-        for channel in [c for c, waiting in self._waiting.items() if waiting.deadline < now]:
+        for channel in [c for c, waiting in self.waiting.items() if waiting.deadline < now]:
             self._cut(channel)
 
     def close(self) -> None:
         self.strangers.close()
-        for channel in list(self._waiting):
+        for channel in list(self.waiting):
             self._cut(channel)
 
     def _hear(self, stranger: Stranger) -> bool:
@@ -306,21 +306,21 @@ class PendingConnections:
             return True
         secret, channel = stranger.said[:SECRET_BYTES], stranger.said[SECRET_BYTES:]
         session = self._secrets.session(secret) if len(channel) == CHANNEL_BYTES else None
-        if session is None or channel in self._waiting:
+        if session is None or channel in self.waiting:
             self._sockets.drop(stranger.sock)
             return False
         if session in self._of_session:
             self._cut(self._of_session[session])
-        elif len(self._waiting) >= MAX_WAITING:
-            self._cut(next(iter(self._waiting)))
-        self._waiting[channel] = _Waiting(stranger.sock, time.monotonic() + WAIT_SECONDS, session)
+        elif len(self.waiting) >= MAX_WAITING:
+            self._cut(next(iter(self.waiting)))
+        self.waiting[channel] = _Waiting(stranger.sock, time.monotonic() + WAIT_SECONDS, session)
         self._of_session[session] = channel
         self._sockets.watch(stranger.sock, lambda: self._cut(channel))  # before it is served, it may only close
         self._arrived(channel)
         return False
 
     def _forget(self, channel: bytes) -> _Waiting | None:
-        waiting = self._waiting.pop(channel, None)
+        waiting = self.waiting.pop(channel, None)
         if waiting is not None:
             del self._of_session[waiting.session]
         return waiting

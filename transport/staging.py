@@ -24,7 +24,7 @@ class SlotPool:
     for. So ``take`` does not return it until ``revive``, and it still counts against the limit.
 
     The slots lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use. ``in_one_piece``: all
-    are allocated together, as they always are on a GPU.
+    are allocated together, as they always are on a GPU. ``slab``: or they lie there, uint8 [limit_bytes].
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class SlotPool:
         *,
         page_locked: bool = False,
         in_one_piece: bool = False,
+        slab: torch.Tensor | None = None,
     ) -> None:
         assert device == CPU or not page_locked
         self.slot_bytes = slot_bytes
@@ -43,7 +44,7 @@ class SlotPool:
         self._page_locked = page_locked
         self._in_one_piece = in_one_piece or device.type == "cuda"
         self._free: list[Slot] = []
-        self._slab: torch.Tensor | None = None
+        self._slab = slab
         self._retired: set[int] = set()
         self._slots: list[Slot] = []
 
@@ -81,6 +82,10 @@ class SlotPool:
         """Mark a taken slot as lost: a request may still write to it."""
         assert slot is self._slots[slot.index] and slot not in self._free
         self._retired.add(slot.index)
+
+    def clear(self) -> None:
+        """Forget the memory: it is freed once no slot that was taken is left."""
+        self._free, self._slots, self._slab = [], [], None
 
     def revive(self, slot: Slot) -> None:
         """The request that held a retired slot has ended after all."""

@@ -1,4 +1,4 @@
-"""Small tools of a thread that polls: a way to wake it, its time, and warnings that cannot flood the log."""
+"""Small tools of a thread that polls: ways to wake it, its time, and warnings that cannot flood the log."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
+_libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_TIMERSLACK = 29
 HELD_UP_SECONDS = 1.0
 """A turn takes milliseconds; a turn that takes this long was held up. Threads have been seen to lose ten seconds on a
@@ -24,7 +25,7 @@ def keep_time_exactly() -> None:
     A thread that waits for the GIL waits in steps of ``sys.getswitchinterval()``, and the slack lengthens each step.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 class ShortSwitchInterval:
@@ -102,6 +103,38 @@ class Waker:
             if not self._closed:
                 self._closed = True
                 os.close(self.fd)
+
+
+class _Spec(ctypes.Structure):
+    """``struct itimerspec``: the interval, and the time until the timer expires."""
+
+    _fields_ = [(name, ctypes.c_long) for name in ("interval", "interval_ns", "seconds", "ns")]
+
+
+class Timer:
+    """``fd`` becomes readable once the time of the last ``set`` has passed, see timerfd_create(2).
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+
+    def __init__(self) -> None:
+        self.fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.fd < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def set(self, seconds: float) -> None:
+        """Expire after ``seconds``; 0: never. ``fd`` is not readable until then."""
+        whole, part = divmod(round(seconds * 1e9), 10**9)
+        spec = _Spec(0, 0, whole, part)
+        _libc.timerfd_settime(self.fd, 0, ctypes.byref(spec), None)
+
+    def close(self) -> None:
+        """Close ``fd``. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class RunningClock:

@@ -17,8 +17,7 @@ from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.control.stream import ADMITTED
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes.zmq import ZmqPlane
-from kvferry.transport.planes.zmq_channels import _CREDIT, ZmqRecvChannel
+from kvferry.transport.planes.zmq import CREDIT, ZmqPlane, ZmqRecvChannel
 from kvferry.transport.sockets import CHANNEL_BYTES, SECRET_BYTES
 from tests.fuzz.mutations import Mutator
 from tests.soak.strangers import HTTP, ZMTP, client_hello, greeting_of
@@ -206,7 +205,7 @@ class ZmqKeyHolder:
         self._plane = ZmqPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
         self._dialer = Dialer(keys, max_message_bytes=messages.MAX_REPLY_BYTES)
         self._key = keys.fingerprint
-        self._mutator = Mutator(rng, [b"h", _CREDIT.pack(b"c", 5)], "")
+        self._mutator = Mutator(rng, [b"h", CREDIT.pack(b"c", 5)], "")
         self.inputs = 0
 
     def _attach(self) -> ZmqRecvChannel:

@@ -61,10 +61,10 @@ from kvferry.transport.errors import (
     ProtocolError,
 )
 from kvferry.transport.plane import decode_payload
-from kvferry.transport.planes import cma, cuda_ipc, nixl_messages, shm, tcp, ucx
+from kvferry.transport.planes import cma, cuda_ipc, nixl, nixl_reads, shm, tcp, ucx
 from kvferry.transport.planes import zmq as zmq_plane
-from kvferry.transport.planes.memory_file import MAX_FILE_BYTES, MemoryFileAddress
-from kvferry.transport.socket_plane import SocketAttach
+from kvferry.transport.planes.pull import MAX_FILE_BYTES, MemoryFileAddress, PullOffer
+from kvferry.transport.planes.socket_plane import SocketAttach
 from kvferry.transport.wake import Waker
 from tests.fuzz.attackers import packed
 from tests.fuzz.honest import Decoder, Honest, encode
@@ -139,27 +139,27 @@ def of_streams(honest: Honest) -> Iterator[Decoder]:
     yield Decoder("bytes of the control port", [*whole, whole[1] * 3], stream, (StreamEndedError, ProtocolError), "", 4)
 
 
-NIXL_SLOTS = nixl_messages.NixlSlots(4096, 4096, 1, 8, None)
+NIXL_SLOTS = nixl_reads.NixlSlots(4096, 4096, 1, 8, None)
 
 
 def of_planes(honest: Honest) -> Iterator[Decoder]:
     """Offers, answers and files of each plane, by kind; and what P does with an answer."""
     secret = bytes(range(32))
     kinds: list[tuple[str, type[msgspec.Struct], list[msgspec.Struct], int]] = [
-        ("tcp offer", tcp._Offer, [tcp._Offer(5, secret)], 1 << 16),
-        ("shm offer", shm._Offer, [shm._Offer(shm._PREFIX + b"0" * 32, secret, 0)], 1 << 16),
-        ("zmq attach", zmq_plane._Attach, [zmq_plane._Attach(1 << 20, 8)], 1 << 16),
-        ("zmq reply", zmq_plane._Reply, [zmq_plane._Reply(5, secret)], 1 << 16),
+        ("tcp offer", tcp.TcpOffer, [tcp.TcpOffer(5, secret)], 1 << 16),
+        ("shm offer", shm.ShmOffer, [shm.ShmOffer(shm.NAME_PREFIX + b"0" * 32, secret, 0)], 1 << 16),
+        ("zmq attach", zmq_plane.ZmqAttach, [zmq_plane.ZmqAttach(1 << 20, 8)], 1 << 16),
+        ("zmq reply", zmq_plane.ZmqReply, [zmq_plane.ZmqReply(5, secret)], 1 << 16),
         ("socket attach", SocketAttach, [SocketAttach(b"k" * 16, 1 << 20)], 1 << 16),
-        ("cma offer", cma._Offer, [cma._Offer("host", 77)], 1 << 16),
-        ("cma memory", cma._Memory, [cma._Memory(4096, bytes(16), ((1, 2), (3, 4)))], MAX_FILE_BYTES),
+        ("cma offer", PullOffer, [PullOffer("host", 77)], 1 << 16),
+        ("cma memory", cma.CmaMemory, [cma.CmaMemory(4096, bytes(16), ((1, 2), (3, 4)))], MAX_FILE_BYTES),
         ("memory file", MemoryFileAddress, [MemoryFileAddress(7)], 1 << 16),
-        ("cuda_ipc offer", cuda_ipc._Offer, [cuda_ipc._Offer("host", 77)], 1 << 16),
-        ("nixl offer", nixl_messages.NixlOffer, [nixl_messages.NixlOffer(5600, secret, "1.5.1", "rdma")], 1 << 16),
-        ("nixl reply", nixl_messages.NixlReply, [nixl_messages.NixlReply("a", [secret] * 2, 1, NIXL_SLOTS)], 1 << 16),
-        ("ucx offer", ucx._Offer, [ucx._Offer("host")], 1 << 16),
-        ("ucx attach", ucx._Attach, [ucx._Attach(secret, 1, 1 << 20, b"c" * 8, True)], 1 << 16),
-        ("ucx reply", ucx._Reply, [ucx._Reply(secret, 1)], 1 << 16),
+        ("cuda_ipc offer", cuda_ipc.IpcOffer, [cuda_ipc.IpcOffer("host", 77)], 1 << 16),
+        ("nixl offer", nixl.NixlOffer, [nixl.NixlOffer(5600, secret, "1.5.1", "rdma")], 1 << 16),
+        ("nixl reply", nixl_reads.NixlReply, [nixl_reads.NixlReply("a", [secret] * 2, 1, NIXL_SLOTS)], 1 << 16),
+        ("ucx offer", ucx.UcxOffer, [ucx.UcxOffer("host")], 1 << 16),
+        ("ucx attach", ucx.UcxAttach, [ucx.UcxAttach(secret, 1, 1 << 20, b"c" * 8, True)], 1 << 16),
+        ("ucx reply", ucx.UcxReply, [ucx.UcxReply(secret, 1)], 1 << 16),
     ]
     for name, kind, corpus, limit in kinds:
         yield Decoder(

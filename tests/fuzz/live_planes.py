@@ -13,15 +13,15 @@ from typing import Any
 
 import zmq
 
-from kvferry.transport.channels import ExpectingChannel
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes import shm, tcp, zmq_channels
+from kvferry.transport.planes import shm, tcp
 from kvferry.transport.planes import zmq as zmq_plane
-from kvferry.transport.planes.shm_arena import Arena
-from kvferry.transport.planes.tcp_channels import TcpRecvChannel
+from kvferry.transport.planes.push import PushReceiver
+from kvferry.transport.planes.shm import Arena
+from kvferry.transport.planes.socket_plane import SocketAttach
+from kvferry.transport.planes.tcp import TcpRecvChannel
 from kvferry.transport.planes.tcp_messages import HEADER
-from kvferry.transport.socket_plane import SocketAttach
 from tests.fuzz.honest import Decoder, encode
 
 
@@ -35,7 +35,7 @@ def of_live_planes() -> Iterator[list[Decoder]]:
     tcp_plane, shm_plane, zmq_ = planes
     attach = {
         "tcp": encode(SocketAttach(b"k" * 16, 1 << 20)), "shm": encode(SocketAttach(b"k" * 16, 1 << 20)),
-        "zmq": encode(zmq_plane._Attach(1 << 20, 8)),
+        "zmq": encode(zmq_plane.ZmqAttach(1 << 20, 8)),
     }  # fmt: skip
 
     def accept(plane: Any, data: bytes) -> None:
@@ -62,8 +62,8 @@ def of_live_planes() -> Iterator[list[Decoder]]:
         pair = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) for _ in range(2)]
         arena, fd = Arena.create(4096, 2)
         sender, receiver = shm.ShmSendChannel(shm_plane, pair[0][0], arena), shm.ShmRecvChannel(shm_plane, pair[1][0])
-        shm_plane._left_bytes -= 2 * 4096
-        socket.send_fds(pair[1][1], [shm._GEOMETRY.pack(4096, 2)], [fd])
+        shm_plane.left_bytes -= 2 * 4096
+        socket.send_fds(pair[1][1], [shm.GEOMETRY.pack(4096, 2)], [fd])
         os.close(fd)
         receiver.on_readable()
         slot = sender.acquire()
@@ -92,25 +92,26 @@ def of_live_planes() -> Iterator[list[Decoder]]:
 
     def credits(data: bytes) -> None:
         """P's end of a zmq channel: hellos and credits."""
-        channel = object.__new__(zmq_channels.ZmqSendChannel)
-        channel.__dict__.update(_plane=stub, _taken=1, _sent={5: (None, None)}, _fd=None)
+        channel = object.__new__(zmq_plane.ZmqSendChannel)
+        slot = SimpleNamespace(index=0)
+        channel.__dict__.update(_plane=stub, pool=pool, sent={0: slot}, _by_tag={5: (slot, None)}, _fd=None)
         frame: Any = SimpleNamespace(bytes=data, get=lambda name: 7)
-        channel._on_message(frame)
+        channel.on_message(frame)
 
     def chunks(data: bytes) -> None:
         """D's end of a zmq channel: heads and bytes, in one to three frames."""
-        channel = object.__new__(zmq_channels.ZmqRecvChannel)
-        ExpectingChannel.__init__(channel)
+        channel = object.__new__(zmq_plane.ZmqRecvChannel)
+        PushReceiver.__init__(channel)
         end = SimpleNamespace(socket=Silent())
-        channel.__dict__.update(_plane=stub, window=8, _closed=False, _held=0, _where="", end=end, _waiting=deque())
+        channel.__dict__.update(_plane=stub, window=8, _held=0, _where="", end=end, _waiting=deque())
         channel.expect(1, 3)
         cut = data[0] % 4 if data else 0
         frames = [data[1:18], data[18:21], data[21:]][: max(1, cut)]
-        channel._on_message([zmq.Frame(frame) for frame in frames])
+        channel.on_message([zmq.Frame(frame) for frame in frames])
 
     heads = [HEADER.pack(1, 100) + bytes(100) + b"\x01", HEADER.pack(3, 100) + bytes(100) + b"\0"]
-    filled = [shm._FILLED.pack(1, 0, 100), shm._FREED.pack(0).ljust(16, b"\0")]
-    head = zmq_channels._HEADER
+    filled = [shm.FILLED.pack(1, 0, 100), shm.FREED.pack(0).ljust(16, b"\0")]
+    head = zmq_plane.HEADER
     zmq_messages = [b"\x02" + head.pack(b"m", 1, 3) + b"abc", b"\x01b"]
     plane_errors = (ProtocolError, TransportError, PlaneUnavailableError)
     try:
@@ -121,7 +122,7 @@ def of_live_planes() -> Iterator[list[Decoder]]:
             ),
             Decoder("tcp messages", [heads[0], heads[1] + heads[0]], received, (), "", 0.15),
             Decoder("shm records", [filled[0], filled[1], b"".join(filled)], records, (), "", 0.05),
-            Decoder("zmq credits", [b"h", zmq_channels._CREDIT.pack(b"c", 5)], credits, (), "", 1.0),
+            Decoder("zmq credits", [b"h", zmq_plane.CREDIT.pack(b"c", 5)], credits, (), "", 1.0),
             Decoder("zmq messages", zmq_messages, chunks, (ProtocolError,), "", 0.6),
         ]  # fmt: skip
     finally:

@@ -15,7 +15,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, StepPlan, UnneededLease, pack_ids
-from kvferry.transport.planes import tcp_channels
+from kvferry.transport.planes import tcp
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
@@ -130,7 +130,7 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
 
 def test_while_a_message_is_written_to_pages(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tcp the kernel writes D's pages; from the abort on the rest of the message goes nowhere."""
-    monkeypatch.setattr(tcp_channels, "_BYTES_PER_TURN", 100_000)
+    monkeypatch.setattr(tcp, "_BYTES_PER_TURN", 100_000)
     settings = Settings(plane="tcp", **PATIENT)
     p = group.rank(settings=settings, content=2048)
     d = group.rank(settings=settings, content=2048, engine_id="engine-d")

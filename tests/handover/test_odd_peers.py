@@ -256,11 +256,11 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(group: RankGroup, monkey
     another_works(p, d)
     plane = p.context.plane("shm")
     assert isinstance(plane, ShmPlane)
-    in_use = plane._left_bytes
+    in_use = plane.left_bytes
     assert settings.staging_bytes is not None and in_use < settings.staging_bytes
-    assert not wait(lambda: plane._left_bytes != in_use, [p, d], 0.5), "not at once: the next hand-over wants it"
+    assert not wait(lambda: plane.left_bytes != in_use, [p, d], 0.5), "not at once: the next hand-over wants it"
     monkeypatch.setattr(messages, "IDLE_LINK_SECONDS", 0.3)
-    assert wait(lambda: plane._left_bytes == settings.staging_bytes and not sessions_of(p), [p, d])
+    assert wait(lambda: plane.left_bytes == settings.staging_bytes and not sessions_of(p), [p, d])
     another_works(p, d)
 
 

@@ -32,7 +32,7 @@ class Portions:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()
         self.copies: list[Any] = []
-        turn = cma._CmaCopy.turn
+        turn = cma.CmaCopy.turn
 
         def held(copy: Any) -> None:
             if copy not in self.copies:
@@ -40,7 +40,7 @@ class Portions:
             if not copy.ends or copy.moved < copy.ends[0] or self.gate.wait(1e-3):
                 turn(copy)
 
-        monkeypatch.setattr(cma._CmaCopy, "turn", held)
+        monkeypatch.setattr(cma.CmaCopy, "turn", held)
 
 
 @pytest.fixture

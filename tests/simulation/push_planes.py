@@ -9,8 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from kvferry.transport.channels import DChannel, ExpectingChannel, PChannel, Pieces, Received, SendChannel, Slot
+from kvferry.transport.channels import DChannel, PChannel, Pieces, Received, SendChannel, Slot
 from kvferry.transport.errors import TransportError
+from kvferry.transport.planes.push import PushReceiver
 from kvferry.transport.staging import SlotPool
 from tests.simulation.memory import Use, pieces_of
 from tests.simulation.network import Lane
@@ -164,7 +165,7 @@ def _read(pieces: Pieces, start: int, stop: int) -> bytes:
     return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in ends)
 
 
-class Receiver(End, ExpectingChannel):
+class Receiver(End, PushReceiver):
     """D's end."""
 
     def __init__(self, plane: PushPlane, other: Any) -> None:

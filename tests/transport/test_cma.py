@@ -19,8 +19,8 @@ from kvferry.transport.channels import ByteRanges, Copy, PageRead
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import cma
-from kvferry.transport.planes.cma import CmaChannel, CmaPlane, _Offer
-from kvferry.transport.planes.memory_file import MemoryFileAddress
+from kvferry.transport.planes.cma import CmaChannel, CmaPlane
+from kvferry.transport.planes.pull import MemoryFileAddress, PullOffer
 from tests.support.fork_server import Program, fork_server
 
 import msgspec  # isort: skip
@@ -222,7 +222,7 @@ def test_copies_take_turns_and_each_can_be_cancelled(child: Child, monkeypatch: 
     [({"host_id": "elsewhere"}, "another host"), ({"host_id": ""}, "another host"), ({"pid": 1 << 29}, "be found")],
 )
 def test_another_host_or_no_process_is_refused(child: Child, changes: dict[str, object], named: str) -> None:
-    offer = msgspec.msgpack.decode(child.offer, type=_Offer)
+    offer = msgspec.msgpack.decode(child.offer, type=PullOffer)
     with pytest.raises(PlaneUnavailableError, match=named) as caught:
         CmaPlane(CONTEXT).connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
     assert "\n" not in str(caught.value)
@@ -268,7 +268,7 @@ def open_pidfds() -> int:
 
 
 def test_a_refused_connect_leaves_no_descriptor_behind(child: Child) -> None:
-    offer = msgspec.msgpack.decode(child.offer, type=_Offer)
+    offer = msgspec.msgpack.decode(child.offer, type=PullOffer)
     plane = CmaPlane(CONTEXT)
     gc.collect()
     before = open_pidfds()

@@ -19,10 +19,9 @@ import torch
 
 from kvferry.transport import cuda
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import PlaneContext, PlaneMemory
-from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, _Memory, _Offer
-from kvferry.transport.planes.memory_file import MAX_FILE_BYTES, read_memory_file
+from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, IpcMemory, IpcOffer
+from kvferry.transport.planes.pull import MAX_FILE_BYTES, MemoryFileAddress
 from tests.support.fork_server import fork_server
 
 GPU = torch.device("cuda", 0)
@@ -112,15 +111,21 @@ def plane(driver: Driver) -> Iterator[Make]:
         each.close()
 
 
+def memory_of(pid: int, reply: bytes) -> IpcMemory:
+    """What a P has published."""
+    fd = msgspec.msgpack.decode(reply, type=MemoryFileAddress).fd
+    return msgspec.msgpack.decode(Path(f"/proc/{pid}/fd/{fd}").read_bytes(), type=IpcMemory)
+
+
 class P(NamedTuple):
     """Another process: its offer, and its reply to any D."""
 
-    offer: _Offer
+    offer: IpcOffer
     reply: bytes
 
     @property
-    def memory(self) -> _Memory:
-        return read_memory_file(PeerProcess(self.offer.pid), self.reply, _Memory, "test")
+    def memory(self) -> IpcMemory:
+        return memory_of(self.offer.pid, self.reply)
 
     def join(self, plane: CudaIpcPlane) -> IpcChannel:
         channel, payload = plane.connect(encoded(self.offer), "127.0.0.1")
@@ -144,12 +149,12 @@ sys.stdin.read()
 """
     with fork_server().start("-c", script, text=True) as process:
         offer, reply = map(bytes.fromhex, process.stdout.readline().split())
-        p = P(msgspec.msgpack.decode(offer, type=_Offer), reply)
+        p = P(msgspec.msgpack.decode(offer, type=IpcOffer), reply)
         driver.secret = p.memory.secret
         yield p
 
 
-def encoded(offer: _Offer, **change: object) -> bytes:
+def encoded(offer: IpcOffer, **change: object) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, **change))
 
 
@@ -233,7 +238,7 @@ def test_memory_without_handles_can_only_read_from_others(driver: Driver, plane:
     driver.broken = "virtual"
     d = plane()
     assert "virtual memory" in d.cannot_serve
-    assert msgspec.msgpack.decode(d.offer(), type=_Offer).why == d.cannot_serve
+    assert msgspec.msgpack.decode(d.offer(), type=IpcOffer).why == d.cannot_serve
     channel = p.join(d)
     until(lambda: channel.ready, d)
 
@@ -263,7 +268,6 @@ def test_the_handles_are_not_in_the_offer(driver: Driver, plane: Make) -> None:
     made = plane()
     handle = driver.ipc_handle(3 * SIZE)
     assert handle not in made.offer()
-    with open(f"/proc/self/fd/{made._fd}", "rb") as file:
-        memory = msgspec.msgpack.decode(file.read(), type=_Memory)
+    memory = memory_of(os.getpid(), made.accept(b"")[1])
     assert handle in [allocation.handle for allocation in memory.allocations]
     assert MAX_FILE_BYTES > 512 * 90 and len(memory.allocations) == 2

@@ -127,12 +127,12 @@ def test_a_peer_that_takes_nothing_leaves_a_slot_and_lets_the_plane_sleep() -> N
     """With GPU memory the worker is polled while something moves: one that waits for slots does not move."""
     with closing(Pair("ucx", 4, CPU)) as pair:
         plane: Any = pair.p
-        plane._on_gpu = True
+        plane.on_gpu = True
         sender, _ = pair.join()
         taken = [slot for _ in range(4) if (slot := sender.acquire()) is not None]
         assert len(taken) == 3 and plane.send_pool.free == 1, "for the others"
-        plane._moved_at = 0.0
-        assert sender.acquire() is None and plane._moved_at == 0.0
+        plane.moved_at = 0.0
+        assert sender.acquire() is None and plane.moved_at == 0.0
         for slot in taken:
             sender.give_back(slot)
 

@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.transport import rdma_ports
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes import nixl_agent, one_ucx
+from kvferry.transport.planes import nixl_agent, ucx_settings
 from kvferry.transport.planes.nixl import NixlPlane
-from kvferry.transport.planes.nixl_agent import choose_lanes
-from kvferry.transport.planes.nixl_channels import _FREE, _MOST_UNSENT, _READY
+from kvferry.transport.planes.nixl_reads import FREE, MOST_UNSENT, READY
+from kvferry.transport.planes.ucx_settings import choose_lanes
 from kvferry.transport.registry import make_plane, plane_spec
 from tests.support.fork_server import fork_server
 from tests.support.lanes import LANES
@@ -42,14 +41,15 @@ def test_bytes_of_a_slot_that_p_has_used_again_are_no_message(pair: Pair, monkey
     sender, receiver = pair.join()
     p: Any = pair.p
     d: Any = pair.d
-    goes_on = d.reads._goes_on
+    ended = nixl_agent.NixlRead.ended
 
-    def p_uses_the_slot_again(fetch: Any) -> Any:
-        if not fetch.checking:
-            p._uses[fetch.ready.slot] += 1
-        return goes_on(fetch)
+    def p_uses_the_slot_again(read: Any) -> Any:
+        found = ended(read)
+        if found and not d.reads.fetches[0].checking:
+            p.send_pool.uses[0] += 1
+        return found
 
-    monkeypatch.setattr(d.reads, "_goes_on", p_uses_the_slot_again)
+    monkeypatch.setattr(nixl_agent.NixlRead, "ended", p_uses_the_slot_again)
     pair.send(sender, receiver, 1)
     pair.turn(lambda: receiver.error is not None)
     assert "gave the slot of a message to another one" in str(receiver.error) and not receiver.poll()
@@ -66,7 +66,7 @@ def test_a_read_under_way_keeps_its_slot_beyond_its_channel(pair: Pair, monkeypa
         never.setattr(nixl_agent.NixlRead, "ended", lambda self: None)
         pair.send(sender, receiver, 1)
         pair.turn(lambda: len(d.reads.fetches) == 1)
-        pair.p.sockets.drop(sender._connection.sock)  # type: ignore[attr-defined]
+        pair.p.sockets.drop(sender.sock)  # type: ignore[attr-defined]
         pair.follow(receiver)
         assert d.retired_slots == 1 and d.reads.sources, "its connection must not be closed meanwhile"
     sender.close()
@@ -102,21 +102,21 @@ def test_a_read_that_fails_breaks_the_connection_and_the_next_one_works(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (_READY.pack(SLOTS, 0, 100, 1), "announces 100 bytes in slot"),
-        (_READY.pack(0, 0, SLOT + 1, 1), f"announces {SLOT + 1} bytes"),
-        (_READY.pack(0, 0, 0, 1), "announces 0 bytes"),
-        (_READY.pack(0, 0, 100, 7) * 5000, "more than 4096 messages"),
+        (READY.pack(SLOTS, 0, 100, 1), "announces 100 bytes in slot"),
+        (READY.pack(0, 0, SLOT + 1, 1), f"announces {SLOT + 1} bytes"),
+        (READY.pack(0, 0, 0, 1), "announces 0 bytes"),
+        (READY.pack(0, 0, 100, 7) * 5000, "more than 4096 messages"),
     ],
 )
 def test_p_may_not_say(pair: Pair, words: bytes, why: str) -> None:
     sender, receiver = pair.join()
     pair.carry(sender, receiver, 1).release()
-    connection: Any = sender._connection  # type: ignore[attr-defined]
+    words_of_p: Any = sender.words  # type: ignore[attr-defined]
     if "more than" in why:  # messages wait only while D has no slot for them
         d: Any = pair.d
         taken = [d.recv_pool.take() for _ in range(d.recv_pool.free)]
         receiver.expect(7, 100)
-    connection.send(words)
+    words_of_p.send(words)
     pair.turn(lambda: receiver.error is not None)
     assert why in str(receiver.error)
     if "more than" in why:
@@ -142,7 +142,7 @@ def test_p_may_not_announce_more_than_a_slot_of_d_holds(pair: Pair) -> None:
     pair.carry(sender, receiver, 2).release()
     source: Any = receiver.source  # type: ignore[attr-defined]
     source.slots = msgspec.structs.replace(source.slots, slot_bytes=4 * SLOT)
-    sender._connection.send(_READY.pack(0, 0, SLOT + 1, 1))  # type: ignore[attr-defined]
+    sender.words.send(READY.pack(0, 0, SLOT + 1, 1))  # type: ignore[attr-defined]
     pair.turn(lambda: receiver.error is not None)
     assert f"announces {SLOT + 1} bytes" in str(receiver.error)
 
@@ -153,8 +153,8 @@ def test_a_message_may_be_expected_with_another_size_after_it_was_announced(pair
     pair.carry(sender, receiver, 2).release()
     d: Any = pair.d
     taken = [d.recv_pool.take() for _ in range(d.recv_pool.free)]
-    sender._connection.send(_READY.pack(0, 0, SLOT, 7))  # type: ignore[attr-defined]
-    pair.turn(lambda: bool(receiver._ready))  # type: ignore[attr-defined]
+    sender.words.send(READY.pack(0, 0, SLOT, 7))  # type: ignore[attr-defined]
+    pair.turn(lambda: bool(receiver.ready))  # type: ignore[attr-defined]
     receiver.expect(7, 100)
     for slot in taken:
         d.recv_pool.put(slot)
@@ -176,7 +176,7 @@ def test_another_p_may_not_take_the_name_of_an_agent(pair: Pair) -> None:
 def test_connections_that_do_not_come(pair: Pair) -> None:
     sender, receiver = pair.join()
     pair.carry(sender, receiver, 2).release()
-    receiver._deadline = 0.0  # type: ignore[attr-defined]
+    receiver.deadline = 0.0  # type: ignore[attr-defined]
     pair.turn(lambda: receiver.error is not None)
     assert "is a firewall between?" in str(receiver.error)
     _, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
@@ -191,9 +191,10 @@ def test_connections_that_do_not_come(pair: Pair) -> None:
 @pytest.mark.nixl
 def test_a_peer_that_does_not_read(pair: Pair) -> None:
     _, receiver = pair.join()
-    connection: Any = receiver._connection  # type: ignore[attr-defined]
-    connection._to_send = bytes(_MOST_UNSENT + 1)
-    connection.send(_FREE.pack(0))
+    pair.turn(lambda: hasattr(receiver, "words"))
+    words: Any = receiver.words  # type: ignore[attr-defined]
+    words.to_send = bytes(MOST_UNSENT + 1)
+    words.send(FREE.pack(0))
     assert "does not read" in str(receiver.error)
 
 
@@ -201,7 +202,7 @@ def test_a_peer_that_does_not_read(pair: Pair) -> None:
 def test_d_may_not_give_back_what_it_does_not_have(pair: Pair) -> None:
     sender, receiver = pair.join()
     pair.carry(sender, receiver, 1).release()
-    receiver._connection.send(_FREE.pack(0))  # type: ignore[attr-defined]
+    receiver.words.send(FREE.pack(0))  # type: ignore[attr-defined]
     pair.turn(lambda: sender.error is not None)
     assert "gave back slot 0" in str(sender.error)
 
@@ -249,7 +250,7 @@ def test_a_lost_channel_closes_the_connection_also_after_a_channel_that_ended_we
     pair.follow(first_end)
     d: Any = pair.d
     assert d.reads.sources
-    pair.p.sockets.drop(second._connection.sock)  # type: ignore[attr-defined]
+    pair.p.sockets.drop(second.sock)  # type: ignore[attr-defined]
     pair.follow(second_end)
     assert not d.reads.sources
 
@@ -294,12 +295,12 @@ def ports(root: Path, *states: str) -> Path:
 
 def test_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RDMA where a port is up, TCP only where UCX_TLS lists it."""
-    monkeypatch.setattr(nixl_agent, "_GPU_DEVICE", tmp_path / "no GPU")
-    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "down", "DOWN", "INIT"))
+    monkeypatch.setattr(ucx_settings, "GPU_DEVICE", tmp_path / "no GPU")
+    monkeypatch.setattr(ucx_settings, "DEVICES", ports(tmp_path / "down", "DOWN", "INIT"))
     for environ in ({}, {"UCX_TLS": "all"}, {"UCX_TLS": "^cma"}):
         with pytest.raises(PlaneUnavailableError, match="no RDMA port is up"):
             choose_lanes("127.0.0.1", environ)
-    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "up", "DOWN", "ACTIVE"))
+    monkeypatch.setattr(ucx_settings, "DEVICES", ports(tmp_path / "up", "DOWN", "ACTIVE"))
     for environ in ({}, {"UCX_TLS": "all"}, {"UCX_TLS": "^cma"}):
         lanes = choose_lanes("127.0.0.1", environ)
         assert (lanes.kind, lanes.settings, lanes.rdma) == ("rdma", MUTEX | {"UCX_TLS": "rc"}, True)
@@ -322,7 +323,7 @@ def test_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setattr(nixl_agent, "PACKAGES", ("nixl_cu0",))
+    monkeypatch.setattr(ucx_settings, "PACKAGES", ("nixl_cu0",))
     with pytest.raises(PlaneUnavailableError, match=r"pip install 'kvferry\[rdma\]'"):
         make_plane("nixl", PlaneContext("127.0.0.1", SLOT, SLOTS * SLOT))
     assert plane_spec("nixl").extra == "kvferry[rdma]"
@@ -335,27 +336,27 @@ def test_without_rdma_auto_takes_another_plane(pair: Pair) -> None:
     assert pair.d.lanes_to("127.0.0.1") == f"UCX_TLS={LANES}"
 
 
-def test_a_process_has_one_ucx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_ucx_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them end the process when a peer dies."""
-    monkeypatch.setattr(one_ucx, "nixl_release", lambda: ("nixl_cu13", "1.5.1"))
-    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "down", "DOWN"))
-    one_ucx.refuse_ucx("127.0.0.1", {}, ("nixl", "tcp"))
+    monkeypatch.setattr(ucx_settings, "nixl_release", lambda: ("nixl_cu13", "1.5.1"))
+    monkeypatch.setattr(ucx_settings, "DEVICES", ports(tmp_path / "down", "DOWN"))
+    ucx_settings.refuse_ucx("127.0.0.1", {}, ("nixl", "tcp"))
     with pytest.raises(PlaneUnavailableError, match="no RDMA port is up"):
-        one_ucx.refuse_nixl("127.0.0.1", {}, ("ucx",))
-    one_ucx.refuse_nixl("127.0.0.1", {}, ("shm",))
-    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "up", "ACTIVE"))
+        ucx_settings.refuse_nixl("127.0.0.1", {}, ("ucx",))
+    ucx_settings.refuse_nixl("127.0.0.1", {}, ("shm",))
+    monkeypatch.setattr(ucx_settings, "DEVICES", ports(tmp_path / "up", "ACTIVE"))
     with pytest.raises(PlaneUnavailableError, match="nixl's has RDMA"):
-        one_ucx.refuse_ucx("127.0.0.1", {}, ("nixl", "tcp"))
-    one_ucx.refuse_ucx("127.0.0.1", {}, ("tcp",))  # the user has named the plane
+        ucx_settings.refuse_ucx("127.0.0.1", {}, ("nixl", "tcp"))
+    ucx_settings.refuse_ucx("127.0.0.1", {}, ("tcp",))  # the user has named the plane
     system = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
-    one_ucx.refuse_ucx("127.0.0.1", system, ("nixl",))
+    ucx_settings.refuse_ucx("127.0.0.1", system, ("nixl",))
     with pytest.raises(PlaneUnavailableError, match="has that of the plane ucx"):
-        one_ucx.refuse_nixl("127.0.0.1", system, ("ucx",))
+        ucx_settings.refuse_nixl("127.0.0.1", system, ("ucx",))
 
 
-def test_the_rule_of_one_ucx_holds_where_the_planes_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_ucx, "nixl_release", lambda: ("nixl_cu13", "1.5.1"))
-    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "up", "ACTIVE"))
+def test_the_rule_of_one_ucx_holds_where_planes_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_settings, "nixl_release", lambda: ("nixl_cu13", "1.5.1"))
+    monkeypatch.setattr(ucx_settings, "DEVICES", ports(tmp_path / "up", "ACTIVE"))
     for name, other in (("ucx", "nixl"), ("nixl", "ucx")):
         with pytest.raises(PlaneUnavailableError, match="a process can have one UCX"):
             make_plane(name, PlaneContext("127.0.0.1", SLOT, SLOTS * SLOT, others=frozenset({other})))

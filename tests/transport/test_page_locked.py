@@ -12,8 +12,8 @@ import torch
 from kvferry.transport import cuda, staging
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
-from kvferry.transport.planes.shm_arena import Arena
-from kvferry.transport.planes.tcp_channels import TcpSendChannel
+from kvferry.transport.planes.shm import Arena
+from kvferry.transport.planes.tcp import TcpSendChannel
 from kvferry.transport.registry import make_plane
 from tests.transport.plane_pair import SLOT, Pair, intact, mapped
 

@@ -32,16 +32,16 @@ def pending(p: TcpPlane) -> PendingConnections:
     return p.pending
 
 
-def offer_of(p: TcpPlane) -> tcp._Offer:
-    return msgspec.msgpack.decode(p.offer(), type=tcp._Offer)
+def offer_of(p: TcpPlane) -> tcp.TcpOffer:
+    return msgspec.msgpack.decode(p.offer(), type=tcp.TcpOffer)
 
 
 def visit(p: TcpPlane, secret: bytes, channel: int) -> socket.socket:
     """A connection that says a secret and is never attached."""
     sock = socket.create_connection(("127.0.0.1", offer_of(p).port))
     sock.sendall(secret + channel.to_bytes(CHANNEL_BYTES, "big"))
-    before = set(pending(p)._waiting)
-    until(lambda: bool(set(pending(p)._waiting) - before), p)
+    before = set(pending(p).waiting)
+    until(lambda: bool(set(pending(p).waiting) - before), p)
     return sock
 
 
@@ -70,7 +70,7 @@ def test_visitors_without_end_do_not_shut_others_out(p: TcpPlane, monkeypatch: p
     """Each has a secret of its own, from a Hello of its own; the oldest go, and who comes later is served."""
     monkeypatch.setattr(sockets, "MAX_WAITING", 20)
     visitors = [visit(p, offer_of(p).secret, number) for number in range(1, 60)]
-    assert len(pending(p)._waiting) == 20 and kept(p, visitors[-1]) and not kept(p, visitors[0])
+    assert len(pending(p).waiting) == 20 and kept(p, visitors[-1]) and not kept(p, visitors[0])
     d = TcpPlane(CONTEXT)
     receiver, payload = d.connect(p.offer(), "127.0.0.1")
     sender, _ = p.accept(payload)
@@ -88,7 +88,7 @@ def test_a_session_has_one_waiting_connection(p: TcpPlane) -> None:
     other, first = visit(p, theirs, 1), visit(p, ours, 2)
     second = visit(p, ours, 3)
     assert [kept(p, each) for each in (other, first, second)] == [True, False, True]
-    assert len(pending(p)._waiting) == len(pending(p)._of_session) == 2
+    assert len(pending(p).waiting) == 2
     for each in (other, first, second):
         each.close()
 
@@ -97,11 +97,15 @@ def test_a_connection_that_is_taken_or_gone_frees_its_session(p: TcpPlane) -> No
     secret = offer_of(p).secret
     gone = visit(p, secret, 1)
     gone.close()
-    until(lambda: not pending(p)._waiting, p)
+    until(lambda: not pending(p).waiting, p)
     taken = visit(p, secret, 2)
-    assert pending(p).take((2).to_bytes(CHANNEL_BYTES, "big")) is not None
-    assert not pending(p)._of_session and pending(p).take(bytes(CHANNEL_BYTES)) is None
-    taken.close()
+    served = pending(p).take((2).to_bytes(CHANNEL_BYTES, "big"))
+    assert served is not None
+    assert pending(p).take(bytes(CHANNEL_BYTES)) is None
+    again = visit(p, secret, 3)
+    assert kept(p, taken), "the connection that waits now is the session's only one"
+    for each in (again, taken, served):
+        each.close()
 
 
 def test_a_p_without_descriptors_refuses_a_channel_of_shm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +141,7 @@ def test_secrets_are_of_one_maker() -> None:
 )
 def test_shm_connects_to_no_socket_of_another_name(name: bytes) -> None:
     p, d = ShmPlane(CONTEXT), ShmPlane(CONTEXT)
-    offer = msgspec.msgpack.decode(p.offer(), type=shm._Offer)
+    offer = msgspec.msgpack.decode(p.offer(), type=shm.ShmOffer)
     with pytest.raises(ProtocolError, match="shm offer"):
         d.connect(msgspec.msgpack.encode({**msgspec.structs.asdict(offer), "name": name}), "127.0.0.1")
     for plane in (p, d):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import math
 import os
 import shutil
 import socket
@@ -23,8 +24,8 @@ from zmq.utils import z85
 from kvferry.transport.channels import CPU, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane, PlaneContext
-from kvferry.transport.planes import ucx_library
-from kvferry.transport.planes.zmq_channels import ZmqRecvChannel, ZmqSendChannel
+from kvferry.transport.planes import ucx_settings
+from kvferry.transport.planes.zmq import ZmqRecvChannel, ZmqSendChannel
 from kvferry.transport.registry import make_plane, preferred_planes
 from tests.support.fork_server import fork_server
 
@@ -66,18 +67,18 @@ def carries(p: Plane, d: Plane, sender: SendChannel, receiver: RecvChannel, nbyt
 
 
 def test_ucx_settings_leave_the_users_alone() -> None:
-    ours = ucx_library.settings_for("127.0.0.1", {}, here=False)
+    ours = ucx_settings.settings_for("127.0.0.1", {}, here=False)
     assert ours["TCP_TX_SEG_SIZE"] == "512k"
-    users = ucx_library.settings_for("127.0.0.1", {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_NET_DEVICES": "eth7"}, here=True)
+    users = ucx_settings.settings_for("127.0.0.1", {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_NET_DEVICES": "eth7"}, here=True)
     assert "TCP_TX_SEG_SIZE" not in users and "NET_DEVICES" not in users
     assert users["TCP_RX_SEG_SIZE"] == "512k"
 
 
 def test_device_of_an_address() -> None:
-    assert ucx_library.device_of("127.0.0.1") == "lo"
-    assert ucx_library.device_of("127.0.0.99") == "lo"
-    assert ucx_library.device_of("192.0.2.77") is None
-    assert ucx_library.device_of("no such host.invalid") is None
+    assert ucx_settings.device_of("127.0.0.1") == "lo"
+    assert ucx_settings.device_of("127.0.0.99") == "lo"
+    assert ucx_settings.device_of("192.0.2.77") is None
+    assert ucx_settings.device_of("no such host.invalid") is None
 
 
 def test_what_is_not_chosen_automatically() -> None:
@@ -89,19 +90,19 @@ def test_what_is_not_chosen_automatically() -> None:
 def test_ucx_has_no_tcp_port_beyond_the_host_but_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     rdma = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
     for hardware, environ in ((False, {}), (True, {}), (True, rdma)):
-        monkeypatch.setattr(ucx_library, "_has_rdma", lambda hardware=hardware: hardware)
-        assert ucx_library.settings_for("192.0.2.77", environ, here=True)["NET_DEVICES"] == "lo"
-        afar = ucx_library.settings_for("127.0.0.1", environ, here=False)
+        monkeypatch.setattr(ucx_settings, "active_ports", lambda hardware=hardware: ["mlx5_0:1"] * hardware)
+        assert ucx_settings.settings_for("192.0.2.77", environ, here=True)["NET_DEVICES"] == "lo"
+        afar = ucx_settings.settings_for("127.0.0.1", environ, here=False)
         assert (afar.get("NET_DEVICES"), afar.get("TLS")) == ((None, "^tcp") if environ else ("lo", None))
-    assert "TLS" not in ucx_library.settings_for("127.0.0.1", {**rdma, "UCX_TLS": "all"}, here=False)
+    assert "TLS" not in ucx_settings.settings_for("127.0.0.1", {**rdma, "UCX_TLS": "all"}, here=False)
 
 
 def test_lanes_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the plane ``nixl``."""
-    monkeypatch.setattr(ucx_library, "active_ports", lambda: ["mlx5_0:1"])
+    monkeypatch.setattr(ucx_settings, "active_ports", lambda: ["mlx5_0:1"])
 
     def lanes(environ: dict[str, str], *, here: bool = False, on_gpu: bool = False) -> str:
-        return ucx_library.lanes_to("127.0.0.1", environ, here=here, on_gpu=on_gpu)
+        return ucx_settings.lanes_to("127.0.0.1", environ, here=here, on_gpu=on_gpu)
 
     assert lanes({"UCX_NET_DEVICES": "", "UCX_TLS": ""}) == "TCP on lo", "an empty variable is none"
     assert lanes({}) == lanes({}, here=True) == "TCP on lo" and lanes({}, here=True, on_gpu=True) == "CUDA IPC"
@@ -111,8 +112,8 @@ def test_lanes_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ucx_does_not_listen_on_all_devices_for_want_of_a_known_one() -> None:
     with pytest.raises(PlaneUnavailableError, match=r"no network device is known by its address 192\.0\.2\.77"):
-        ucx_library.settings_for("192.0.2.77", {}, here=False)
-    assert "NET_DEVICES" not in ucx_library.settings_for("192.0.2.77", {"UCX_NET_DEVICES": "eth7"}, here=False)
+        ucx_settings.settings_for("192.0.2.77", {}, here=False)
+    assert "NET_DEVICES" not in ucx_settings.settings_for("192.0.2.77", {"UCX_NET_DEVICES": "eth7"}, here=False)
 
 
 def listening_ports(pid: int) -> list[tuple[str, int]]:
@@ -275,7 +276,7 @@ def test_a_stranger_that_left_before_d_came_ends_no_channel() -> None:
             while stranger.recv(4096):
                 pass
     d.finish(receiver, reply)
-    assert turn([d], lambda: receiver._deadline is None), "D is connected"
+    assert turn([d], lambda: receiver.deadline == math.inf), "D is connected"
     assert turn([p], lambda: sender.acquire() is not None) and sender.error is None
     for plane in (p, d):
         plane.close()

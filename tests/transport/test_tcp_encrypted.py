@@ -14,9 +14,7 @@ import torch
 from kvferry.transport.channels import CPU, Pieces, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
-from kvferry.transport.planes.tcp_cipher import TAG_BYTES, Cipher, new_key
-from kvferry.transport.planes.tcp_messages import HEADER
-from kvferry.transport.planes.vectors import Vector
+from kvferry.transport.planes.tcp_messages import HEADER, TAG_BYTES, Cipher, Vector, new_key
 from kvferry.transport.registry import make_plane
 from tests.transport.plane_pair import SLOT, intact, pattern
 

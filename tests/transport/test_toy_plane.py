@@ -28,7 +28,6 @@ from kvferry.transport.channels import (
     CPU,
     ByteRanges,
     Copy,
-    ExpectingChannel,
     PageRead,
     PullChannel,
     PulledChannel,
@@ -39,8 +38,9 @@ from kvferry.transport.channels import (
 from kvferry.transport.errors import ConfigError, PlaneUnavailableError
 from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
+from kvferry.transport.planes.push import PushReceiver
+from kvferry.transport.planes.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.registry import PlaneSpec, Use, make_plane, plane_names, plane_spec, preferred_planes
-from kvferry.transport.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
 from kvferry.transport.staging import SlotPool
 
@@ -124,7 +124,7 @@ class ToySender(SendChannel):
             self.fail(f"toy: the consumer is gone: {error}")
 
 
-class ToyReceiver(ExpectingChannel):
+class ToyReceiver(PushReceiver):
     def __init__(self, plane: ToyPushPlane, sock: socket.socket) -> None:
         super().__init__()
         self.sock = sock

@@ -30,14 +30,14 @@ def pair() -> Iterator[Pair]:
 def refuse(plane: object, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Have UCXX refuse one of the memories that it is shown, counted from 1."""
     assert isinstance(plane, UcxPlane)
-    make, turns = plane._make_array, count(1)
+    make, turns = plane.make_array, count(1)
 
     def refusing(memory: Any) -> Any:
         if next(turns) == number:
             raise MemoryError("refused")
         return make(memory)
 
-    monkeypatch.setattr(plane, "_make_array", refusing)
+    monkeypatch.setattr(plane, "make_array", refusing)
 
 
 @pytest.mark.parametrize("nbytes", [SLOT, SLOT // 2])
@@ -55,7 +55,7 @@ def test_a_slot_that_cannot_be_sent_comes_back(pair: Pair, monkeypatch: pytest.M
 
 def test_a_message_that_cannot_be_received_takes_no_other_with_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also none of those that wait for their turn in the same round."""
-    monkeypatch.setattr(pair.d, "_receives", 1)
+    monkeypatch.setattr(pair.d, "receives", 1)
     (sender, receiver), (other_sender, other_receiver) = pair.join(), pair.join()
     for tag in (1, 2, 3):
         pair.send(sender, receiver, tag)

@@ -44,12 +44,12 @@ class HeldCopies:
         self.holds = False
         self.fails = False
         self.gate = threading.Event()
-        self._turn = cma._CmaCopy.turn
+        self._turn = cma.CmaCopy.turn
 
         def held(copy: Any) -> None:
             self.turn(copy)
 
-        monkeypatch.setattr(cma._CmaCopy, "turn", held)
+        monkeypatch.setattr(cma.CmaCopy, "turn", held)
 
     def turn(self, copy: Any) -> None:
         if not copy.moved:

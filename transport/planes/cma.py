@@ -1,11 +1,7 @@
 """Cross-memory attach: D reads P's pages with ``process_vm_readv``, straight into its own, in one pass. Same host only.
 
 There is no staging and no work on P. A read takes few steps of Python, whatever its size: beside a thread that keeps
-the interpreter busy every step costs a wait. P can neither see nor stop such a read, so the read proves nothing about
-P's blocks: the commit proves that they were valid.
-
-D reads the process at the other end of its control connection and no other one, see ``transport/peer_process.py``. It
-reads only the memory of P's KV caches, which P names in a file that D opens through P's process.
+the interpreter busy every step costs a wait.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import ctypes
 import errno
 import os
 import secrets
-import select
 import threading
 import time
 from collections import deque
@@ -27,20 +22,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvferry.transport.channels import ByteRanges, Copy, DChannel, Int64s, PageRead, PullChannel, PulledChannel
+from kvferry.transport.channels import ByteRanges, Copy, Int64s, PageRead
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.host import host_id
 from kvferry.transport.peer_process import PeerProcess
-from kvferry.transport.plane import Plane, PlaneContext, decode_payload
-from kvferry.transport.planes.memory_file import (
-    MemoryFileAddress,
-    Range,
-    Ranges,
-    check_within,
-    joined,
-    read_memory_file,
-    write_memory_file,
-)
+from kvferry.transport.plane import PlaneContext
+from kvferry.transport.planes.pull import SECRET_BYTES, ProcessChannel, PullPlane, Ranges, Secret, joined
 
 MAX_VECTORS = 1024
 """IOV_MAX of Linux."""
@@ -53,21 +39,15 @@ SHARE_BYTES = 1 << 20
 with small ranges it mostly looks up pages. 64 MiB in ranges of 8 KiB: 5.8 GB/s with one thread, 10.3 with two."""
 WATCH_SECONDS = 0.02
 """How often the plane looks for processes that have ended while it copies. Each look may cost a wait for the GIL."""
-_SECRET_BYTES = 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host_id: Annotated[str, Meta(max_length=64)]
-    pid: Annotated[int, Meta(ge=1, le=1 << 30)]
-
-
-class _Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CmaMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of P's file. ``secret`` lies at ``address``: D reads it once to see that it may read P's memory."""
 
     address: Annotated[int, Meta(ge=1, lt=1 << 62)]
-    secret: Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYTES)]
+    secret: Secret
     ranges: Ranges
 
 
@@ -119,7 +99,7 @@ def _helpers() -> ThreadPoolExecutor | None:
     return executor
 
 
-def _copy(pid: int, ranges: ByteRanges) -> None:
+def copy_ranges(pid: int, ranges: ByteRanges) -> None:
     """Copy ranges from another process, shared by threads. When it returns or raises, nothing writes ``dst`` any more.
 
     Raises:
@@ -152,7 +132,7 @@ def _copy_share(pid: int, ranges: ByteRanges) -> None:
             raise TransportError(f"cma: reading process {pid} failed: {error.strerror}") from None
 
 
-class _CmaCopy(Copy):
+class CmaCopy(Copy):
     """A copy of ``left``, of which each turn of the plane copies ``TURN_BYTES``, or less to the end of a portion."""
 
     __slots__ = ("_left", "_pid", "channel")
@@ -171,7 +151,7 @@ class _CmaCopy(Copy):
             nbytes = min(nbytes, next(end - self.moved for end in self.ends if end > self.moved))
         try:
             now, self._left = self._left.split(nbytes)
-            _copy(self._pid, now)
+            copy_ranges(self._pid, now)
         except Exception as error:  # only this copy fails, not the plane
             self.peer_lost = isinstance(error, TransportError)
             self.end(str(error) if self.peer_lost else repr(error))
@@ -185,42 +165,29 @@ class _CmaCopy(Copy):
         self.done = True
 
 
-class CmaChannel(PullChannel):
-    """D's end. A pidfd shows the end of P's process. ``ranges``: P's KV caches, once ``finish`` has read P's file."""
+class CmaChannel(ProcessChannel):
+    """D's end."""
 
     in_order: ClassVar[bool] = True
-    process: PeerProcess
 
     def __init__(self, plane: CmaPlane, process: PeerProcess) -> None:
-        self.process = process
-        self.ranges: tuple[Range, ...] = ()
+        super().__init__(plane.name, process)
         self._plane = plane
 
-    def translate(self, address: int, nbytes: int) -> int:
-        check_within(self.ranges, address, nbytes, "cma")
-        return address
-
     def read(self, request: PageRead) -> Copy:
-        copy = _CmaCopy(self, request.byte_ranges())
-        self._plane.begin(copy)
+        copy = CmaCopy(self, request.byte_ranges())
+        self._plane.add(copy)
         return copy
 
     def cancel(self, copy: Copy) -> None:
         self._plane.end_copies([each for each in self._plane.copies if each is copy])
 
-    def watch(self) -> bool:
-        """Whether P's process has just ended; sets ``error``."""
-        if self.error is not None or self.process.fd < 0 or not self.process.ended:
-            return False
-        self.fail("cma: the producer died")
-        return True
-
-    def close(self) -> None:
+    def _close(self) -> None:
         self._plane.end_copies([each for each in self._plane.copies if each.channel is self])
         self.process.close()
 
 
-class CmaPlane(Plane):
+class CmaPlane(PullPlane[CmaChannel, CmaMemory]):
     """Reads between processes of one host that may trace each other (same user; see Yama's ``ptrace_scope``).
 
     ``copies`` are the copies under way. ``progress`` copies a part of the first one and puts it behind the others.
@@ -228,41 +195,23 @@ class CmaPlane(Plane):
 
     name: ClassVar[str] = "cma"
     turn_bytes: ClassVar[int] = TURN_BYTES
-    pulls: ClassVar[bool] = True
-    same_host: ClassVar[bool] = True
+    memory = CmaMemory
 
     def __init__(self, context: PlaneContext) -> None:
-        if not hasattr(_libc, "process_vm_readv") or not hasattr(os, "pidfd_open"):
-            raise PlaneUnavailableError("this system has no process_vm_readv or no pidfd_open")
-        self.copies: deque[_CmaCopy] = deque()
-        self._secret = ctypes.create_string_buffer(secrets.token_bytes(_SECRET_BYTES), _SECRET_BYTES)
-        address, ranges = ctypes.addressof(self._secret), joined(context.memory.ranges)
-        self._fd = write_memory_file("kvferry-cma", _Memory(address, self._secret.raw, ranges))
-        self._channels: list[CmaChannel] = []
+        super().__init__()
+        if not hasattr(_libc, "process_vm_readv"):
+            raise PlaneUnavailableError("this system has no process_vm_readv")
+        self.copies: deque[CmaCopy] = deque()
+        self._secret = ctypes.create_string_buffer(secrets.token_bytes(SECRET_BYTES), SECRET_BYTES)
         self._watch_at = 0.0
+        self.publish(CmaMemory(ctypes.addressof(self._secret), self._secret.raw, joined(context.memory.ranges)))
 
-    def offer(self) -> bytes:
-        return msgspec.msgpack.encode(_Offer(host_id(), os.getpid()))
+    def join(self, process: PeerProcess) -> CmaChannel:
+        return CmaChannel(self, process)
 
-    def connect(self, offer: bytes, host: str) -> tuple[CmaChannel, bytes]:
-        theirs = decode_payload(offer, _Offer, "cma offer")
-        if not theirs.host_id or theirs.host_id != host_id():
-            raise PlaneUnavailableError("P is on another host or in another network namespace")
-        try:
-            channel = CmaChannel(self, PeerProcess(theirs.pid))
-        except OSError as error:
-            raise PlaneUnavailableError(f"P's process cannot be found: {error.strerror}") from None
-        self._channels.append(channel)
-        return channel, b""
-
-    def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
-        return PulledChannel(), msgspec.msgpack.encode(MemoryFileAddress(self._fd))
-
-    def finish(self, channel: DChannel, reply: bytes) -> None:
-        assert isinstance(channel, CmaChannel)
-        memory = read_memory_file(channel.process, reply, _Memory, "cma")
-        found = np.zeros(_SECRET_BYTES, dtype=np.uint8)
-        one = np.array([_SECRET_BYTES], dtype=np.int64)
+    def begin(self, channel: CmaChannel, memory: CmaMemory) -> None:
+        found = np.zeros(SECRET_BYTES, dtype=np.uint8)
+        one = np.array([SECRET_BYTES], dtype=np.int64)
         try:
             read_memory(channel.process.pid, np.array([found.ctypes.data]), np.array([memory.address]), one)
         except OSError as error:
@@ -272,24 +221,17 @@ class CmaPlane(Plane):
             raise PlaneUnavailableError("P's memory is not what P's file says")
         channel.ranges = memory.ranges
 
-    def begin(self, copy: _CmaCopy) -> None:
+    def add(self, copy: CmaCopy) -> None:
         """Let ``progress`` copy it."""
         if not self.copies:
             self._watch_at = time.monotonic() + WATCH_SECONDS
         self.copies.append(copy)
 
-    def end_copies(self, copies: list[_CmaCopy]) -> None:
+    def end_copies(self, copies: list[CmaCopy]) -> None:
         """End copies before their last byte."""
         for copy in copies:
             self.copies.remove(copy)
             copy.end("cma: the copy was cancelled")
-
-    def pollables(self) -> list[tuple[int, int]]:
-        return [(channel.process.fd, select.POLLIN) for channel in self._live()]
-
-    def _live(self) -> list[CmaChannel]:
-        self._channels = [channel for channel in self._channels if channel.process.fd >= 0]
-        return [channel for channel in self._channels if channel.error is None]
 
     @property
     def active(self) -> bool:
@@ -297,26 +239,15 @@ class CmaPlane(Plane):
 
     def progress(self) -> bool:
         if not self.copies:
-            return self._watch()
+            return self.watch()
         copy = self.copies.popleft()
         copy.turn()
         if not copy.done:
             self.copies.append(copy)
         if time.monotonic() >= self._watch_at:
-            self._watch()
+            self._watch_at = time.monotonic() + WATCH_SECONDS
+            self.watch()
         return True
-
-    def _watch(self) -> bool:
-        self._watch_at = time.monotonic() + WATCH_SECONDS
-        return any([channel.watch() for channel in self._live()])
 
     def arm(self) -> bool:
         return not self.copies
-
-    def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
-        self._channels.clear()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1

@@ -25,29 +25,100 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import time
 import zlib
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from kvferry.transport.channels import DChannel, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
-from kvferry.transport.planes.nixl_agent import NixlAgent, choose_lanes, nixl_release
-from kvferry.transport.planes.nixl_channels import NixlRecvChannel, NixlSendChannel
-from kvferry.transport.planes.nixl_messages import NixlOffer, NixlReply, NixlSlots
-from kvferry.transport.planes.nixl_reads import NixlReads
-from kvferry.transport.planes.one_ucx import refuse_nixl
-from kvferry.transport.socket_plane import SocketAttach, SocketPlane
+from kvferry.transport.planes.nixl_agent import NixlAgent
+from kvferry.transport.planes.nixl_reads import (
+    FREE,
+    GOODBYE,
+    READY,
+    NixlReads,
+    NixlRecvChannel,
+    NixlReply,
+    NixlSlots,
+    Words,
+)
+from kvferry.transport.planes.socket_plane import AwaitedSender, SocketAttach, SocketPlane
+from kvferry.transport.planes.ucx_settings import choose_lanes, nixl_release, refuse_nixl
+from kvferry.transport.sockets import SECRET_BYTES
 from kvferry.transport.staging import SlotPool
-from kvferry.transport.timer import Timer
+from kvferry.transport.wake import Timer
 
 _WINDOWS, _GPU_WINDOWS = (8, 6), (6, 4)
 """Slots of one channel that P has in use, and READs of one channel that D has under way."""
 _CLOSE_SECONDS = 0.5
 """Bound on the wait for the READs under way when the plane closes."""
+
+
+class NixlOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``release`` and ``lanes`` must be D's own: NIXL's formats are not those of other releases."""
+
+    port: Annotated[int, Meta(gt=0, lt=65536)]
+    secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    release: Annotated[str, Meta(max_length=64)]
+    lanes: Annotated[str, Meta(max_length=256)]
+
+
+class UsedSlots(SlotPool):
+    """P's slots. ``uses``: the number of the present use of each, int64 [capacity]. It changes before anything else can
+    be written to the slot."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.uses = torch.zeros(self.capacity, dtype=torch.int64)
+
+    def use_of(self, slot: Slot) -> int:
+        return int(self.uses[slot.index])
+
+    def put(self, slot: Slot) -> None:
+        self.uses[slot.index] += 1
+        super().put(slot)
+
+
+class NixlSendChannel(AwaitedSender):
+    """P's end. A slot is in use until D says that it is free, or the channel ends."""
+
+    words: Words
+
+    def __init__(self, plane: NixlPlane, channel_id: bytes, slot_bytes: int) -> None:
+        super().__init__(plane.send_pool, channel_id, slot_bytes, plane.window)
+        self._plane = plane
+
+    def connected(self, sock: socket.socket) -> None:
+        super().connected(sock)
+        self.words = Words(self._plane.sockets, self, sock, FREE, self._serve)
+
+    def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
+        self.words.send(READY.pack(slot.index, self._plane.send_pool.use_of(slot), nbytes, tag))
+
+    def _serve(self) -> None:
+        self.words.send()
+        for (index,) in self.words.receive():
+            if not self.free(index):
+                self.fail(f"nixl: the consumer gave back slot {index}, which it does not have")
+                return
+
+    def _give_up(self) -> None:
+        super()._give_up()
+        if self.sock is not None:
+            self._plane.sockets.drop(self.sock)
+
+    def _close(self) -> None:
+        if self.error is None:
+            if self.sock is not None:
+                self.words.send(READY.pack(GOODBYE, 0, 0, 0))
+            self._give_up()
+        self._plane.drop(self, None)
 
 
 class NixlPlane(SocketPlane):
@@ -74,10 +145,8 @@ class NixlPlane(SocketPlane):
         self.window, self.receives = (min(n, most) for n in (_GPU_WINDOWS if on_gpu else _WINDOWS))
         where = device if on_gpu and self._lanes.gpu_slots else torch.device("cpu")
         locked = on_gpu and where.type == "cpu"
-        self.send_pool, self.recv_pool = (
-            SlotPool(self.slot_bytes, half, where, page_locked=locked, in_one_piece=True) for _ in range(2)
-        )
-        self._uses = torch.zeros(self.send_pool.capacity, dtype=torch.int64)
+        self.send_pool = UsedSlots(self.slot_bytes, half, where, page_locked=locked, in_one_piece=True)
+        self.recv_pool = SlotPool(self.slot_bytes, half, where, page_locked=locked, in_one_piece=True)
         self._agent = NixlAgent(self._lanes)
         if self._lanes.rdma:
             self._agent.start()  # over TCP, which opens a port, UCX does not start before the first hand-over
@@ -99,8 +168,6 @@ class NixlPlane(SocketPlane):
 
     def slower_because(self, offer: bytes, *, reached: bool) -> str:
         return "" if self._lanes.rdma else f"it has no RDMA: {self._lanes.shown}"
-
-    # --- handshake --------------------------------------------------------------------------------------------------
 
     def offer(self) -> bytes:
         port = self.listen_tcp(self._host)
@@ -145,31 +212,19 @@ class NixlPlane(SocketPlane):
             slab = self.send_pool.slab
             assert slab is not None
             self._agent.start()
-            metadata = [self._agent.register(slab), self._agent.register(self._uses.view(torch.uint8))]
+            metadata = [self._agent.register(slab), self._agent.register(self.send_pool.uses.view(torch.uint8))]
             device = slab.device.index if slab.is_cuda else None
-            slots = NixlSlots(slab.data_ptr(), self.slot_bytes, self.send_pool.capacity, self._uses.data_ptr(), device)
+            uses = self.send_pool.uses.data_ptr()
+            slots = NixlSlots(slab.data_ptr(), self.slot_bytes, self.send_pool.capacity, uses, device)
             checksum = zlib.crc32(b"".join(metadata))
             self._reply = msgspec.msgpack.encode(NixlReply(self._agent.name, metadata, checksum, slots))
         return self._reply
-
-    # --- slots ------------------------------------------------------------------------------------------------------
-
-    def use_of(self, slot: Slot) -> int:
-        """The number of the present use of a slot of P."""
-        return int(self._uses[slot.index])
-
-    def free(self, slot: Slot) -> None:
-        """A slot of P is free. Its number changes before anything else can be written there."""
-        self._uses[slot.index] += 1
-        self.send_pool.put(slot)
 
     def release(self, slot: Slot) -> None:
         """D: a message was unpacked."""
         self.recv_pool.put(slot)
         if not self._closed:
             self.reads.begin()
-
-    # --- poll loop --------------------------------------------------------------------------------------------------
 
     def pollables(self) -> list[tuple[int, int]]:
         return [] if self._closed else [*super().pollables(), (self._timer.fd, select.POLLIN)]
@@ -182,14 +237,9 @@ class NixlPlane(SocketPlane):
         if self._closed:
             return False
         moved = super().progress()
-        now = time.monotonic()
-        for channel in [c for c in self.channels if isinstance(c, NixlRecvChannel) and c.is_late(now)]:
-            channel.fail("nixl: the producer's data port does not answer; is a firewall between?")
-            moved = True
         if self.reads.fetches:
             moved |= self.reads.look()
-        moved |= self.reads.begin()
-        return moved
+        return self.reads.begin() | moved
 
     def arm(self) -> bool:
         if self._closed:

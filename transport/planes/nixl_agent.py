@@ -11,100 +11,16 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.planes.ucx_library import DEFAULTS, device_of
-from kvferry.transport.rdma_ports import RDMA_LANES, active_ports
+from kvferry.transport.planes.ucx_settings import Lanes, nixl_release
 
-PACKAGES = ("nixl_cu13", "nixl_cu12")
 _PROGRESS_MICROSECONDS = 100_000
 """NIXL's progress thread sleeps until UCX has an event, and this long at most. With NIXL's default of 0 it does not
 sleep: it then takes 15 to 20 % of a core while nothing moves, with this value 0.05 %."""
-_MUTEX = {"UCX_USE_MT_MUTEX": "y"}
-"""Our thread and NIXL's share UCX's worker. With UCX's default, a spinlock, one of them spins while the other one is in
-UCX, or waits there for a core: READs of 4 MiB over TCP then take 16 ms of D's cores for 64 MiB, with a mutex 12 ms."""
-_GPU_DEVICE = Path("/dev/nvidiactl")
-_PEERMEM = Path("/sys/module/nvidia_peermem")
-_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-class Lanes(NamedTuple):
-    """How UCX moves the bytes. ``kind``: the same word on both sides, or they do not meet. ``settings``: variables of
-    UCX, by name. ``shown``: for logs. ``rdma``: by RDMA. ``gpu_slots``: whether they carry a GPU's memory."""
-
-    kind: str
-    settings: Mapping[str, str]
-    shown: str
-    rdma: bool
-    gpu_slots: bool
-
-
-def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
-    """The lanes of a process whose peers reach it at the local address ``host``: RDMA, or what ``UCX_TLS`` lists.
-
-    TCP is used only where ``UCX_TLS`` lists it.
-
-    Raises:
-        PlaneUnavailableError: no RDMA port is up, and ``UCX_TLS`` lists no other lane.
-    """
-    listed = environ.get("UCX_TLS", "")
-    names = {name.strip() for name in listed.split(",")}
-    if listed and not listed.startswith("^") and "all" not in names:
-        settings = _unless_set(environ, _MUTEX) | {"UCX_TLS": listed}
-        if "tcp" in names and not environ.get("UCX_NET_DEVICES"):
-            device = device_of(host)
-            if device is None:
-                raise PlaneUnavailableError(
-                    f"nixl: no network device is known by its address {host}; set UCX_NET_DEVICES to the device that "
-                    "peers reach, or UCX would listen on all of them"
-                )
-            settings["UCX_NET_DEVICES"] = device
-        if "tcp" in names:
-            settings |= _unless_set(environ, {f"UCX_{name}": value for name, value in DEFAULTS.items()})
-        rdma = bool(names & RDMA_LANES) and "tcp" not in names
-        on_gpu = "cuda_ipc" in names or "cuda" in names
-        return Lanes(listed, settings, f"UCX_TLS={listed}", rdma, on_gpu)
-    ports = active_ports()
-    if not ports:
-        raise PlaneUnavailableError("nixl: no RDMA port is up on this host")
-    if listed.startswith("^") and {"rc", "ib"} & {name.strip() for name in listed[1:].split(",")}:
-        raise PlaneUnavailableError(f"nixl: UCX_TLS={listed} excludes RDMA; let it list the lanes to use")
-    cuda = ",cuda" if _GPU_DEVICE.exists() else ""
-    shown = f"RDMA on {environ.get('UCX_NET_DEVICES') or ', '.join(ports)}"
-    settings = _unless_set(environ, _MUTEX) | {"UCX_TLS": f"rc{cuda}"}
-    return Lanes("rdma", settings, shown, True, bool(cuda) and _has_gpudirect())
-
-
-def _unless_set(environ: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings of ours, without those that the user has set."""
-    return {name: value for name, value in settings.items() if not environ.get(name)}
-
-
-def _has_gpudirect() -> bool:
-    """Whether a NIC can reach a GPU's memory: by NVIDIA's module, or by the open kernel driver's dma-buf."""
-    try:
-        return _PEERMEM.exists() or "Open Kernel Module" in _DRIVER.read_text()
-    except OSError:
-        return False
-
-
-def nixl_release() -> tuple[str, str]:
-    """NIXL's package, and its release.
-
-    Raises:
-        PlaneUnavailableError: it is not installed.
-    """
-    for package in PACKAGES:
-        if find_spec(package) is not None:
-            with contextlib.suppress(PackageNotFoundError):
-                return package, version(package)
-    raise PlaneUnavailableError("nixl: NIXL is not installed; pip install 'kvferry[rdma]'")
 
 
 class NixlRead:

@@ -6,12 +6,18 @@ of 8 KiB move at 4.4 GB/s over loopback, through UCX and staging slots at 2.9 GB
 short for a vector, either side uses a slot, independently of the other side.
 
 D connects to P and sends the secret of P's offer and the channel's id. The stream has no other authentication, unless
-the engine of P or of D wants its bytes encrypted. Then every message goes through slots, see ``tcp_cipher.py``.
+the engine of P or of D wants its bytes encrypted. Then every message goes through slots, see ``Cipher``.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
+import struct
 import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -19,30 +25,322 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from kvferry.transport.channels import DChannel, Pieces, RecvChannel, SendChannel
+from kvferry.transport.channels import DChannel, Pieces, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import ProtocolError
 from kvferry.transport.plane import PlaneContext, decode_payload
-from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
-from kvferry.transport.planes.tcp_cipher import KEY_BYTES, TAG_BYTES, Cipher, check_available, new_key
-from kvferry.transport.planes.vectors import repeated
-from kvferry.transport.socket_plane import SocketAttach, SocketPlane
-from kvferry.transport.sockets import SECRET_BYTES
+from kvferry.transport.planes.socket_plane import (
+    CONNECT_SECONDS,
+    AwaitedSender,
+    ConnectingReceiver,
+    SocketAttach,
+    SocketPlane,
+)
+from kvferry.transport.planes.tcp_messages import (
+    HEADER,
+    KEY_BYTES,
+    TAG_BYTES,
+    Arriving,
+    Cipher,
+    Outgoing,
+    Vector,
+    byte,
+    check_available,
+    new_key,
+    repeated,
+    together,
+)
+from kvferry.transport.sockets import ENDED, EXHAUSTED, READABLE, SECRET_BYTES, SILENCE_SECONDS, WRITABLE
 from kvferry.transport.staging import SlotPool
+
+logger = logging.getLogger("vllm.kvferry.tcp")
 
 _SCRATCH_BYTES = 256 << 10
 _GPU_WINDOW = 3
 """Slots of one channel that a GPU packs, that wait, or that are on the link."""
+_BYTES_PER_TURN = 32 << 20
+"""Bytes moved on one channel before the other channels are served."""
 
 
-class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TcpOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(gt=0, lt=65536)]
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
-class _Attach(SocketAttach, frozen=True, forbid_unknown_fields=True):
+class TcpAttach(SocketAttach, frozen=True, forbid_unknown_fields=True):
     """``encrypts``: D wants its bytes encrypted."""
 
     encrypts: bool = False
+
+
+class TcpSendChannel(AwaitedSender):
+    """P's end. One message is on its way at a time; those of slots that were sent meanwhile wait. With a ``cipher``
+    every message goes through a slot, where it is encrypted."""
+
+    def __init__(self, plane: TcpPlane, channel: bytes, slot_bytes: int, cipher: Cipher | None = None) -> None:
+        super().__init__(plane.send_pool, channel, slot_bytes, plane.window)
+        self.sends_in_place = cipher is None
+        self._cipher = cipher
+        self._plane = plane
+        self._message: Outgoing | None = None
+        self._waiting: deque[tuple[Slot, int, int]] = deque()
+
+    @property
+    def in_use(self) -> int:
+        return super().in_use + (self._message is not None and self._message.slot is None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a message may begin now."""
+        return self.open and self._message is None and not self._waiting
+
+    @property
+    def reading(self) -> int | None:
+        message = self._message
+        return message.tag if message is not None and message.paged else None
+
+    def connected(self, sock: socket.socket) -> None:
+        # Ends the stream at once when this process ends: otherwise the kernel would first deliver the unsent bytes, and
+        # a D that takes no bytes at that time would not notice our death.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        super().connected(sock)
+        self._plane.sockets.watch(sock, self.on_readable)
+
+    def send_pieces(self, pieces: Callable[[], Pieces], tag: int) -> bool:
+        if self._cipher is not None:
+            return super().send_pieces(pieces, tag)
+        if not self.ready:
+            return False
+        self._message = Outgoing(tag, pieces(), None)
+        self._write()
+        return True
+
+    def stop_reading(self) -> None:
+        message = self._message
+        if message is not None and message.paged:  # the stream goes on, and its last byte marks the message
+            message.stop_reading(partial(repeated, self._plane.zeros))
+
+    def on_readable(self) -> None:
+        """D sends nothing, so its stream has ended."""
+        assert self.sock is not None
+        try:
+            data = self.sock.recv(256)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            return
+        self.fail("tcp: the consumer sent what it may not" if data else "tcp: the consumer closed the channel or died")
+
+    def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
+        self._waiting.append((slot, nbytes, tag))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Send the waiting messages for as long as the socket takes bytes."""
+        while self.open and self._message is None and self._waiting:
+            slot, nbytes, tag = self._waiting.popleft()
+            if self._cipher is not None:
+                nbytes = self._cipher.seal(slot, nbytes, HEADER.pack(tag, nbytes + TAG_BYTES))
+            self._message = Outgoing(tag, Pieces(np.array([slot.address]), np.array([nbytes])), slot)
+            self._write()
+
+    def _write(self) -> None:
+        message, sock = self._message, self.sock
+        assert sock is not None
+        if message is None:
+            return
+        try:
+            while message.vector.left:
+                message.vector.send(sock)
+                if message.vector.short:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            return
+        if message.vector.left:
+            self._plane.sockets.watch(sock, self._on_writable, READABLE | WRITABLE)
+            return
+        self._message = None
+        if message.slot is not None:
+            self.free(message.slot.index)
+        self._plane.sockets.watch(sock, self.on_readable)
+
+    def _on_writable(self) -> object:
+        self._write()
+        self._go_on()
+        if self.open:
+            self.on_readable()
+        return EXHAUSTED
+
+    def _give_up(self) -> None:
+        self._message = None
+        self._waiting.clear()
+        super()._give_up()
+        if self.sock is not None:
+            self._plane.sockets.mute(self.sock)
+
+    def _close(self) -> None:
+        self._give_up()
+        self._plane.drop(self, self.sock)
+
+
+class TcpRecvChannel(ConnectingReceiver):
+    """D's end. It receives a message into the memory of ``into``, or into a slot."""
+
+    late = f"no connection to the producer's data port in {CONNECT_SECONDS:g} s; is a firewall between?"
+    unreachable = "the producer's data port cannot be reached: %s; is a firewall between?"
+
+    def __init__(self, plane: TcpPlane, sock: socket.socket, hello: bytes) -> None:
+        super().__init__(plane, sock, hello)
+        self.cipher: Cipher | None = None  # P's answer may bring one
+        self._plane = plane
+        self._header = np.zeros(HEADER.size, dtype=np.uint8)
+        self._whole = np.zeros(1, dtype=np.uint8)  # the last byte of the last message
+        self._head = self._new_head()
+        self._arriving: Arriving | None = None
+        self._received_at = 0.0
+
+    @property
+    def in_message(self) -> bool:
+        """Whether a part of a message is here."""
+        return self._arriving is not None or bool(self._head.done)
+
+    def connected(self) -> None:
+        self._plane.sockets.watch(self.sock, self.on_readable)
+
+    def forget(self, tag: int) -> None:
+        self.stop_writing(tag)
+        super().forget(tag)
+        if self._arriving is not None and self._arriving.tag == tag:
+            self._arriving.reported = None
+
+    def stop_writing(self, tag: int) -> None:
+        expected = self.expected.get(tag)
+        if expected is not None:
+            expected.into = partial(self._plane.nowhere, expected.nbytes)
+        arriving = self._arriving
+        if arriving is not None and arriving.tag == tag and arriving.slot is None and arriving.vector.left > 1:
+            arriving.vector = Vector(together(self._plane.nowhere(arriving.vector.left - 1), byte(self._whole)))
+
+    def _close(self) -> None:
+        self._plane.drop(self, self.sock)
+        self.release_arrived()
+        self._drop_arriving()
+
+    def _give_up(self) -> None:
+        self._plane.sockets.mute(self.sock)
+        self._drop_arriving()
+
+    @property
+    def starved(self) -> bool:
+        """A message is here and there is no slot for it."""
+        return self._head.left == 0 and self._arriving is None and self.error is None
+
+    def check(self, now: float) -> bool:
+        """Fail where P stopped in the middle of a message. Where a message waited for a slot and a slot is free now, go
+        on. Returns whether it went on."""
+        if self.starved:
+            if self._begin():
+                self.connected()
+                self.on_readable()
+                return True
+        elif self.in_message and self.error is None and now > self._received_at + SILENCE_SECONDS:
+            self.fail(f"tcp: the producer stopped in the middle of a message, {SILENCE_SECONDS} s ago")
+        return False
+
+    def on_readable(self) -> None:
+        """Receive the bytes that have arrived, at most ``_BYTES_PER_TURN``."""
+        left = _BYTES_PER_TURN
+        try:
+            while left > 0 and self.error is None and not self.closed:
+                if self._head.left:
+                    got = self._head.receive(self.sock)
+                elif self._arriving is None and not self._begin():
+                    return  # no slot is free
+                else:
+                    assert self._arriving is not None
+                    got = self._arriving.vector.receive(self.sock)
+                if got == 0:
+                    self.fail("tcp: the producer closed the channel or died")
+                    return
+                left -= got
+                self._received_at = time.monotonic()
+                if self._arriving is not None and not self._arriving.vector.left:
+                    self._finish()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"tcp: the producer is gone: {error.strerror}")
+
+    def _new_head(self) -> Vector:
+        return Vector(Pieces(np.array([self._header.ctypes.data]), np.array([HEADER.size])))
+
+    def _begin(self) -> bool:
+        """A header has arrived: choose the memory of its message. False where no slot is free for it now."""
+        tag, nbytes = HEADER.unpack(self._header.tobytes())
+        expected = self.expected.get(tag)
+        more = TAG_BYTES if self.cipher is not None else 0
+        if not more < nbytes <= self._plane.slot_bytes or (expected and expected.nbytes + more != nbytes):
+            wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes - more}"
+            self.fail(f"tcp: message {tag:#x} has {nbytes - more} bytes, {wanted}")
+            return False
+        slot, reported = None, nbytes - more if expected is not None else None
+        if expected is None:
+            pieces = self._plane.nowhere(nbytes)
+        elif expected.into is not None and self.cipher is None:
+            try:
+                pieces = expected.into()
+            except Exception:  # the error affects this message only
+                logger.exception("kvferry: no place for a message")
+                pieces, reported = self._plane.nowhere(nbytes), 0
+        else:
+            slot = self._plane.recv_pool.take()
+            if slot is None:
+                self._plane.sockets.watch(self.sock, self._on_end, ENDED)
+                return False
+            pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
+        self.expected.pop(tag, None)
+        self._arriving = Arriving(tag, Vector(together(pieces, byte(self._whole))), slot, reported)
+        return True
+
+    def _on_end(self) -> None:
+        self.fail("tcp: the producer closed the channel or died")
+
+    def _finish(self) -> None:
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None
+        self._head = self._new_head()
+        if self.cipher is not None and not self._decrypted(self.cipher, arriving):
+            return
+        if arriving.reported is None:
+            if arriving.slot is not None:
+                self._plane.recv_pool.put(arriving.slot)
+            return
+        nbytes = arriving.reported if self._whole[0] else 0
+        if arriving.slot is None:
+            self.arrived.append(Received(arriving.tag, 0, nbytes, lambda: None, placed=True))
+        else:
+            release = partial(self._plane.recv_pool.put, arriving.slot)
+            self.arrived.append(Received(arriving.tag, arriving.slot.address, nbytes, release))
+
+    def _decrypted(self, cipher: Cipher, arriving: Arriving) -> bool:
+        """Decrypt a message in its slot; False where it is not what P sent, which ends the channel."""
+        if arriving.slot is None:
+            cipher.skip()
+            return True
+        header = self._header.tobytes()
+        if self._whole[0] and cipher.open(arriving.slot, HEADER.unpack(header)[1], header):
+            return True
+        self._plane.recv_pool.put(arriving.slot)
+        self.fail("tcp: an encrypted message is not what the producer sent: it was changed on its way")
+        return False
+
+    def _drop_arriving(self) -> None:
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and arriving.slot is not None:
+            self._plane.recv_pool.put(arriving.slot)
 
 
 class TcpPlane(SocketPlane):
@@ -70,19 +368,19 @@ class TcpPlane(SocketPlane):
         return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
-        return msgspec.msgpack.encode(_Offer(self.listen_tcp(self._host), self.new_secret()))
+        return msgspec.msgpack.encode(TcpOffer(self.listen_tcp(self._host), self.new_secret()))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
-        theirs = decode_payload(offer, _Offer, "tcp offer")
+        theirs = decode_payload(offer, TcpOffer, "tcp offer")
         sock = self.connect_tcp(host, theirs.port)
         new = self.new_attach()
-        attach = _Attach(new.channel, new.slot_bytes, self._encrypts)
+        attach = TcpAttach(new.channel, new.slot_bytes, self._encrypts)
         channel = TcpRecvChannel(self, sock, theirs.secret + attach.channel)
         self.channels[channel] = None
         return channel, msgspec.msgpack.encode(attach)
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        attach = decode_payload(payload, _Attach, "tcp attach")
+        attach = decode_payload(payload, TcpAttach, "tcp attach")
         self.check_new(attach)
         key = new_key() if self._encrypts or attach.encrypts else b""
         slot_bytes = min(self.slot_bytes, attach.slot_bytes) - (TAG_BYTES if key else 0)
@@ -100,18 +398,16 @@ class TcpPlane(SocketPlane):
             channel.cipher, channel.encrypted = Cipher(reply), True
 
     def progress(self) -> bool:
-        if self._closed:
-            return False
         moved = super().progress()
         now = time.monotonic()
-        for channel in [c for c in self.channels if isinstance(c, TcpRecvChannel)]:
+        for channel in self.receivers(TcpRecvChannel):
             if channel.check(now):  # the channel has a slot now; at the next shortage other channels come first
                 moved = True
                 self.channels[channel] = self.channels.pop(channel)
         return moved
 
     def arm(self) -> bool:
-        return not any(isinstance(c, TcpRecvChannel) and c.starved and self.recv_pool.free for c in self.channels)
+        return not (self.recv_pool.free and any(channel.starved for channel in self.receivers(TcpRecvChannel)))
 
     def nowhere(self, nbytes: int) -> Pieces:
         """Memory for received bytes that belong to no message any more."""

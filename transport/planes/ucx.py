@@ -21,6 +21,8 @@ import select
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -29,14 +31,20 @@ import torch
 from msgspec import Meta
 
 from kvferry.transport import cuda
-from kvferry.transport.channels import DChannel, Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.channels import DChannel, Pieces, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import host_id, is_ours
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
-from kvferry.transport.planes.one_ucx import refuse_ucx
-from kvferry.transport.planes.ucx_channels import UcxRecvChannel, UcxSendChannel, UcxTransfer
-from kvferry.transport.planes.ucx_library import lanes_to, load_array, settings_for, uses_rdma
-from kvferry.transport.planes.ucx_worker import UcxAnnouncement, UcxArray, UcxEndpoint, UcxRequest, UcxWorker
+from kvferry.transport.planes.push import PushReceiver, WindowedSender
+from kvferry.transport.planes.ucx_settings import lanes_to, refuse_ucx, settings_for, uses_rdma
+from kvferry.transport.planes.ucx_worker import (
+    UcxAnnouncement,
+    UcxArray,
+    UcxEndpoint,
+    UcxRequest,
+    UcxWorker,
+    load_array,
+)
 from kvferry.transport.staging import SlotPool
 
 _WINDOWS, _GPU_WINDOWS = (4, 2), (6, 3)
@@ -57,13 +65,13 @@ _Address = Annotated[bytes, Meta(min_length=8, max_length=32 << 10)]
 _Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
-class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UcxOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``host_id`` is empty for slots in host memory."""
 
     host_id: Annotated[str, Meta(max_length=64)]
 
 
-class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UcxAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """D's worker address. The checksum keeps a damaged address from UCX, which does not check what it parses.
     ``close_message`` is the tag of the message by which either side closes the channel. ``here``: D is on P's host."""
 
@@ -74,11 +82,90 @@ class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     here: bool
 
 
-class _Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UcxReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """P's worker address."""
 
     address: _Address
     checksum: _Checksum
+
+
+@dataclass(slots=True)
+class UcxTransfer:
+    """A message that UCX sends or receives, with its slot; ``channel`` is None for a message to be dropped."""
+
+    request: UcxRequest
+    slot: Slot
+    channel: UcxSendChannel | UcxRecvChannel | None
+    tag: int
+    nbytes: int
+    retired: bool = False
+
+
+class UcxSendChannel(WindowedSender):
+    """P's end."""
+
+    peer: ClassVar[str] = "consumer"
+
+    def __init__(self, plane: UcxPlane, link: UcxEndpoint, slot_bytes: int, close_message: int) -> None:
+        super().__init__(plane.send_pool, slot_bytes, plane.window)
+        self.close_message, self.link = close_message, link
+        self._plane = plane
+
+    def acquire(self) -> Slot | None:
+        slot = super().acquire()
+        if slot is not None:  # else nothing moves, and the transfer thread may sleep
+            self._plane.note_activity()
+        return slot
+
+    def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
+        try:
+            request = self.link.send(self._plane.memory(slot, nbytes), tag)
+        except TransportError as error:
+            self.fail(str(error))
+            self.free(slot.index)
+            return
+        self._plane.transfers.append(UcxTransfer(request, slot, self, tag, nbytes))
+        self._plane.note_activity()
+        self._plane.progress_once()
+
+    def _give_up(self) -> None:
+        """UCX still has the slots that were sent."""
+
+    def _close(self) -> None:
+        self._plane.send_close(self)
+
+
+class UcxRecvChannel(PushReceiver):
+    """D's end. ``worker`` serves it; ``link`` is ``None`` until P has replied with its address."""
+
+    plane_name = "ucx"
+    peer: ClassVar[str] = "producer"
+
+    def __init__(self, plane: UcxPlane, worker: UcxWorker, close_message: int) -> None:
+        super().__init__()
+        self.close_message, self.worker = close_message, worker
+        self.link: UcxEndpoint | None = None
+        self.receiving: set[int] = set()
+        self._plane = plane
+
+    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
+        if not self.closed:
+            super().expect(tag, nbytes, into)
+            self._plane.by_tag[tag] = self
+            self._plane.note_activity()
+
+    def posted(self) -> set[int]:
+        return set(self.receiving)
+
+    def forget(self, tag: int) -> None:
+        if self.expected.pop(tag, None) is not None:
+            self._plane.by_tag.pop(tag, None)
+
+    def _close(self) -> None:
+        for tag in list(self.expected):
+            self.forget(tag)
+        self.release_arrived()
+        self._plane.send_close(self)
 
 
 class UcxPlane(Plane):
@@ -95,14 +182,14 @@ class UcxPlane(Plane):
     def __init__(self, context: PlaneContext) -> None:
         refuse_ucx(context.host, os.environ, context.others)
         slot_bytes, staging_bytes, device = context.slot_bytes, context.staging_bytes, context.memory.device
-        self._on_gpu = device.type != "cpu"
-        if self._on_gpu:
+        self.on_gpu = device.type != "cpu"
+        if self.on_gpu:
             cuda.load()  # before the first hand-over allocates its slots: a missing driver is reported here
         # A peer that stops must not hold every slot.
         most = max(1, staging_bytes // slot_bytes - 1)
-        self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))
-        self._moved_at = 0.0
-        self._make_array = load_array()
+        self.window, self.receives = (min(n, most) for n in (_GPU_WINDOWS if self.on_gpu else _WINDOWS))
+        self.moved_at = 0.0
+        self.make_array = load_array()
         settings_for(context.host, os.environ, here=False)  # a wrong address is reported here
         self._host = context.host
         self._workers: dict[bool, UcxWorker] = {}
@@ -110,7 +197,7 @@ class UcxPlane(Plane):
         self.send_pool = SlotPool(slot_bytes, staging_bytes, device)
         self.by_tag: dict[int, UcxRecvChannel] = {}
         self.transfers: list[UcxTransfer] = []
-        self._recv_pool = SlotPool(slot_bytes, staging_bytes, device)
+        self.recv_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._memories: dict[int, UcxArray] = {}  # by address
         self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
         self._farewells: list[tuple[UcxRequest, UcxArray]] = []
@@ -121,30 +208,30 @@ class UcxPlane(Plane):
     @property
     def retired_slots(self) -> int:
         """The number of slots of closed channels that UCX still holds."""
-        return self.send_pool.retired + self._recv_pool.retired
+        return self.send_pool.retired + self.recv_pool.retired
 
     @property
     def staging_bytes(self) -> int:
-        return self.send_pool.allocated_bytes + self._recv_pool.allocated_bytes
+        return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
-        return msgspec.msgpack.encode(_Offer(host_id() if self._on_gpu else ""))
+        return msgspec.msgpack.encode(UcxOffer(host_id() if self.on_gpu else ""))
 
     def slower_because(self, offer: bytes, *, reached: bool) -> str:
-        if not self._on_gpu or uses_rdma(os.environ):
+        if not self.on_gpu or uses_rdma(os.environ):
             return ""
-        theirs = decode_payload(offer, _Offer, "ucx offer")
+        theirs = decode_payload(offer, UcxOffer, "ucx offer")
         if reached and theirs.host_id and theirs.host_id == host_id():
             return ""
         return "it has no way of its own between these GPUs, and would go through the host by TCP"
 
     def lanes_to(self, host: str) -> str:
-        return lanes_to(self._host, os.environ, here=is_ours(host), on_gpu=self._on_gpu)
+        return lanes_to(self._host, os.environ, here=is_ours(host), on_gpu=self.on_gpu)
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
-        decode_payload(offer, _Offer, "ucx offer")
+        decode_payload(offer, UcxOffer, "ucx offer")
         try:
-            self._recv_pool.prepare()
+            self.recv_pool.prepare()
         except TransportError as error:
             raise PlaneUnavailableError(f"no staging memory can be had: {error}") from None
         here = is_ours(host)
@@ -152,10 +239,10 @@ class UcxPlane(Plane):
         channel = UcxRecvChannel(self, worker, int.from_bytes(close_message, "little"))
         self._channels[channel.close_message] = channel
         ours = worker.address
-        return channel, msgspec.msgpack.encode(_Attach(ours, zlib.crc32(ours), self._slot_bytes, close_message, here))
+        return channel, msgspec.msgpack.encode(UcxAttach(ours, zlib.crc32(ours), self._slot_bytes, close_message, here))
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        attach = decode_payload(payload, _Attach, "ucx attach")
+        attach = decode_payload(payload, UcxAttach, "ucx attach")
         self.send_pool.prepare()
         close_message = int.from_bytes(attach.close_message, "little")
         if close_message in self._channels:
@@ -164,11 +251,11 @@ class UcxPlane(Plane):
         link = _link(worker, attach)
         channel = UcxSendChannel(self, link, min(self._slot_bytes, attach.slot_bytes), close_message)
         self._channels[close_message] = channel
-        return channel, msgspec.msgpack.encode(_Reply(worker.address, zlib.crc32(worker.address)))
+        return channel, msgspec.msgpack.encode(UcxReply(worker.address, zlib.crc32(worker.address)))
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
         assert isinstance(channel, UcxRecvChannel)
-        channel.link = _link(channel.worker, decode_payload(reply, _Reply, "ucx reply"))
+        channel.link = _link(channel.worker, decode_payload(reply, UcxReply, "ucx reply"))
 
     def _worker(self, *, here: bool) -> UcxWorker:
         if here not in self._workers:
@@ -200,15 +287,15 @@ class UcxPlane(Plane):
         for worker in self._workers.values() if lost else ():
             worker.prune()
         if moved:
-            self._moved_at = time.monotonic()
+            self.moved_at = time.monotonic()
         return moved or bool(lost)
 
     def arm(self) -> bool:
         if self._closed:
             return True
-        if self._starved and self._recv_pool.free:
+        if self._starved and self.recv_pool.free:
             return False
-        if self._on_gpu and self._expecting and time.monotonic() < self._moved_at + _SPIN_SECONDS:
+        if self.on_gpu and self._expecting and time.monotonic() < self.moved_at + _SPIN_SECONDS:
             return False
         return all([worker.arm() for worker in self._workers.values()])
 
@@ -217,7 +304,7 @@ class UcxPlane(Plane):
         """Whether messages are on their way, or will soon be."""
         if self.transfers or self.by_tag:
             return True
-        return any(isinstance(channel, UcxSendChannel) and channel.in_flight for channel in self._channels.values())
+        return any(isinstance(channel, UcxSendChannel) and channel.in_use for channel in self._channels.values())
 
     def close(self) -> None:
         if self._closed:
@@ -239,7 +326,7 @@ class UcxPlane(Plane):
 
     def note_activity(self) -> None:
         """Record that a message will move now: the worker is polled for ``_SPIN_SECONDS``."""
-        self._moved_at = time.monotonic()
+        self.moved_at = time.monotonic()
 
     def progress_once(self) -> None:
         """Keep the link busy between the copies of a batch: one copy takes as long as the link needs to empty its
@@ -268,12 +355,12 @@ class UcxPlane(Plane):
             TransportError: UCXX refused.
         """
         try:
-            return self._make_array(data if data.is_cuda else data.numpy())
+            return self.make_array(data if data.is_cuda else data.numpy())
         except Exception as error:  # on any error the caller must get its slot back
             raise TransportError(f"ucx: memory cannot be used: {error!r}") from None
 
     def _release(self, slot: Slot) -> None:
-        self._recv_pool.put(slot)
+        self.recv_pool.put(slot)
         self.progress_once()
 
     def send_close(self, channel: UcxSendChannel | UcxRecvChannel) -> None:
@@ -282,7 +369,7 @@ class UcxPlane(Plane):
         for transfer in self.transfers:
             if transfer.channel is channel and not transfer.retired:
                 transfer.retired = True
-                (self.send_pool if isinstance(channel, UcxSendChannel) else self._recv_pool).retire(transfer.slot)
+                (self.send_pool if isinstance(channel, UcxSendChannel) else self.recv_pool).retire(transfer.slot)
         if channel.link is None:  # P's channel ends with D's session
             return
         with contextlib.suppress(TransportError):
@@ -303,10 +390,10 @@ class UcxPlane(Plane):
             return False
         before = len(self._pending)
         waiting: deque[UcxAnnouncement] = deque()
-        while self._pending and self._recv_pool.free:
+        while self._pending and self.recv_pool.free:
             message = self._pending.popleft()
             channel = self.by_tag.get(message.tag)
-            if channel is not None and len(channel.receiving) >= self._receives:
+            if channel is not None and len(channel.receiving) >= self.receives:
                 waiting.append(message)
             else:
                 self._take_in(message, channel)
@@ -327,21 +414,23 @@ class UcxPlane(Plane):
 
     def _take_in(self, message: UcxAnnouncement, channel: UcxRecvChannel | None) -> None:
         if channel is not None:
-            expected = channel.expected[message.tag].nbytes
-            channel.forget(message.tag)
-            if expected != message.nbytes:
-                channel.fail(f"ucx: message {message.tag:#x} has {message.nbytes} bytes, expected {expected}")
+            try:
+                channel.check_size(message.tag, message.nbytes)
+                channel.forget(message.tag)
+            except ProtocolError as error:
+                channel.forget(message.tag)
+                channel.fail(str(error))
                 channel = None
         if message.nbytes > self._slot_bytes:
             return  # not ours, and too large to receive and drop; its sender waits for ever
         slot: Slot | None = None
         try:
-            slot = self._recv_pool.take()
+            slot = self.recv_pool.take()
             assert slot is not None
             request = message.receive(self.memory(slot, slot.nbytes))
         except TransportError as error:
             if slot is not None:
-                self._recv_pool.put(slot)
+                self.recv_pool.put(slot)
             if channel is not None:
                 channel.fail(str(error))
             return
@@ -364,10 +453,10 @@ class UcxPlane(Plane):
     def _finish(self, transfer: UcxTransfer) -> None:
         ok, channel, slot = transfer.request.ok, transfer.channel, transfer.slot
         if isinstance(channel, UcxSendChannel):
-            channel.in_flight -= 1
+            del channel.sent[slot.index]
             (self.send_pool.revive if transfer.retired else self.send_pool.put)(slot)
         elif channel is None or not ok or channel.closed or channel.error is not None:
-            (self._recv_pool.revive if transfer.retired else self._recv_pool.put)(slot)
+            (self.recv_pool.revive if transfer.retired else self.recv_pool.put)(slot)
         else:
             release = partial(self._release, slot)
             channel.arrived.append(
@@ -379,7 +468,7 @@ class UcxPlane(Plane):
             channel.fail(f"ucx: the {channel.peer} is gone: a message broke off")
 
 
-def _link(worker: UcxWorker, peer: _Attach | _Reply) -> UcxEndpoint:
+def _link(worker: UcxWorker, peer: UcxAttach | UcxReply) -> UcxEndpoint:
     if zlib.crc32(peer.address) != peer.checksum:
         raise ProtocolError("ucx: the peer's worker address is damaged")
     return worker.link(peer.address)

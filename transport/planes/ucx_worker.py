@@ -1,4 +1,4 @@
-"""UCXX from one thread: a worker, and links to the workers of peers."""
+"""UCXX from one thread: a worker, and links to the workers of peers. This module alone imports UCXX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.planes.ucx_library import load_ucxx, settings_for
+from kvferry.transport.planes.ucx_settings import settings_for
 
 UcxArray = Any
 """UCXX's ``Array``: the memory of a tensor in the form that UCXX takes. It keeps the tensor alive; ``nbytes``."""
@@ -15,6 +15,34 @@ _DONE = 0
 """UCS_OK."""
 _CLOSE_ROUNDS = 100
 """Rounds of progress for closing the endpoints. Endpoints that are still open then end with the worker."""
+
+
+def load_ucxx() -> Any:
+    """UCXX's binding (``ucxx._lib.libucxx``).
+
+    Raises:
+        PlaneUnavailableError: it is not installed, does not load, or is too old.
+    """
+    # UCXX itself sets variables, and builds of UCX without CUDA warn about them.
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    try:
+        import ucxx
+        from ucxx._lib import libucxx
+    except ModuleNotFoundError as error:
+        raise PlaneUnavailableError(f"ucx: {error.name} is not installed; pip install 'kvferry[ucx]'") from None
+    except (ImportError, OSError) as error:
+        raise PlaneUnavailableError(f"ucx: UCXX does not load: {str(error).splitlines()[0]}") from None
+    if not hasattr(libucxx.UCXEndpoint, "tag_recv_with_handle"):
+        raise PlaneUnavailableError(f"ucx: UCXX {ucxx.__version__} is too old, 0.47 is the first that will do")
+    return libucxx
+
+
+def load_array() -> Any:
+    """UCXX's ``Array``, the form in which UCXX takes memory. Raises PlaneUnavailableError as ``load_ucxx`` does."""
+    load_ucxx()
+    from ucxx._lib.arr import Array
+
+    return Array
 
 
 class UcxRequest:
@@ -67,7 +95,7 @@ class UcxEndpoint:
         if not self.alive:
             raise TransportError(f"ucx: the link is down: {self.reason}")
         try:
-            return UcxRequest(self._endpoint.tag_send(data, self._worker._ucx.UCXXTag(tag)))
+            return UcxRequest(self._endpoint.tag_send(data, self._worker.library.UCXXTag(tag)))
         except Exception as error:  # UCXX has a dozen exception types, all of them mean this
             raise TransportError(f"ucx: sending failed: {error}") from None
 
@@ -98,7 +126,11 @@ class UcxAnnouncement:
         Raises:
             TransportError: UCX refused.
         """
-        return self._worker.receive(self, into)
+        assert into.nbytes >= self.nbytes
+        try:
+            return UcxRequest(self._worker.native.tag_recv_with_handle(into, self.probe))
+        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
+            raise TransportError(f"ucx: receiving failed: {error}") from None
 
 
 class UcxWorker:
@@ -115,18 +147,18 @@ class UcxWorker:
 
     def __init__(self, host: str, *, here: bool) -> None:
         self._host = host
-        self._ucx = load_ucxx()
+        self.library = load_ucxx()
         settings = settings_for(host, os.environ, here=here)
-        feature = self._ucx.Feature
+        feature = self.library.Feature
         try:
-            self._context = self._ucx.UCXContext(settings, (feature.TAG, feature.WAKEUP))
-            self._worker = self._ucx.UCXWorker(self._context)
-            self._worker.init_blocking_progress_mode()
+            self._context = self.library.UCXContext(settings, (feature.TAG, feature.WAKEUP))
+            self.native = self.library.UCXWorker(self._context)
+            self.native.init_blocking_progress_mode()
         except Exception as error:  # any reason why UCX does not start on this machine
             raise PlaneUnavailableError(f"ucx: UCX does not start on {host}: {error}") from None
-        self.fd: int = self._worker.epoll_file_descriptor
-        self.address = bytes(self._worker.address)
-        self._any_tag, self._any_mask = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
+        self.fd: int = self.native.epoll_file_descriptor
+        self.address = bytes(self.native.address)
+        self._any_tag, self._any_mask = self.library.UCXXTag(0), self.library.UCXXTagMask(0)
         self._links: dict[bytes, UcxEndpoint] = {}
 
     def link(self, address: bytes) -> UcxEndpoint:
@@ -144,8 +176,8 @@ class UcxWorker:
                 "run the same UCX release on both sides"
             )
         try:
-            peer = self._ucx.UCXAddress.create_from_buffer(address)
-            endpoint = self._ucx.UCXEndpoint.create_from_worker_address(self._worker, peer, True)
+            peer = self.library.UCXAddress.create_from_buffer(address)
+            endpoint = self.library.UCXEndpoint.create_from_worker_address(self.native, peer, True)
         except Exception as error:  # UCXX has a dozen exception types, all of them mean this
             raise PlaneUnavailableError(
                 f"ucx: the peer cannot be reached from {self._host}: {error}; "
@@ -156,7 +188,7 @@ class UcxWorker:
 
     def progress(self) -> None:
         """Move the bytes that can move now. UCXX loops inside, without the GIL, until nothing more moves."""
-        self._worker.progress()
+        self.native.progress()
 
     def prune(self) -> None:
         """Drop the links to peers that are gone."""
@@ -165,32 +197,20 @@ class UcxWorker:
 
     def arm(self) -> bool:
         """True: ``fd`` becomes readable with the next event. False: an event is there already."""
-        return bool(self._worker.arm())
+        return bool(self.native.arm())
 
     def probe(self) -> UcxAnnouncement | None:
         """The next message that is not received yet. The caller must receive it, or its sender waits for ever."""
-        probe = self._worker.tag_probe(self._any_tag, self._any_mask, True)
+        probe = self.native.tag_probe(self._any_tag, self._any_mask, True)
         return UcxAnnouncement(self, probe) if probe.matched else None
-
-    def receive(self, message: UcxAnnouncement, into: UcxArray) -> UcxRequest:
-        """Receive into ``into``, which must hold at least ``message.nbytes``.
-
-        Raises:
-            TransportError: UCX refused.
-        """
-        assert into.nbytes >= message.nbytes
-        try:
-            return UcxRequest(self._worker.tag_recv_with_handle(into, message.probe))
-        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
-            raise TransportError(f"ucx: receiving failed: {error}") from None
 
     def close(self) -> None:
         """Close the links and the worker. Messages in flight break off, and peers see that their link is down."""
-        self._worker.progress()  # sends the messages that were just handed to UCX
+        self.native.progress()  # sends the messages that were just handed to UCX
         closing = [request for link in self._links.values() if (request := link.close()) is not None]
         for _ in range(_CLOSE_ROUNDS):
-            self._worker.progress()
+            self.native.progress()
             if all(request.completed for request in closing):
                 break
         self._links.clear()
-        del self._worker, self._context
+        del self.native, self._context

@@ -6,21 +6,26 @@ and the interface to the caller's poll loop. A plane derives from ``SocketPlane`
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import socket
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated
+from functools import partial
+from math import inf
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from kvferry.transport.channels import Channel, SendChannel
+from kvferry.transport.channels import Channel
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane
-from kvferry.transport.sockets import CHANNEL_BYTES, PendingConnections, Secrets, Sockets
+from kvferry.transport.planes.push import PushReceiver, WindowedSender
+from kvferry.transport.sockets import CHANNEL_BYTES, WRITABLE, PendingConnections, Secrets, Sockets, tune
+from kvferry.transport.staging import SlotPool
 
 CONNECT_SECONDS = 10.0
 """A connection that is being made must stand within this time."""
@@ -33,19 +38,70 @@ class SocketAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
 
 
-class AwaitedChannel(SendChannel):
-    """P's end of a channel whose connection may arrive after D's payload. ``id``: what D's hello names.
+class AwaitedSender(WindowedSender):
+    """P's end of a channel whose TCP connection may arrive after D's payload. ``id``: what D's hello names. ``sock``:
+    ``None`` until the connection is here.
 
     ``deadline``: when the connection must be here, by ``time.monotonic``.
     """
 
-    def __init__(self, channel_id: bytes, slot_bytes: int) -> None:
-        self.id, self.slot_bytes = channel_id, slot_bytes
+    def __init__(self, pool: SlotPool, channel_id: bytes, slot_bytes: int, window: int) -> None:
+        super().__init__(pool, slot_bytes, window)
+        self.id = channel_id
+        self.sock: socket.socket | None = None
         self.deadline = time.monotonic() + CONNECT_SECONDS
 
-    @abstractmethod
+    @property
+    def open(self) -> bool:
+        return super().open and self.sock is not None
+
     def connected(self, sock: socket.socket) -> None:
         """D's connection is here."""
+        self.sock = sock
+        tune(sock)
+
+
+class ConnectingReceiver(PushReceiver):
+    """D's end of a channel, whose TCP connection ``sock`` is being made. ``deadline``: when it must stand, by
+    ``time.monotonic``; infinite once it stands."""
+
+    late: ClassVar[str]
+    unreachable: ClassVar[str]
+    """The errors of a connection that is not there in time, or fails; the reason follows the second one."""
+
+    def __init__(self, plane: SocketPlane, sock: socket.socket, hello: bytes) -> None:
+        super().__init__()
+        self.plane_name, self.sock = plane.name, sock
+        self.deadline = time.monotonic() + CONNECT_SECONDS
+        plane.sockets.watch(sock, partial(self._on_connected, hello), WRITABLE)
+
+    def _on_connected(self, hello: bytes) -> None:
+        """The connection stands, or could not be made."""
+        number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        try:
+            if number:
+                raise OSError(number, os.strerror(number))
+            tune(self.sock)
+            self.sock.send(hello, socket.MSG_NOSIGNAL)  # so few bytes always fit
+        except OSError as error:
+            self.fail(f"{self.plane_name}: {self.unreachable % error.strerror}")
+            return
+        self.deadline = inf
+        self.connected()
+
+    @abstractmethod
+    def connected(self) -> None:
+        """The connection stands, and the hello is sent."""
+
+    def fail_late(self, now: float) -> bool:
+        """Fail where the connection is not there in time. Returns whether it has failed now."""
+        if now <= self.deadline or self.error is not None:
+            return False
+        self.fail(f"{self.plane_name}: {self.late}")
+        return True
+
+
+R = TypeVar("R", bound=ConnectingReceiver)
 
 
 class SocketPlane(Plane):
@@ -56,7 +112,7 @@ class SocketPlane(Plane):
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self.awaited: dict[bytes, AwaitedChannel] = {}
+        self.awaited: dict[bytes, AwaitedSender] = {}
         self._port = 0
         self.sockets = Sockets()
         self.channels: dict[Channel, None] = {}
@@ -114,10 +170,10 @@ class SocketPlane(Plane):
         """
         if self.pending is None:
             raise TransportError(f"{self.name}: a consumer answers an offer that was never made")
-        if any(isinstance(channel, AwaitedChannel) and channel.id == attach.channel for channel in self.channels):
+        if any(isinstance(channel, AwaitedSender) and channel.id == attach.channel for channel in self.channels):
             raise ProtocolError(f"{self.name} attach: this channel exists already")
 
-    def await_connection(self, channel: AwaitedChannel) -> None:
+    def await_connection(self, channel: AwaitedSender) -> None:
         """P: a new channel, whose connection may be here already."""
         self.channels[channel] = None
         self.awaited[channel.id] = channel
@@ -133,16 +189,6 @@ class SocketPlane(Plane):
         if sock is not None:
             del self.awaited[channel_id]
             channel.connected(sock)
-
-    def _fail_late(self) -> bool:
-        """P: the channels whose connection has not come in time fail."""
-        now = time.monotonic()
-        late = [channel for channel in self.awaited.values() if now > channel.deadline]
-        for channel in late:
-            del self.awaited[channel.id]
-            if channel.error is None:
-                channel.fail(f"{self.name}: the consumer's connection did not come")
-        return bool(late)
 
     def connect_tcp(self, host: str, port: int) -> socket.socket:
         """D: a socket that begins to connect to a numeric address; it is writable when it has connected, or failed.
@@ -196,7 +242,7 @@ class SocketPlane(Plane):
     def drop(self, channel: Channel, sock: socket.socket | None) -> None:
         """Forget a channel that closes, and close its socket. Idempotent."""
         self.channels.pop(channel, None)
-        if isinstance(channel, AwaitedChannel):
+        if isinstance(channel, AwaitedSender):
             self.awaited.pop(channel.id, None)
         if sock is not None:
             self.sockets.drop(sock)
@@ -214,7 +260,19 @@ class SocketPlane(Plane):
         moved = self.sockets.progress()
         if self.pending is not None:
             self.pending.expire()
-        return moved | self._fail_late() if self.awaited else moved
+        now = time.monotonic()
+        for channel in list(self.awaited.values()):
+            if now > channel.deadline:
+                del self.awaited[channel.id]
+                channel.fail(f"{self.name}: the consumer's connection did not come")
+                moved = True
+        for each in list(self.channels):
+            moved |= isinstance(each, ConnectingReceiver) and each.fail_late(now)
+        return moved
+
+    def receivers(self, kind: type[R]) -> list[R]:
+        """The open channels of D."""
+        return [channel for channel in self.channels if isinstance(channel, kind)]
 
     def arm(self) -> bool:
         return True  # the epoll descriptor is level-triggered
