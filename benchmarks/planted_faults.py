@@ -173,8 +173,8 @@ class FaultProbe:
                 return bool(progress())
             self._wt_fired.append(name)
             if kind == COPY_ERROR:
-                copy._pid = NOBODY
-            with mock.patch.object(cma, "TURN_BYTES", max(1, int(copy._left.nbytes.sum()) // 2)):
+                copy.pid = NOBODY
+            with mock.patch.object(cma, "TURN_BYTES", max(1, int(copy.left.nbytes.sum()) // 2)):
                 progress()
             self._wt_act(name, kind)
             return True
@@ -237,9 +237,9 @@ class FaultProbe:
 
     def wt_cut(self) -> bool:
         """Shut the connections of P's control port down. Returns whether there was one."""
-        peers = list(_transfer_thread()._listener._peers.values())
+        peers = list(_transfer_thread()._listener.streams.values())
         for peer in peers:
-            with socket.socket(fileno=os.dup(peer._sock.fileno())) as connection:
+            with socket.socket(fileno=os.dup(peer.sock.fileno())) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
         return bool(peers)
 

@@ -45,24 +45,24 @@ class BlockingCalls:
     """
 
     def __init__(self, name: str, threads: int, waiting: int) -> None:
-        self._name, self._most_threads, self._most_waiting = name, threads, waiting
+        self._name, self.most_threads, self.most_waiting = name, threads, waiting
         self._lock = threading.Lock()
         self._waiting: deque[BlockingCall[object]] = deque()
-        self._threads = 0
+        self.running = 0
 
     def begin(self, work: Callable[[], T], on_done: Callable[[], None]) -> BlockingCall[T]:
         """Have a thread call ``work``, and then ``on_done``. Where too many calls wait, the call has failed at once."""
         call = BlockingCall(work, on_done)
         with self._lock:
-            if len(self._waiting) >= self._most_waiting:
-                call.error, call.done = f"{self._most_waiting} calls of {self._name} wait already", True
+            if len(self._waiting) >= self.most_waiting:
+                call.error, call.done = f"{self.most_waiting} calls of {self._name} wait already", True
                 return call
-            if self._threads < self._most_threads:
+            if self.running < self.most_threads:
                 try:
                     threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-                    self._threads += 1
+                    self.running += 1
                 except RuntimeError as error:
-                    if not self._threads:
+                    if not self.running:
                         call.error, call.done = str(error), True
                         return call
             self._waiting.append(call)  # type: ignore[arg-type]
@@ -72,12 +72,12 @@ class BlockingCalls:
         while True:
             with self._lock:
                 if not self._waiting:
-                    self._threads -= 1
+                    self.running -= 1
                     return
                 call = self._waiting.popleft()
             try:
                 call.run()
             except BaseException:  # this thread ends, and another one may start
                 with self._lock:
-                    self._threads -= 1
+                    self.running -= 1
                 raise

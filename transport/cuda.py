@@ -4,7 +4,7 @@ With ``ctypes`` each call can hold or release the GIL, whereas cuda-bindings rel
 thread waits tens of microseconds for it beside a thread that computes in Python (``gil_ms`` of
 ``benchmarks/gpu_planes.py``). ``ctypes`` also needs no package, and ``libcuda.so.1`` is there wherever a GPU works.
 
-The calls in ``_HOLDS_GIL`` return within microseconds. The calls in ``_RELEASES_GIL`` may wait for a GPU, for another
+The calls in ``HOLDS_GIL`` return within microseconds. The calls in ``RELEASES_GIL`` may wait for a GPU, for another
 process or for the kernel. The library is opened at the first call, so this module can be imported without CUDA.
 
 Streams, events and addresses are integers. Sizes are in bytes. A call acts on the CUDA context that is current in the
@@ -20,7 +20,6 @@ import functools
 import logging
 import math
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
@@ -34,7 +33,7 @@ logger = logging.getLogger("vllm.kvferry.cuda")
 
 HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
-_LIBRARY = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
 _NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
@@ -50,12 +49,6 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = [("reserved", c_ubyte * HANDLE_BYTES)]
 
 
-class _Uuid(ctypes.Structure):
-    """CUuuid."""
-
-    _fields_ = [("bytes", c_ubyte * 16)]
-
-
 _DEVICE = c_int
 _DEVICE_POINTER = c_uint64
 _HANDLE = c_void_p
@@ -63,14 +56,11 @@ _HANDLE = c_void_p
 
 _Signatures = Mapping[str, tuple[Any, ...]]
 
-_HOLDS_GIL: _Signatures = {
+HOLDS_GIL: _Signatures = {
     "cuCtxPopCurrent_v2": (POINTER(_HANDLE),),
     "cuCtxPushCurrent_v2": (_HANDLE,),
     "cuCtxSetCurrent": (_HANDLE,),
-    "cuDeviceCanAccessPeer": (POINTER(c_int), _DEVICE, _DEVICE),
     "cuDeviceGet": (POINTER(_DEVICE), c_int),
-    "cuDeviceGetCount": (POINTER(c_int),),
-    "cuDeviceGetUuid_v2": (POINTER(_Uuid), _DEVICE),
     "cuEventCreate": (POINTER(_HANDLE), c_uint),
     "cuEventDestroy_v2": (_HANDLE,),
     "cuEventQuery": (_HANDLE,),
@@ -80,7 +70,7 @@ _HOLDS_GIL: _Signatures = {
     "cuMemcpyHtoDAsync_v2": (_DEVICE_POINTER, c_void_p, c_size_t, _HANDLE),
     "cuStreamWaitEvent": (_HANDLE, _HANDLE, c_uint),
 }
-_RELEASES_GIL: _Signatures = {
+RELEASES_GIL: _Signatures = {
     "cuDevicePrimaryCtxRetain": (POINTER(_HANDLE), _DEVICE),
     "cuEventQuery": (_HANDLE,),
     "cuEventSynchronize": (_HANDLE,),
@@ -105,8 +95,8 @@ class _Driver:
     """The library, opened twice: calls of ``held`` hold the GIL, calls of ``released`` release it."""
 
     def __init__(self) -> None:
-        self.held = _declared(ctypes.PyDLL(_LIBRARY), _HOLDS_GIL)
-        self.released = _declared(ctypes.CDLL(_LIBRARY), _RELEASES_GIL)
+        self.held = _declared(ctypes.PyDLL(LIBRARY), HOLDS_GIL)
+        self.released = _declared(ctypes.CDLL(LIBRARY), RELEASES_GIL)
 
 
 def _declared(library: Any, signatures: _Signatures) -> Any:
@@ -151,18 +141,13 @@ def _check(call: str, status: int) -> None:
 # Devices and contexts. The context of a device is its primary one, which PyTorch uses, too.
 
 
-def _device(index: int) -> int:
-    device = _DEVICE()
-    _check("cuDeviceGet", _driver().held.cuDeviceGet(byref(device), index))
-    return device.value
-
-
 @functools.cache
 def _primary_context(index: int) -> int:
     """The primary context of a device. It is retained until the process ends, as PyTorch retains it."""
-    context = _HANDLE()
+    context, device = _HANDLE(), _DEVICE()
+    _check("cuDeviceGet", _driver().held.cuDeviceGet(byref(device), index))
     call = _driver().released.cuDevicePrimaryCtxRetain
-    _check("cuDevicePrimaryCtxRetain", call(byref(context), _device(index)))
+    _check("cuDevicePrimaryCtxRetain", call(byref(context), device))
     assert context.value is not None
     return context.value
 
@@ -212,9 +197,7 @@ def current_stream(device: torch.device) -> int:
 
 def device_uuid(device: torch.device) -> str:
     """The UUID of a GPU, which is the same in all processes."""
-    found = _Uuid()
-    _check("cuDeviceGetUuid", _driver().held.cuDeviceGetUuid_v2(byref(found), _device(device.index)))
-    return str(uuid.UUID(bytes=bytes(found.bytes)))
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def check_peer_access(device: torch.device, peer_uuid: str) -> None:
@@ -225,15 +208,10 @@ def check_peer_access(device: torch.device, peer_uuid: str) -> None:
     Raises:
         TransportError: ``device`` has no access.
     """
-    calls, count = _driver().held, c_int()
-    _check("cuDeviceGetCount", calls.cuDeviceGetCount(byref(count)))
-    for index in range(count.value):
+    for index in range(torch.cuda.device_count()):
         if index == device.index or device_uuid(torch.device("cuda", index)) != peer_uuid:
             continue
-        possible = c_int()
-        status = calls.cuDeviceCanAccessPeer(byref(possible), _device(device.index), _device(index))
-        _check("cuDeviceCanAccessPeer", status)
-        if not possible.value:
+        if not torch.cuda.can_device_access_peer(device, index):
             raise TransportError(f"GPU {device.index} has no peer access to GPU {index}")
 
 
@@ -314,7 +292,7 @@ def launch_kernel(
 # Memory.
 
 
-class _Allocation:
+class Allocation:
     """An allocation outside of PyTorch's pool, which has no IPC handles where its segments are expandable."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -338,7 +316,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         TransportError: there is not enough memory.
     """
     bind_context(device)
-    return torch.as_tensor(_Allocation(nbytes, device), device=device)
+    return torch.as_tensor(Allocation(nbytes, device), device=device)
 
 
 def address_range(address: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ class FairTable(Generic[K, V]):
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._entries: dict[K, _Entry[V]] = {}
         self._owned: dict[bytes, dict[K, None]] = {}  # the keys of each owner, the oldest first
         self._sums: dict[bytes, int] = {}
@@ -76,7 +76,7 @@ class FairTable(Generic[K, V]):
         self._owned.setdefault(owner, {})[key] = None
         self._sums[owner] = self._sums.get(owner, 0) + cost
         self.cost += cost
-        return self._displace() if self.cost > self._limit else []
+        return self._displace() if self.cost > self.limit else []
 
     def pop(self, key: K) -> V | None:
         """Remove an entry. Returns its value."""
@@ -102,7 +102,7 @@ class FairTable(Generic[K, V]):
         left: list[V] = []
         heap = [(-cost, owner) for owner, cost in self._sums.items()]
         heapq.heapify(heap)
-        while self.cost > self._limit - self._limit // 16:
+        while self.cost > self.limit - self.limit // 16:
             _, owner = heapq.heappop(heap)
             value = self.pop(next(iter(self._owned[owner])))
             if value is not None:

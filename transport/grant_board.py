@@ -41,10 +41,10 @@ PROBES = 8
 """Number of slots in which a grant may lie; its key determines the first of them."""
 KEY_BYTES = 16
 _DIGEST_BYTES = 16
-_HEADER = struct.Struct(f"<q{KEY_BYTES}s{_DIGEST_BYTES}sI")
+HEADER = struct.Struct(f"<q{KEY_BYTES}s{_DIGEST_BYTES}sI")
 """Counter, key, digest, bytes of the text."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_FIRST = SLOT_BYTES  # the board begins with a slot that holds its secret
+FIRST = SLOT_BYTES  # the board begins with a slot that holds its secret
 
 
 class BoardAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,62 +54,61 @@ class BoardAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
-def _digest(counter: int, key: bytes, text: bytes) -> bytes:
+def digest_of(counter: int, key: bytes, text: bytes) -> bytes:
     return blake2b(text, digest_size=_DIGEST_BYTES, salt=key, person=counter.to_bytes(16, "little")).digest()
 
 
-def _slots(key: bytes) -> list[int]:
+def slots_of(key: bytes) -> list[int]:
     first = int.from_bytes(key[:8], "little")
-    return [_FIRST + (first + n) % SLOTS * SLOT_BYTES for n in range(PROBES)]
+    return [FIRST + (first + n) % SLOTS * SLOT_BYTES for n in range(PROBES)]
 
 
 class GrantBoard:
     """The writer's end. Any thread may use it."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("kvferry-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, _FIRST + SLOTS * SLOT_BYTES)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._memory = mmap.mmap(self._fd, 0)
-        self._counters = np.frombuffer(self._memory, dtype=np.int64)
+        self.fd = os.memfd_create("kvferry-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, FIRST + SLOTS * SLOT_BYTES)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        self.memory = mmap.mmap(self.fd, 0)
+        self.counters = np.frombuffer(self.memory, dtype=np.int64)
         self.posted: set[int] = set()
-        """The places of the grants that stand."""
         self._lock = threading.Lock()
-        self.place = BoardAddress(self._fd, secrets.token_bytes(KEY_BYTES))
-        self._memory[:KEY_BYTES] = self.place.secret
+        self.place = BoardAddress(self.fd, secrets.token_bytes(KEY_BYTES))
+        self.memory[:KEY_BYTES] = self.place.secret
 
     def post(self, key: bytes, text: bytes) -> int | None:
         """Post a grant. Returns its place, or None where there is no room for it, or after ``close``."""
         with self._lock:
-            at = next((slot for slot in _slots(key) if slot not in self.posted), None)
-            if at is None or self._fd < 0 or len(text) > SLOT_BYTES - _HEADER.size:
+            at = next((slot for slot in slots_of(key) if slot not in self.posted), None)
+            if at is None or self.fd < 0 or len(text) > SLOT_BYTES - HEADER.size:
                 return None
             self.posted.add(at)
-            counter = int(self._counters[at // 8])
+            counter = int(self.counters[at // 8])
             counter += 1 - counter % 2  # odd: being written
-            self._counters[at // 8] = counter
-            digest = _digest(counter + 1, key, text)
-            _HEADER.pack_into(self._memory, at, counter, key, digest, len(text))
-            self._memory[at + _HEADER.size : at + _HEADER.size + len(text)] = text
-            self._counters[at // 8] = counter + 1
+            self.counters[at // 8] = counter
+            digest = digest_of(counter + 1, key, text)
+            HEADER.pack_into(self.memory, at, counter, key, digest, len(text))
+            self.memory[at + HEADER.size : at + HEADER.size + len(text)] = text
+            self.counters[at // 8] = counter + 1
             return at
 
     def withdraw(self, at: int) -> None:
         """Withdraw a grant: from now on ``is_current`` is false for every reader. Idempotent."""
         with self._lock:
             if at in self.posted:  # a second step of the counter would post it again
-                self._counters[at // 8] += 1
+                self.counters[at // 8] += 1
                 self.posted.remove(at)
 
     def close(self) -> None:
         """Withdraw all grants, and post none from now on. Idempotent."""
         with self._lock:
             for at in self.posted:
-                self._counters[at // 8] += 1
+                self.counters[at // 8] += 1
             self.posted.clear()
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
 
 
 class PostedGrant:
@@ -143,26 +142,26 @@ class BoardReader:
         except OSError as error:
             raise PlaneUnavailableError(f"P's board cannot be read: {error.strerror}") from None
         try:
-            self._memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if _is_board(fd) else None
+            self.memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if _is_board(fd) else None
         finally:
             os.close(fd)
-        if self._memory is None or not secrets.compare_digest(self._memory[:KEY_BYTES], place.secret):
+        if self.memory is None or not secrets.compare_digest(self.memory[:KEY_BYTES], place.secret):
             raise PlaneUnavailableError("P's board is another file")
-        self._counters = np.frombuffer(self._memory, dtype=np.int64)
+        self.counters = np.frombuffer(self.memory, dtype=np.int64)
 
     def find(self, key: bytes) -> PostedGrant | None:
         """The grant of that key, if it is posted."""
-        memory, counters = self._memory, self._counters
+        memory, counters = self.memory, self.counters
         assert memory is not None
         first = int.from_bytes(key[:8], "little")
-        for probe in range(PROBES):  # written out, see ``_slots``: a hand-over waits for each call here
-            at = _FIRST + (first + probe) % SLOTS * SLOT_BYTES
+        for probe in range(PROBES):  # written out, see ``slots_of``: a hand-over waits for each call here
+            at = FIRST + (first + probe) % SLOTS * SLOT_BYTES
             counter = int(counters[at // 8])
-            _, found, digest, nbytes = _HEADER.unpack_from(memory, at)
-            if counter % 2 or counter < 0 or found != key or nbytes > SLOT_BYTES - _HEADER.size:
+            _, found, digest, nbytes = HEADER.unpack_from(memory, at)
+            if counter % 2 or counter < 0 or found != key or nbytes > SLOT_BYTES - HEADER.size:
                 continue  # below 0: no writer of ours counts so far
-            text = memory[at + _HEADER.size : at + _HEADER.size + nbytes]
-            if int(counters[at // 8]) == counter and _digest(counter, key, text) == digest:
+            text = memory[at + HEADER.size : at + HEADER.size + nbytes]
+            if int(counters[at // 8]) == counter and digest_of(counter, key, text) == digest:
                 return PostedGrant(counters, at // 8, counter, text)
         return None
 
@@ -173,4 +172,4 @@ def _is_board(fd: int) -> bool:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:  # no memfd
         return False
-    return bool(sealed) and os.fstat(fd).st_size == _FIRST + SLOTS * SLOT_BYTES
+    return bool(sealed) and os.fstat(fd).st_size == FIRST + SLOTS * SLOT_BYTES

@@ -87,7 +87,7 @@ class Tracer:
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = provider
+        self.provider = provider
         self._tracer = provider.get_tracer("kvferry")
         self._propagator = TraceContextTextMapPropagator()
 
@@ -130,7 +130,7 @@ class Tracer:
 
     def close(self) -> None:
         """Send what is left, for ``CLOSE_SECONDS`` at most."""
-        closing = threading.Thread(target=self._provider.shutdown, name="kvferry-spans", daemon=True)
+        closing = threading.Thread(target=self.provider.shutdown, name="kvferry-spans", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
 

@@ -41,24 +41,24 @@ class ShortSwitchInterval:
     _before = 0.0
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._short = seconds, False
+        self._seconds, self.short = seconds, False
 
     def shorten(self) -> None:
         """Have it no longer than so many seconds. Idempotent."""
-        if not self._short:
+        if not self.short:
             self._change(True)
 
     def restore(self) -> None:
         """Leave it as it was before the first object shortened it, once no other wants it short. Idempotent."""
-        if self._short:
+        if self.short:
             self._change(False)
 
     def _change(self, short: bool) -> None:
         cls = ShortSwitchInterval
         with cls._lock:
-            if self._short is short:
+            if self.short is short:
                 return
-            self._short = short
+            self.short = short
             if not cls._wanted:
                 cls._before = sys.getswitchinterval()
             if short:
@@ -148,23 +148,23 @@ class RunningClock:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._began = clock()
-        self._now = self._asleep = 0.0
+        self.now = self.asleep = 0.0
         self.late = 0.0
 
     def turn(self) -> float:
         """Begin a turn, and return the time, which is never earlier than before."""
-        here = self._clock()
-        took, counted = here - self._began, self._asleep + HELD_UP_SECONDS
-        self.late = took - self._asleep if took > counted else 0.0
-        self._now += min(took, counted)
-        self._began, self._asleep = here, 0.0
-        return self._now
+        here = self.clock()
+        took, counted = here - self._began, self.asleep + HELD_UP_SECONDS
+        self.late = took - self.asleep if took > counted else 0.0
+        self.now += min(took, counted)
+        self._began, self.asleep = here, 0.0
+        return self.now
 
     def sleeps(self, seconds: float) -> None:
         """Announce that the turn will sleep for ``seconds`` or less."""
-        self._asleep += seconds
+        self.asleep += seconds
 
 
 class RateLimitedLog:
@@ -189,7 +189,7 @@ class RateLimitedLog:
         self._logger, self._seconds, self._max_keys, self._clock = logger, seconds, max_keys, clock
         self._max_lines, self._lines, self._since = max_lines, 0, clock()
         self._lock = threading.Lock()
-        self._keys: dict[str, tuple[float, int]] = {}  # last warned at, suppressed since
+        self.keys: dict[str, tuple[float, int]] = {}  # last warned at, suppressed since
 
     def info(self, key: str, message: str, *args: object) -> bool:
         """``logger.info(message, *args)``, or count it as suppressed; True where it was written."""
@@ -212,12 +212,12 @@ class RateLimitedLog:
         with self._lock:
             if now - self._since >= self._seconds:
                 self._since, self._lines = now, 0
-            last, suppressed = self._keys.pop(key, (float("-inf"), 0))  # to the end: the first was silent longest
+            last, suppressed = self.keys.pop(key, (float("-inf"), 0))  # to the end: the first was silent longest
             writes = now - last >= self._seconds and self._lines < self._max_lines
-            self._keys[key] = (now, 0) if writes else (last, suppressed + 1)
+            self.keys[key] = (now, 0) if writes else (last, suppressed + 1)
             self._lines += writes
-            while len(self._keys) > self._max_keys:
-                del self._keys[next(iter(self._keys))]
+            while len(self.keys) > self._max_keys:
+                del self.keys[next(iter(self.keys))]
         if writes:
             text = message % args if args else message
             if len(text) > self.MAX_LINE:

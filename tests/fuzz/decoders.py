@@ -172,18 +172,18 @@ def of_boards(honest: Honest) -> Iterator[Decoder]:
     """A slot of a grant board that P's process fills as it likes."""
     key = bytes(range(16))
     text = messages.encode_grant(honest.grant)
-    at = grant_board._slots(key)[0]
-    memory = bytearray(grant_board._FIRST + grant_board.SLOTS * grant_board.SLOT_BYTES)
+    at = grant_board.slots_of(key)[0]
+    memory = bytearray(grant_board.FIRST + grant_board.SLOTS * grant_board.SLOT_BYTES)
     reader = object.__new__(grant_board.BoardReader)
-    reader.__dict__.update(_memory=memory, _counters=np.frombuffer(memory, dtype=np.int64))
+    reader.__dict__.update(memory=memory, counters=np.frombuffer(memory, dtype=np.int64))
 
     def slot(counter: int, content: bytes) -> bytes:
-        digest = grant_board._digest(counter, key, content)
-        return grant_board._HEADER.pack(counter, key, digest, len(content)) + content
+        digest = grant_board.digest_of(counter, key, content)
+        return grant_board.HEADER.pack(counter, key, digest, len(content)) + content
 
     def find(data: bytes) -> None:
         """As it is, and with a digest that fits."""
-        for content in (data, slot(2, data[: grant_board.SLOT_BYTES - grant_board._HEADER.size])):
+        for content in (data, slot(2, data[: grant_board.SLOT_BYTES - grant_board.HEADER.size])):
             part = content[: grant_board.SLOT_BYTES]
             memory[at : at + len(part)] = part
             found = reader.find(key)

@@ -102,4 +102,4 @@ def cut(d: Rank, port: int | None = None) -> None:
     """Cut the connection of the data plane; that of control messages stands."""
     for link in halves(d)[1]._links:
         if port in (None, link._port):
-            link.channel._sock.shutdown(socket.SHUT_RDWR)
+            link.channel.sock.shutdown(socket.SHUT_RDWR)

@@ -130,7 +130,7 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
 
 def test_while_a_message_is_written_to_pages(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tcp the kernel writes D's pages; from the abort on the rest of the message goes nowhere."""
-    monkeypatch.setattr(tcp, "_BYTES_PER_TURN", 100_000)
+    monkeypatch.setattr(tcp, "BYTES_PER_TURN", 100_000)
     settings = Settings(plane="tcp", **PATIENT)
     p = group.rank(settings=settings, content=2048)
     d = group.rank(settings=settings, content=2048, engine_id="engine-d")

@@ -137,8 +137,8 @@ def test_an_idle_transfer_thread_sleeps(group: RankGroup, monkeypatch: pytest.Mo
     assert wait(lambda: bool(p.sent), [p, d])
     for rank in (p, d):
         clock, turns, begun = rank.thread._time, TurnLines(rank), time.monotonic()
-        now = clock._now
-        assert wait(lambda clock=clock, now=now: clock._now > now + 0.5), "its clock goes on while it sleeps"
+        now = clock.now
+        assert wait(lambda clock=clock, now=now: clock.now > now + 0.5), "its clock goes on while it sleeps"
         assert turns.count < 20 + 4 * (time.monotonic() - begun) and turns.most < 1000
 
 
@@ -152,9 +152,9 @@ def test_the_interval_is_short_for_what_is_posted_while_the_thread_relaxes(
     class Posted(deque[Any]):
         def append(self, plan: Any) -> None:
             thread.wake()
-            assert wait(lambda: not thread._work_posted and not thread._switch._short)
+            assert wait(lambda: not thread._work_posted and not thread._switch.short)
             super().append(plan)
 
     monkeypatch.setattr(thread._plans, "posted", Posted())
     grant([p], "req-p", [3], 10)
-    assert thread._switch._short and sys.getswitchinterval() < 1e-4
+    assert thread._switch.short and sys.getswitchinterval() < 1e-4

@@ -139,7 +139,7 @@ def test_cancels_of_reads_that_never_were_keep_nothing(peers: Peers) -> None:
 
 
 def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sends_of(peers.producer)._ended, "_limit", 100)
+    monkeypatch.setattr(sends_of(peers.producer)._ended, "limit", 100)
     hostile = peers.raw()
     for number in range(300):
         hostile.send(messages.Ask(
@@ -260,7 +260,7 @@ def test_a_d_that_never_reads_loses_its_session(
     """With real queues: the socket and its connection hold some thousand replies. D finds its channel closed."""
     deaf, producer = peers.raw(), peers.producer
     token = grant([peers.p], "req-p", THEIRS, TOKENS)
-    monkeypatch.setattr(replies_of(producer).kept, "_limit", 1 << 20)
+    monkeypatch.setattr(replies_of(producer).kept, "limit", 1 << 20)
     channel = next(iter(sessions_of(producer).values())).channel
     detail, deny = "x" * 1000, producer.reads.deny
     monkeypatch.setattr(producer.reads, "deny", lambda to, read, reason, text="": deny(to, read, reason, detail))

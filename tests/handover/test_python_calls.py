@@ -54,7 +54,7 @@ class Calls:
 def asleep(*ranks: Rank) -> bool:
     """Whether the transfer threads wait for events, and have handled all of them."""
     threads = [rank.worker._transfer_thread for rank in ranks]
-    return all(isinstance(t, TransferThread) and t._time._asleep and not t._work_posted for t in threads)
+    return all(isinstance(t, TransferThread) and t._time.asleep and not t._work_posted for t in threads)
 
 
 @pytest.fixture

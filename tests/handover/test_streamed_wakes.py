@@ -45,7 +45,7 @@ class Wakes:
 
     @property
     def asleep(self) -> bool:
-        return bool(self.thread._time._asleep) and not self.thread._work_posted
+        return bool(self.thread._time.asleep) and not self.thread._work_posted
 
 
 def test_a_prompt_that_nobody_reads(group: RankGroup) -> None:

@@ -256,8 +256,8 @@ class Node:
         self.timeline.note(f"{self.name} is killed{' with its host' if silently else ''}")
         self._end()
         board = board_of(self.thread)  # no other process opens a dead process's descriptor
-        os.close(board._fd)
-        board._fd = -1
+        os.close(board.fd)
+        board.fd = -1
         for link in self.thread._consumer._links:  # the system unmaps what a dead process has mapped
             link.board = None
         self.network.ended(self, silently=silently)
@@ -290,7 +290,7 @@ class Node:
         """What should have ended by its deadline."""
         if self.timeline.now < self._stands_still_until + 1.0:
             return
-        late = self._clock._now - 5 * TICK_SECONDS
+        late = self._clock.now - 5 * TICK_SECONDS
         consumer, producer = self.thread._consumer, producer_of(self.thread)
         for load in consumer.loads.running:
             state = load.lifetime.state

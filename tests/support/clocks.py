@@ -31,5 +31,5 @@ def put_forward(transfer_thread: Any, seconds: float) -> None:
 
 def hold_up(transfer_thread: Any, seconds: float) -> None:
     """The host lets the transfer thread's thread stand still for so long, as far as its clock says."""
-    _of(transfer_thread)._clock = lambda: time.monotonic() + seconds
+    _of(transfer_thread).clock = lambda: time.monotonic() + seconds
     transfer_thread._waker.wake()

@@ -55,19 +55,6 @@ CUresult cuGetErrorName(CUresult error, const char **name) {
 }
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = 40 + ordinal; return CALLED(" %d", ordinal); }
-CUresult cuDeviceGetCount(int *count) { *count = 3; return called(__func__, ""); }
-
-CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
-    for (int i = 0; i < 16; i++) uuid->bytes[i] = (char)(0xA0 + i);
-    uuid->bytes[0] = (char)device;
-    return CALLED(" %d", device);
-}
-
-CUresult cuDeviceCanAccessPeer(int *possible, CUdevice device, CUdevice peer) {
-    *possible = peer != 42;
-    return CALLED(" %d %d", device, peer);
-}
-
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     *context = (CUcontext)(0xC000000000000000 + (unsigned long long)device);
     return CALLED(" %d", device);

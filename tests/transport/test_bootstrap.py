@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -223,9 +224,8 @@ def test_a_thread_that_an_error_ends_makes_room_for_another(server: BootstrapSer
     server.publish(b"{}")
     for _ in range(MAX_FETCHES):
         bootstrap_fetch.fetch_page(f"http://127.0.0.1:{server.port}", lambda address: "", broken)
-        for thread in threading.enumerate():
-            if getattr(thread, "_target", None) == bootstrap_fetch._fetches._serve:
-                thread.join()
+        while bootstrap_fetch.FETCHES.running:
+            time.sleep(0.01)
     assert fetched(server.port).result == b"{}"
 
 

@@ -91,7 +91,7 @@ def ended(plane: CmaPlane, copy: Copy) -> Copy:
 
 @pytest.mark.parametrize(("count", "threads"), [(1, 4), (4096, 4), (32768, 1), (32768, 2), (32768, 4)])
 def test_scattered_runs_arrive(child: Child, count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cma, "_threads", lambda: threads)
+    monkeypatch.setattr(cma, "thread_count", lambda: threads)
     address = child.address
     plane = CmaPlane(CONTEXT)
     reader = child.join(plane)
@@ -115,8 +115,8 @@ def test_without_helper_threads_the_plane_copies_alone(
 ) -> None:
     """The system starts some of the helper threads and refuses the next one: the thread limit of a container."""
     address = child.address
-    monkeypatch.setattr(cma, "_threads", lambda: cma.MAX_THREADS)
-    monkeypatch.setattr(cma, "_helpers", functools.cache(cma._helpers.__wrapped__))
+    monkeypatch.setattr(cma, "thread_count", lambda: cma.MAX_THREADS)
+    monkeypatch.setattr(cma, "helper_pool", functools.cache(cma.helper_pool.__wrapped__))
     before, attempts, start = helper_threads(), 0, threading.Thread.start
 
     def limited_start(thread: threading.Thread) -> None:

@@ -15,6 +15,7 @@ from kvferry.transport.control import dialer as control_dialer
 from kvferry.transport.control import listener as control_listener
 from kvferry.transport.control import stream
 from kvferry.transport.errors import ConfigError
+from kvferry.transport.sockets import Strangers
 from kvferry.transport.wake import RateLimitedLog, Waker
 from tests.support.fork_server import fork_server
 from tests.transport.control_ends import LIMIT, MESSAGE, Dialed, arrived, exchanged, listening, readable, until
@@ -325,7 +326,7 @@ def test_rate_limited_log(caplog):
             limited.warning(f"key {number}", "many")
     lines = [record.getMessage() for record in caplog.records if record.name == "test.rate"]
     assert lines[:3] == ["bad thing", "other", "bad thing (and 4 more like this)"]
-    assert len(limited._keys) == 3, "keys that a peer makes up are bounded"
+    assert len(limited.keys) == 3, "keys that a peer makes up are bounded"
     assert len(lines) == 3 + 100
 
 
@@ -383,16 +384,16 @@ def test_a_peer_that_sends_without_end_holds_up_nobody(listener, connect, monkey
 
 
 def test_a_gate_that_met_an_error_goes_on(listener, connect, monkeypatch):
-    real = listener._gate._strangers.expire
+    real = Strangers.expire
     failed: list[bool] = []
 
-    def fails():
+    def fails(strangers):
         if not failed:
             failed.append(True)
             raise RuntimeError("no memory")
-        return real()
+        return real(strangers)
 
-    monkeypatch.setattr(listener._gate._strangers, "expire", fails)
+    monkeypatch.setattr(Strangers, "expire", fails)
     assert exchanged(listener, connect(listener.port)) and failed
 
 
@@ -404,7 +405,7 @@ def test_a_host_that_nobody_checked_is_one_line(connect, host):
 
 def test_a_name_that_is_known_at_once_begins_one_connection(listener, connect, monkeypatch):
     """Its thread wakes the dialer afterwards all the same."""
-    real = control_dialer._names.begin
+    real = control_dialer.NAMES.begin
 
     def at_once(work, on_done):
         call = real(work, on_done)
@@ -412,7 +413,7 @@ def test_a_name_that_is_known_at_once_begins_one_connection(listener, connect, m
             time.sleep(0.001)
         return call
 
-    monkeypatch.setattr(control_dialer._names, "begin", at_once)
+    monkeypatch.setattr(control_dialer.NAMES, "begin", at_once)
     assert exchanged(listener, connect(listener.port, "localhost"))
 
 

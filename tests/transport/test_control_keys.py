@@ -214,9 +214,9 @@ def test_a_certificate_that_merely_contains_an_admitted_key_is_refused(ends, tmp
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, KEYS.fingerprint)])
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvferry")])
     draft = x509.CertificateBuilder(issuer, name, secret.public_key(), 1, datetime(2000, 1, 1), datetime(9999, 12, 31))
-    admitted = control_keys._certificate(PUBLIC).public_bytes(Encoding.DER)
+    admitted = control_keys.certificate_of(PUBLIC).public_bytes(Encoding.DER)
     draft = draft.add_extension(x509.UnrecognizedExtension(x509.ObjectIdentifier("1.2.3.4"), admitted), critical=False)
-    chain = draft.sign(control_keys._ISSUER, None).public_bytes(Encoding.PEM)
+    chain = draft.sign(control_keys.ISSUER, None).public_bytes(Encoding.PEM)
     chain += secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     (tmp_path / "chain").write_bytes(chain)
     context.load_cert_chain(tmp_path / "chain")
@@ -268,5 +268,5 @@ def test_bad_keys_are_one_line_that_tells_no_secret(secret, peers, word):
 
 def test_the_certificate_of_a_key_stays_the_same():
     """Both ends make it, perhaps with other releases of ``cryptography``, and compare it byte for byte."""
-    (certificate,) = Keys("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7")._by_certificate
+    (certificate,) = Keys("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7").by_certificate
     assert hashlib.sha256(certificate).hexdigest() == "db2deeca9c65c2ff8b04939f4f009489bb671a6edd16ea6f25383678fc3a218c"

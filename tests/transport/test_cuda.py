@@ -19,6 +19,7 @@ import torch
 from kvferry.kernels.launch import StreamBuffers, _CompiledKernel
 from kvferry.transport import cuda
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
+from tests.support.inside import forget_driver
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 CONTEXT = "c000000000000028"
@@ -85,22 +86,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(tmp_path_factory.mktemp("libcuda"), source, "libcuda")
 
 
-def forget() -> None:
-    cuda._driver.cache_clear()
-    cuda._primary_context.cache_clear()
-
-
 @pytest.fixture
 def fake(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    monkeypatch.setattr(cuda, "_LIBRARY", str(library))
-    forget()
+    monkeypatch.setattr(cuda, "LIBRARY", str(library))
+    forget_driver()
     fake = Fake(library)
     fake.reset()
     cuda.load()
     assert fake.calls() == ["cuInit released 0"]
     yield fake
     fake.reset()
-    forget()
+    forget_driver()
 
 
 def launch() -> None:
@@ -115,11 +111,6 @@ RETAINED = ["cuDeviceGet held 0", "cuDevicePrimaryCtxRetain released 40"]
 PUSHED, POPPED = f"cuCtxPushCurrent_v2 held {CONTEXT}", "cuCtxPopCurrent_v2 held"
 STEPS: dict[str, tuple[Callable[[], object], object, list[str]]] = {
     "bind_context": (lambda: cuda.bind_context(GPU), None, [*RETAINED, f"cuCtxSetCurrent held {CONTEXT}"]),
-    "device_uuid": (
-        lambda: cuda.device_uuid(OTHER),
-        "29a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf",
-        ["cuDeviceGet held 1", "cuDeviceGetUuid_v2 held 41"],
-    ),
     "upload": (
         lambda: cuda.upload(ADDRESS, ADDRESS + 1, 1 << 40, STREAM),
         None,
@@ -220,7 +211,7 @@ def test_a_wait_with_a_limit_asks_without_the_gil_until_it_is_over(fake: Fake) -
 
 
 def test_memory_is_freed_in_its_context_whichever_is_current(fake: Fake) -> None:
-    memory = cuda._Allocation(1 << 40, GPU)
+    memory = cuda.Allocation(1 << 40, GPU)
     assert memory.__cuda_array_interface__["data"] == (0xFEDCBA9876543210, False)
     del memory
     assert fake.calls() == [
@@ -245,15 +236,14 @@ def test_every_function_is_called_in_some_test_as_its_table_says(fake: Fake) -> 
     event.synchronize(60.0)
     event.synchronize()
     del event
-    cuda._Allocation(1, GPU)
-    cuda.check_peer_access(GPU, "29a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf")
+    cuda.Allocation(1, GPU)
     for act, _, _ in STEPS.values():
         act()
     fake.fail("cuMemAlloc_v2")
     with pytest.raises(TransportError):
-        cuda._Allocation(1, GPU)
+        cuda.Allocation(1, GPU)
     seen = {tuple(call.split()[:2]) for call in fake.calls()} | {("cuInit", "released")}
-    assert seen == {(name, "held") for name in cuda._HOLDS_GIL} | {(name, "released") for name in cuda._RELEASES_GIL}
+    assert seen == {(name, "held") for name in cuda.HOLDS_GIL} | {(name, "released") for name in cuda.RELEASES_GIL}
 
 
 FAILING = [
@@ -270,10 +260,7 @@ FAILING = [
     ("cuCtxSetCurrent", STEPS["bind_context"][0]),
     ("cuCtxPushCurrent_v2", STEPS["read_bytes"][0]),
     ("cuCtxPopCurrent_v2", STEPS["read_bytes"][0]),
-    ("cuDeviceGetUuid_v2", STEPS["device_uuid"][0]),
-    ("cuDeviceGetCount", lambda: cuda.check_peer_access(GPU, "")),
-    ("cuDeviceCanAccessPeer", lambda: cuda.check_peer_access(GPU, "29a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf")),
-    ("cuMemAlloc_v2", lambda: cuda._Allocation(1, GPU)),
+    ("cuMemAlloc_v2", lambda: cuda.Allocation(1, GPU)),
     ("cuMemGetAddressRange_v2", STEPS["address_range"][0]),
     ("cuPointerGetAttribute", STEPS["ipc_handle"][0]),
     ("cuIpcGetMemHandle", STEPS["ipc_handle"][0]),
@@ -330,23 +317,26 @@ def test_virtual_memory_has_no_handle(fake: Fake) -> None:
         cuda.ipc_handle(ADDRESS)
 
 
-def test_peer_access_is_asked_of_the_gpu_with_that_uuid_alone(fake: Fake) -> None:
-    first, second, third = (cuda.device_uuid(torch.device("cuda", index)) for index in range(3))
-    assert len({first, second, third}) == 3
-    fake.calls()
-    cuda.check_peer_access(GPU, second)
-    assert [call for call in fake.calls() if "Peer" in call] == ["cuDeviceCanAccessPeer held 40 41"]
+def test_peer_access_is_asked_of_the_gpu_with_that_uuid_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def can_access(device: torch.device, peer: int) -> bool:
+        asked.append(peer)
+        return peer == 1
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU {device.index}"))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
+    for seen_or_ours in ("GPU 0", "GPU 1", "of a GPU that this process does not see"):
+        cuda.check_peer_access(GPU, seen_or_ours)
     with pytest.raises(TransportError, match="GPU 0 has no peer access to GPU 2"):
-        cuda.check_peer_access(GPU, third)
-    fake.calls()
-    cuda.check_peer_access(GPU, first)
-    cuda.check_peer_access(GPU, "of a GPU that this process does not see")
-    assert not [call for call in fake.calls() if "Peer" in call]
+        cuda.check_peer_access(GPU, "GPU 2")
+    assert asked == [1, 2]
 
 
 def test_a_host_without_the_driver_has_no_plane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_LIBRARY", "libcuda-missing.so.1")
-    forget()
+    monkeypatch.setattr(cuda, "LIBRARY", "libcuda-missing.so.1")
+    forget_driver()
     for act in (cuda.load, cuda.Event, STEPS["bind_context"][0]):
         with pytest.raises(PlaneUnavailableError, match=r"libcuda-missing\.so\.1: .*driver is not installed"):
             act()
@@ -354,14 +344,14 @@ def test_a_host_without_the_driver_has_no_plane(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_driver_without_a_function_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = compiled(tmp_path, "int cuInit(unsigned int);\nint cuInit(unsigned int flags) { return 0; }\n", "old")
-    monkeypatch.setattr(cuda, "_LIBRARY", str(old))
-    forget()
+    monkeypatch.setattr(cuda, "LIBRARY", str(old))
+    forget_driver()
     with pytest.raises(PlaneUnavailableError, match=r"undefined symbol: cu.*too old"):
         cuda.load()
 
 
 def test_a_driver_without_a_gpu_has_no_plane(library: Path, fake: Fake) -> None:
-    forget()
+    forget_driver()
     fake.fail("cuInit", NO_DEVICE)
     with pytest.raises(PlaneUnavailableError, match="cuInit: CUDA_ERROR_NO_DEVICE"):
         cuda.load()

@@ -74,7 +74,7 @@ def test_crowded_keys_go_to_the_next_slots_and_beyond_them_nowhere() -> None:
 def test_what_is_too_long_is_not_posted_and_the_longest_is() -> None:
     writer = GrantBoard()
     assert writer.post(key(), bytes(SLOT_BYTES)) is None
-    longest, one = secrets.token_bytes(SLOT_BYTES - grant_board._HEADER.size), key()
+    longest, one = secrets.token_bytes(SLOT_BYTES - grant_board.HEADER.size), key()
     assert writer.post(one, longest) is not None
     found = reader_of(writer).find(one)
     assert found is not None and found.text == longest
@@ -85,7 +85,7 @@ def test_a_note_that_is_being_written_is_not_found() -> None:
     one = key()
     at = writer.post(one, b"text")
     assert at is not None
-    writer._counters[at // 8] += 1
+    writer.counters[at // 8] += 1
     assert reader_of(writer).find(one) is None
 
 
@@ -159,27 +159,27 @@ def test_a_grant_whose_stores_arrive_in_another_order_is_not_taken() -> None:
     reader = reader_of(writer)
     at = writer.post(one, b"blocks 1 2 3")
     assert at is not None
-    old = writer._memory[at : at + SLOT_BYTES]
+    old = writer.memory[at : at + SLOT_BYTES]
     writer.withdraw(at)
     assert writer.post(two, b"blocks 4 5 6") == at
-    whole, text = writer._memory[at : at + SLOT_BYTES], at + grant_board._HEADER.size
+    whole, text = writer.memory[at : at + SLOT_BYTES], at + grant_board.HEADER.size
     note = reader.find(two)
     assert note is not None and note.text == b"blocks 4 5 6"
     for cut in range(1, 12):  # the last bytes of the text are the old ones
-        writer._memory[text + cut : text + 12] = old[grant_board._HEADER.size + cut : grant_board._HEADER.size + 12]
+        writer.memory[text + cut : text + 12] = old[grant_board.HEADER.size + cut : grant_board.HEADER.size + 12]
         found = reader.find(two)
         assert found is None or found.text == b"blocks 4 5 6"
-        writer._memory[at : at + SLOT_BYTES] = whole
-    header = grant_board._HEADER
+        writer.memory[at : at + SLOT_BYTES] = whole
+    header = grant_board.HEADER
     counter, found_key, digest, nbytes = header.unpack_from(whole)
     _, _, old_digest, old_nbytes = header.unpack_from(old)
     for torn in (
         (counter, found_key, old_digest, nbytes), (counter, found_key, digest, nbytes - 1),
         (counter, one, digest, nbytes), (counter + 2, found_key, digest, nbytes),
     ):  # fmt: skip
-        header.pack_into(writer._memory, at, *torn)
+        header.pack_into(writer.memory, at, *torn)
         assert reader.find(two) is None and reader.find(one) is None
-        writer._memory[at : at + SLOT_BYTES] = whole
+        writer.memory[at : at + SLOT_BYTES] = whole
     assert reader.find(two) is not None and old_nbytes == 12
 
 

@@ -104,7 +104,7 @@ def test_a_file_of_another_user(tmp_path, monkeypatch):
 def test_a_host_without_a_runtime_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative/path")
-    monkeypatch.setattr(key_file, "_is_private", lambda path: "run" not in path.parts and is_private(path))
+    monkeypatch.setattr(key_file, "is_private", lambda path: "run" not in path.parts and is_private(path))
     own = tmp_path / f"kvferry-{os.geteuid()}"
     assert default_key_file() == own / "kvferry.key" and stat.S_IMODE(own.stat().st_mode) == 0o700
     own.chmod(0o777)
@@ -116,7 +116,7 @@ def test_a_host_without_a_runtime_directory(tmp_path, monkeypatch):
         shared_key()
 
 
-is_private = key_file._is_private
+is_private = key_file.is_private
 
 
 def test_a_runtime_directory_that_others_may_write_is_passed_over(runtime, monkeypatch, tmp_path_factory):

@@ -97,14 +97,14 @@ def test_many_names_hold_up_nobody_and_start_few_threads(monkeypatch):
         raise socket.gaierror(socket.EAI_AGAIN, "no answer")
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
-    dialer, names = Dialer(KEYS, max_message_bytes=LIMIT), control_dialer._names
+    dialer, names = Dialer(KEYS, max_message_bytes=LIMIT), control_dialer.NAMES
     threads, begun = threading.active_count(), time.monotonic()
     links = [dialer.connect(f"name-{n}.example", 1, key=KEYS.fingerprint, timeout=300) for n in range(300)]
     assert time.monotonic() - begun < 30, "one name is looked up for up to a minute"
-    assert threading.active_count() <= threads + names._most_threads
+    assert threading.active_count() <= threads + names.most_threads
     assert all(link.send(MESSAGE) for link in links)
-    monkeypatch.setattr(names, "_most_waiting", 300)
-    for _ in range(names._most_threads + 1):
+    monkeypatch.setattr(names, "most_waiting", 300)
+    for _ in range(names.most_threads + 1):
         links.append(dialer.connect("one-more.example", 1, key=KEYS.fingerprint, timeout=300))
     assert links[-1].lost and "300 calls of kvferry-lookup wait already" in links[-1].reason
     answer.set()

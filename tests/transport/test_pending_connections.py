@@ -152,7 +152,7 @@ def test_shm_connects_to_no_socket_of_another_user(monkeypatch: pytest.MonkeyPat
     """The kernel names the user of the process that listens; the offer may say anything."""
     p, d = ShmPlane(CONTEXT), ShmPlane(CONTEXT)
     offer = p.offer()
-    monkeypatch.setattr(shm, "_same_user", lambda sock: False)
+    monkeypatch.setattr(shm, "same_user", lambda sock: False)
     with pytest.raises(PlaneUnavailableError, match="another user's"):
         d.connect(offer, "127.0.0.1")
     for plane in (p, d):

@@ -15,6 +15,7 @@ from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.ucx import UcxPlane
+from tests.support.inside import forget_driver
 from tests.transport.plane_pair import SLOT, Pair
 
 pytestmark = pytest.mark.ucx
@@ -72,7 +73,7 @@ def test_a_message_that_cannot_be_received_takes_no_other_with_it(pair: Pair, mo
 
 def test_on_a_gpu_what_its_slots_need_is_there_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver is opened before the first hand-over, so a missing one is known before a hand-over fails."""
-    monkeypatch.setattr(cuda, "_LIBRARY", "libcuda-missing.so.1")
-    cuda._driver.cache_clear()
+    monkeypatch.setattr(cuda, "LIBRARY", "libcuda-missing.so.1")
+    forget_driver()
     with pytest.raises(PlaneUnavailableError, match="NVIDIA's driver is not installed"):
         UcxPlane(PlaneContext("127.0.0.1", 1 << 20, 4 << 20, memory=PlaneMemory(torch.device("cuda", 0))))

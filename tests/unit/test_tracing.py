@@ -104,7 +104,7 @@ def test_without_an_endpoint_nothing_is_imported(monkeypatch):
 def test_a_close_does_not_wait_for_a_receiver_that_hangs(monkeypatch):
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.01)
     tracer, go = Spans().tracer, threading.Event()
-    monkeypatch.setattr(tracer._provider, "shutdown", go.wait)
+    monkeypatch.setattr(tracer.provider, "shutdown", go.wait)
     tracer.close()
     assert not go.is_set()
     go.set()

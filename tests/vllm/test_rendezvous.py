@@ -178,7 +178,7 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
     producer.serve = serve
     eventually(lambda: not finder.contacts)
     del producer.serve
-    assert not contact.connection._inbox and contact.connection.lost
+    assert not contact.connection.inbox and contact.connection.lost
     request_id = ask(d, params)  # over another connection
     p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)

@@ -61,7 +61,7 @@ def _shut(connected: socket.socket) -> None:
         connected.shutdown(socket.SHUT_RDWR)
 
 
-_fetches = BlockingCalls("kvferry-bootstrap", MAX_FETCHES, MAX_WAITING)
+FETCHES = BlockingCalls("kvferry-bootstrap", MAX_FETCHES, MAX_WAITING)
 
 
 def fetch_page(url: str, refusal: Callable[[str], str], on_done: Callable[[], None]) -> BlockingCall[bytes]:
@@ -80,4 +80,4 @@ def fetch_page(url: str, refusal: Callable[[str], str], on_done: Callable[[], No
             raise OSError(refused)
         return fetch(address, port)
 
-    return _fetches.begin(work, on_done)
+    return FETCHES.begin(work, on_done)

@@ -38,7 +38,7 @@ NOBODY_LISTENS = "nobody listens there, or no way leads there; is the engine up,
 CONNECT_TIMEOUT_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 """Seconds between two looks for peers that say nothing."""
-_names = BlockingCalls("kvferry-lookup", threads=8, waiting=1024)
+NAMES = BlockingCalls("kvferry-lookup", threads=8, waiting=1024)
 T = TypeVar("T")
 
 
@@ -71,7 +71,7 @@ class Connection:
         self.dropped: Counter[str] = Counter()
         self._dialer, self._key = dialer, key
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
-        self._inbox: deque[list[bytes]] = deque()
+        self.inbox: deque[list[bytes]] = deque()
         self._waiting: list[list[bytes]] = []  # to be sent once the connection is established
         self._sock: socket.socket | None = None
         self._stream: Stream | None = None
@@ -95,8 +95,8 @@ class Connection:
     def receive(self) -> list[list[bytes]]:
         """The messages that have arrived, in order."""
         self.news = False
-        found = list(self._inbox)
-        self._inbox.clear()
+        found = list(self.inbox)
+        self.inbox.clear()
         return found
 
     def send(self, frames: list[bytes]) -> bool:
@@ -118,7 +118,7 @@ class Connection:
         """Close the connection and drop unsent messages. Idempotent."""
         self.on_news = _nobody  # the owner most often refers to this connection: no circle of references is left
         self.lose("closed")
-        self._inbox.clear()
+        self.inbox.clear()
 
     # --- for the dialer -----------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Connection:
         try:
             for frames in stream.receive():
                 if frames != KEEP_ALIVE:
-                    self._inbox.append(frames)
+                    self.inbox.append(frames)
                     self._tell()
         except StreamEndedError as error:
             self.lose(str(error))
@@ -234,7 +234,7 @@ class Connection:
         """The numeric address of ``host``, which may be a name: a name server may be silent for long."""
         if _is_numeric(self.host):
             return self.host
-        call = _names.begin(partial(_look_up, self.host), partial(self._dialer.resolved, self))
+        call = NAMES.begin(partial(_look_up, self.host), partial(self._dialer.resolved, self))
         self.resolving = True
         while not call.done:
             yield 0

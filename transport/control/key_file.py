@@ -25,19 +25,19 @@ def default_key_file() -> Path:
     """
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     for place in (named, f"/run/user/{os.geteuid()}"):
-        if os.path.isabs(place) and _is_private(Path(place)):
+        if os.path.isabs(place) and is_private(Path(place)):
             return Path(place) / FILE_NAME
     own = Path(tempfile.gettempdir()) / f"kvferry-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         own.mkdir(mode=0o700)
-    if not _is_private(own):
+    if not is_private(own):
         raise ConfigError(
             f"key_file: {own} is not a directory that only user {os.geteuid()} may write; remove it, or set key_file"
         )
     return own / FILE_NAME
 
 
-def _is_private(directory: Path) -> bool:
+def is_private(directory: Path) -> bool:
     """Whether only this user may add files there."""
     try:
         found = directory.lstat()

@@ -31,7 +31,7 @@ _SHOWN = 8
 """Fingerprints that one error message lists."""
 _KEY_IN_DER = bytes.fromhex("2b6570032100")
 """What an Ed25519 key follows in a certificate (RFC 8410)."""
-_ISSUER = Ed25519PrivateKey.from_private_bytes(b"the key of an issuer of nothing.")
+ISSUER = Ed25519PrivateKey.from_private_bytes(b"the key of an issuer of nothing.")
 
 
 def raw_key(name: str, key: str) -> bytes:
@@ -122,9 +122,9 @@ class Keys:
             UnknownKeyError: the key is not admitted.
         """
         certificate = tls.getpeercert(binary_form=True) or b""
-        if certificate not in self._by_certificate:
+        if certificate not in self.by_certificate:
             raise self._unknown(fingerprint(certificate.partition(_KEY_IN_DER)[2][:32]))
-        return self._by_certificate[certificate]
+        return self.by_certificate[certificate]
 
     def _unknown(self, wanted: str) -> UnknownKeyError:
         return UnknownKeyError(
@@ -140,8 +140,8 @@ class Keys:
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.num_tickets = 0  # a session that is resumed would show no certificate
-        root = _certificate(_ISSUER.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw), root=True)
-        context.load_verify_locations(cadata=root.public_bytes(Encoding.DER) + b"".join(self._by_certificate))
+        root = certificate_of(ISSUER.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw), root=True)
+        context.load_verify_locations(cadata=root.public_bytes(Encoding.DER) + b"".join(self.by_certificate))
         return context
 
     @cached_property
@@ -152,13 +152,13 @@ class Keys:
         return context
 
     @cached_property
-    def _by_certificate(self) -> dict[bytes, str]:
-        return {_certificate(key).public_bytes(Encoding.DER): name for name, key in self.admitted.items()}
+    def by_certificate(self) -> dict[bytes, str]:
+        return {certificate_of(key).public_bytes(Encoding.DER): name for name, key in self.admitted.items()}
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        chain = _certificate(self.admitted[self.fingerprint]).public_bytes(Encoding.PEM)
+        chain = certificate_of(self.admitted[self.fingerprint]).public_bytes(Encoding.PEM)
         chain += self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         fd = os.memfd_create("kvferry-key", os.MFD_CLOEXEC)  # OpenSSL reads a secret key from a file only
         try:
@@ -173,7 +173,7 @@ class UnknownKeyError(KVFerryError):
     """The peer's public key is not admitted here."""
 
 
-def _certificate(public: bytes, *, root: bool = False) -> x509.Certificate:
+def certificate_of(public: bytes, *, root: bool = False) -> x509.Certificate:
     """The certificate of a raw public key: Ed25519 signs without chance, so it is the same at every call."""
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvferry")])
     subject = issuer if root else x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, fingerprint(public))])
@@ -181,4 +181,4 @@ def _certificate(public: bytes, *, root: bool = False) -> x509.Certificate:
     draft = draft.not_valid_before(datetime(2000, 1, 1)).not_valid_after(datetime(9999, 12, 31))
     if root:
         draft = draft.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    return draft.sign(_ISSUER, None)
+    return draft.sign(ISSUER, None)

@@ -149,7 +149,7 @@ class Listener:
         self._limit = min(max_peers, files // 2) if files > 0 else max_peers
         self.dropped: Counter[str] = Counter()
         self._shared = Shared(max_message_bytes)
-        self._peers: dict[bytes, Stream] = {}
+        self.streams: dict[bytes, Stream] = {}
         self._serial = itertools.count(1)
         self._admitted: deque[ssl.SSLSocket] = deque()
         self._arrived: list[tuple[bytes, list[bytes], str]] = []
@@ -194,19 +194,19 @@ class Listener:
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
         """Queue a message for one peer. False: the peer is gone, or its queue is full because it does not read."""
-        peer = self._peers.get(identity)
+        peer = self.streams.get(identity)
         failure = "gone" if peer is None else peer.send(frames)
         if peer is not None and failure == "gone":
             self._late[peer] = None  # what it said before still counts
         self._end_excess()
         if failure:
             self.dropped[failure] += 1
-        return not failure and identity in self._peers
+        return not failure and identity in self.streams
 
     @property
     def peers(self) -> int:
         """The number of peers that are connected now."""
-        return len(self._peers)
+        return len(self.streams)
 
     def close(self) -> None:
         """Close the listener and drop unsent messages. Idempotent."""
@@ -214,7 +214,7 @@ class Listener:
             self._closed = True
             self._gate.close()
             self._welcome()
-            for peer in list(self._peers.values()):
+            for peer in list(self.streams.values()):
                 self._end(peer)
             self._waker.close()
             self._shared.sockets.close()
@@ -224,7 +224,7 @@ class Listener:
     @property
     def has_room(self) -> bool:
         """Whether one more peer may come."""
-        return len(self._peers) + len(self._admitted) < self._limit
+        return len(self.streams) + len(self._admitted) < self._limit
 
     def admit(self, tls: ssl.SSLSocket) -> None:
         """Take over the connection of a peer whose key is admitted."""
@@ -247,12 +247,12 @@ class Listener:
                 address = str(tls.getpeername()[0]).removeprefix("::ffff:")
                 tune(tls, silence(address))
                 peer = Stream(tls, address, self._shared, self._serve, next(self._serial).to_bytes(8, "big"))
-                self._peers[peer.identity] = peer
+                self.streams[peer.identity] = peer
             except OSError:  # it is gone already
                 tls.close()
 
     def _serve(self, peer: Stream) -> None:
-        if peer.identity not in self._peers:
+        if peer.identity not in self.streams:
             return
         if self._taken >= BATCH or self._taken_bytes >= BATCH_BYTES:
             self._late[peer] = None
@@ -274,12 +274,12 @@ class Listener:
     def _end_excess(self) -> None:
         while self._shared.excess:
             peer = self._shared.excess.pop()
-            if peer.identity in self._peers:
+            if peer.identity in self.streams:
                 self.refused("flood", "it sends bytes and no whole message, or does not read its answers")
                 self._end(peer)
 
     def _end(self, peer: Stream) -> None:
-        self._peers.pop(peer.identity, None)
+        self.streams.pop(peer.identity, None)
         peer.close()
 
 

@@ -89,7 +89,7 @@ class Stream:
     ) -> None:
         self.address, self.identity = address, identity
         self.heard_at = time.monotonic()
-        self._sock, self._shared = sock, shared
+        self.sock, self._shared = sock, shared
         self._serve: Callable[[], None] = partial(serve, self)
         self._arrived = bytearray()
         self._missing = 0  # bytes of the message whose head has come
@@ -112,7 +112,7 @@ class Stream:
         found: list[list[bytes]] = []
         for _ in range(_READS):
             try:
-                data = self._sock.recv(_RECORD_BYTES)
+                data = self.sock.recv(_RECORD_BYTES)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 break
             except OSError as error:
@@ -168,7 +168,7 @@ class Stream:
         self._unsent.clear()
         self._unsent_bytes = 0
         self._count()
-        self._shared.sockets.drop(self._sock)
+        self._shared.sockets.drop(self.sock)
         self._serve = _nothing  # no circle of references is left
 
     def _flush(self) -> bool:
@@ -176,7 +176,7 @@ class Stream:
         stands = not self._broken
         while self._unsent and stands:
             try:
-                sent = self._sock.send(self._unsent[0])
+                sent = self.sock.send(self._unsent[0])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 break
             except OSError:
@@ -191,7 +191,7 @@ class Stream:
         self._count()
         if stands and self._writes is not bool(self._unsent):
             self._writes = not self._writes
-            self._shared.sockets.watch(self._sock, self._serve, READABLE | WRITABLE if self._writes else READABLE)
+            self._shared.sockets.watch(self.sock, self._serve, READABLE | WRITABLE if self._writes else READABLE)
         return stands
 
     def _count(self) -> None:

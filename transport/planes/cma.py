@@ -77,12 +77,12 @@ def read_memory(pid: int, dst: Int64s, src: Int64s, nbytes: Int64s) -> None:
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
-def _threads() -> int:
+def thread_count() -> int:
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 @cache
-def _helpers() -> ThreadPoolExecutor | None:
+def helper_pool() -> ThreadPoolExecutor | None:
     """The helper threads; ``None`` where the system refuses one.
 
     All of them start here: an executor that could not start a thread later would raise after it had queued a share.
@@ -106,8 +106,8 @@ def copy_ranges(pid: int, ranges: ByteRanges) -> None:
         TransportError: the process is gone, or an address does not belong to it.
     """
     total = int(ranges.nbytes.sum())
-    shares = min(_threads(), total // SHARE_BYTES, len(ranges.nbytes))
-    helpers = _helpers() if shares > 1 else None
+    shares = min(thread_count(), total // SHARE_BYTES, len(ranges.nbytes))
+    helpers = helper_pool() if shares > 1 else None
     if helpers is None:
         _copy_share(pid, ranges)
         return
@@ -135,29 +135,29 @@ def _copy_share(pid: int, ranges: ByteRanges) -> None:
 class CmaCopy(Copy):
     """A copy of ``left``, of which each turn of the plane copies ``TURN_BYTES``, or less to the end of a portion."""
 
-    __slots__ = ("_left", "_pid", "channel")
+    __slots__ = ("channel", "left", "pid")
 
     def __init__(self, channel: CmaChannel, ranges: ByteRanges) -> None:
         super().__init__()
         self.channel = channel
-        self._pid = channel.process.pid
-        self._left: ByteRanges | None = ranges
+        self.pid = channel.process.pid
+        self.left: ByteRanges | None = ranges
 
     def turn(self) -> None:
         """Copy the next ``TURN_BYTES``, on this thread and the helpers."""
-        assert self._left is not None
+        assert self.left is not None
         nbytes = TURN_BYTES
         if self.ends:
             nbytes = min(nbytes, next(end - self.moved for end in self.ends if end > self.moved))
         try:
-            now, self._left = self._left.split(nbytes)
-            copy_ranges(self._pid, now)
+            now, self.left = self.left.split(nbytes)
+            copy_ranges(self.pid, now)
         except Exception as error:  # only this copy fails, not the plane
             self.peer_lost = isinstance(error, TransportError)
             self.end(str(error) if self.peer_lost else repr(error))
             return
         self.moved += int(now.nbytes.sum())
-        self.done = self._left is None
+        self.done = self.left is None
 
     def end(self, error: str) -> None:
         """Copy no more."""

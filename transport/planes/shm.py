@@ -177,7 +177,7 @@ class ShmSendChannel(WindowedSender):
     def __init__(self, plane: ShmPlane, sock: socket.socket, arena: Arena) -> None:
         pool = SlotPool(arena.slot_bytes, arena.num_slots * arena.slot_bytes, slab=arena.tensor())
         super().__init__(pool, arena.slot_bytes, arena.num_slots)
-        self._plane, self._sock, self._arena = plane, sock, arena
+        self._plane, self.sock, self._arena = plane, sock, arena
 
     def give_back(self, slot: Slot) -> None:
         super().give_back(slot)
@@ -186,7 +186,7 @@ class ShmSendChannel(WindowedSender):
     def on_readable(self) -> None:
         """The consumer freed slots, or is gone."""
         try:
-            records, gone = _records(self._sock, FREED)
+            records, gone = _records(self.sock, FREED)
             for (index,) in records:
                 if not self.free(index):
                     raise ProtocolError(f"shm: the consumer freed slot {index}, which it does not hold")
@@ -198,16 +198,16 @@ class ShmSendChannel(WindowedSender):
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
         try:
-            self._sock.send(FILLED.pack(tag, slot.index, nbytes), socket.MSG_NOSIGNAL)
+            self.sock.send(FILLED.pack(tag, slot.index, nbytes), socket.MSG_NOSIGNAL)
         except OSError as error:
             self.fail(f"shm: the consumer is gone: {error}")
 
     def _give_up(self) -> None:
-        self._plane.sockets.mute(self._sock)
+        self._plane.sockets.mute(self.sock)
         super()._give_up()
 
     def _close(self) -> None:
-        self._plane.drop(self, self._sock)
+        self._plane.drop(self, self.sock)
         super()._give_up()
         self._unmap_if_done()
 
@@ -226,7 +226,7 @@ class ShmRecvChannel(PushReceiver):
     def __init__(self, plane: ShmPlane, sock: socket.socket) -> None:
         super().__init__()
         self._plane = plane
-        self._sock = sock
+        self.sock = sock
         self._arena: Arena | None = None
         self._held: set[int] = set()
 
@@ -235,7 +235,7 @@ class ShmRecvChannel(PushReceiver):
         try:
             if self._arena is None and not self._take_arena():
                 return
-            records, gone = _records(self._sock, FILLED)
+            records, gone = _records(self.sock, FILLED)
             for tag, index, nbytes in records:
                 self._filled(tag, index, nbytes)
         except (ProtocolError, TransportError) as error:
@@ -246,7 +246,7 @@ class ShmRecvChannel(PushReceiver):
 
     def _take_arena(self) -> bool:
         try:
-            data, fds, flags = _recv_fd(self._sock)
+            data, fds, flags = _recv_fd(self.sock)
         except BlockingIOError:
             return False
         except OSError:
@@ -284,15 +284,15 @@ class ShmRecvChannel(PushReceiver):
             self._unmap_if_done()
         elif self.error is None:
             try:
-                self._sock.send(FREED.pack(index), socket.MSG_NOSIGNAL)
+                self.sock.send(FREED.pack(index), socket.MSG_NOSIGNAL)
             except OSError as error:
                 self.fail(f"shm: the producer is gone: {error}")
 
     def _give_up(self) -> None:
-        self._plane.sockets.mute(self._sock)
+        self._plane.sockets.mute(self.sock)
 
     def _close(self) -> None:
-        self._plane.drop(self, self._sock)
+        self._plane.drop(self, self.sock)
         self.release_arrived()
         self._unmap_if_done()
 
@@ -322,7 +322,7 @@ class ShmPlane(SocketPlane):
             name = NAME_PREFIX + secrets.token_hex(_NAME_BYTES).encode()
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             listener.bind(name)
-            self.listen(listener, welcome=_same_user)
+            self.listen(listener, welcome=same_user)
             self._name = name
         return msgspec.msgpack.encode(ShmOffer(self._name, self.new_secret(), os.getuid()))
 
@@ -339,7 +339,7 @@ class ShmPlane(SocketPlane):
             if isinstance(error, BlockingIOError):
                 reason = "too many consumers are connecting to it right now"
             raise PlaneUnavailableError(f"shm: the producer cannot be reached ({error.strerror}): {reason}") from None
-        if not _same_user(sock):
+        if not same_user(sock):
             sock.close()
             raise PlaneUnavailableError("shm: the producer's socket is another user's")
         channel = ShmRecvChannel(self, sock)
@@ -378,7 +378,7 @@ class ShmPlane(SocketPlane):
         return channel, b""
 
 
-def _same_user(sock: socket.socket) -> bool:
+def same_user(sock: socket.socket) -> bool:
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
 

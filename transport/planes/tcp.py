@@ -57,7 +57,7 @@ logger = logging.getLogger("vllm.kvferry.tcp")
 _SCRATCH_BYTES = 256 << 10
 _GPU_WINDOW = 3
 """Slots of one channel that a GPU packs, that wait, or that are on the link."""
-_BYTES_PER_TURN = 32 << 20
+BYTES_PER_TURN = 32 << 20
 """Bytes moved on one channel before the other channels are served."""
 
 
@@ -251,8 +251,8 @@ class TcpRecvChannel(ConnectingReceiver):
         return False
 
     def on_readable(self) -> None:
-        """Receive the bytes that have arrived, at most ``_BYTES_PER_TURN``."""
-        left = _BYTES_PER_TURN
+        """Receive the bytes that have arrived, at most ``BYTES_PER_TURN``."""
+        left = BYTES_PER_TURN
         try:
             while left > 0 and self.error is None and not self.closed:
                 if self._head.left:
