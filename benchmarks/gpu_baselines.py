@@ -239,7 +239,7 @@ class UcxxRawEndpoint(ArenaEndpoint):
             self.worker.progress()
             if not self.link.alive:
                 raise RuntimeError(f"the link is down: {self.link.reason}")
-            if any(request.completed and not request.ok for request in flying):
+            if any(request.completed and request.status for request in flying):
                 raise RuntimeError("a message failed")
             flying = [request for request in flying if not request.completed]
             yield

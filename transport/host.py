@@ -41,6 +41,11 @@ def is_ours(address: str) -> bool:
         return False
 
 
+def numeric_address(host: str, port: int | None = None) -> str:
+    """The numeric address of ``host``, which may be a name. Blocks. Raises OSError, UnicodeError: there is none."""
+    return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def raise_file_limit() -> int:
     """Let this process open as many files as the system allows it, because each link takes one. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

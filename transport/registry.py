@@ -98,44 +98,28 @@ class PlaneSpec:
 
 
 _PLANES = "kvferry.transport.planes"
-_specs: dict[str, PlaneSpec] = {}
-
-
-def register(spec: PlaneSpec) -> None:
-    """Add a plane to the registered planes of this process. A second plane of the same name replaces the first."""
-    _specs[spec.name] = spec
-
-
-register(
+_SPECS = (
     PlaneSpec(
         "cma", f"{_PLANES}.cma:CmaPlane", "same host, same user",
         "D reads P's pages with `process_vm_readv`, straight into its own: one pass, no work on P",
         host=Use(10),
-    )
-)  # fmt: skip
-register(
+    ),
     PlaneSpec(
         "cuda_ipc", f"{_PLANES}.cuda_ipc:CudaIpcPlane",
         "same host, same user, GPUs that reach each other, or one GPU for both",
         "D's kernel reads P's pages over NVLink and writes its own, form changed in the same pass; no work on P",
         gpu=Use(10),
-    )
-)  # fmt: skip
-register(
+    ),
     PlaneSpec(
         "shm", f"{_PLANES}.shm:ShmPlane", "same host, same user",
         "P packs into slots in shared memory, D unpacks from them",
         host=Use(20), gpu=Use(30),
-    )
-)  # fmt: skip
-register(
+    ),
     PlaneSpec(
         "tcp", f"{_PLANES}.tcp:TcpPlane", "between hosts",
         "P's kernel gathers scattered pages into a stream, D's scatters it into its own: no copy between",
         host=Use(30), gpu=Use(40), encrypts=True,
-    )
-)  # fmt: skip
-register(
+    ),
     PlaneSpec(
         "ucx", f"{_PLANES}.ucx:UcxPlane", "between hosts with RDMA hardware, and between GPUs of one host",
         "packed, sent as UCX messages, unpacked, all overlapped",
@@ -144,24 +128,20 @@ register(
         # memory over NVLink; ``Plane.slower_because`` names the exceptions. In host memory the UCX of the PyPI wheel
         # has TCP only, and is slower than the tcp plane (benchmarks/host_planes.py).
         host=Use(40, auto=False), gpu=Use(20, slot_bytes=None), extra="kvferry[ucx]",
-    )
-)  # fmt: skip
-register(
+    ),
     PlaneSpec(
         "nixl", f"{_PLANES}.nixl:NixlPlane", "between hosts with RDMA hardware",
         "P packs into registered slots, D reads each with one RDMA READ, and unpacks",
         # After shm and before tcp. ``ucx`` comes first between the GPUs of one host, over NVLink, and where the user
         # has told it to use a system's UCX; between other hosts it has TCP only, and says so.
         host=Use(25), gpu=Use(25, slot_bytes=32 << 20), extra="kvferry[rdma]",
-    )
-)  # fmt: skip
-register(
+    ),
     PlaneSpec(
-        "zmq", f"{_PLANES}.zmq:ZmqPlane", "anywhere",
-        "packed, sent as encrypted ZMQ messages, unpacked",
+        "zmq", f"{_PLANES}.zmq:ZmqPlane", "anywhere", "packed, sent as encrypted ZMQ messages, unpacked",
         host=Use(50, auto=False), gpu=Use(50, auto=False), encrypts=True,
-    )
+    ),
 )  # fmt: skip
+_OURS = {spec.name: spec for spec in _SPECS}
 
 
 @lru_cache(maxsize=1)
@@ -173,7 +153,7 @@ def _of_distributions(path: tuple[str, ...]) -> EntryPoints:
 
 def plane_names() -> tuple[str, ...]:
     """The names of all registered planes, in alphabetical order. Imports no plane."""
-    return tuple(sorted({*_specs, *_of_distributions(tuple(sys.path)).names}))
+    return tuple(sorted({*_OURS, *_of_distributions(tuple(sys.path)).names}))
 
 
 def plane_spec(name: str) -> PlaneSpec:
@@ -182,8 +162,8 @@ def plane_spec(name: str) -> PlaneSpec:
     Raises:
         PlaneUnavailableError: no plane has that name, or its entry point does not load.
     """
-    if name in _specs:
-        return _specs[name]
+    if name in _OURS:
+        return _OURS[name]
     for entry in _of_distributions(tuple(sys.path)).select(name=name):
         try:
             spec = entry.load()

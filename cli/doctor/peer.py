@@ -35,6 +35,7 @@ from kvferry.transport.control.dialer import Connection, Dialer
 from kvferry.transport.control.keys import FINGERPRINT_BYTES, GREETING_BYTES, Keys
 from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.errors import ProtocolError, UsageError, shortened
+from kvferry.transport.host import numeric_address
 
 PEER_SECONDS = 5.0
 """How long each step may take: the TCP connection, the handshake of keys, and each answer."""
@@ -95,7 +96,7 @@ def _reach(host: str, port: int, seconds: float) -> tuple[list[Finding], str]:
     """A finding about the TCP connection, and the numeric address; empty where there is no connection."""
     where = f"{host}:{port}"
     try:
-        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        address = numeric_address(host, port)
     except (socket.gaierror, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "it is no name"
         return [fault(_ADDRESS, f"{host} cannot be resolved: {why}", "correct the name, or give the address")], ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.transport.fair_table import FairTable
+from kvferry.transport import cuda
 
 # --- prefill side -------------------------------------------------------------------------------------------------
 
@@ -65,6 +66,13 @@ def sends_of(of: Any) -> Any:
 # --- vLLM ---------------------------------------------------------------------------------------------------------
 
 # --- planes -------------------------------------------------------------------------------------------------------
+
+
+def forget_driver() -> None:
+    """Let CUDA's driver library be opened anew by the next call."""
+    for kept in (cuda._driver, cuda._primary_context):
+        kept.cache_clear()
+
 
 # --- control plane, sockets, bootstrap ----------------------------------------------------------------------------
 

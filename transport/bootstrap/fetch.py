@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from kvferry.transport.blocking_calls import BlockingCall, BlockingCalls
 from kvferry.transport.bootstrap.page import PATH, checked_url
+from kvferry.transport.host import numeric_address
 
 READ_SECONDS = 5.0
 """How long a connection may be silent."""
@@ -75,7 +76,7 @@ def fetch_page(url: str, refusal: Callable[[str], str], on_done: Callable[[], No
 
     def work() -> bytes:
         host, port = checked_url(url)
-        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        address = numeric_address(host, port)
         if refused := refusal(address):
             raise OSError(refused)
         return fetch(address, port)

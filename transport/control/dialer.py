@@ -27,6 +27,7 @@ from kvferry.transport.control.stream import (
     silence,
 )
 from kvferry.transport.errors import TransportError, quoted
+from kvferry.transport.host import numeric_address
 from kvferry.transport.peer_process import Ends
 from kvferry.transport.sockets import READABLE, WRITABLE, tune
 from kvferry.transport.wake import Waker
@@ -234,7 +235,7 @@ class Connection:
         """The numeric address of ``host``, which may be a name: a name server may be silent for long."""
         if _is_numeric(self.host):
             return self.host
-        call = NAMES.begin(partial(_look_up, self.host), partial(self._dialer.resolved, self))
+        call = NAMES.begin(partial(numeric_address, self.host), partial(self._dialer.resolved, self))
         self.resolving = True
         while not call.done:
             yield 0
@@ -325,10 +326,6 @@ def _is_numeric(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _look_up(name: str) -> str:
-    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _until_done(step: Callable[[], T]) -> Generator[int, None, T]:

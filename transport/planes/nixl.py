@@ -5,17 +5,10 @@ Only slots are registered, never the caches. A message goes so::
     P: pack into a slot ── ready: slot, its use, bytes, tag ──▶ D: READ the slot; READ the number of the slot's use
     P: the slot is free ◀── free: slot ────────────────────────  D: unpack from its own slot
 
-The words go over one TCP connection for each channel, the bytes by READ. NIXL has no descriptor to wait for, and its
-notifications can only be polled; the connection is also what wakes the transfer thread, and what tells of a peer that
-died. While D has READs under way it looks at them when a timer expires.
-
-READ and not WRITE, because an operation under way cannot be called back: after NIXL has forgotten a peer, that peer's
-WRITEs still arrive. A WRITE of a P that was given up could so change a slot of D that holds another P's message. A READ
-writes only where D itself let it, and D keeps the slot until the READ has ended. P on its side may use its slots again
-at any time: it changes the number of the slot's use first, and D, which reads this number after the bytes, takes no
-bytes of which it does not know that the number had not changed. One READ of both would not do: UCX may split it over
-several lanes. Over TCP lanes a READ costs no more than a WRITE, 17 and 19 ms of cores for 64 MiB, with our settings of
-UCX (``nixl_agent``); an empty hand-over has 0.1 to 0.2 ms of the second READ.
+The words go over one TCP connection for each channel, the bytes by READ: docs/data-planes.md says why not by WRITE.
+P may use its slots again at any time: it changes the number of the slot's use first, and D, which reads this number
+after the bytes, takes no bytes of which it does not know that the number had not changed. One READ of both would not
+do: UCX may split it over several lanes.
 
 UCX does not check what it parses, and D gives P's metadata to native code, so the plane is used only where the control
 connection is authenticated.

@@ -71,7 +71,8 @@ class ShmOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Arena:
     """``num_slots`` slots of ``slot_bytes`` in a sealed memfd that one process writes and another maps read-only.
 
-    ``close``, or the end of the last tensor on it, unmaps the arena. For caches of a GPU ``device`` its memory is page-locked from the mapping to just before the unmapping.
+    ``close``, or the end of the last tensor on it, unmaps the arena. For caches of a GPU ``device`` its memory is
+    page-locked from the mapping to just before the unmapping.
     """
 
     def __init__(

@@ -38,6 +38,7 @@ from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.planes.push import PushReceiver, WindowedSender
 from kvferry.transport.planes.ucx_settings import lanes_to, refuse_ucx, settings_for, uses_rdma
 from kvferry.transport.planes.ucx_worker import (
+    DONE,
     UcxAnnouncement,
     UcxArray,
     UcxEndpoint,
@@ -451,7 +452,7 @@ class UcxPlane(Plane):
         return moved
 
     def _finish(self, transfer: UcxTransfer) -> None:
-        ok, channel, slot = transfer.request.ok, transfer.channel, transfer.slot
+        ok, channel, slot = transfer.request.status == DONE, transfer.channel, transfer.slot
         if isinstance(channel, UcxSendChannel):
             del channel.sent[slot.index]
             (self.send_pool.revive if transfer.retired else self.send_pool.put)(slot)

@@ -11,7 +11,10 @@ from kvferry.transport.planes.ucx_settings import settings_for
 
 UcxArray = Any
 """UCXX's ``Array``: the memory of a tensor in the form that UCXX takes. It keeps the tensor alive; ``nbytes``."""
-_DONE = 0
+UcxRequest = Any
+"""UCXX's request, a send or a receive: ``completed``: UCX uses the memory no more; ``status`` then is ``DONE``, or an
+error."""
+DONE = 0
 """UCS_OK."""
 _CLOSE_ROUNDS = 100
 """Rounds of progress for closing the endpoints. Endpoints that are still open then end with the worker."""
@@ -45,25 +48,6 @@ def load_array() -> Any:
     return Array
 
 
-class UcxRequest:
-    """A send or a receive that UCX carries out."""
-
-    __slots__ = ("_request",)
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-
-    @property
-    def completed(self) -> bool:
-        """UCX uses the memory no more, whether the request succeeded or failed."""
-        return bool(self._request.completed)
-
-    @property
-    def ok(self) -> bool:
-        """The bytes have moved; only for a completed request."""
-        return bool(self._request.status == _DONE)
-
-
 class UcxEndpoint:
     """An endpoint to one peer process, always with error handling, so that the death of the peer is noticed."""
 
@@ -95,7 +79,7 @@ class UcxEndpoint:
         if not self.alive:
             raise TransportError(f"ucx: the link is down: {self.reason}")
         try:
-            return UcxRequest(self._endpoint.tag_send(data, self._worker.library.UCXXTag(tag)))
+            return self._endpoint.tag_send(data, self._worker.library.UCXXTag(tag))
         except Exception as error:  # UCXX has a dozen exception types, all of them mean this
             raise TransportError(f"ucx: sending failed: {error}") from None
 
@@ -128,7 +112,7 @@ class UcxAnnouncement:
         """
         assert into.nbytes >= self.nbytes
         try:
-            return UcxRequest(self._worker.native.tag_recv_with_handle(into, self.probe))
+            return self._worker.native.tag_recv_with_handle(into, self.probe)
         except Exception as error:  # UCXX has a dozen exception types, all of them mean this
             raise TransportError(f"ucx: receiving failed: {error}") from None
 
