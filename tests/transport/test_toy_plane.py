@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import secrets
-import select
 import socket
 import struct
 import subprocess
@@ -29,16 +28,14 @@ from kvferry.transport.channels import (
     ByteRanges,
     Copy,
     PageRead,
-    PullChannel,
-    PulledChannel,
     Received,
-    SendChannel,
     Slot,
 )
-from kvferry.transport.errors import ConfigError, PlaneUnavailableError
+from kvferry.transport.errors import ConfigError, PlaneUnavailableError, ProtocolError
 from kvferry.transport.peer_process import PeerProcess
-from kvferry.transport.plane import Plane, PlaneContext, decode_payload
-from kvferry.transport.planes.push import PushReceiver
+from kvferry.transport.plane import PlaneContext, decode_payload
+from kvferry.transport.planes.pull import ProcessChannel, PullPlane, Ranges, joined
+from kvferry.transport.planes.push import PushReceiver, WindowedSender
 from kvferry.transport.planes.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.registry import PlaneSpec, Use, make_plane, plane_names, plane_spec, preferred_planes
 from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
@@ -64,42 +61,28 @@ class PushOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
-class ToySender(SendChannel):
+class ToySender(WindowedSender):
     def __init__(self, plane: ToyPushPlane, sock: socket.socket, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
+        super().__init__(plane.send_pool, slot_bytes, WINDOW)
         self.sock = sock
         self._plane = plane
-        self._taken = 0
         self._queue: deque[memoryview] = deque()
         plane.sockets.watch(sock, self._on_ready)
 
     @property
-    def _open(self) -> bool:
-        return self.error is None and self in self._plane.channels
+    def in_use(self) -> int:
+        return super().in_use + len(self._queue)
 
-    def acquire(self) -> Slot | None:
-        if not self._open or self._taken + len(self._queue) >= WINDOW:
-            return None
-        slot = self._plane.send_pool.take()
-        self._taken += slot is not None
-        return slot
-
-    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
-        data = slot.tensor[:nbytes].numpy().tobytes()
-        self.give_back(slot)
-        if self._open:
-            self._queue.append(memoryview(HEADER.pack(tag, nbytes) + data))
-            self._write()
-
-    def give_back(self, slot: Slot) -> None:
-        self._taken -= 1
-        self._plane.send_pool.put(slot)
-
-    def close(self) -> None:
-        self._plane.drop(self, self.sock)
+    def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
+        self._queue.append(memoryview(HEADER.pack(tag, nbytes) + slot.tensor[:nbytes].numpy().tobytes()))
+        self.free(slot.index)
+        self._write()
 
     def _give_up(self) -> None:
         self._plane.sockets.mute(self.sock)
+
+    def _close(self) -> None:
+        self._plane.drop(self, self.sock)
 
     def _on_ready(self) -> None:
         try:
@@ -125,6 +108,8 @@ class ToySender(SendChannel):
 
 
 class ToyReceiver(PushReceiver):
+    plane_name = "toy"
+
     def __init__(self, plane: ToyPushPlane, sock: socket.socket) -> None:
         super().__init__()
         self.sock = sock
@@ -142,6 +127,8 @@ class ToyReceiver(PushReceiver):
                     return
         except BlockingIOError:
             return
+        except ProtocolError as error:
+            self.fail(str(error))
         except OSError as error:
             self.fail(f"toy: the producer is gone: {error}")
 
@@ -154,11 +141,9 @@ class ToyReceiver(PushReceiver):
                 self.fail("toy: the producer closed the channel or died")
             return True
         tag, nbytes = HEADER.unpack(self._head)
-        expected = self.expected.get(tag)
-        if not 0 < nbytes <= self._plane.slot_bytes or (expected is not None and expected.nbytes != nbytes):
-            wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
-            self.fail(f"toy: message {tag:#x} has {nbytes} bytes, {wanted}")
-            return True
+        if not 0 < nbytes <= self._plane.slot_bytes:
+            raise ProtocolError(f"toy: message {tag:#x} has {nbytes} bytes, limit {self._plane.slot_bytes}")
+        self.check_size(tag, nbytes)
         if self._slot is None:
             self._slot = self._plane.recv_pool.take()
             self.starved = self._slot is None
@@ -188,7 +173,7 @@ class ToyReceiver(PushReceiver):
         if slot is not None:
             self._plane.recv_pool.put(slot)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._give_up()
         self.release_arrived()
         self._plane.drop(self, self.sock)
@@ -252,8 +237,8 @@ class ToyPushPlane(SocketPlane):
 # --- a PULL plane -------------------------------------------------------------------------------------------------
 
 
-class PullOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pid: Annotated[int, Meta(ge=1, le=1 << 30)]
+class ToyMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ranges: Ranges
 
 
 class ToyCopy(Copy):
@@ -280,74 +265,53 @@ class ToyCopy(Copy):
         self.error, self.done = why, True
 
 
-class ToyReader(PullChannel):
-    def __init__(self, plane: ToyPullPlane, pid: int) -> None:
+class ToyReader(ProcessChannel):
+    def __init__(self, plane: ToyPullPlane, process: PeerProcess) -> None:
+        super().__init__("toy", process)
         self._plane = plane
-        self.process: PeerProcess = PeerProcess(pid)
-        self.fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = os.open(f"/proc/{process.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, request: PageRead) -> Copy:
         copy = ToyCopy(self, request.byte_ranges())
         self._plane.copies.append(copy)
         return copy
 
-    def close(self) -> None:
-        if self in self._plane.readers:
-            self._plane.readers.remove(self)
-            for copy in [copy for copy in self._plane.copies if copy.channel is self]:
-                self._plane.copies.remove(copy)
-                copy.end("toy: the channel was closed")
-            self.process.close()
-            os.close(self.fd)
+    def _close(self) -> None:
+        for copy in [copy for copy in self._plane.copies if copy.channel is self]:
+            self._plane.copies.remove(copy)
+            copy.end("toy: the channel was closed")
+        self.process.close()
+        os.close(self.fd)
 
 
-class ToyPullPlane(Plane):
+class ToyPullPlane(PullPlane[ToyReader, ToyMemory]):
     name: ClassVar[str] = "toy_pull"
-    pulls: ClassVar[bool] = True
-    same_host: ClassVar[bool] = True
+    memory = ToyMemory
 
     def __init__(self, context: PlaneContext) -> None:
-        self.readers: list[ToyReader] = []
+        super().__init__()
         self.copies: list[ToyCopy] = []
+        self.publish(ToyMemory(joined(context.memory.ranges)))
 
-    def offer(self) -> bytes:
-        return msgspec.msgpack.encode(PullOffer(os.getpid()))
+    def join(self, process: PeerProcess) -> ToyReader:
+        return ToyReader(self, process)
 
-    def connect(self, offer: bytes, host: str) -> tuple[ToyReader, bytes]:
-        theirs = decode_payload(offer, PullOffer, "toy offer")
-        try:
-            reader = ToyReader(self, theirs.pid)
-        except OSError as error:
-            raise PlaneUnavailableError(f"P's memory cannot be opened: {error.strerror}") from None
-        self.readers.append(reader)
-        return reader, b""
-
-    def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
-        return PulledChannel(), b""
-
-    def pollables(self) -> list[tuple[int, int]]:
-        return [(reader.process.fd, select.POLLIN) for reader in self.readers if reader.error is None]
+    def begin(self, channel: ToyReader, memory: ToyMemory) -> None:
+        channel.ranges = memory.ranges
 
     @property
     def active(self) -> bool:
         return bool(self.copies)
 
     def progress(self) -> bool:
-        ended = [reader for reader in self.readers if reader.error is None and reader.process.ended]
-        for reader in ended:
-            reader.fail("toy: the producer died")
         for copy in list(self.copies):
             copy.turn()
             if copy.done:
                 self.copies.remove(copy)
-        return bool(self.copies or ended)
+        return self.watch() or bool(self.copies)
 
     def arm(self) -> bool:
         return not self.copies
-
-    def close(self) -> None:
-        for reader in list(self.readers):
-            reader.close()
 
 
 # --- the tests ----------------------------------------------------------------------------------------------------
