@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.transport.fair_table import FairTable
 from kvferry.transport import cuda
+from kvferry.transport.fair_table import FairTable
 
 # --- prefill side -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import threading
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from kvferry.transport.control.keys import GREETING_BYTES, Keys, _certificate, greeting, new_secret
+from kvferry.transport.control.keys import GREETING_BYTES, Keys, certificate_of, greeting, new_secret
 from kvferry.transport.control.stream import ADMITTED
 from tests.transport.control_ends import KEYS, exchanged, until
 
@@ -147,7 +147,7 @@ def impostor(public, protocol=ssl.PROTOCOL_TLS_CLIENT):
     own = Keys(new_secret())
     context = own.of_p if protocol == ssl.PROTOCOL_TLS_SERVER else own.of_d
     inner = ctypes.c_void_p.from_address(id(context) + object.__basicsize__)
-    certificate = _certificate(public).public_bytes(Encoding.DER)
+    certificate = certificate_of(public).public_bytes(Encoding.DER)
     assert openssl.SSL_CTX_use_certificate_ASN1(inner, len(certificate), certificate) == 1
     assert openssl.SSL_CTX_use_PrivateKey(inner, key) == 1
     return context

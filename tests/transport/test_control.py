@@ -214,6 +214,13 @@ def test_a_server_that_never_answers(connect):
         assert time.monotonic() - begun > 0.4 and "no answer" in connection.reason
 
 
+def test_messages_that_wait_for_a_connection_are_bounded(connect):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connection = connect(silent.getsockname()[1])
+        assert all(connection.send(MESSAGE) for _ in range(stream.SEND_QUEUE))
+        assert not connection.send(MESSAGE) and connection.connection.dropped["full"] == 1
+
+
 def test_a_server_that_speaks_http(connect):
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = connect(server.getsockname()[1], timeout=1)
@@ -367,7 +374,7 @@ def test_what_d_said_before_it_closed_counts_although_p_sends_in_vain(listener, 
 
 
 def test_a_peer_that_sends_without_end_holds_up_nobody(listener, connect, monkeypatch):
-    monkeypatch.setattr(control_listener, "BATCH", 10)
+    monkeypatch.setattr(control_listener, "BATCH", 1)  # one message of the greedy one is a whole call
     greedy, other = connect(listener.port), connect(listener.port)
     assert until(lambda: greedy.connected and other.connected)
     heard: list[bytes] = []
