@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.transport.channels import CPU, SendChannel, Slot
+from kvferry.transport.planes.push import WindowedSender
 from tests.transport.plane_pair import PLANES, SLOT, Pair, intact, mapped
 
 
@@ -150,3 +151,16 @@ def test_a_farewell_needs_no_slot(first: str) -> None:
         pair.follow(other)
         pair.turn(lambda: not pair.p.active and not pair.d.active)
         assert pair.p.staging_bytes == before
+
+
+def test_a_p_that_minds_no_credit_is_given_up() -> None:
+    """No queue of libzmq has a bound, so D itself holds no more than its window."""
+    with closing(Pair("zmq", 64, CPU)) as pair:
+        sender, receiver = pair.join()
+        assert isinstance(sender, WindowedSender)
+        window, sender.window = sender.window, 64
+        for tag in range(window + 1):
+            receiver.expect(tag, SLOT)
+            sender.send(pair.acquired(sender), SLOT, tag)
+        pair.turn(lambda: receiver.error is not None)
+        assert f"sent more than {window} messages without credit" in str(receiver.error)
