@@ -52,9 +52,8 @@ class Scrubber:
         names = {part: "<host>" for host in hosts for part in (host, host.partition(".")[0])}
         names |= {user: "<user>" for user in users}
         longest = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        self._names = [
-            (re.compile(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])"), names[name]) for name in longest
-        ]
+        whole = [re.compile(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])") for name in longest]
+        self._names = [(pattern, names[name]) for pattern, name in zip(whole, longest, strict=True)]
         self._addresses: dict[str, str] = {}
 
     def text(self, text: str) -> str:
@@ -126,13 +125,10 @@ def report(sections: Sequence[DoctorSection], environ: Mapping[str, str], scrubb
         if name.startswith(PREFIXES) and (not name.startswith("KVFERRY_") or name in ENVIRONMENT.values())
     }
     content = {
-        "format": FORMAT,
-        "fit": is_fit(sections),
+        "format": FORMAT, "fit": is_fit(sections),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)),
-        "environment": shown,
-        "sections": msgspec.to_builtins(sections),
-    }
+        "cores": len(os.sched_getaffinity(0)), "environment": shown, "sections": msgspec.to_builtins(sections),
+    }  # fmt: skip
     cleaned: dict[str, Any] = scrubber.everywhere(content)
     return cleaned
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import ceil, inf
 
@@ -223,23 +223,25 @@ class FleetEvent(IntEnum):
     ARRIVED = 4
 
 
+@dataclass(slots=True)
 class _Prefiller:
-    def __init__(self, cache: PrefixCache) -> None:
-        self.cache = cache
-        self.queue: deque[tuple[int, float]] = deque()  # (request, the seconds that it was expected to take)
-        self.queued_seconds = 0.0
-        self.busy_until = 0.0
-        self.running = -1
-        self.link_free = 0.0
+    cache: PrefixCache
+    queue: deque[tuple[int, float]] = field(
+        default_factory=deque
+    )  # (request, the seconds that it was expected to take)
+    queued_seconds: float = 0.0
+    busy_until: float = 0.0
+    running: int = -1
+    link_free: float = 0.0
 
 
+@dataclass(slots=True)
 class _Decoder:
-    def __init__(self, clock: StepClock) -> None:
-        self.clock = clock
-        self.waiting: deque[int] = deque()
-        self.held = 0  # requests that have a place
-        self.held_tokens = 0
-        self.link_free = 0.0
+    clock: StepClock
+    waiting: deque[int] = field(default_factory=deque)
+    held: int = 0  # requests that have a place
+    held_tokens: int = 0
+    link_free: float = 0.0
 
 
 class Fleet:

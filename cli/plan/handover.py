@@ -108,13 +108,10 @@ RankName = tuple[int, int]
 
 
 class PlannedRead(NamedTuple):
-    """What one rank of D reads from one rank of P of one kind of cache.
-
-    ``cache``: the kind of KV, or the section of a state. ``num_layers`` layers of the model have it, from
-    ``first_layer`` to ``last_layer``. ``first_head``: a global head. ``num_tokens``: of a state its rows. ``messages``:
-    data messages, 0 where D reads P's pages itself. ``piece_bytes``: the mean length of a run of bytes that lies in one
-    piece on both sides of a copy.
-    """
+    """What one rank of D reads from one rank of P of one kind of cache: the kind of KV, or the section of a state.
+    ``num_layers`` layers of the model have it, from ``first_layer`` to ``last_layer``. ``first_head``: a global head.
+    ``num_tokens``: of a state its rows. ``messages``: data messages, 0 where D reads P's pages itself. ``piece_bytes``:
+    the mean length of a run of bytes that lies in one piece on both sides of a copy."""
 
     d: RankName
     p: RankName
@@ -140,13 +137,9 @@ class Pair(NamedTuple):
 
 
 def plan_handover(pair: Pair, stop: int) -> tuple[PlannedRead, ...]:
-    """All reads of the hand-over of a prompt of ``stop`` tokens, in order of D's ranks.
-
-    Raises:
-        ConfigError: an engine of these sizes is not possible.
-        IncompatiblePeerError: the two engines cannot hand over, for example between two dtypes.
-        GeometryError: one token does not fit into a message, or there are too many messages.
-    """
+    """All reads of the hand-over of a prompt of ``stop`` tokens, in order of D's ranks. Raises ConfigError: an engine
+    of these sizes is not possible; IncompatiblePeerError: the two cannot hand over, for example between two dtypes;
+    GeometryError: one token does not fit into a message, or there are too many messages."""
     p_ranks = rank_geometries(pair.shape, pair.p, "P")
     found = []
     for local in rank_geometries(pair.shape, pair.d, "D"):

@@ -87,12 +87,9 @@ CACHES: Mapping[str, LayerCaches] = {
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """The state that each of ``layers`` keeps of a request.
-
-    ``family``: the name of vLLM's ``MambaAttentionBackendEnum``. ``taps`` inputs of ``channels`` channels, for Mamba2
-    without its B and C: these are ``groups`` of ``state[-1]`` channels each. ``state``: the recurrent state; ranks
-    share out its first axis.
-    """
+    """The state that each of ``layers`` keeps of a request. ``family``: a name of vLLM's ``MambaAttentionBackendEnum``.
+    ``taps`` inputs of ``channels`` channels, for Mamba2 without its B and C: these are ``groups`` of ``state[-1]``
+    channels each. ``state``: the recurrent state; ranks share out its first axis."""
 
     layers: tuple[int, ...]
     family: str
@@ -105,10 +102,7 @@ class RecurrentState:
 
     def arrays(self, tp_size: int) -> list[StateArray]:
         """What each of ``tp_size`` ranks keeps of one layer, by the rules of vLLM's ``MambaStateShapeCalculator``.
-
-        Raises:
-            ConfigError: vLLM starts no engine of this size.
-        """
+        Raises ConfigError: vLLM starts no engine of this size."""
         groups = tp_size if self.groups % tp_size else self.groups
         channels = self.channels + 2 * groups * (self.state[-1] if self.groups else 0)
         if channels % tp_size or self.channels % tp_size or (self.state and self.state[0] % tp_size):
@@ -126,12 +120,9 @@ class RecurrentState:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the hand-over of a prompt depends on.
-
-    ``layers``: the kind of KV of each layer, ``None`` for none. ``total_heads``: global KV heads, 1 for MLA.
-    ``content_bytes``: K and V of one (head, token) of one layer. ``window``: the tokens of a sliding window or a local
-    chunk.
-    """
+    """What the hand-over of a prompt depends on. ``layers``: the kind of KV of each layer, ``None`` for none.
+    ``total_heads``: global KV heads, 1 for MLA. ``content_bytes``: K and V of one (head, token) of one layer.
+    ``window``: the tokens of a sliding window or a local chunk."""
 
     layers: tuple[AttentionKind | None, ...]
     attention_heads: int
@@ -163,15 +154,9 @@ class ModelShape:
 
 
 def model_shape(config: Mapping[str, Any], kv_dtype: str = "auto") -> ModelShape:
-    """The shape of the KV cache that vLLM keeps for a model.
-
-    Args:
-        config: ``config.json`` as a mapping; of a multimodal model, ``text_config`` counts.
-        kv_dtype: vLLM's ``--kv-cache-dtype``; ``auto``: the model's.
-
-    Raises:
-        ConfigError: the type of the model is not known, or a number is missing or impossible.
-    """
+    """The shape of the KV cache that vLLM keeps for a model. Of a multimodal ``config.json``, ``text_config`` counts.
+    ``kv_dtype``: vLLM's ``--kv-cache-dtype``; ``auto``: the model's. Raises ConfigError: the type of the model is not
+    known, or a number is missing or impossible."""
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise ConfigError(f"text_config is {quoted(text)}, expected an object")
@@ -220,12 +205,10 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], named: object, kv
         for holder in (config, text):
             quantized = holder.get("quantization_config") or holder.get("compression_config")
             inner = quantized.get("quantization") if isinstance(quantized, Mapping) else None
-            for place in (quantized, inner):
+            for place in (place for place in (quantized, inner) if isinstance(place, Mapping)):
                 for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-                    if isinstance(place, Mapping) and place.get(key) is not None:
-                        raise ConfigError(
-                            f"{key} is {quoted(place[key])}, the KV has a dtype of its own; give --kv-dtype"
-                        )
+                    if (own := place.get(key)) is not None:
+                        raise ConfigError(f"{key} is {quoted(own)}, the KV has a dtype of its own; give --kv-dtype")
         return _model_dtype(named, "the KV dtype", "--kv-dtype")
     return _checked(kv_dtype, "the KV dtype", "--kv-dtype")
 
@@ -270,10 +253,8 @@ def known_type(text: Mapping[str, Any]) -> str:
     found = text.get("model_type")
     if not isinstance(found, str) or found not in KNOWN:
         hint = did_you_mean(found, KNOWN) if isinstance(found, str) else ""
-        raise ConfigError(
-            f"model_type is {quoted(found)}, which KV it keeps is not known; expected a type that docs/planning.md "
-            f"lists{hint}"
-        )
+        expected = f"expected a type that docs/planning.md lists{hint}"
+        raise ConfigError(f"model_type is {quoted(found)}, which KV it keeps is not known; {expected}")
     if text.get("index_topk") is not None:
         raise ConfigError(f"index_topk is {quoted(text['index_topk'])}: the caches of sparse attention are not counted")
     return found
@@ -289,9 +270,7 @@ def layer_caches(text: Mapping[str, Any], model_type: str, num_layers: int) -> t
     if other:
         raise ConfigError(f"{key} has layers of kind {quoted(', '.join(other))}, whose caches are not known")
     found = [CACHES[kind] for kind in kinds]
-    if model_type in MLA:
-        return tuple([("mla" if kind else None, state) for kind, state in found])
-    return tuple(found)
+    return tuple([("mla" if kind and model_type in MLA else kind, state) for kind, state in found])
 
 
 def _kinds(text: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[str, list[str]]:
@@ -314,9 +293,8 @@ def _kinds(text: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[s
     if model_type == "jamba":
         period, offset = (text.get(f"attn_layer_{name}") for name in ("period", "offset"))
         if type(period) is not int or type(offset) is not int or not 0 <= offset < period:
-            raise ConfigError(
-                f"attn_layer_period and attn_layer_offset are {quoted((period, offset))}, expected numbers"
-            )
+            named = quoted((period, offset))
+            raise ConfigError(f"attn_layer_period and attn_layer_offset are {named}, expected numbers")
         return "attn_layer_period", ["attention" if layer % period == offset else "mamba" for layer in layers]
     for name, key in (("bamba", "attn_layer_indices"), ("lfm2", "full_attn_idxs"), ("lfm2_moe", "full_attn_idxs")):
         if model_type == name:
@@ -374,17 +352,16 @@ def recurrent_state(
         return RecurrentState(layers, "GDN_ATTN", inputs, 3 * heads * width, 0, (heads, width, width), dtype, "float32")
     if model_type == "jamba":
         channels = size("mamba_expand") * size("hidden_size")
-        return RecurrentState(
-            layers, "MAMBA1", taps("mamba_d_conv"), channels, 0, (channels, size("mamba_d_state")), dtype, dtype
-        )
+        shape = channels, size("mamba_d_state")
+        return RecurrentState(layers, "MAMBA1", taps("mamba_d_conv"), channels, 0, shape, dtype, dtype)
     if model_type in ("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid"):
         names = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
         if model_type == "nemotron_h":
             names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
         heads, width, state, groups = (size(name) for name in names[:4])
         kept = text.get("mamba_ssm_cache_dtype") or "float32" if model_type == "nemotron_h" else dtype
-        shape = heads, width, state
-        return RecurrentState(layers, "MAMBA2", taps(names[4]), heads * width, groups, shape, dtype, _known(kept))
+        sizes = heads, width, state
+        return RecurrentState(layers, "MAMBA2", taps(names[4]), heads * width, groups, sizes, dtype, _known(kept))
     key, value = (size(f"linear_{name}_head_dim") for name in ("key", "value"))
     keys, values = (size(f"linear_num_{name}_heads") for name in ("key", "value"))
     channels, inputs = 2 * keys * key + values * value, taps("linear_conv_kernel_dim")

@@ -1,6 +1,1 @@
-"""What engines say on their ``/metrics`` pages: ``kvferry top`` shows a live table, ``kvferry drain`` waits for the end
-of an engine's work.
-
-``prometheus_text.py`` parses a page, ``engine_figures.py`` makes figures of two pages, ``poll.py`` fetches the pages,
-``view.py`` draws the table, and ``drain.py`` waits.
-"""
+"""``kvferry top`` and ``kvferry drain``: what the ``/metrics`` pages of engines show, and nothing else is asked."""

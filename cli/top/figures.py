@@ -92,6 +92,15 @@ class Histogram:
         return lower
 
 
+_SERIES = {
+    "vllm:num_requests_running": ("requests", "running", ""), "vllm:num_requests_waiting": ("requests", "waiting", ""),
+    "bytes_transferred_sum": ("nbytes", "", "plane"), "num_failed_handovers_total": ("failed", "", "reason"),
+    "num_retries_total": ("retried", "", "reason"), "num_released_leases_total": ("leases", "released", ""),
+    "num_expired_leases_total": ("leases", "expired", ""),
+}  # fmt: skip
+"""Series that are added up: the counter, and the key in it or the label that has the key."""
+
+
 @dataclass
 class EngineFigures:
     """The figures of one page. Dictionaries are by plane or by reason."""
@@ -115,32 +124,22 @@ class EngineFigures:
         return figures
 
     def _add(self, sample: Sample) -> None:
-        labels, value = sample.labels, sample.value
-        reason, plane = labels.get("reason", ""), labels.get("plane", "")
-        match sample.name.removeprefix(PREFIX):
+        name, labels, value = sample.name.removeprefix(PREFIX), sample.labels, sample.value
+        if name in _SERIES:
+            table, key, label = _SERIES[name]
+            counts: Counter[str] = getattr(self, table)
+            counts[labels.get(label, "") if label else key] += int(value)
+        match name:
             case "vllm:num_requests_running":
-                self.requests["running"] += int(value)
                 self.models.add(labels.get("model_name", ""))
-            case "vllm:num_requests_waiting":
-                self.requests["waiting"] += int(value)
-            case "vllm:num_requests_waiting_by_reason" if reason == "deferred":
+            case "vllm:num_requests_waiting_by_reason" if labels.get("reason") == "deferred":
                 self.requests["deferred"] += int(value)
             case "vllm:kv_cache_usage_perc":
                 self.kv_cache_usage = max(self.kv_cache_usage or 0.0, value)
             case "handover_time_seconds_bucket":
-                self.seconds[plane].buckets[float(labels.get("le", "inf"))] += int(value)
+                self.seconds[labels.get("plane", "")].buckets[float(labels.get("le", "inf"))] += int(value)
             case "handover_time_seconds_count":
-                self.seconds[plane].count += value
-            case "bytes_transferred_sum":
-                self.nbytes[plane] += int(value)
-            case "num_failed_handovers_total":
-                self.failed[reason] += int(value)
-            case "num_retries_total":
-                self.retried[reason] += int(value)
-            case "num_released_leases_total":
-                self.leases["released"] += int(value)
-            case "num_expired_leases_total":
-                self.leases["expired"] += int(value)
+                self.seconds[labels.get("plane", "")].count += value
 
 
 class PlaneRates(msgspec.Struct, frozen=True):
