@@ -226,9 +226,7 @@ class FleetEvent(IntEnum):
 @dataclass(slots=True)
 class _Prefiller:
     cache: PrefixCache
-    queue: deque[tuple[int, float]] = field(
-        default_factory=deque
-    )  # (request, the seconds that it was expected to take)
+    queue: deque[tuple[int, float]] = field(default_factory=deque)  # (request, the seconds that it should take)
     queued_seconds: float = 0.0
     busy_until: float = 0.0
     running: int = -1

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.doctor import command, planes
-from kvferry.cli.doctor.findings import DoctorSection, Finding, Level, is_fit, lines, note, ok, verdict
+from kvferry.cli.doctor.findings import Finding, Level, ok
 from kvferry.cli.main import app
 from tests.doctor.planted import is_bad
 from tests.support.rank_process import RemoteRank
@@ -142,17 +142,6 @@ def test_an_error_of_a_section_is_a_finding():
 
     (finding,) = command.guarded(look)
     is_bad(finding, Level.WARNING, "RuntimeError: an odd machine", "--share")
-
-
-def test_lines_and_verdict():
-    section = DoctorSection("Title", [ok("a", "1", ">=0"), note("bcd", "2", "do it", expected="3")])
-    assert [text.plain for text in lines(section)] == [
-        "Title",
-        "  ok      a    1; expected >=0",
-        "  note    bcd  2; expected 3",
-        "               ▸ do it",
-    ]
-    assert is_fit([section]) and verdict([section]).plain == "This machine is fit for KVFerry: 1 note, 1 ok."
 
 
 def test_a_warning_says_what_to_do():
