@@ -154,10 +154,10 @@ def _inode_of_socket(local: tuple[str, int], remote: tuple[str, int]) -> int:
     except ValueError:
         return 0
     family = socket.AF_INET if len(pair[0]) == 4 else socket.AF_INET6
-    return _ask_netlink(family, pair, local[1], remote[1]) or _search_table(family, pair, local[1], remote[1])
+    return ask_netlink(family, pair, local[1], remote[1]) or search_table(family, pair, local[1], remote[1])
 
 
-def _ask_netlink(family: socket.AddressFamily, pair: list[bytes], local: int, remote: int) -> int:
+def ask_netlink(family: socket.AddressFamily, pair: list[bytes], local: int, remote: int) -> int:
     """Ask for one socket, see sock_diag(7). 0 also where the kernel has no such interface."""
     wanted = _SOCKET_ID.pack(local, remote, pair[0], pair[1], _ANY_COOKIE)
     asked = _ASKED.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + wanted
@@ -175,7 +175,7 @@ def _ask_netlink(family: socket.AddressFamily, pair: list[bytes], local: int, re
     return int(inode) if found == wanted[:36] else 0
 
 
-def _search_table(family: socket.AddressFamily, pair: list[bytes], local: int, remote: int) -> int:
+def search_table(family: socket.AddressFamily, pair: list[bytes], local: int, remote: int) -> int:
     """Search the table of all sockets, see proc(5), ``/proc/net/tcp``."""
     words = [struct.unpack(f"={len(packed) // 4}I", packed) for packed in pair]
     ends = ["".join(f"{word:08X}" for word in each) for each in words]

@@ -21,7 +21,9 @@ ENCRYPTED = "-encrypted"
 def plane_of(name: str, context: PlaneContext) -> Plane:
     """The plane of a name that may end with ``ENCRYPTED``; ``nixl`` over TCP."""
     with lanes_of(name):
-        return make_plane(name.removesuffix(ENCRYPTED), replace(context, encrypt=name.endswith(ENCRYPTED)))
+        return make_plane(
+            name.removesuffix(ENCRYPTED), replace(context, encrypt=context.encrypt or name.endswith(ENCRYPTED))
+        )
 
 
 def parameter(spec: PlaneSpec, device: str = "") -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.channels import CPU, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.staging import SlotPool
 from tests.transport.plane_list import ENCRYPTED, PUSH, host_planes, plane_of
@@ -44,14 +45,17 @@ def intact(message: Received) -> bool:
 
 
 class Pair:
-    """P and D on one plane, with ``slots`` slots of ``SLOT`` bytes each way; the caches on ``device``."""
+    """P and D on one plane, with ``slots`` slots of ``slot`` bytes each way; the caches on ``device``. ``p``, ``d``:
+    what their contexts have beside that."""
 
-    def __init__(self, name: str, slots: int, device: torch.device) -> None:
-        def plane() -> Plane:
-            staging = slots * SLOT
-            return plane_of(name, PlaneContext("127.0.0.1", SLOT, staging, PlaneMemory(device)))
+    def __init__(
+        self, name: str, slots: int, device: torch.device = CPU, slot: int = SLOT, *, p: Any = None, d: Any = None
+    ) -> None:
+        def plane(more: Any) -> Plane:
+            context = PlaneContext("127.0.0.1", slot, slots * slot, PlaneMemory(device))
+            return plane_of(name, replace(context, **(more or {})))
 
-        self.p, self.d = plane(), plane()
+        self.p, self.d = plane(p), plane(d)
 
     def join(self) -> tuple[SendChannel, RecvChannel]:
         receiver, payload = self.d.connect(self.p.offer(), "127.0.0.1")
@@ -61,7 +65,7 @@ class Pair:
         self.d.finish(receiver, reply)
         return sender, receiver
 
-    def turn(self, until: Callable[[], bool], seconds: float = 60) -> None:
+    def turn(self, until: Callable[[], object], seconds: float = 60) -> None:
         """Serve both until the condition holds."""
         end = time.monotonic() + seconds
         while not until():

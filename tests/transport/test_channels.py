@@ -1,4 +1,4 @@
-"""Memory in pieces, on either side of every channel, whether or not the channel moves pieces in place."""
+"""What all planes share: memory in pieces on either side of a channel, handshake payloads, memory for slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.transport import staging
 from kvferry.transport.channels import CPU, Pieces
+from kvferry.transport.errors import TransportError
+from tests.support.fork_server import fork_server
 from tests.transport.plane_pair import PLANES, Pair, pattern
 
 ROOT = Path(__file__).parents[2]
@@ -86,3 +89,58 @@ def test_the_connector_tells_no_channels_apart_by_their_class() -> None:
     assert not [path for path, text in sources.items() if re.search(r"isinstance\([^()]*(Channel|Plane)\b", text)]
     told = {path: text for path, text in sources.items() if "doctor" not in path.parts}  # which says what planes lack
     assert not [path for path, text in told.items() if "transport.planes" in text]
+
+
+DECODING = """
+import sys, threading
+from typing import Annotated
+import msgspec
+from msgspec import Meta
+from kvferry.transport.plane import decode_payload
+
+sys.setswitchinterval(1e-6)
+wrong = []
+
+
+def decode(kind, barrier, payload):
+    barrier.wait()
+    if decode_payload(payload, kind, "payload").port != 7:
+        wrong.append(kind)
+
+
+for number in range(1000):
+    class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        port: Annotated[int, Meta(ge=0, le=number + 7)]
+        host: Annotated[str, Meta(max_length=number + 9)] = ""
+        key: Annotated[bytes, Meta(max_length=number + 11)] = b""
+        ids: Annotated[tuple[Annotated[int, Meta(ge=number)], ...], Meta(max_length=number + 3)] = ()
+
+    barrier = threading.Barrier(4)
+    arguments = Payload, barrier, msgspec.msgpack.encode({"port": 7})
+    threads = [threading.Thread(target=decode, args=arguments) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+sys.exit(bool(wrong))
+"""
+
+
+def test_several_threads_decode_a_kind_for_the_first_time() -> None:
+    """In a process of its own: without a lock msgspec takes it along."""
+    ended = fork_server().run("-c", DECODING, timeout=800)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_page_locked_memory_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link then takes another plane; any other exception would end it."""
+
+    def refused(nbytes: int) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(staging, "empty_page_locked", refused)
+    pool = staging.SlotPool(1 << 20, 4 << 20, page_locked=True, in_one_piece=True)
+    with pytest.raises(
+        TransportError, match=r"no 4 MiB of page-locked host memory.*out of memory; lower staging_bytes"
+    ):
+        pool.take()

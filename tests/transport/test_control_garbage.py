@@ -70,7 +70,7 @@ def test_a_stranger_is_told_which_key_it_does_not_know(listener):
 def test_the_log_is_limited_in_rate(listener, good, caplog, monkeypatch):
     """Its own clock stands: 50 connections may take longer than the time between two lines."""
     monkeypatch.setattr(
-        control_listener, "_log", RateLimitedLog(logging.getLogger("vllm.kvferry.transport"), clock=lambda: 0.0)
+        control_listener, "log", RateLimitedLog(logging.getLogger("vllm.kvferry.transport"), clock=lambda: 0.0)
     )
     served(listener, good)
     with caplog.at_level(logging.WARNING):

@@ -33,7 +33,7 @@ PUBLIC = KEYS.admitted[KEYS.fingerprint]
 @pytest.fixture(autouse=True)
 def every_line(monkeypatch):
     """Lines of an earlier test do not keep those of this one back."""
-    monkeypatch.setattr(control_listener, "_log", RateLimitedLog(logging.getLogger("vllm.kvferry.transport")))
+    monkeypatch.setattr(control_listener, "log", RateLimitedLog(logging.getLogger("vllm.kvferry.transport")))
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def joined(request: pytest.FixtureRequest) -> Iterator[tuple[Program, socket.soc
 def test_the_process_at_the_other_end_is_known(
     joined: tuple[Program, socket.socket], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_process, "_ask_netlink" if way == "the table" else "_search_table", lambda *args: 0)
+    monkeypatch.setattr(peer_process, "ask_netlink" if way == "the table" else "search_table", lambda *args: 0)
     process, ours = joined
     ends = Ends.of(ours.fileno())
     assert ends is not None and ends.theirs == ours.getpeername()[:2]

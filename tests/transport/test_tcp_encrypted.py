@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -11,52 +12,32 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.transport.channels import CPU, Pieces, RecvChannel, SendChannel, Slot
+from kvferry.transport.channels import Pieces, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
-from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
+from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.tcp_messages import HEADER, TAG_BYTES, Cipher, Vector, new_key
 from kvferry.transport.registry import make_plane
-from tests.transport.plane_pair import SLOT, intact, pattern
+from tests.transport.plane_pair import SLOT, Pair, intact, pattern
 
-CONTEXT = PlaneContext("127.0.0.1", SLOT, 8 * SLOT, PlaneMemory(CPU))
+CONTEXT = PlaneContext("127.0.0.1", SLOT, 8 * SLOT)
 BYTES = 5000
 
 
-class Ends:
-    """P and D on plane ``tcp``."""
-
-    def __init__(self, p: PlaneContext, d: PlaneContext) -> None:
-        self.p, self.d = make_plane("tcp", p), make_plane("tcp", d)
-        self.pages: list[torch.Tensor] = []
-
-    def join(self) -> tuple[SendChannel, RecvChannel]:
-        receiver, payload = self.d.connect(self.p.offer(), "127.0.0.1")
-        sender, reply = self.p.accept(payload)
-        self.d.finish(receiver, reply)
-        assert not sender.pulls and not receiver.pulls
-        return sender, receiver
-
-    def turn(self, until: Callable[[], Any]) -> None:
-        while not until():  # the test's time limit ends what hangs
-            self.p.progress()
-            self.d.progress()
+PAGES: list[torch.Tensor] = []
+"""What the messages of this module lie in."""
 
 
 @pytest.fixture
-def ends() -> Iterator[Callable[..., Ends]]:
-    made: list[Plane] = []
+def ends() -> Iterator[Callable[..., Pair]]:
+    with ExitStack() as stack:
 
-    def make(*, p: bool = True, d: bool = True) -> Ends:
-        new = Ends(replace(CONTEXT, encrypt=p), replace(CONTEXT, encrypt=d))
-        made.extend((new.p, new.d))
-        return new
+        def make(*, p: bool = True, d: bool = True) -> Pair:
+            return stack.enter_context(closing(Pair("tcp", 8, p={"encrypt": p}, d={"encrypt": d})))
 
-    yield make
-    for plane in made:
-        plane.close()
+        yield make
 
 
-def send(both: Ends, sender: SendChannel, receiver: RecvChannel, tag: int) -> None:
+def send(both: Pair, sender: SendChannel, receiver: RecvChannel, tag: int) -> None:
     """Begin a message that P sends from its pages and that D wants in its own, both in two pieces."""
     data = torch.from_numpy(pattern(tag, BYTES))
     into = torch.zeros(BYTES, dtype=torch.uint8)
@@ -64,7 +45,7 @@ def send(both: Ends, sender: SendChannel, receiver: RecvChannel, tag: int) -> No
     def halves(of: torch.Tensor) -> Callable[[], Pieces]:
         return lambda: Pieces(of.data_ptr() + np.array([0, 3000]), np.array([3000, BYTES - 3000]))
 
-    both.pages += data, into
+    PAGES.extend((data, into))
     receiver.expect(tag, BYTES, halves(into))
     both.turn(lambda: sender.send_pieces(halves(data), tag))
 

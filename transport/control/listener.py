@@ -35,7 +35,7 @@ MAX_PEERS = 2048
 BATCH, BATCH_BYTES = 512, 4 << 20
 """Messages of one receive() call, and their bytes, those of the last read not counted: many messages, or large ones,
 must not keep the serving thread from its other work."""
-_log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
+log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 
 
 class _Gate:
@@ -235,7 +235,7 @@ class Listener:
         """Count a connection that ends, and say why."""
         self.dropped[reason] += 1
         label = f"control port {self.endpoint}"
-        _log.warning(f"{label} {reason}", "%s: connection ended: %s", label, text)
+        log.warning(f"{label} {reason}", "%s: connection ended: %s", label, text)
 
     # --- on the thread that receives ------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from kvferry.transport.planes.nixl_reads import (
     NixlSlots,
     Words,
 )
+from kvferry.transport.planes.push import windows
 from kvferry.transport.planes.socket_plane import AwaitedSender, SocketAttach, SocketPlane
 from kvferry.transport.planes.ucx_settings import choose_lanes, nixl_release, refuse_nixl
 from kvferry.transport.sockets import SECRET_BYTES
@@ -134,11 +135,10 @@ class NixlPlane(SocketPlane):
         half = context.staging_bytes // 2
         super().__init__(min(context.slot_bytes, half))
         self._host = context.host
-        most = max(1, half // self.slot_bytes - 1)  # a peer that stops must not hold every slot
-        self.window, self.receives = (min(n, most) for n in (_GPU_WINDOWS if on_gpu else _WINDOWS))
+        self.window, self.receives = windows(_GPU_WINDOWS if on_gpu else _WINDOWS, half, self.slot_bytes)
         where = device if on_gpu and self._lanes.gpu_slots else torch.device("cpu")
         locked = on_gpu and where.type == "cpu"
-        self.send_pool = UsedSlots(self.slot_bytes, half, where, page_locked=locked, in_one_piece=True)
+        self.send_pool: UsedSlots = UsedSlots(self.slot_bytes, half, where, page_locked=locked, in_one_piece=True)
         self.recv_pool = SlotPool(self.slot_bytes, half, where, page_locked=locked, in_one_piece=True)
         self._agent = NixlAgent(self._lanes)
         if self._lanes.rdma:
@@ -154,10 +154,6 @@ class NixlPlane(SocketPlane):
     def retired_slots(self) -> int:
         """The number of slots of closed channels into which a READ may still write."""
         return self.recv_pool.retired
-
-    @property
-    def staging_bytes(self) -> int:
-        return sum(pool.slab.numel() for pool in (self.send_pool, self.recv_pool) if pool.slab is not None)
 
     def slower_because(self, offer: bytes, *, reached: bool) -> str:
         return "" if self._lanes.rdma else f"it has no RDMA: {self._lanes.shown}"
@@ -216,18 +212,18 @@ class NixlPlane(SocketPlane):
     def release(self, slot: Slot) -> None:
         """D: a message was unpacked."""
         self.recv_pool.put(slot)
-        if not self._closed:
+        if not self.closed:
             self.reads.begin()
 
     def pollables(self) -> list[tuple[int, int]]:
-        return [] if self._closed else [*super().pollables(), (self._timer.fd, select.POLLIN)]
+        return [] if self.closed else [*super().pollables(), (self._timer.fd, select.POLLIN)]
 
     @property
     def active(self) -> bool:
         return bool(self.channels or self.reads.fetches)
 
     def progress(self) -> bool:
-        if self._closed:
+        if self.closed:
             return False
         moved = super().progress()
         if self.reads.fetches:
@@ -235,20 +231,16 @@ class NixlPlane(SocketPlane):
         return self.reads.begin() | moved
 
     def arm(self) -> bool:
-        if self._closed:
+        if self.closed:
             return True
         self._timer.set(self.reads.look_in())
         return not self.reads.may_begin
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        for channel in list(self.channels):
-            channel.close()
+    def _close(self) -> None:
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self.reads.fetches and time.monotonic() < deadline:
             self.reads.look()
-        super().close()
+        super()._close()
         self._agent.close()  # ends the READs under way
         self.reads.end_all()
         self._timer.close()

@@ -1,13 +1,15 @@
-"""What the planes share whose P sends messages: slots and their window at P, announced messages at D."""
+"""What the planes share whose P sends messages: pools of slots, P's window, D's announced messages, open channels."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from kvferry.transport.channels import Pieces, Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.channels import Channel, Pieces, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import ProtocolError
+from kvferry.transport.plane import Plane
 from kvferry.transport.staging import SlotPool
 
 
@@ -112,3 +114,51 @@ class PushReceiver(RecvChannel):
         """Release the messages that ``poll`` has not returned: the channel closes."""
         for message in self.poll():
             message.release()
+
+
+R = TypeVar("R", bound=PushReceiver)
+
+
+class PushPlane(Plane):
+    """A plane whose P sends from the slots of ``send_pool``, and whose D may receive into those of ``recv_pool``.
+
+    Attributes:
+        channels: the open ones of P and D, in the order in which they are served.
+    """
+
+    send_pool: SlotPool
+    recv_pool: SlotPool
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.channels: dict[Channel, None] = {}
+        self.closed = False
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
+
+    @property
+    def active(self) -> bool:
+        return bool(self.channels)
+
+    def receivers(self, kind: type[R]) -> list[R]:
+        """The open channels of D."""
+        return [channel for channel in self.channels if isinstance(channel, kind)]
+
+    def close(self) -> None:
+        if not self.closed:
+            for channel in list(self.channels):
+                channel.close()
+            self._close()
+            self.closed = True
+
+    @abstractmethod
+    def _close(self) -> None:
+        """All channels are closed: free the rest."""
+
+
+def windows(wanted: tuple[int, int], staging_bytes: int, slot_bytes: int) -> tuple[int, int]:
+    """P's window and D's, smaller where memory is short: a peer that stops must not hold every slot."""
+    most = max(1, staging_bytes // slot_bytes - 1)
+    return min(wanted[0], most), min(wanted[1], most)

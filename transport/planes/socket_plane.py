@@ -15,15 +15,14 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.transport.channels import Channel
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import Plane
-from kvferry.transport.planes.push import PushReceiver, WindowedSender
+from kvferry.transport.planes.push import PushPlane, PushReceiver, WindowedSender
 from kvferry.transport.sockets import CHANNEL_BYTES, WRITABLE, PendingConnections, Secrets, Sockets, tune
 from kvferry.transport.staging import SlotPool
 
@@ -101,24 +100,18 @@ class ConnectingReceiver(PushReceiver):
         return True
 
 
-R = TypeVar("R", bound=ConnectingReceiver)
-
-
-class SocketPlane(Plane):
-    """``channels`` are the open channels of P and D, in the order in which they are served.
-
-    ``pending`` are P's new connections; ``None`` before ``listen``. ``awaited`` are P's channels without a connection.
+class SocketPlane(PushPlane):
+    """``pending`` are P's new connections; ``None`` before ``listen``. ``awaited`` are P's channels without a
+    connection.
     """
 
     def __init__(self, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
+        super().__init__(slot_bytes)
         self.awaited: dict[bytes, AwaitedSender] = {}
         self._port = 0
         self.sockets = Sockets()
-        self.channels: dict[Channel, None] = {}
         self.pending: PendingConnections | None = None
         self._secrets = Secrets()
-        self._closed = False
 
     def listen(
         self,
@@ -248,14 +241,10 @@ class SocketPlane(Plane):
             self.sockets.drop(sock)
 
     def pollables(self) -> list[tuple[int, int]]:
-        return [] if self._closed else [(self.sockets.fd, select.POLLIN)]
-
-    @property
-    def active(self) -> bool:
-        return bool(self.channels)
+        return [] if self.closed else [(self.sockets.fd, select.POLLIN)]
 
     def progress(self) -> bool:
-        if self._closed:
+        if self.closed:
             return False
         moved = self.sockets.progress()
         if self.pending is not None:
@@ -270,19 +259,10 @@ class SocketPlane(Plane):
             moved |= isinstance(each, ConnectingReceiver) and each.fail_late(now)
         return moved
 
-    def receivers(self, kind: type[R]) -> list[R]:
-        """The open channels of D."""
-        return [channel for channel in self.channels if isinstance(channel, kind)]
-
     def arm(self) -> bool:
         return True  # the epoll descriptor is level-triggered
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        for channel in list(self.channels):
-            channel.close()
+    def _close(self) -> None:
         if self.pending is not None:
             self.pending.close()
         self.sockets.close()
-        self._closed = True

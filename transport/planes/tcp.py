@@ -363,10 +363,6 @@ class TcpPlane(SocketPlane):
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
         self._host = context.host
 
-    @property
-    def staging_bytes(self) -> int:
-        return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
-
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(TcpOffer(self.listen_tcp(self._host), self.new_secret()))
 

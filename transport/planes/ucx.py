@@ -34,8 +34,8 @@ from kvferry.transport import cuda
 from kvferry.transport.channels import DChannel, Pieces, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import host_id, is_ours
-from kvferry.transport.plane import Plane, PlaneContext, decode_payload
-from kvferry.transport.planes.push import PushReceiver, WindowedSender
+from kvferry.transport.plane import PlaneContext, decode_payload
+from kvferry.transport.planes.push import PushPlane, PushReceiver, WindowedSender, windows
 from kvferry.transport.planes.ucx_settings import lanes_to, refuse_ucx, settings_for, uses_rdma
 from kvferry.transport.planes.ucx_worker import (
     DONE,
@@ -169,7 +169,7 @@ class UcxRecvChannel(PushReceiver):
         self._plane.send_close(self)
 
 
-class UcxPlane(Plane):
+class UcxPlane(PushPlane):
     """The UCX data plane of one process. The slots lie on the device of the caches. ``_workers``: one for the peers on
     this host (``True``), one for all others, each made when the first of them attaches.
 
@@ -182,38 +182,31 @@ class UcxPlane(Plane):
 
     def __init__(self, context: PlaneContext) -> None:
         refuse_ucx(context.host, os.environ, context.others)
+        super().__init__(context.slot_bytes)
         slot_bytes, staging_bytes, device = context.slot_bytes, context.staging_bytes, context.memory.device
         self.on_gpu = device.type != "cpu"
         if self.on_gpu:
             cuda.load()  # before the first hand-over allocates its slots: a missing driver is reported here
-        # A peer that stops must not hold every slot.
-        most = max(1, staging_bytes // slot_bytes - 1)
-        self.window, self.receives = (min(n, most) for n in (_GPU_WINDOWS if self.on_gpu else _WINDOWS))
+        self.window, self.receives = windows(_GPU_WINDOWS if self.on_gpu else _WINDOWS, staging_bytes, slot_bytes)
         self.moved_at = 0.0
         self.make_array = load_array()
         settings_for(context.host, os.environ, here=False)  # a wrong address is reported here
         self._host = context.host
         self._workers: dict[bool, UcxWorker] = {}
-        self._slot_bytes = slot_bytes
         self.send_pool = SlotPool(slot_bytes, staging_bytes, device)
         self.by_tag: dict[int, UcxRecvChannel] = {}
         self.transfers: list[UcxTransfer] = []
         self.recv_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._memories: dict[int, UcxArray] = {}  # by address
-        self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
+        self._by_close_message: dict[int, UcxSendChannel | UcxRecvChannel] = {}
         self._farewells: list[tuple[UcxRequest, UcxArray]] = []
         self._pending: deque[UcxAnnouncement] = deque()
         self._starved = False
-        self._closed = False
 
     @property
     def retired_slots(self) -> int:
         """The number of slots of closed channels that UCX still holds."""
         return self.send_pool.retired + self.recv_pool.retired
-
-    @property
-    def staging_bytes(self) -> int:
-        return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(UcxOffer(host_id() if self.on_gpu else ""))
@@ -238,25 +231,29 @@ class UcxPlane(Plane):
         here = is_ours(host)
         worker, close_message = self._worker(here=here), secrets.token_bytes(8)
         channel = UcxRecvChannel(self, worker, int.from_bytes(close_message, "little"))
-        self._channels[channel.close_message] = channel
+        self._add(channel)
         ours = worker.address
-        return channel, msgspec.msgpack.encode(UcxAttach(ours, zlib.crc32(ours), self._slot_bytes, close_message, here))
+        return channel, msgspec.msgpack.encode(UcxAttach(ours, zlib.crc32(ours), self.slot_bytes, close_message, here))
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, UcxAttach, "ucx attach")
         self.send_pool.prepare()
         close_message = int.from_bytes(attach.close_message, "little")
-        if close_message in self._channels:
+        if close_message in self._by_close_message:
             raise ProtocolError("ucx attach: this channel exists already")
         worker = self._worker(here=attach.here)
         link = _link(worker, attach)
-        channel = UcxSendChannel(self, link, min(self._slot_bytes, attach.slot_bytes), close_message)
-        self._channels[close_message] = channel
+        channel = UcxSendChannel(self, link, min(self.slot_bytes, attach.slot_bytes), close_message)
+        self._add(channel)
         return channel, msgspec.msgpack.encode(UcxReply(worker.address, zlib.crc32(worker.address)))
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
         assert isinstance(channel, UcxRecvChannel)
         channel.link = _link(channel.worker, decode_payload(reply, UcxReply, "ucx reply"))
+
+    def _add(self, channel: UcxSendChannel | UcxRecvChannel) -> None:
+        self.channels[channel] = None
+        self._by_close_message[channel.close_message] = channel
 
     def _worker(self, *, here: bool) -> UcxWorker:
         if here not in self._workers:
@@ -264,14 +261,14 @@ class UcxPlane(Plane):
         return self._workers[here]
 
     def pollables(self) -> list[tuple[int, int]]:
-        return [] if self._closed else [(worker.fd, select.POLLIN) for worker in self._workers.values()]
+        return [] if self.closed else [(worker.fd, select.POLLIN) for worker in self._workers.values()]
 
     @property
     def active(self) -> bool:
-        return bool(self._channels or self.transfers or self._farewells or self._pending)
+        return bool(self.channels or self.transfers or self._farewells or self._pending)
 
     def progress(self) -> bool:
-        if self._closed:
+        if self.closed:
             return False
         self._progress_workers()
         moved = bool(self.transfers) and self._reap()
@@ -280,7 +277,7 @@ class UcxPlane(Plane):
             self._farewells = [close_message for close_message in self._farewells if not close_message[0].completed]
         lost = [
             (channel, channel.link)
-            for channel in self._channels.values()
+            for channel in self._by_close_message.values()
             if channel.error is None and channel.link is not None and not channel.link.alive
         ]
         for channel, link in lost:
@@ -292,7 +289,7 @@ class UcxPlane(Plane):
         return moved or bool(lost)
 
     def arm(self) -> bool:
-        if self._closed:
+        if self.closed:
             return True
         if self._starved and self.recv_pool.free:
             return False
@@ -305,19 +302,17 @@ class UcxPlane(Plane):
         """Whether messages are on their way, or will soon be."""
         if self.transfers or self.by_tag:
             return True
-        return any(isinstance(channel, UcxSendChannel) and channel.in_use for channel in self._channels.values())
+        return any(
+            isinstance(channel, UcxSendChannel) and channel.in_use for channel in self._by_close_message.values()
+        )
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        for channel in list(self._channels.values()):
-            channel.close()
+    def _close(self) -> None:
         # UCX does not complete the messages in flight when their endpoint closes, and these keep the worker alive, with
         # its connections. So peers get time to receive them and our close message.
         deadline = time.monotonic() + _CLOSE_SECONDS
         while (self.transfers or self._farewells) and time.monotonic() < deadline:
             self.progress()
-        self._closed = True
+        self.closed = True  # what follows calls nothing of ours
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
@@ -332,7 +327,7 @@ class UcxPlane(Plane):
     def progress_once(self) -> None:
         """Keep the link busy between the copies of a batch: one copy takes as long as the link needs to empty its
         buffers."""
-        if not self._closed:
+        if not self.closed:
             self._progress_workers()
             self._receive()
 
@@ -366,7 +361,8 @@ class UcxPlane(Plane):
 
     def send_close(self, channel: UcxSendChannel | UcxRecvChannel) -> None:
         """Send the close message of a closed channel, and retire the slots that UCX still holds."""
-        self._channels.pop(channel.close_message, None)
+        self.channels.pop(channel, None)
+        self._by_close_message.pop(channel.close_message, None)
         for transfer in self.transfers:
             if transfer.channel is channel and not transfer.retired:
                 transfer.retired = True
@@ -383,7 +379,7 @@ class UcxPlane(Plane):
             if message.nbytes > _CLOSE_MESSAGE_BYTES or message.tag in self.by_tag:
                 self._pending.append(message)
                 continue
-            closing = self._channels.get(message.tag)  # None where we have closed the channel, too
+            closing = self._by_close_message.get(message.tag)  # None where we have closed the channel, too
             if closing is not None:
                 closing.fail(f"ucx: the {closing.peer} closed the channel")
             self._drop(message)
@@ -422,7 +418,7 @@ class UcxPlane(Plane):
                 channel.forget(message.tag)
                 channel.fail(str(error))
                 channel = None
-        if message.nbytes > self._slot_bytes:
+        if message.nbytes > self.slot_bytes:
             return  # not ours, and too large to receive and drop; its sender waits for ever
         slot: Slot | None = None
         try:

@@ -34,8 +34,8 @@ from zmq.utils import z85
 
 from kvferry.transport.channels import DChannel, Received, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import Plane, PlaneContext, decode_payload
-from kvferry.transport.planes.push import PushReceiver, WindowedSender
+from kvferry.transport.plane import PlaneContext, decode_payload
+from kvferry.transport.planes.push import PushPlane, PushReceiver, WindowedSender
 from kvferry.transport.sockets import SILENCE_SECONDS
 from kvferry.transport.staging import SlotPool
 
@@ -279,7 +279,7 @@ class ZmqRecvChannel(PushReceiver):
             raise ProtocolError(f"zmq: message {tag:#x} has {len(frame)} bytes, its header has {nbytes}")
         if self.check_size(tag, nbytes) is None:  # forgotten, or never announced
             self._credit(tag)
-        elif self._plane.recv_pool is not None:
+        elif self._plane.copies_frames:
             self._waiting.append((tag, frame))
             self._copy_waiting()
         else:
@@ -290,7 +290,7 @@ class ZmqRecvChannel(PushReceiver):
     def _copy_waiting(self) -> bool:
         """Copy waiting messages into slots for as long as slots are free. Returns whether it handled any message."""
         before, pool = len(self._waiting), self._plane.recv_pool
-        while self._waiting and pool is not None:
+        while self._waiting:
             tag, frame = self._waiting[0]
             if tag not in self.expected:  # forgotten meanwhile
                 self._waiting.popleft()
@@ -336,7 +336,7 @@ def _address(frame: zmq.Frame) -> int:
     return int(np.frombuffer(frame.buffer, dtype=np.uint8).ctypes.data)
 
 
-class ZmqPlane(Plane):
+class ZmqPlane(PushPlane):
     """``context.staging_bytes`` bounds P's slots, and the frames that D holds; for caches on a GPU half of these bytes
     is for D's slots."""
 
@@ -347,20 +347,15 @@ class ZmqPlane(Plane):
             raise PlaneUnavailableError("zmq: this libzmq has no CURVE; install pyzmq from PyPI")
         gpu = context.memory.device.type == "cuda"
         slot_bytes, staging_bytes = context.slot_bytes, context.staging_bytes
-        self.slot_bytes = slot_bytes
+        super().__init__(slot_bytes)
         self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
-        self.recv_pool = SlotPool(slot_bytes, staging_bytes // 2, page_locked=True) if gpu else None
+        self.recv_pool = SlotPool(slot_bytes, staging_bytes // 2, page_locked=gpu)
+        self.copies_frames = gpu
         self.host = context.host
         self._window_left = max(1, (staging_bytes // 2 if gpu else staging_bytes) // slot_bytes)
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self.zmq.max_sockets = MOST_SOCKETS
-        self._channels: dict[ZmqSendChannel | ZmqRecvChannel, None] = {}
         self._busy: list[tuple[Slot, Any]] = []
-        self._closed = False
-
-    @property
-    def staging_bytes(self) -> int:
-        return self.send_pool.allocated_bytes + (self.recv_pool.allocated_bytes if self.recv_pool is not None else 0)
 
     def offer(self) -> bytes:
         return b""
@@ -371,14 +366,14 @@ class ZmqPlane(Plane):
         window = min(_WINDOW, (self._window_left + 1) // 2)
         if window < 1:
             raise PlaneUnavailableError(
-                f"zmq: staging memory is used up by {len(self._channels)} channels; raise staging_bytes"
+                f"zmq: staging memory is used up by {len(self.channels)} channels; raise staging_bytes"
             )
         try:
             channel = ZmqRecvChannel(self, host, window)
         except zmq.ZMQError as error:
             raise PlaneUnavailableError(f"zmq: no socket can be had: {error}") from None
         self._window_left -= window
-        self._channels[channel] = None
+        self.channels[channel] = None
         return channel, msgspec.msgpack.encode(ZmqAttach(self.slot_bytes, window))
 
     def accept(self, payload: bytes) -> tuple[ZmqSendChannel, bytes]:
@@ -388,7 +383,7 @@ class ZmqPlane(Plane):
             channel = ZmqSendChannel(self, secret, min(self.slot_bytes, attach.slot_bytes), min(attach.window, _WINDOW))
         except zmq.ZMQError as error:
             raise TransportError(f"zmq: no socket can be had on {self.host}: {error}") from None
-        self._channels[channel] = None
+        self.channels[channel] = None
         return channel, msgspec.msgpack.encode(ZmqReply(channel.port, z85.decode(public)))
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
@@ -399,16 +394,16 @@ class ZmqPlane(Plane):
         except zmq.ZMQError as error:
             raise PlaneUnavailableError(f"zmq: no socket can be had: {error}") from None
 
-    def pollables(self) -> list[tuple[int, int]]:
-        return [(fd, select.POLLIN) for channel in self._channels for fd in channel.end.fds()]
-
     @property
-    def active(self) -> bool:
-        return bool(self._channels)
+    def _ends(self) -> list[ZmqSendChannel | ZmqRecvChannel]:
+        return [channel for channel in self.channels if isinstance(channel, (ZmqSendChannel, ZmqRecvChannel))]
+
+    def pollables(self) -> list[tuple[int, int]]:
+        return [(fd, select.POLLIN) for channel in self._ends for fd in channel.end.fds()]
 
     def progress(self) -> bool:
         moved = False
-        for channel in list(self._channels):
+        for channel in self._ends:
             if channel.error is None:
                 moved |= channel.progress()
         if self._busy:
@@ -417,24 +412,17 @@ class ZmqPlane(Plane):
 
     def arm(self) -> bool:
         """A descriptor of libzmq tells of news once; afterwards its socket must be asked."""
-        slots = self.recv_pool is not None and bool(self.recv_pool.free)
-        live = [channel for channel in self._channels if channel.error is None]
-        return not any(channel.end.has_news or (slots and channel.starved) for channel in live)
+        live = [channel for channel in self._ends if channel.error is None]
+        return not any(channel.end.has_news or (self.recv_pool.free and channel.starved) for channel in live)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        for channel in list(self._channels):
-            channel.close()
-        self._closed = True
+    def _close(self) -> None:
         # ``term`` waits for libzmq's own thread, so another thread calls it.
         threading.Thread(target=self.zmq.term, name="kvferry-zmq-term", daemon=True).start()
 
     def drop(self, channel: ZmqSendChannel | ZmqRecvChannel) -> None:
         """Forget a closed channel."""
-        if channel in self._channels:
-            del self._channels[channel]
-            self._window_left += channel.window if isinstance(channel, ZmqRecvChannel) else 0
+        del self.channels[channel]
+        self._window_left += channel.window if isinstance(channel, ZmqRecvChannel) else 0
 
     def put_later(self, slot: Slot, tracker: Any) -> None:
         """Free a slot for which no credit will come, once ZMQ does not use it any more."""
