@@ -91,19 +91,35 @@ RELEASES_GIL: _Signatures = {
 }
 
 
+UNCHECKED = ("cuGetErrorName", "cuInit", "cuIpcCloseMemHandle", "cuStreamDestroy_v2")
+
+
 class _Driver:
-    """The library, opened twice: calls of ``held`` hold the GIL, calls of ``released`` release it."""
+    """The library, opened twice: calls of ``held`` hold the GIL, calls of ``released`` release it. All but those in
+    ``UNCHECKED`` raise TransportError where they fail."""
 
     def __init__(self) -> None:
-        self.held = _declared(ctypes.PyDLL(LIBRARY), HOLDS_GIL)
-        self.released = _declared(ctypes.CDLL(LIBRARY), RELEASES_GIL)
+        self.held = self._declared(ctypes.PyDLL(LIBRARY), HOLDS_GIL)
+        self.released = self._declared(ctypes.CDLL(LIBRARY), RELEASES_GIL)
 
+    def _declared(self, library: Any, signatures: _Signatures) -> Any:
+        for name, arguments in signatures.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, c_int
+            if name not in UNCHECKED:
+                function.errcheck = self._check
+        return library
 
-def _declared(library: Any, signatures: _Signatures) -> Any:
-    for name, arguments in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, c_int
-    return library
+    def _check(self, status: int, function: Any, arguments: object) -> int:
+        """What ctypes calls with the CUresult of each call."""
+        if status and not (status == _NOT_READY and function.__name__ == "cuEventQuery"):
+            raise TransportError(self.failure(function.__name__.removesuffix("_v2"), status))
+        return status
+
+    def failure(self, call: str, status: int) -> str:
+        name = c_char_p()
+        self.held.cuGetErrorName(status, byref(name))
+        return f"{call}: {name.value.decode() if name.value else f'CUDA error {status}'}"
 
 
 @functools.cache
@@ -113,7 +129,7 @@ def _driver() -> _Driver:
     except (OSError, AttributeError) as error:  # no such library, or one without a function that is needed
         raise PlaneUnavailableError(f"{error}; NVIDIA's driver is not installed, or too old") from None
     if status := driver.released.cuInit(0):
-        raise PlaneUnavailableError(_failure(driver, "cuInit", status))
+        raise PlaneUnavailableError(driver.failure("cuInit", status))
     return driver
 
 
@@ -126,18 +142,6 @@ def load() -> None:
     _driver()
 
 
-def _failure(driver: _Driver, call: str, status: int) -> str:
-    name = c_char_p()
-    driver.held.cuGetErrorName(status, byref(name))
-    return f"{call}: {name.value.decode() if name.value else f'CUDA error {status}'}"
-
-
-def _check(call: str, status: int) -> None:
-    """Raise TransportError if ``call`` returned another CUresult than CUDA_SUCCESS."""
-    if status:
-        raise TransportError(_failure(_driver(), call, status))
-
-
 # Devices and contexts. The context of a device is its primary one, which PyTorch uses, too.
 
 
@@ -145,9 +149,8 @@ def _check(call: str, status: int) -> None:
 def _primary_context(index: int) -> int:
     """The primary context of a device. It is retained until the process ends, as PyTorch retains it."""
     context, device = _HANDLE(), _DEVICE()
-    _check("cuDeviceGet", _driver().held.cuDeviceGet(byref(device), index))
-    call = _driver().released.cuDevicePrimaryCtxRetain
-    _check("cuDevicePrimaryCtxRetain", call(byref(context), device))
+    _driver().held.cuDeviceGet(byref(device), index)
+    _driver().released.cuDevicePrimaryCtxRetain(byref(context), device)
     assert context.value is not None
     return context.value
 
@@ -157,18 +160,18 @@ def bind_context(device: torch.device) -> None:
 
     ``torch.cuda.set_device`` may leave this to PyTorch's next call, and calls of this module may come earlier.
     """
-    _check("cuCtxSetCurrent", _driver().held.cuCtxSetCurrent(_primary_context(device.index)))
+    _driver().held.cuCtxSetCurrent(_primary_context(device.index))
 
 
 @contextlib.contextmanager
 def _context_of(device: torch.device) -> Iterator[None]:
     """Make the primary context of ``device`` current inside, and the previous one after it."""
     calls = _driver().held
-    _check("cuCtxPushCurrent", calls.cuCtxPushCurrent_v2(_primary_context(device.index)))
+    calls.cuCtxPushCurrent_v2(_primary_context(device.index))
     try:
         yield
     finally:
-        _check("cuCtxPopCurrent", calls.cuCtxPopCurrent_v2(byref(_HANDLE())))
+        calls.cuCtxPopCurrent_v2(byref(_HANDLE()))
 
 
 _NO_CHANGE = nullcontext()
@@ -227,7 +230,7 @@ class Event:
     def __init__(self, *, blocking: bool = False) -> None:
         self._calls, self._handle = _driver().held, _HANDLE()
         flags = _EVENT_DISABLE_TIMING | (_EVENT_BLOCKING_SYNC if blocking else 0)
-        _check("cuEventCreate", self._calls.cuEventCreate(byref(self._handle), flags))
+        self._calls.cuEventCreate(byref(self._handle), flags)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the interpreter the driver may be gone
@@ -235,11 +238,11 @@ class Event:
 
     def record(self, stream: int) -> None:
         """Record the event behind all work that was enqueued on ``stream`` so far."""
-        _check("cuEventRecord", self._calls.cuEventRecord(self._handle, stream))
+        self._calls.cuEventRecord(self._handle, stream)
 
     def make_stream_wait(self, stream: int) -> None:
         """Let all work that is enqueued on ``stream`` from now on wait for the event."""
-        _check("cuStreamWaitEvent", self._calls.cuStreamWaitEvent(stream, self._handle, 0))
+        self._calls.cuStreamWaitEvent(stream, self._handle, 0)
 
     def query(self) -> bool:
         """Whether the device has completed all work before the event.
@@ -247,7 +250,7 @@ class Event:
         Raises:
             TransportError: the device failed.
         """
-        return _completed(self._calls.cuEventQuery(self._handle))
+        return bool(self._calls.cuEventQuery(self._handle) != _NOT_READY)
 
     def synchronize(self, seconds: float = math.inf) -> bool:
         """Wait until the event has completed, at most ``seconds``. Returns whether it has. Spins, without the GIL.
@@ -257,25 +260,18 @@ class Event:
         """
         calls = _driver().released
         if seconds == math.inf:
-            _check("cuEventSynchronize", calls.cuEventSynchronize(self._handle))
+            calls.cuEventSynchronize(self._handle)
             return True
         deadline = time.monotonic() + seconds
         while (status := calls.cuEventQuery(self._handle)) == _NOT_READY and time.monotonic() < deadline:
             pass
-        return _completed(status)
-
-
-def _completed(status: int) -> bool:
-    if status == _NOT_READY:
-        return False
-    _check("cuEventQuery", status)
-    return True
+        return bool(status != _NOT_READY)
 
 
 def upload(dst: int, src: int, nbytes: int, stream: int) -> None:
     """Enqueue a copy from page-locked host memory at ``src`` to device memory at ``dst``. The host memory must not
     change before ``stream`` has reached the copy."""
-    _check("cuMemcpyHtoDAsync", _driver().held.cuMemcpyHtoDAsync_v2(dst, src, nbytes, stream))
+    _driver().held.cuMemcpyHtoDAsync_v2(dst, src, nbytes, stream)
 
 
 def launch_kernel(
@@ -285,8 +281,7 @@ def launch_kernel(
     of dynamic shared memory each. ``arguments`` is an array of pointers to the kernel's arguments, which the call
     copies. A stream holds some 1000 launches; the next one waits, with the GIL."""
     call = _driver().held.cuLaunchKernel
-    status = call(function, num_programs, 1, 1, num_threads, 1, 1, shared_bytes, stream, arguments, None)
-    _check("cuLaunchKernel", status)
+    call(function, num_programs, 1, 1, num_threads, 1, 1, shared_bytes, stream, arguments, None)
 
 
 # Memory.
@@ -297,7 +292,7 @@ class Allocation:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         address = _DEVICE_POINTER()
-        _check("cuMemAlloc", _driver().released.cuMemAlloc_v2(byref(address), nbytes))
+        _driver().released.cuMemAlloc_v2(byref(address), nbytes)
         self._address, self._device = address.value, device
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (self._address, False), "version": 3,
@@ -322,8 +317,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 def address_range(address: int) -> tuple[int, int]:
     """First address and size of the allocation that contains ``address``."""
     base, size = _DEVICE_POINTER(), c_size_t()
-    status = _driver().released.cuMemGetAddressRange_v2(byref(base), byref(size), address)
-    _check("cuMemGetAddressRange", status)
+    _driver().released.cuMemGetAddressRange_v2(byref(base), byref(size), address)
     return base.value, size.value
 
 
@@ -335,15 +329,14 @@ def ipc_handle(base: int) -> bytes:
     """
     calls = _driver().released
     capable = c_uint64()  # CUDA writes a boolean of a width that its reference does not give
-    status = calls.cuPointerGetAttribute(byref(capable), _POINTER_IS_LEGACY_CUDA_IPC_CAPABLE, base)
-    _check("cuPointerGetAttribute", status)
+    calls.cuPointerGetAttribute(byref(capable), _POINTER_IS_LEGACY_CUDA_IPC_CAPABLE, base)
     if not capable.value:
         raise PlaneUnavailableError(
             "the KV cache lies in virtual memory of CUDA (expandable_segments of PYTORCH_CUDA_ALLOC_CONF, or vLLM's "
             "sleep mode), which has no IPC handle; switch that off"
         )
     handle = _IpcHandle()
-    _check("cuIpcGetMemHandle", calls.cuIpcGetMemHandle(byref(handle), base))
+    calls.cuIpcGetMemHandle(byref(handle), base)
     return bytes(handle.reserved)
 
 
@@ -356,8 +349,7 @@ def open_handle(handle: bytes) -> int:
     """
     address = _DEVICE_POINTER()
     call = _driver().released.cuIpcOpenMemHandle_v2
-    status = call(byref(address), _IpcHandle.from_buffer_copy(handle), _IPC_LAZY_ENABLE_PEER_ACCESS)
-    _check("cuIpcOpenMemHandle", status)
+    call(byref(address), _IpcHandle.from_buffer_copy(handle), _IPC_LAZY_ENABLE_PEER_ACCESS)
     return address.value
 
 
@@ -372,10 +364,10 @@ def read_bytes(address: int, nbytes: int, device: torch.device) -> bytes:
     calls = _driver().released
     found, stream = ctypes.create_string_buffer(nbytes), _HANDLE()
     with _context_of(device):
-        _check("cuStreamCreate", calls.cuStreamCreate(byref(stream), _STREAM_NON_BLOCKING))
+        calls.cuStreamCreate(byref(stream), _STREAM_NON_BLOCKING)
         try:
-            _check("cuMemcpyDtoHAsync", calls.cuMemcpyDtoHAsync_v2(found, address, nbytes, stream))
-            _check("cuStreamSynchronize", calls.cuStreamSynchronize(stream))
+            calls.cuMemcpyDtoHAsync_v2(found, address, nbytes, stream)
+            calls.cuStreamSynchronize(stream)
         finally:
             calls.cuStreamDestroy_v2(stream)
     return found.raw
@@ -394,7 +386,7 @@ def register_host(address: int, nbytes: int, device: torch.device, *, read_only:
     flags = _HOST_PORTABLE | _HOST_DEVICEMAP | (_HOST_READ_ONLY if read_only else 0)
     try:
         with _context_of(device):
-            _check("cuMemHostRegister", _driver().released.cuMemHostRegister_v2(address, nbytes, flags))
+            _driver().released.cuMemHostRegister_v2(address, nbytes, flags)
     except TransportError as error:
         raise TransportError(f"{nbytes} bytes of staging memory cannot be page-locked: {error}") from None
 
@@ -404,6 +396,6 @@ def unregister_host(address: int, device: torch.device) -> None:
     logged."""
     try:
         with _context_of(device):
-            _check("cuMemHostUnregister", _driver().released.cuMemHostUnregister(address))
+            _driver().released.cuMemHostUnregister(address)
     except TransportError as error:
         logger.warning("kvferry: staging memory stays page-locked: %s", error)

@@ -248,28 +248,25 @@ def test_every_function_is_called_in_some_test_as_its_table_says(fake: Fake) -> 
 
 FAILING = [
     ("cuEventCreate", cuda.Event),
-    ("cuEventRecord", lambda: cuda.Event().record(STREAM)),
-    ("cuStreamWaitEvent", lambda: cuda.Event().make_stream_wait(STREAM)),
     ("cuEventQuery", lambda: cuda.Event().query()),
     ("cuEventQuery", lambda: cuda.Event().synchronize(1.0)),
-    ("cuEventSynchronize", lambda: cuda.Event().synchronize()),
-    ("cuMemcpyHtoDAsync_v2", STEPS["upload"][0]),
     ("cuLaunchKernel", launch),
-    ("cuDeviceGet", STEPS["bind_context"][0]),
     ("cuDevicePrimaryCtxRetain", STEPS["bind_context"][0]),
-    ("cuCtxSetCurrent", STEPS["bind_context"][0]),
     ("cuCtxPushCurrent_v2", STEPS["read_bytes"][0]),
     ("cuCtxPopCurrent_v2", STEPS["read_bytes"][0]),
     ("cuMemAlloc_v2", lambda: cuda.Allocation(1, GPU)),
-    ("cuMemGetAddressRange_v2", STEPS["address_range"][0]),
-    ("cuPointerGetAttribute", STEPS["ipc_handle"][0]),
-    ("cuIpcGetMemHandle", STEPS["ipc_handle"][0]),
     ("cuIpcOpenMemHandle_v2", STEPS["open_handle"][0]),
     ("cuStreamCreate", STEPS["read_bytes"][0]),
     ("cuMemcpyDtoHAsync_v2", STEPS["read_bytes"][0]),
     ("cuStreamSynchronize", STEPS["read_bytes"][0]),
     ("cuMemHostRegister_v2", STEPS["register_host"][0]),
 ]
+"""One check serves all calls but those of ``cuda.UNCHECKED``; here with what each kind of call must leave in order."""
+
+
+def test_all_calls_are_checked_but_those_whose_failure_changes_nothing() -> None:
+    unchecked = {"cuGetErrorName", "cuInit", "cuIpcCloseMemHandle", "cuStreamDestroy_v2"}
+    assert set(cuda.UNCHECKED) == unchecked < {*cuda.HOLDS_GIL, *cuda.RELEASES_GIL}
 
 
 @pytest.mark.parametrize(("call", "act"), FAILING, ids=[f"{n}-{call}" for n, (call, _) in enumerate(FAILING)])
