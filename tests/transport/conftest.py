@@ -19,3 +19,16 @@ def good(listener):
     end = Dialed(listener.port)
     yield end
     end.close()
+
+
+@pytest.fixture
+def connect():
+    ends = []
+
+    def make(port, host="127.0.0.1", **options):
+        ends.append(Dialed(port, host, **options))
+        return ends[-1]
+
+    yield make
+    for end in ends:
+        end.close()

@@ -18,20 +18,15 @@ from kvferry.transport.errors import ConfigError
 from kvferry.transport.sockets import Strangers
 from kvferry.transport.wake import RateLimitedLog, Waker
 from tests.support.fork_server import fork_server
-from tests.transport.control_ends import LIMIT, MESSAGE, Dialed, arrived, exchanged, listening, readable, until
+from tests.transport.control_ends import LIMIT, MESSAGE, arrived, exchanged, listening, readable, until
 
 
-@pytest.fixture
-def connect():
-    ends = []
-
-    def make(port, host="127.0.0.1", **options):
-        ends.append(Dialed(port, host, **options))
-        return ends[-1]
-
-    yield make
-    for end in ends:
-        end.close()
+def joined(listener, connect):
+    """A connection that has sent ``MESSAGE``, and the listener's name of it."""
+    connection = connect(listener.port)
+    connection.send(MESSAGE)
+    [(identity, _, _)] = arrived(listener)
+    return connection, identity
 
 
 def test_frames_both_ways(listener, connect):
@@ -73,14 +68,10 @@ def test_one_call_takes_a_bounded_number(listener, connect, monkeypatch):
 
 
 def test_a_reconnect_gets_a_new_identity_and_the_old_one_is_gone(listener, connect):
-    first = connect(listener.port)
-    first.send(MESSAGE)
-    [(old, _, _)] = arrived(listener)
+    first, old = joined(listener, connect)
     first.close()
     assert until(lambda: (listener.receive(), listener.peers)[1] == 0)
-    second = connect(listener.port)
-    second.send(MESSAGE)
-    [(new, _, _)] = arrived(listener)
+    second, new = joined(listener, connect)
     assert new != old
     assert not listener.send(old, MESSAGE)
     assert listener.dropped["gone"] == 1
@@ -88,16 +79,12 @@ def test_a_reconnect_gets_a_new_identity_and_the_old_one_is_gone(listener, conne
 
 
 def test_send_says_false_when_the_peer_does_not_read(listener, connect):
-    connection = connect(listener.port)
-    connection.send(MESSAGE)
-    [(identity, _, _)] = arrived(listener)
+    _, identity = joined(listener, connect)
     block = [b"", b"", bytes(LIMIT // 64)]  # full long before the silence of the peer's socket counts as its death
     sent = next(n for n in range(5000) if not listener.send(identity, block))
     assert sent < 3 * stream.SEND_QUEUE
     assert listener.dropped["full"] == 1
-    other = connect(listener.port)
-    other.send(MESSAGE)
-    [(free, _, _)] = arrived(listener)
+    other, free = joined(listener, connect)
     assert listener.send(free, MESSAGE) and arrived(other) == [MESSAGE], "a full queue holds up nobody else"
 
 
@@ -351,9 +338,7 @@ def test_all_keys_together_are_limited(caplog):
 
 
 def test_what_p_said_before_it_closed_counts_although_d_sends_in_vain(listener, connect):
-    connection = connect(listener.port)
-    connection.send(MESSAGE)
-    [(identity, _, _)] = arrived(listener)
+    connection, identity = joined(listener, connect)
     for number in range(3):
         assert listener.send(identity, [b"last", b"", b"%d" % number])
     listener.close()
@@ -362,9 +347,7 @@ def test_what_p_said_before_it_closed_counts_although_d_sends_in_vain(listener, 
 
 
 def test_what_d_said_before_it_closed_counts_although_p_sends_in_vain(listener, connect):
-    connection = connect(listener.port)
-    connection.send(MESSAGE)
-    [(identity, _, _)] = arrived(listener)
+    connection, identity = joined(listener, connect)
     for number in range(3):
         assert connection.send([b"last", b"", b"%d" % number])
     connection.close()

@@ -15,7 +15,7 @@ from kvferry.transport.control import stream
 from kvferry.transport.control.stream import KEEP_ALIVE
 from tests.support.engines import free_port
 from tests.support.fork_server import fork_server
-from tests.transport.control_ends import KEYS, MESSAGE, Dialed, exchanged, until
+from tests.transport.control_ends import KEYS, MESSAGE, exchanged, until
 from tests.transport.control_strangers import message, server_of
 
 SILENCE = 6.0
@@ -51,19 +51,6 @@ def spawn():
     yield start
     for child in children:
         child.close()
-
-
-@pytest.fixture
-def connect():
-    ends = []
-
-    def make(port):
-        ends.append(Dialed(port))
-        return ends[-1]
-
-    yield make
-    for end in ends:
-        end.close()
 
 
 def test_a_killed_p_is_noticed_and_the_next_is_another(spawn, connect):

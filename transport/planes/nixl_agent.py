@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.planes.ucx_settings import Lanes, nixl_release
+from kvferry.transport.planes.ucx_settings import Lanes, failing_as, nixl_release
 
 _PROGRESS_MICROSECONDS = 100_000
 """NIXL's progress thread sleeps until UCX has an event, and this long at most. With NIXL's default of 0 it does not
@@ -64,11 +64,9 @@ class NixlAgent:
         config = self.binding.nixlAgentConfig()
         config.useProgThread, config.useListenThread = True, False
         config.pthrDelay = _PROGRESS_MICROSECONDS
-        try:
+        with failing_as(PlaneUnavailableError, "nixl: NIXL does not start"):
             self.native: Any = self.binding.nixlAgent(self.name, config)
             self.native.getPluginParams("UCX")  # loads UCX, 0.4 s, which no hand-over should wait for
-        except Exception as error:  # any reason why NIXL does not start on this machine
-            raise PlaneUnavailableError(f"nixl: NIXL does not start: {error}") from None
 
     def start(self) -> None:
         """Start UCX, if it has not started. Over TCP it listens from then on.
@@ -78,11 +76,9 @@ class NixlAgent:
         """
         if self._backend is not None:
             return
-        try:
-            with _environment(self._lanes.settings):
-                self._backend = self.native.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
-        except Exception as error:  # any reason why UCX does not start on this machine
-            raise PlaneUnavailableError(f"nixl: UCX does not start with {self._lanes.shown}: {error}") from None
+        refused = failing_as(PlaneUnavailableError, f"nixl: UCX does not start with {self._lanes.shown}")
+        with refused, _environment(self._lanes.settings):
+            self._backend = self.native.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
 
     def register(self, memory: torch.Tensor) -> bytes:
         """Register ``memory``, uint8 [n]. Returns our address, and what a peer needs to READ the memory.
@@ -91,11 +87,9 @@ class NixlAgent:
             TransportError: NIXL refused.
         """
         rows = self.binding.nixlRegDList(_segment(self.binding, memory.device.type), [(*_row(memory), "")])
-        try:
+        with failing_as(TransportError, "nixl: memory cannot be registered"):
             self.native.registerMem(rows, [self._backend])
             return bytes(self.native.getLocalPartialMD(rows, True, [self._backend]))
-        except Exception as error:
-            raise TransportError(f"nixl: memory cannot be registered: {error}") from None
 
     def load(self, name: str, metadata: bytes) -> None:
         """Take what ``register`` returned to agent ``name``. Native code parses it: it must come from an authenticated
@@ -104,10 +98,8 @@ class NixlAgent:
         Raises:
             TransportError: NIXL refused, or it is another agent's.
         """
-        try:
+        with failing_as(TransportError, "nixl: the peer's metadata is refused"):
             loaded = self.native.loadRemoteMD(metadata)
-        except Exception as error:
-            raise TransportError(f"nixl: the peer's metadata is refused: {error}") from None
         if (loaded.decode() if isinstance(loaded, bytes) else loaded) != name:
             raise TransportError(f"nixl: the peer's metadata is not that of agent {name!r}")
 
@@ -135,16 +127,12 @@ class NixlAgent:
         theirs = binding.nixlXferDList(
             _segment(binding, "cpu" if device is None else "cuda"), [(address, row[1], device or 0)]
         )
-        handle = None
-        try:
+        with failing_as(TransportError, "nixl: a READ is refused"), contextlib.ExitStack() as on_error:
             handle = self.native.createXferReq(binding.NIXL_READ, ours, theirs, name, "", [self._backend])
+            on_error.callback(self.native.releaseXferReq, handle)
             self.native.postXferReq(handle, "")
-        except Exception as error:
-            if handle is not None:
-                with contextlib.suppress(Exception):
-                    self.native.releaseXferReq(handle)
-            raise TransportError(f"nixl: a READ is refused: {error}") from None
-        return NixlRead(self, handle)
+            on_error.pop_all()
+            return NixlRead(self, handle)
 
     def close(self) -> None:
         """Close all connections and end the thread."""

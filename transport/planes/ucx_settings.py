@@ -13,13 +13,13 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.transport.errors import PlaneUnavailableError
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
 
 DEVICES = Path("/sys/class/infiniband")
 RDMA_LANES = frozenset(
@@ -40,6 +40,15 @@ UCX, or waits there for a core: READs of 4 MiB over TCP then take 16 ms of D's c
 GPU_DEVICE = Path("/dev/nvidiactl")
 _PEERMEM = Path("/sys/module/nvidia_peermem")
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@contextlib.contextmanager
+def failing_as(kind: type[TransportError], what: str, hint: str = "") -> Iterator[None]:
+    """UCXX and NIXL raise a dozen types of exceptions, which all mean that they refuse: here they become ``kind``."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what}: {error}{hint}") from None
 
 
 def active_ports() -> list[str]:

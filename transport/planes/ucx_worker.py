@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.planes.ucx_settings import settings_for
+from kvferry.transport.planes.ucx_settings import failing_as, settings_for
 
 UcxArray = Any
 """UCXX's ``Array``: the memory of a tensor in the form that UCXX takes. It keeps the tensor alive; ``nbytes``."""
@@ -78,10 +78,8 @@ class UcxEndpoint:
         """
         if not self.alive:
             raise TransportError(f"ucx: the link is down: {self.reason}")
-        try:
+        with failing_as(TransportError, "ucx: sending failed"):
             return self._endpoint.tag_send(data, self._worker.library.UCXXTag(tag))
-        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
-            raise TransportError(f"ucx: sending failed: {error}") from None
 
     def close(self) -> Any:
         """Begin to close. Returns the request, or ``None`` where there is nothing to close."""
@@ -111,10 +109,8 @@ class UcxAnnouncement:
             TransportError: UCX refused.
         """
         assert into.nbytes >= self.nbytes
-        try:
+        with failing_as(TransportError, "ucx: receiving failed"):
             return self._worker.native.tag_recv_with_handle(into, self.probe)
-        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
-            raise TransportError(f"ucx: receiving failed: {error}") from None
 
 
 class UcxWorker:
@@ -134,12 +130,10 @@ class UcxWorker:
         self.library = load_ucxx()
         settings = settings_for(host, os.environ, here=here)
         feature = self.library.Feature
-        try:
+        with failing_as(PlaneUnavailableError, f"ucx: UCX does not start on {host}"):
             self._context = self.library.UCXContext(settings, (feature.TAG, feature.WAKEUP))
             self.native = self.library.UCXWorker(self._context)
             self.native.init_blocking_progress_mode()
-        except Exception as error:  # any reason why UCX does not start on this machine
-            raise PlaneUnavailableError(f"ucx: UCX does not start on {host}: {error}") from None
         self.fd: int = self.native.epoll_file_descriptor
         self.address = bytes(self.native.address)
         self._any_tag, self._any_mask = self.library.UCXXTag(0), self.library.UCXXTagMask(0)
@@ -159,14 +153,10 @@ class UcxWorker:
                 f"ucx: the peer's worker address is of format {address[0]:#x}, ours is {self.address[0]:#x}; "
                 "run the same UCX release on both sides"
             )
-        try:
+        hint = "; both sides need an address (side_channel_host) on a network that they share"
+        with failing_as(PlaneUnavailableError, f"ucx: the peer cannot be reached from {self._host}", hint):
             peer = self.library.UCXAddress.create_from_buffer(address)
             endpoint = self.library.UCXEndpoint.create_from_worker_address(self.native, peer, True)
-        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
-            raise PlaneUnavailableError(
-                f"ucx: the peer cannot be reached from {self._host}: {error}; "
-                "both sides need an address (side_channel_host) on a network that they share"
-            ) from None
         self._links[address] = UcxEndpoint(self, endpoint)
         return self._links[address]
 
