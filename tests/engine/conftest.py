@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.engines import ServerGroup
+from tests.support.engines import ROOT, ServerGroup, python_path
 from tests.support.served import Pair, PatientServerGroup, eventually, no_block_held
 from tests.support.tiny_model import ModelSpec, build_model
 
@@ -27,6 +32,17 @@ def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.T
             lines = [line for line in server.log_text().splitlines() if TELLING.search(line)]
             report.sections.append((f"log of {server.name}", "\n".join(lines[-SHOWN_LINES:])))
     return report
+
+
+def run_benchmark(script: str, folder: Path, *options: str) -> dict[str, Any]:
+    """The result that a benchmark with engines writes; it must succeed."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    command += ["--folder", str(folder), "--json", str(folder / "result.json")]
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 @pytest.fixture(scope="session")

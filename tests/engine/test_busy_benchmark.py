@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.engines import ROOT, python_path
+from tests.engine.conftest import run_benchmark
 from tests.support.served import PATIENT
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 STAGES = ["arrived", "planned", "allocated", "begun", "ended", "reported", "scheduled", "token"]
-
-
-def run(tmp_path: Path, *options: str) -> dict:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_busy.py"), "--device", "cpu"]
-    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "busy.json"), *options]
-    environment = os.environ | {"PYTHONPATH": python_path()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return json.loads((tmp_path / "busy.json").read_text())
 
 
 def test_every_cell_has_its_samples(tmp_path: Path) -> None:
@@ -31,7 +19,7 @@ def test_every_cell_has_its_samples(tmp_path: Path) -> None:
     that took long on a host that stood still is followed by one beside the steps."""
     options = ["--samples", "2", "--policy", "fail", "--orders", "scattered"]
     options += ["--kv-config", json.dumps(PATIENT | {"step_hold_seconds": 1})]
-    result = run(tmp_path, *options, "--start-seconds", "400")
+    result = run_benchmark("gpu_busy.py", tmp_path, "--device", "cpu", *options, "--start-seconds", "400")
     rows = {(row["sequences"], row["tokens"]): row for row in result["rows"]}
     assert rows.keys() == {(sequences, tokens) for sequences in (0, 4) for tokens in (97, 385)}
     for (sequences, _), row in rows.items():

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import struct
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 
@@ -18,7 +14,6 @@ from tests.support.served import (
     Pair,
     at_once,
     complete,
-    control_address,
     count,
     descendants,
     differ,
@@ -177,77 +172,6 @@ def test_p_finished_and_d_is_never_asked(pair: Pair) -> None:
     complete(pair.decode, ids, kv_transfer_params=params)
     no_block_held(pair.prefill, pair.decode)
     assert (count(pair.decode) - before).external >= 139
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kvferry": {"v": 99}},
-        {"kvferry": "garbage"},
-        {"kvferry": None},
-        {"kvferry": None, "remote_engine_id": None},
-        {"do_remote_prefill": False},
-    ],
-)
-def test_parameters_that_say_nothing(pair: Pair, change: dict[str, object]) -> None:
-    """D answers all the same, with right tokens, prefilled by itself."""
-    ids = prompt(80, 12)
-    before = count(pair.decode)
-    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "elsewhere"} | change
-    answer = complete(pair.decode, ids, kv_transfer_params=params, cache_salt="bad")
-    assert tokens_of(answer) == tokens_of(complete(pair.decode, ids, cache_salt="good"))
-    assert (count(pair.decode) - before).external == 0
-
-
-def test_an_address_where_nobody_is(pair: Pair) -> None:
-    """With "recompute" the answer comes all the same; the failed load is counted."""
-    ids = prompt(75, 13)
-    params = prefill_leg(pair.prefill, ids)
-    real = params["kvferry"]["ranks"][0][3]
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        params["kvferry"]["ranks"][0][3] = nobody.getsockname()[1]
-        before = count(pair.decode)
-        answer = complete(pair.decode, ids, kv_transfer_params=params)
-    assert tokens_of(answer) == tokens_of(complete(pair.decode, ids, cache_salt="alone"))
-    eventually(lambda: (count(pair.decode) - before).failed == 1, "the failed load is counted")
-    params["kvferry"]["ranks"][0][3] = real
-    complete(pair.decode, ids, kv_transfer_params=params, cache_salt="again")  # so that P is released
-    no_block_held(pair.prefill, pair.decode)
-
-
-def test_garbage_on_the_control_port_while_serving(pair: Pair) -> None:
-    ids = prompt(60, 14)
-    params = prefill_leg(pair.prefill, ids)
-    host, port = control_address(params)
-    complete(pair.decode, ids, kv_transfer_params=params)
-    pair.check(prompt(50, 7713))  # D's connections to P are made: P ends the oldest of many that have shown no key
-    stop = threading.Event()
-    rubbish = [b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 50, b"\xff" * 3000, struct.pack(">Q", 1 << 60), b"\0" * 64]
-
-    def throw(number: int) -> None:
-        while not stop.is_set():
-            with suppress(OSError), socket.create_connection((host, port), timeout=1) as raw:
-                raw.sendall(rubbish[number % len(rubbish)])
-            stop.wait(0.02)
-
-    threads = [threading.Thread(target=throw, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    try:
-        for number in range(6):
-            pair.check(prompt(70 + 40 * number, 400 + number))
-
-        def dropped() -> bool:
-            complete(pair.router, prompt(90, 14))  # an engine's counters reach its metrics with its steps
-            return bool(metric_sum(pair.prefill.metrics(), "vllm:kvferry_num_dropped_messages_total"))
-
-        eventually(dropped, "messages are counted as dropped")
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    pair.check(prompt(90, 15))
 
 
 def test_one_line_per_hand_over_and_none_of_alarm(pair: Pair) -> None:

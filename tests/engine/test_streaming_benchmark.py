@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.engines import ROOT, python_path
+from tests.engine.conftest import run_benchmark
+from tests.support.engines import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import shaped_link
@@ -27,14 +25,9 @@ def link() -> None:
 
 @pytest.mark.usefixtures("link")
 def test_every_way_has_its_samples(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "streaming.py"), "--small", "--start-seconds", "400"]
-    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "streaming.json")]
-    environment = os.environ | {"PYTHONPATH": python_path()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    result = json.loads((tmp_path / "streaming.json").read_text())
+    result = run_benchmark("streaming.py", tmp_path, "--small", "--start-seconds", "400")
     rows = {row["way"]: row for row in result["rows"]}
-    assert {"P alone", "serial"} <= rows.keys(), done.stdout
+    assert {"P alone", "serial"} <= rows.keys()
     prompt_mib = 400 * result["kv_kib_per_token"] / 1024
     for way, row in rows.items():
         assert row["samples"] == 2 and 0 < row["first_ms"] <= row["second_ms"] <= row["last_ms"]

@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engines import ROOT, python_path
+from tests.engine.conftest import run_benchmark
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(2700)]
 SEEDS = (11, 12, 13)
@@ -21,24 +17,13 @@ ENDED, REUSED, ERROR = "lease ended during the copy", "P's pages reused during t
 ENOUGH = {"failed_inside_step": 3, "loaded_inside_step": 3, ENDED: 1, REUSED: 1, ERROR: 1}
 
 
-def run(tmp_path: Path, *options: str, script: str = "wrong_tokens.py") -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
-    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "result.json")]
-    environment = os.environ | {"PYTHONPATH": python_path()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
-    result: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
-    return result
-
-
 def test_no_token_is_wrong_where_hand_overs_fail(tmp_path: Path) -> None:
     """Speed decides how many loads go inside a step, and whether a prompt is in D's prefix cache by the time of its
     load. So there are as many runs as it takes until enough loads went on under each fault."""
     seen: Counter[str] = Counter()
     for seed in SEEDS:
-        seen += counts_of(
-            run(tmp_path / str(seed), "--count", "60", "--seed", str(seed), "--share", "0.3", "--kills", "1")
-        )
+        options = "--count", "60", "--seed", str(seed), "--share", "0.3", "--kills", "1"
+        seen += counts_of(run_benchmark("wrong_tokens.py", tmp_path / str(seed), *options))
         if all(seen[what] >= count for what, count in ENOUGH.items()):
             return
     pytest.fail(f"in {len(SEEDS)} runs: {seen}, expected at least {ENOUGH}")
@@ -61,12 +46,12 @@ def counts_of(result: dict[str, Any]) -> Counter[str]:
 
 
 def test_wrong_kv_of_a_broken_decoder_is_seen(tmp_path: Path) -> None:
-    figures = run(tmp_path, "--selftest", "--seed", "5")["figures"]
+    figures = run_benchmark("wrong_tokens.py", tmp_path, "--selftest", "--seed", "5")["figures"]
     assert figures["wrong_tokens"] > 0 and figures["wrong_kv"] >= figures["planted"] == 12
 
 
 def test_no_token_is_wrong_where_both_legs_are_sent_at_once(tmp_path: Path) -> None:
     """The script fails where a token or the KV is wrong, a request hangs, or a block is held at the end."""
-    figures = run(tmp_path, "--count", "60", "--seed", "21", script="both_legs.py")["figures"]
+    figures = run_benchmark("both_legs.py", tmp_path, "--count", "60", "--seed", "21")["figures"]
     assert figures["handovers"] == 60 and figures["p_killed"] == 1
     assert figures["loaded"] > 20 and figures["loads_while_p_computes"] > 0

@@ -68,25 +68,25 @@ def wait_for(condition, seconds: float) -> bool:
     return bool(condition())
 
 
+def started(folder: Path) -> list[int]:
+    """The processes that have written their numbers."""
+    with suppress(OSError, ValueError):
+        return [int(line) for line in (folder / "pids").read_text().split()]
+    return []
+
+
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT", "raise"])
 def test_no_process_outlives_the_launcher(tmp_path: Path, end: str) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(engines.ROOT / ".typing"), str(tmp_path), STUBBORN, end]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    pids: list[int] = []
-
-    def started() -> bool:
-        with suppress(OSError, ValueError):
-            pids[:] = [int(line) for line in (tmp_path / "pids").read_text().split()]
-        return len(pids) == 3
-
     try:
-        assert wait_for(started, 300), f"the stand-in did not start: {pids}"
+        assert wait_for(lambda: len(started(tmp_path)) == 3, 300), "the stand-in did not start"
         if end != "raise":
             launcher.send_signal(getattr(signal, end))
         launcher.wait(300)
-        assert wait_for(lambda: not running(pids), 300), f"still there: {running(pids)} of {pids}"
+        assert wait_for(lambda: not running(started(tmp_path)), 300), f"still there: {running(started(tmp_path))}"
     finally:
-        for pid in running(pids):
+        for pid in running(started(tmp_path)):
             os.kill(pid, signal.SIGKILL)
         launcher.kill()
         launcher.wait()
@@ -97,12 +97,9 @@ def test_close_ends_all_and_only_its_own(tmp_path: Path) -> None:
     try:
         with ServerGroup(tmp_path, grace=0.3) as group:
             server = group.spawn("a", [sys.executable, "-c", STUBBORN, f"{tmp_path}/pids"], host="x", port=1)
-            assert wait_for(
-                lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 3, 300
-            )
-            pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+            assert wait_for(lambda: len(started(tmp_path)) == 3, 300)
             group.stop(server)
-            assert not running(pids) and not group.servers
+            assert not running(started(tmp_path)) and not group.servers
         assert other.poll() is None
     finally:
         other.kill()
@@ -113,22 +110,16 @@ def test_close_ends_all_and_only_its_own(tmp_path: Path) -> None:
 def test_close_ends_an_engine_whose_guard_process_was_killed(tmp_path: Path, seen: bool) -> None:
     """``seen``: somebody has looked at the guard process since its end, so that the system has forgotten it."""
     program = STUBBORN.replace("os.setsid()", "pass")
-
-    def pids() -> list[int]:
-        with suppress(OSError, ValueError):
-            return [int(line) for line in (tmp_path / "pids").read_text().split()]
-        return []
-
     try:
         with ServerGroup(tmp_path, grace=0.3) as group:
             server = group.spawn("a", [sys.executable, "-c", program, f"{tmp_path}/pids"], host="x", port=1)
-            assert wait_for(lambda: len(pids()) == 3, 300)
+            assert wait_for(lambda: len(started(tmp_path)) == 3, 300)
             os.kill(server.process.pid, signal.SIGKILL)
             assert wait_for(lambda: not seen or not server.alive, 300)
-            assert len(running(pids())) == 3, "the engine ended by itself: the test shows nothing"
-        assert wait_for(lambda: not running(pids()), 300), f"still there: {running(pids())} of {pids()}"
+            assert len(running(started(tmp_path))) == 3, "the engine ended by itself: the test shows nothing"
+        assert wait_for(lambda: not running(started(tmp_path)), 300), f"still there: {running(started(tmp_path))}"
     finally:
-        for pid in running(pids()):
+        for pid in running(started(tmp_path)):
             os.kill(pid, signal.SIGKILL)
 
 

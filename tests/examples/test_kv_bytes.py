@@ -52,17 +52,6 @@ def test_packed_blocks_are_compared_up_to_the_last_token() -> None:
     assert digest(rows_of(cache, [2, 5], 4, 6, places)) != before
 
 
-def test_packed_blocks_of_any_size_have_the_same_rows() -> None:
-    values = torch.rand(7, 2, 6)
-    found = []
-    for block_tokens in (4, 8):
-        cache = torch.zeros(3, 2, block_tokens, 6)
-        key, value = values.tensor_split(2, dim=-1)
-        _Packed().do_kv_cache_update(PACKED, key, value, cache, block_tokens + torch.arange(7))
-        found.append(rows_of(cache, [1, 2], block_tokens, 7, places_of(PACKED, cache)))
-    assert all(torch.equal(rows, values.transpose(0, 1)) for rows in found)
-
-
 def test_a_backend_that_loses_elements_is_told() -> None:
     class Loses(_Packed):
         def do_kv_cache_update(self, layer: Any, key: Any, value: Any, *where: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from kvferry.connector.wire.step_plan import PeerEngine
 from tests.faults.cases import Case, is_promised
 from tests.support.engines import free_port
 from tests.support.fault_proxy import Fault, FaultProxy
-from tests.support.rank_process import RemoteRank
+from tests.support.rank_process import RemoteRank, remote_peer
 from tests.transport.test_planes_hosts import listening_ports
 
 P_ADDRESS, PROXY_ADDRESS = "127.0.0.2", "127.0.0.3"
@@ -45,7 +45,7 @@ class PairProxy(FaultProxy):
     def __init__(self, control: int) -> None:
         super().__init__(PROXY_ADDRESS)
         self.process_of_p = 0
-        self._control, self._opening = control, threading.Lock()
+        self.control, self._opening = control, threading.Lock()
 
     def follow(self) -> None:
         """Open what P has opened."""
@@ -54,53 +54,103 @@ class PairProxy(FaultProxy):
                 self.open(port, P_ADDRESS)
 
     def _pump(self, connection: Any, upwards: bool) -> None:
-        if connection.port != self._control:
+        if connection.port != self.control:
             connection.port = DATA
         super()._pump(connection, upwards)
 
     def _pieces(self, connection: Any, upwards: bool, of: socket.socket, data: bytes) -> Iterator[bytes]:
-        if connection.port == self._control and not upwards:
+        if connection.port == self.control and not upwards:
             self.follow()
         return super()._pieces(connection, upwards, of, data)
 
 
-class FaultyPair:
+class RankPair:
+    """A P and a D in processes of their own, and hand-overs between them, each of a prompt that none had before."""
+
+    def __init__(self, port: int) -> None:
+        """``port``: of P, also after a restart."""
+        self._port, self._number = port, 0
+        self.p, self.d = self.start("p"), self.start("d")
+
+    def options(self, role: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def start(self, role: str) -> RemoteRank:
+        return RemoteRank(engine_id=f"engine-{role}", **FORM | self.options(role))
+
+    def restart(self, role: str) -> None:
+        """End a process, in whatever state it is, and start another one in its place."""
+        getattr(self, role).close()
+        setattr(self, role, self.start(role))
+
+    def peer(self) -> PeerEngine:
+        return remote_peer([self.p])
+
+    def begin(self, streamed: bool = False) -> str:
+        """Start a hand-over; its name. ``streamed``: P computes the prompt while D reads it."""
+        self._number += 1
+        name = f"req-{self._number}"
+        self.d.wipe()
+        self.p.fill(THEIRS, TOKENS, salt=-self._number if streamed else self._number)
+        if streamed:  # over what other requests have left there
+            token = self.p.compute(name, THEIRS, TOKENS, self._number, STEP)
+        else:
+            token = self.p.grant(name, THEIRS, TOKENS)
+        self.d.load(name, token, self.peer(), OURS, TOKENS, STEP * streamed)
+        return name
+
+    def holds(self) -> bool:
+        """Whether D has P's bytes of the last hand-over."""
+        return bool(self.d.holds(OURS, TOKENS, self._number))
+
+    def reuse(self) -> None:
+        """P computes another prompt in the same pages."""
+        self.p.fill(THEIRS, TOKENS, salt=-self._number)
+
+    def close(self) -> None:
+        """End both processes."""
+        for rank in (self.p, self.d):
+            rank.close()
+
+
+class FaultyPair(RankPair):
     """A P, a D and the proxy. ``strike`` runs one case. ``outcomes`` counts what became of the loads."""
 
     def __init__(self, settings: dict[str, Any], *, patience: float = PATIENCE) -> None:
         """``settings``: of both; deadlines among them are others than ``strike`` goes by, to see that it notices."""
-        self._patience = patience
         self.outcomes: Counter[str] = Counter()
-        self._port = free_port()
-        self.proxy = PairProxy(self._port)
         self._said = ", ".join(name if value is True else str(value) for name, value in settings.items())
         self._settings = {
             "slot_bytes": 64 << 10, "staging_bytes": 1 << 20,
             "handshake_timeout_seconds": HANDSHAKE, "transfer_timeout_seconds": TRANSFER, "lease_seconds": LEASE,
             "ask_hold_seconds": 5.0, **settings,
         }  # fmt: skip
-        self._number = 0
         self._case: Case | None = None
         self._struck_before = 0
         self._wiped = False  # whether D's engine has used its blocks for something else since the load failed
         self._posted = threading.Event()  # the load of the hand-over that is struck
-        self.p, self.d = self._start_p(), self._start_d()
+        self._patience = patience
+        self.proxy = PairProxy(free_port())
+        super().__init__(self.proxy.control)
 
-    def _start_p(self) -> RemoteRank:
-        settings = self._settings | {"side_channel_host": P_ADDRESS, "side_channel_port": self._port}
-        p = RemoteRank(engine_id="engine-p", settings=settings, **FORM)
-        self.proxy.process_of_p = p.process.pid
-        self.proxy.follow()
-        return p
+    def options(self, role: str) -> dict[str, Any]:
+        own = {"side_channel_host": P_ADDRESS, "side_channel_port": self._port} if role == "p" else {}
+        return {"settings": self._settings | own}
 
-    def _start_d(self) -> RemoteRank:
-        return RemoteRank(engine_id="engine-d", settings=self._settings, **FORM)
+    def start(self, role: str) -> RemoteRank:
+        rank = super().start(role)
+        if role == "p":
+            self.proxy.process_of_p = rank.process.pid
+            self.proxy.follow()
+        return rank
+
+    def peer(self) -> PeerEngine:
+        address = msgspec.structs.replace(self.p.address, host=PROXY_ADDRESS)
+        return PeerEngine("engine-p", 1, 1, LEASE, (address,))
 
     def close(self) -> None:
-        """End both processes and the proxy."""
         self.proxy.close()
-        for rank in (self.p, self.d):
-            rank.close()
+        super().close()
 
     # --- one case -----------------------------------------------------------------------------------------------
 
@@ -141,27 +191,13 @@ class FaultyPair:
     def _hand_over(self, check: Callable[[str], bool]) -> None:
         """Hand over a prompt that no hand-over had before, until ``check`` is content with what became of it."""
         for _ in range(20):
-            self._number += 1
-            name = f"req-{self._number}"
-            self.d.wipe()
-            if self._case is not None and self._case.streamed:
-                self.p.fill(THEIRS, TOKENS, salt=-self._number)  # what other requests have left there
-                token = self.p.compute(name, THEIRS, TOKENS, self._number, STEP)
-                self.d.load(name, token, self._peer(), OURS, TOKENS, STEP)
-            else:
-                self.p.fill(THEIRS, TOKENS, salt=self._number)
-                token = self.p.grant(name, THEIRS, TOKENS)
-                self.d.load(name, token, self._peer(), OURS, TOKENS)
+            name = self.begin(self._case is not None and self._case.streamed)
             self._posted.set()
             if check(name):
                 return
             self.d.let_time_pass(2.0)  # a failed link answers for a second
             time.sleep(0.3)
         raise Broken(f"{self._case}: no clean hand-over succeeds afterwards")
-
-    def _peer(self) -> PeerEngine:
-        address = msgspec.structs.replace(self.p.address, host=PROXY_ADDRESS)
-        return PeerEngine("engine-p", 1, 1, LEASE, (address,))
 
     def _check_struck(self, name: str) -> bool:
         assert self._case is not None
@@ -178,7 +214,7 @@ class FaultyPair:
                     self._restart()
         ok = self._await_report(name)
         if ok and is_promised(self._case, self._settings):
-            self._expect(self.d.holds(OURS, TOKENS, self._number), "a load that was reported as done has P's bytes")
+            self._expect(self.holds(), "a load that was reported as done has P's bytes")
         if not ok:
             self.d.wipe()
             self._wiped = True
@@ -198,7 +234,7 @@ class FaultyPair:
             self.outcomes["D was killed"] += 1
         elif happened == "stop D":
             self._freed(name)
-            self.p.fill(THEIRS, TOKENS, salt=-self._number)
+            self.reuse()
             self.d.signal(signal.SIGCONT)
         return happened == "kill D"
 
@@ -206,7 +242,7 @@ class FaultyPair:
         ok = self._await_report(name)
         self._freed(name)
         if ok:
-            self._expect(self.d.holds(OURS, TOKENS, self._number), "a clean hand-over has P's bytes")
+            self._expect(self.holds(), "a clean hand-over has P's bytes")
         return ok
 
     # --- what must hold -----------------------------------------------------------------------------------------
@@ -270,12 +306,9 @@ class FaultyPair:
 
     def _restart(self) -> None:
         """A process that was killed comes back, P at its old port."""
-        if self.p.process.ended.is_set():
-            self.p.close()
-            self.p = self._start_p()
-        if self.d.process.ended.is_set():
-            self.d.close()
-            self.d = self._start_d()
+        for role in ("p", "d"):
+            if getattr(self, role).process.ended.is_set():
+                self.restart(role)
 
 
 def left(rank: RemoteRank) -> list[str]:

@@ -14,57 +14,39 @@ from typing import Any
 import pytest
 import torch
 
+from tests.faults.pair import OURS, PATIENCE, THEIRS, TOKENS, RankPair, left
 from tests.support.engines import free_port
-from tests.support.rank_process import RemoteRank, remote_peer
+from tests.support.rank_process import remote_peer
 
-TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 LEASE, TIMEOUT = 20.0, 10.0
-PATIENCE = 600.0
 MOMENTS = 4
 PLANES = {"cpu": "cma", "cuda": "cuda_ipc"}
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class Pair:
-    """A P and a D on one device. ``p`` keeps its port over a restart."""
+class Pair(RankPair):
+    """On one device."""
 
     def __init__(self, device: str) -> None:
-        self._port, self._device, self._number = free_port(), device, 0
-        self.p, self.d = self._start("p"), self._start("d")
+        self._device = device
+        super().__init__(free_port())
 
-    def _start(self, role: str) -> RemoteRank:
+    def options(self, role: str) -> dict[str, Any]:
         settings: dict[str, Any] = {
             "plane": PLANES[self._device], "lease_seconds": LEASE, "handshake_timeout_seconds": TIMEOUT,
             "transfer_timeout_seconds": TIMEOUT, "side_channel_port": self._port if role == "p" else 0,
         }  # fmt: skip
-        return RemoteRank(
-            engine_id=f"engine-{role}", settings=settings, content=128, layers=16, device=self._device
-        )  # fmt: skip
+        return {"settings": settings, "device": self._device}
 
-    def restart(self, role: str) -> None:
-        """End a process, in whatever state it is, and start another one in its place."""
-        getattr(self, role).close()
-        setattr(self, role, self._start(role))
-
-    def begin(self) -> tuple[str, int]:
-        """Start a hand-over of a new prompt: its request id, and the salt of its bytes."""
-        self._number += 1
-        name = f"req-{self._number}"
-        self.d.wipe()
-        self.p.fill(THEIRS, TOKENS, salt=self._number)
-        token = self.p.grant(name, THEIRS, TOKENS)
-        self.d.load(name, token, remote_peer([self.p]), OURS, TOKENS)
-        return name, self._number
-
-    def end(self, name: str, salt: int) -> bool:
+    def end(self, name: str) -> bool:
         """Whether D reports the load as done; then it has P's bytes. D's clock goes on where it waits."""
         end = time.monotonic() + PATIENCE
         while name not in (received := self.d.received()):
             assert time.monotonic() < end, "D reports its load"
             time.sleep(0.05)
             self.d.let_time_pass(0.5)
-        assert not received[name] or self.d.holds(OURS, TOKENS, salt), "what is done has P's bytes"
-        return received[name]
+        assert not received[name] or self.holds(), "what is done has P's bytes"
+        return bool(received[name])
 
     def freed(self, name: str) -> None:
         """P has its pages back one second after the lease, by P's clock."""
@@ -79,12 +61,12 @@ class Pair:
     def works(self) -> None:
         """A hand-over succeeds, after a moment in which a link that has failed answers."""
         end = time.monotonic() + PATIENCE
-        while not self.end(*self.begin()):
+        while not self.end(self.begin()):
             assert time.monotonic() < end, "a hand-over succeeds afterwards"
             time.sleep(0.3)
         for rank in (self.p, self.d):
-            while left := [name for name, count in rank.tables().items() if count and name != "links"]:
-                assert time.monotonic() < end, left
+            while kept := left(rank):
+                assert time.monotonic() < end, kept
                 time.sleep(0.01)
 
 
@@ -93,8 +75,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(request.param)
     pair.works()
     yield pair
-    for rank in (pair.p, pair.d):
-        rank.close()
+    pair.close()
 
 
 @pytest.fixture(params=range(MOMENTS))
@@ -104,10 +85,10 @@ def moment(request: pytest.FixtureRequest) -> float:
 
 
 def test_p_is_killed(pair: Pair, moment: float) -> None:
-    name, salt = pair.begin()
+    name = pair.begin()
     time.sleep(moment)
     pair.p.kill()
-    pair.end(name, salt)
+    pair.end(name)
     pair.restart("p")
     pair.works()
 
@@ -118,12 +99,12 @@ def test_p_restarts_on_its_port(pair: Pair) -> None:
     former = remote_peer([pair.p])
     pair.restart("p")
     pair.d.load("old", token, former, OURS, TOKENS)
-    assert not pair.end("old", 0)
+    assert not pair.end("old")
     pair.works()
 
 
 def test_d_is_killed(pair: Pair, moment: float) -> None:
-    name, _ = pair.begin()
+    name = pair.begin()
     time.sleep(moment)
     pair.d.kill()
     pair.freed(name)
@@ -133,22 +114,22 @@ def test_d_is_killed(pair: Pair, moment: float) -> None:
 
 def test_d_stands_still_past_the_lease(pair: Pair, moment: float) -> None:
     """P uses the pages again at once. What D makes of its read when it goes on is P's prompt, or a failed load."""
-    name, salt = pair.begin()
+    name = pair.begin()
     time.sleep(moment)
     pair.d.signal(signal.SIGSTOP)
     pair.freed(name)
-    pair.p.fill(THEIRS, TOKENS, salt=-salt)
+    pair.reuse()
     pair.d.signal(signal.SIGCONT)
-    pair.end(name, salt)
+    pair.end(name)
     pair.works()
 
 
 def test_p_stands_still(pair: Pair, moment: float) -> None:
     """D needs no answer of P for a posted grant; for anything else it waits no longer than its deadline."""
-    name, salt = pair.begin()
+    name = pair.begin()
     time.sleep(moment)
     pair.p.signal(signal.SIGSTOP)
-    pair.end(name, salt)
+    pair.end(name)
     pair.p.signal(signal.SIGCONT)
     pair.freed(name)
     pair.works()

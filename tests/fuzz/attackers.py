@@ -14,14 +14,15 @@ from pathlib import Path
 
 from kvferry.connector.wire import messages
 from kvferry.transport.control.dialer import Dialer
-from kvferry.transport.control.keys import Keys, new_secret
+from kvferry.transport.control.keys import Keys, greeting, new_secret
 from kvferry.transport.control.stream import ADMITTED
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.zmq import CREDIT, ZmqPlane, ZmqRecvChannel
 from kvferry.transport.sockets import CHANNEL_BYTES, SECRET_BYTES
 from tests.fuzz.mutations import Mutator
-from tests.soak.strangers import HTTP, ZMTP, client_hello, greeting_of
 
+HTTP = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: a-scanner/1.0\r\nAccept: */*\r\n\r\n"
+ZMTP = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + bytes(15) + b"\0" + bytes(31)
 OPEN = 400
 """Connections that an attacker holds open, more than the half-open ones that an engine keeps."""
 ENDLESS_BYTES = 256 << 10
@@ -29,6 +30,19 @@ ENDLESS_BYTES = 256 << 10
 _HEAD = struct.Struct(">BBI")
 _PATIENCE = 0.2
 _SECONDS = 60.0
+
+
+def greeting_of(keys: Keys) -> bytes:
+    """What opens the control port of an engine with these keys; whoever listens on the network knows it."""
+    return greeting(keys.admitted[keys.fingerprint])
+
+
+def client_hello() -> bytes:
+    """The begin of a TLS handshake, by a client without a key."""
+    said = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), said, server_hostname="kvferry").do_handshake()
+    return said.read()
 
 
 def packed(frames: Sequence[bytes]) -> bytes:

@@ -54,12 +54,7 @@ from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control.key_file import read_key_file
 from kvferry.transport.control.keys import Keys, new_secret, raw_key
 from kvferry.transport.control.stream import Shared, Stream, StreamEndedError
-from kvferry.transport.errors import (
-    ConfigError,
-    GeometryError,
-    IncompatiblePeerError,
-    ProtocolError,
-)
+from kvferry.transport.errors import ConfigError, GeometryError, IncompatiblePeerError, ProtocolError
 from kvferry.transport.plane import decode_payload
 from kvferry.transport.planes import cma, cuda_ipc, nixl, nixl_reads, shm, tcp, ucx
 from kvferry.transport.planes import zmq as zmq_plane

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,13 +27,15 @@ TIMES = 5
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the inputs of one decoder. ``worst_s``: processor time of one input; ``worst_bytes``: growth of
-    the process at its peak, over all inputs; ``failures``: one line for each kind, with the input."""
+    """What became of the inputs of one decoder or port. ``worst_s``: processor time of one input, or of a turn of the
+    engine's transfer thread; ``worst_bytes``: growth of the process at its peak, over all inputs; ``descriptors``: more
+    than before, at the end; ``failures``: one line for each kind, with the input."""
 
     inputs: int = 0
     accepted: int = 0
     worst_s: float = 0.0
     worst_bytes: int = 0
+    descriptors: int = 0
     failures: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Outcome) -> None:
@@ -107,8 +108,8 @@ def rounds(decoders: Sequence[Decoder], seed: int, size: float = ROUND) -> Itera
             yield decoder, outcome
 
 
-def fuzz(seed: int, count: int, seconds: float, only: str = "") -> dict[str, dict[str, Any]]:
-    """Until ``count`` inputs or ``seconds`` are over. By decoder, the fields of its ``Outcome``."""
+def fuzz(seed: int, count: int, seconds: float, only: str = "") -> dict[str, Outcome]:
+    """Until ``count`` inputs or ``seconds`` are over. By decoder."""
     torch.set_num_threads(1)
     total: dict[str, Outcome] = {}
     end, done = time.monotonic() + seconds, 0
@@ -121,4 +122,4 @@ def fuzz(seed: int, count: int, seconds: float, only: str = "") -> dict[str, dic
             done += outcome.inputs
             if (done >= count or time.monotonic() >= end) and len(total) == len(chosen):
                 break
-    return {name: {field: getattr(outcome, field) for field in outcome.__slots__} for name, outcome in total.items()}
+    return total

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.wire import messages
@@ -18,7 +18,7 @@ from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from tests.fuzz.attackers import KeyHolder, Stranger, ZmqKeyHolder, unix_names
 from tests.fuzz.honest import Honest
-from tests.fuzz.in_process import TIMES
+from tests.fuzz.in_process import TIMES, Outcome
 from tests.soak.fleet import Driver, EngineProcess
 from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
 from tests.transport.test_planes_hosts import listening_ports
@@ -55,18 +55,6 @@ def targets() -> list[Target]:
         for side in ("P", "D")
         if name != "zmq data port" or side == "P"  # a D that nobody reads from has none
     ]
-
-
-@dataclass(slots=True)
-class PortOutcome:
-    """What became of one port. ``worst_s``: the longest turn of the transfer thread, in processor time;
-    ``worst_bytes``: growth of the process's resident memory; ``descriptors``: more than before, at the end."""
-
-    inputs: int = 0
-    worst_s: float = 0.0
-    worst_bytes: int = 0
-    descriptors: int = 0
-    failures: dict[str, str] = field(default_factory=dict)
 
 
 class Recorder:
@@ -183,9 +171,7 @@ def attacker(
     return KeyHolder(rng, control, keys, [messages.encode(request) for request in honest.requests])
 
 
-def attack(
-    target: Target, pair: Pair, seed: int, count: int, seconds: float, honest: Honest, keys: Keys
-) -> PortOutcome:
+def attack(target: Target, pair: Pair, seed: int, count: int, seconds: float, honest: Honest, keys: Keys) -> Outcome:
     """Throw ``count`` inputs at a port, or for ``seconds``; see what that did to the engine. The attack is repeated
     where a turn took too long, because a shared host can make a turn slow by chance."""
     outcome = _attack(target, pair, seed, count, seconds, honest, keys)
@@ -195,10 +181,8 @@ def attack(
     return outcome
 
 
-def _attack(
-    target: Target, pair: Pair, seed: int, count: int, seconds: float, honest: Honest, keys: Keys
-) -> PortOutcome:
-    outcome = PortOutcome()
+def _attack(target: Target, pair: Pair, seed: int, count: int, seconds: float, honest: Honest, keys: Keys) -> Outcome:
+    outcome = Outcome()
     if pair.hand_over() != "loaded":
         outcome.failures["before"] = "no hand-over before the attack"
         return outcome
@@ -246,10 +230,10 @@ def _attack(
 
 def fuzz(
     seed: int, count: int, seconds: float, chosen: Sequence[Target], shown: Callable[[str], None] = lambda text: None
-) -> dict[str, PortOutcome]:
+) -> dict[str, Outcome]:
     """All targets, each with an equal share of ``count`` and of ``seconds``."""
     honest, keys = Honest(), Keys(shared_key())
-    found: dict[str, PortOutcome] = {}
+    found: dict[str, Outcome] = {}
     pairs: dict[str, Pair] = {}
     try:
         for target in chosen:

@@ -19,7 +19,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import report  # noqa: E402
 
 from tests.fuzz import in_process, ports  # noqa: E402
 
-Rows = dict[str, dict[str, Any]]
+Rows = dict[str, in_process.Outcome]
 
 
 def own_runtime() -> None:
@@ -50,20 +49,15 @@ def together(parts: list[Rows]) -> Rows:
     total: Rows = {}
     for part in parts:
         for name, found in part.items():
-            row = total.setdefault(name, {"inputs": 0, "accepted": 0, "worst_s": 0.0, "worst_bytes": 0, "failures": {}})
-            for field in ("inputs", "accepted"):
-                row[field] += found[field]
-            for field in ("worst_s", "worst_bytes"):
-                row[field] = max(row[field], found[field])
-            row["failures"] |= found["failures"]
+            total.setdefault(name, in_process.Outcome()).add(found)
     return total
 
 
-def shown(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def shown(rows: Rows) -> str:
     lines = [f"{'decoder or port':<42} {'inputs':>12} {'worst ms':>9} {'worst MiB':>10}"]
     for name, row in rows.items():
-        worst = f"{row['worst_s'] * 1e3:>9.1f} {row['worst_bytes'] / 2**20:>10.1f}"
-        lines.append(f"{name:<42} {row['inputs']:>12,} {worst}{'  FAILED' if row['failures'] else ''}")
+        worst = f"{row.worst_s * 1e3:>9.1f} {row.worst_bytes / 2**20:>10.1f}"
+        lines.append(f"{name:<42} {row.inputs:>12,} {worst}{'  FAILED' if row.failures else ''}")
     return "\n".join(lines)
 
 
@@ -90,24 +84,21 @@ def main() -> int:
     print(shown(decoders), flush=True)
     began = time.monotonic()
     chosen = [target for target in ports.targets() if options.only in target.name]
-    found = ports.fuzz(options.seed, sys.maxsize, options.port_seconds, chosen) if chosen else {}
-    port_rows: Rows = {
-        name: {field: getattr(outcome, field) for field in outcome.__slots__} for name, outcome in found.items()
-    }
+    port_rows = ports.fuzz(options.seed, sys.maxsize, options.port_seconds, chosen) if chosen else {}
     print(shown(port_rows))
     port_seconds = time.monotonic() - began
     rows = decoders | port_rows
     for name, row in rows.items():
-        for failure in row["failures"].values():
+        for failure in row.failures.values():
             print(f"FAILED: {name}: {failure}")
-    failures = sum(len(row["failures"]) for row in rows.values())
+    failures = sum(len(row.failures) for row in rows.values())
     figures = {
-        "inputs": sum(row["inputs"] for row in rows.values()),
+        "inputs": sum(row.inputs for row in rows.values()),
         "failures": failures,
-        "decoder_inputs_per_s": round(sum(row["inputs"] for row in decoders.values()) / decoder_seconds),
+        "decoder_inputs_per_s": round(sum(row.inputs for row in decoders.values()) / decoder_seconds),
         "seconds": round(decoder_seconds + port_seconds, 1),
-        "worst_ms": round(1e3 * max(row["worst_s"] for row in rows.values()), 2),
-        "worst_mib": round(max(row["worst_bytes"] for row in rows.values()) / 2**20, 1),
+        "worst_ms": round(1e3 * max(row.worst_s for row in rows.values()), 2),
+        "worst_mib": round(max(row.worst_bytes for row in rows.values()) / 2**20, 1),
     }
     for name, value in figures.items():
         print(f"{name:<24} {value:,}")
@@ -116,8 +107,8 @@ def main() -> int:
 
     def rounded(found: Rows, kind: str) -> list[dict[str, Any]]:
         return [
-            {"kind": kind, "name": name, "inputs": row["inputs"], "worst_ms": round(row["worst_s"] * 1e3, 3),
-             "worst_mib": round(row["worst_bytes"] / 2**20, 2), "failures": len(row["failures"])}
+            {"kind": kind, "name": name, "inputs": row.inputs, "worst_ms": round(row.worst_s * 1e3, 3),
+             "worst_mib": round(row.worst_bytes / 2**20, 2), "failures": len(row.failures)}
             for name, row in found.items()
         ]  # fmt: skip
 

@@ -25,9 +25,9 @@ SEED = 20261123
 
 def test_decoders() -> None:
     found = in_process.fuzz(SEED, 30_000, 60.0)
-    assert not {name: outcome["failures"] for name, outcome in found.items() if outcome["failures"]}
-    assert sum(outcome["inputs"] for outcome in found.values()) >= 30_000 or len(found) > 30
-    quiet = {name for name, outcome in found.items() if not outcome["accepted"]}
+    assert not {name: outcome.failures for name, outcome in found.items() if outcome.failures}
+    assert sum(outcome.inputs for outcome in found.values()) >= 30_000 or len(found) > 30
+    quiet = {name for name, outcome in found.items() if not outcome.accepted}
     assert quiet <= {"shm attach at P"}, f"{quiet}: no input passed, so little was tried"
 
 

@@ -42,11 +42,7 @@ from tests.support.server import Server
 from tests.support.tiny_model import ModelSpec, build_model
 
 THERE = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(THERE < 1, reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(600), pytest.mark.skipif(THERE < 1, reason="needs a GPU")]
 MODELS = {
     8: ModelSpec(layers=4, dtype="bfloat16"),
     6: ModelSpec(layers=4, hidden=192, heads=12, kv_heads=6, intermediate=384, vocabulary=1152, dtype="bfloat16"),

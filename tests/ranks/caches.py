@@ -80,14 +80,63 @@ class Table:
     cache: torch.Tensor
 
 
-class RankCaches:
-    """All of one rank, in one buffer."""
+class Caches:
+    """All caches of one rank, in one buffer. ``memory``: what the engine and its peers see of it."""
+
+    buffer: torch.Tensor
+    memory: torch.Tensor
+
+    def __init__(self, pairing: Pairing, side: str) -> None:
+        self.pairing, self.form = pairing, pairing.form(side)
+
+    def _fill(self, elements: int, side: str, device: str) -> None:
+        """Make the buffer, of elements that belong to no prompt."""
+        fill = {"p": P_FILL, "d": D_FILL}[side]
+        self.buffer = torch.full((elements,), fill, dtype=getattr(torch, self.form.dtype))
+        self.memory = self.buffer.to(device, copy=True)
+
+    def _write(self, buffer: torch.Tensor, start: int, side: str) -> None:
+        """The prompt's numbers from token ``start`` on."""
+        raise NotImplementedError
+
+    def _where(self, element: int) -> str:
+        raise NotImplementedError
+
+    def fill(self) -> None:
+        """P: the prompt's numbers into its blocks."""
+        self._write(self.buffer, 0, "p")
+
+    def upload(self) -> None:
+        """What was changed on the host, to the device."""
+        self.memory.copy_(self.buffer)
+
+    def download(self) -> None:
+        """What was changed on the device, to the host."""
+        self.buffer.copy_(self.memory)
+
+    def wrong(self) -> str:
+        """D: how the whole buffer differs from what a hand-over must have made of it; empty where it does not."""
+        expected = torch.full_like(self.buffer, D_FILL)
+        self._write(expected, self.pairing.start, "d")
+        size = ITEM_SIZES[self.form.dtype]
+        bits = [buffer.view(torch.uint8).reshape(-1, size) for buffer in (self.buffer, expected)]
+        differs = (bits[0] != bits[1]).any(1).nonzero().reshape(-1)
+        if not len(differs):
+            return ""
+        first = int(differs[0])
+        return (
+            f"{len(differs)} of {len(expected)} elements differ, the first {self._where(first)}: "
+            f"{self.buffer[first].item()}, expected {expected[first].item()}"
+        )
+
+
+class RankCaches(Caches):
+    """Of attention layers."""
 
     def __init__(self, pairing: Pairing, side: str, rank: Rank, device: str = "cpu") -> None:
-        self.pairing, self.form = pairing, pairing.form(side)
+        super().__init__(pairing, side)
         self.held = self.form.held(rank[1], pairing.tokens)
         self.blocks = [torch.tensor(ids) for ids in pairing.tables(side)]
-        fill = {"p": P_FILL, "d": D_FILL}[side]
         groups = pairing.groups(side, rank)
         placed, end = [], GUARD
         for _, layers, heads in groups:
@@ -98,8 +147,7 @@ class RankCaches:
             placed.append(([sizes[a] for a in "LBHNC"], [steps[a] for a in "LBHNC"], end))
             outermost = self.form.layout[0]
             end += sizes[outermost] * steps[outermost] + GUARD
-        self.buffer = torch.full((end,), fill, dtype=getattr(torch, self.form.dtype))
-        self.memory = self.buffer.to(device, copy=True)  # what the engine and its peers see
+        self._fill(end, side, device)
         self._placed = placed
         self.tables = [Table(*group, self._view(self.buffer, n)) for n, group in enumerate(groups)]
 
@@ -132,33 +180,6 @@ class RankCaches:
             block = page * (self.form.block // self.form.kernel) + at % self.form.block // self.form.kernel
             values = stored(numbers(table.layers, table.heads, tokens, self.pairing), table, self.pairing, side)
             self._view(buffer, number)[:, block, :, at % self.form.kernel] = values
-
-    def fill(self) -> None:
-        """P: the prompt's numbers into its blocks."""
-        self._write(self.buffer, 0, "p")
-
-    def upload(self) -> None:
-        """What was changed on the host, to the device."""
-        self.memory.copy_(self.buffer)
-
-    def download(self) -> None:
-        """What was changed on the device, to the host."""
-        self.buffer.copy_(self.memory)
-
-    def wrong(self) -> str:
-        """D: how the whole buffer differs from what a hand-over must have made of it; empty where it does not."""
-        expected = torch.full_like(self.buffer, D_FILL)
-        self._write(expected, self.pairing.start, "d")
-        size = ITEM_SIZES[self.form.dtype]
-        bits = [buffer.view(torch.uint8).reshape(-1, size) for buffer in (self.buffer, expected)]
-        differs = (bits[0] != bits[1]).any(1).nonzero().reshape(-1)
-        if not len(differs):
-            return ""
-        first = int(differs[0])
-        return (
-            f"{len(differs)} of {len(expected)} elements differ, the first {self._where(first)}: "
-            f"{self.buffer[first].item()}, expected {expected[first].item()}"
-        )
 
     def _where(self, element: int) -> str:
         places = torch.arange(len(self.buffer), dtype=torch.int32)

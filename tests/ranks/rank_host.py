@@ -153,9 +153,7 @@ class HostedRank:
         start = self.copies.start
 
         def late(
-            enqueue: Callable[[], None],
-            wait: WaitPolicy = WaitPolicy.NONE,
-            portions: Sequence[Callable[[], None]] = (),
+            enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE, portions: Sequence[Callable[[], None]] = ()
         ) -> Copy:
             def act() -> None:
                 if self.copies.device.type == "cuda":

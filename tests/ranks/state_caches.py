@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.ranks.caches import D_FILL, GUARD, P_FILL, layer_name
+from tests.ranks.caches import GUARD, Caches, layer_name
 from tests.ranks.pairing import INPUTS, STATE_SIZE, Pairing, Rank
 
 
@@ -24,11 +24,11 @@ class Part:
     cache: torch.Tensor
 
 
-class StateCaches:
-    """All of one rank, in one buffer."""
+class StateCaches(Caches):
+    """Of layers with states."""
 
     def __init__(self, pairing: Pairing, side: str, rank: Rank, device: str = "cpu") -> None:
-        self.pairing, self.form = pairing, pairing.form(side)
+        super().__init__(pairing, side)
         ((self.block,),) = {tuple(ids) for ids in pairing.tables(side)}
         self._regions = pairing.groups(side, rank)
         _, self.layers, self._heads = self._regions[0]
@@ -39,8 +39,7 @@ class StateCaches:
         steps = [outer[1] * step, step] if self.form.layout.index("L") < self.form.layout.index("B") else [
             step, outer[0] * step]  # fmt: skip
         self._placed = [*outer, self.page], [*steps, 1], GUARD
-        self.buffer = torch.full((2 * GUARD + outer[0] * outer[1] * step,), {"p": P_FILL, "d": D_FILL}[side]).int()
-        self.memory = self.buffer.to(device, copy=True)  # what the engine and its peers see
+        self._fill(2 * GUARD + outer[0] * outer[1] * step, side, device)
         self.tables = self._parts(self.buffer)
 
     def _parts(self, buffer: torch.Tensor) -> list[Part]:
@@ -60,7 +59,7 @@ class StateCaches:
         pages = self.memory.as_strided(*self._placed)[:, :, None, None].view(torch.int8)
         return {layer_name(layer): pages[place] for place, layer in enumerate(self.layers)}
 
-    def _write(self, buffer: torch.Tensor) -> None:
+    def _write(self, buffer: torch.Tensor, start: int, side: str) -> None:
         """Each element's part, global layer, head, channel and row as one number."""
         for number, part in enumerate(self._parts(buffer)):
             _, _, heads, content, rows = part.cache.shape
@@ -70,30 +69,8 @@ class StateCaches:
             part.cache[:, self.block] = (torch.arange(rows) + rows * channel).int()
             assert heads == len(part.heads)
 
-    def fill(self) -> None:
-        """P: the state's numbers into its block."""
-        self._write(self.buffer)
-
-    def upload(self) -> None:
-        """What was changed on the host, to the device."""
-        self.memory.copy_(self.buffer)
-
-    def download(self) -> None:
-        """What was changed on the device, to the host."""
-        self.buffer.copy_(self.memory)
-
-    def wrong(self) -> str:
-        """D: how the whole buffer differs from what a hand-over must have made of it; empty where it does not."""
-        expected = torch.full_like(self.buffer, D_FILL)
-        self._write(expected)
-        differs = (self.buffer != expected).nonzero().reshape(-1)
-        if not len(differs):
-            return ""
-        first = int(differs[0])
-        return (
-            f"{len(differs)} of {len(expected)} elements differ, the first in element {first - GUARD} of pages of "
-            f"{self.page}: {int(self.buffer[first])}, expected {int(expected[first])}"
-        )
+    def _where(self, element: int) -> str:
+        return f"in element {element - GUARD} of pages of {self.page}"
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.ranks.compare import check
-from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, PLANES, TABLES, cells
+from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, cells
 from tests.ranks.pairing import LAYOUTS, Form, Model, Pairing
 from tests.ranks.rank_processes import PROCESSES, RankProcesses
 from tests.ranks.table import save
@@ -48,12 +48,6 @@ def test_a_process_for_every_rank(processes: RankProcesses, p_tp: int, d_tp: int
     assert len(set(pids)) == p_tp + d_tp
 
 
-@pytest.mark.parametrize("plane", PLANES)
-def test_a_step_that_computes_with_its_load(processes: RankProcesses, plane: str) -> None:
-    pairing = Pairing(Model(), Form(tp=3), Form(tp=2, layout="BLHNC"), tokens=200, start=33, plane=plane)
-    check(processes, pairing, inside=True)
-
-
 @pytest.mark.parametrize(("p_pp", "d_pp"), [(3, 1), (1, 3), (3, 2), (2, 3)])
 def test_stages_without_a_layer(processes: RankProcesses, p_pp: int, d_pp: int) -> None:
     """Two layers, one with heads and one MLA, on up to three stages: block tables, and stages, that hold nothing."""
@@ -68,7 +62,3 @@ def test_stages_without_a_layer(processes: RankProcesses, p_pp: int, d_pp: int) 
 def test_ucx_between_processes(processes: RankProcesses, p: str, d: str) -> None:
     check(processes, Pairing(Model(heads=6), PARALLEL[p], replace(PARALLEL[d], layout="BLNHC", block=48, kernel=48),
                          plane="ucx"))  # fmt: skip
-
-
-def test_the_planes_that_ranks_choose_by_themselves(processes: RankProcesses) -> None:
-    check(processes, Pairing(Model("mixed", 3, 2), Form(tp=2), Form(pp=2, layout="BHLNC"), plane="auto"))

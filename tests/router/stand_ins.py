@@ -256,7 +256,7 @@ def routed(
 
 @contextmanager
 def router_process(
-    *arguments: str, descriptors: int = 0, environment: Mapping[str, str] = {}
+    *arguments: str, descriptors: int = 0, environment: Mapping[str, str] = {}, stderr: int | None = None
 ) -> Iterator[tuple[Site, subprocess.Popen[bytes]]]:
     """``kvferry router`` with so many descriptors, and its process. It may not serve yet."""
     port = free_port()
@@ -267,7 +267,7 @@ def router_process(
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(descriptors, 64), descriptors))
 
     process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": python_path(), **environment}, stderr=subprocess.PIPE,
+        command, env=os.environ | {"PYTHONPATH": python_path(), **environment}, stderr=stderr,
         preexec_fn=bound,  # noqa: PLW1509
     )  # fmt: skip
     try:

@@ -343,10 +343,7 @@ def test_a_long_answer_is_not_held_and_ends_early_where_d_does() -> None:
                 assert front.ask({"prompt": "x"}).content == long
             else:
                 found = b""
-                with (
-                    front.streaming() as response,
-                    pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)),
-                ):
+                with front.streaming() as response, pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
                     for piece in response.iter_raw():
                         found += piece
                 assert found and long.startswith(found), "no error within an answer that is no stream"

@@ -78,8 +78,7 @@ def test_openais_client() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "error"),
-    [(400, openai.BadRequestError), (404, openai.NotFoundError), (503, openai.InternalServerError)],
+    ("status", "error"), [(400, openai.BadRequestError), (404, openai.NotFoundError), (503, openai.InternalServerError)]
 )
 def test_openais_client_knows_the_errors(status: int, error: type[openai.APIStatusError]) -> None:
     async def refuse(request: Request, body: dict[str, Any]) -> Response:
@@ -206,10 +205,7 @@ def test_the_status_page_in_a_browser(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_the_status_page_says_that_the_router_does_not_answer(tmp_path: Path) -> None:
-    routes = [
-        Route("/", lambda _: HTMLResponse(PAGE)),
-        Route("/router/status", lambda _: Response(status_code=500)),
-    ]
+    routes = [Route("/", lambda _: HTMLResponse(PAGE)), Route("/router/status", lambda _: Response(status_code=500))]
     with served(Starlette(routes=routes)) as url:
         assert ">The router does not answer: status 500</p>" in drawn(url, tmp_path)
 
@@ -261,7 +257,7 @@ def test_a_port_in_use_is_one_line(host: str) -> None:
 def test_the_command_says_where_it_serves(tmp_path: Path) -> None:
     (tmp_path / "engines").write_text("decode http://127.0.0.1:1\n")
     arguments = "--prefill", "http://127.0.0.1:2", "--engines-file", str(tmp_path / "engines")
-    with router_process(*arguments) as (site, process):
+    with router_process(*arguments, stderr=subprocess.PIPE) as (site, process):
         assert process.stderr is not None
         line = next(line for line in process.stderr if b"serving on" in line).decode()
         assert line.endswith(f"kvferry.router INFO serving on {site.url}: 1 P, 1 D\n")

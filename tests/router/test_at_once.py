@@ -12,14 +12,7 @@ from starlette.responses import JSONResponse, Response
 from kvferry.router import router
 from kvferry.router.identities import CALM_ANSWERS, IDENTITY, Identity
 from kvferry.router.request_bodies import PREFILL_TAG
-from tests.router.stand_ins import (
-    PUSH,
-    Client,
-    Served,
-    answer_of_p,
-    closed_port,
-    leave_after,
-)
+from tests.router.stand_ins import PUSH, Client, Served, answer_of_p, closed_port, leave_after
 from tests.support.served import eventually
 
 

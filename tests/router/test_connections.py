@@ -9,14 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvferry.router.router import Router
-from tests.router.stand_ins import (
-    Front,
-    RawEngine,
-    answer_of,
-    decode_engine,
-    prefill_engine,
-    routed,
-)
+from tests.router.stand_ins import Front, RawEngine, decode_engine, prefill_engine, routed
 
 ENDS = ("closed", "reset")
 
@@ -31,18 +24,6 @@ def routed_to(engine: RawEngine) -> Iterator[Front]:
 
 def none_cools_down(router: Router) -> bool:
     return all(engine.usable(time.monotonic()) for engine in router.engines)
-
-
-@pytest.mark.parametrize("role", ["P", "D"])
-def test_a_connection_that_ends_while_it_is_kept_costs_nothing(role: str) -> None:
-    engine = RawEngine(role, lambda connection, number: None if connection else answer_of(role))
-    with routed_to(engine) as front:
-        answers = [front.ask({"prompt": "x"})]
-        assert engine.closed.wait(60)
-        answers += [front.ask({"prompt": "x"}) for _ in range(2)]
-        assert none_cools_down(front.router), "the engine was passed over for a connection that it had kept too long"
-    assert [answer.json() for answer in answers] == [{"text": "from D"}] * 3
-    assert engine.seen == [(0, 0), (1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -75,20 +75,6 @@ def answers(*pieces: bytes, more: threading.Event | None = None) -> Callable[[so
 
 
 @pytest.mark.parametrize(
-    "pieces",
-    [
-        (HEAD + b"content-length: 5\r\n\r\nhello",),
-        (HEAD, b"Content-Length: 5\r\n\r", b"\nhe", b"llo"),
-        (HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",),
-        (b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + b"content-length: 5\r\n\r\nhello",),
-    ],
-)
-def test_answers_of_every_form(pieces: tuple[bytes, ...]) -> None:
-    with engine(answers(*pieces)) as url:
-        assert sent(url) == b"hello"
-
-
-@pytest.mark.parametrize(
     ("pieces", "why"),
     [
         ((b"SSH-2.0\r\n",), "no HTTP answer"),

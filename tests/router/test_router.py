@@ -11,14 +11,7 @@ import pytest
 from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.request_bodies import PREFILL_TAG, prefill_body
-from tests.router.stand_ins import (
-    PARAMS,
-    decode_engine,
-    gone,
-    leave_after,
-    prefill_engine,
-    routed,
-)
+from tests.router.stand_ins import PARAMS, decode_engine, gone, leave_after, prefill_engine, routed
 from tests.support.served import eventually
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,39 +138,28 @@ def failing(status: int) -> Engine:
     return prefill_engine(status=status)
 
 
-def test_a_p_that_fails_has_a_span_of_its_own() -> None:
-    with traced([failing(503), prefill_engine()], [decode_engine()]) as (spans, front):
-        assert front.ask({"prompt": "x"}).status_code == 200
-        assert list(map(outcome, named(spans, PREFILL, 2))) == [(503, "HTTP 503", False), OK]
-        assert [outcome(named(spans, name)[0]) for name in (REQUEST, DECODE)] == [OK, OK]
+LATE = LegTimeouts(prefill=0.1)
+FAILURES: list[tuple[Callable[[], tuple[Any, Any]], dict[str, list[tuple[Any, str]]]]] = [
+    (lambda: ([failing(503), prefill_engine()], decode_engine()),
+     {PREFILL: [(503, "HTTP 503"), (200, "")], DECODE: [(200, "")], REQUEST: [(200, "")]}),
+    (lambda: (prefill_engine(delay=600), decode_engine()), {PREFILL: [(None, "TimeoutError")], REQUEST: [(200, "")]}),
+    (lambda: ([], [gone(), failing(500)]),
+     {DECODE: [(None, "no connection"), (500, "HTTP 500")], REQUEST: [(500, "HTTP 500")]}),
+    (lambda: ([], []), {REQUEST: [(503, "HTTP 503")]}),
+    (lambda: ([], failing(400)), {DECODE: [(400, "HTTP 400")], REQUEST: [(400, "")]}),
+]  # fmt: skip
+"""Engines, and the status and the error of each span. That D refuses a request is no failure of the router."""
 
 
-def test_a_p_that_is_too_late() -> None:
-    with traced([prefill_engine(delay=600)], [decode_engine()], LegTimeouts(prefill=0.1)) as (spans, front):
-        assert front.ask({"prompt": "x"}).status_code == 200
-        assert outcome(named(spans, PREFILL)[0]) == (None, "TimeoutError", False)
-
-
-def test_a_d_that_is_gone_and_one_that_answers_an_error() -> None:
-    with traced([], [gone(), failing(500)]) as (spans, front):
-        assert front.ask({"prompt": "x"}).status_code == 500
-        lost, error = named(spans, DECODE, 2)
-        assert lost.status.description is not None and lost.status.description.startswith("no connection")
-        assert outcome(error) == (500, "HTTP 500", False)
-        assert outcome(named(spans, REQUEST)[0]) == (500, "HTTP 500", False)
-
-
-def test_no_engine_at_all() -> None:
-    with traced([], []) as (spans, front):
+@pytest.mark.parametrize(("engines", "ends"), FAILURES)
+def test_an_engine_that_fails_has_a_span_that_says_so(engines: Any, ends: dict[str, Any]) -> None:
+    with traced(*engines(), LATE) as (spans, front):
         front.ask({"prompt": "x"})
-        assert outcome(named(spans, REQUEST)[0]) == (503, "HTTP 503", False) and len(spans) == 1
-
-
-def test_a_d_that_refuses_is_no_failure_of_the_router() -> None:
-    with traced([], [failing(400)]) as (spans, front):
-        front.ask({"prompt": "x"})
-        assert outcome(named(spans, DECODE)[0]) == (400, "HTTP 400", False)
-        assert outcome(named(spans, REQUEST)[0]) == (400, "", False)
+        for name, expected in ends.items():
+            for span, (status, error) in zip(named(spans, name, len(expected)), expected, strict=True):
+                found, said, cancelled = outcome(span)
+                assert (found, bool(said), cancelled) == (status, bool(error), False) and said.startswith(error)
+        assert ends.keys() > {REQUEST} or len(spans) == 1
 
 
 def test_an_answer_that_breaks_off() -> None:

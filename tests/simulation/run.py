@@ -86,10 +86,7 @@ def total(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     numbers = ("handovers", "cpu_seconds", "virtual_seconds", "packets")
     together: dict[str, Any] = {name: sum(result[name] for result in results) for name in numbers}
     for name in COLUMNS:
-        counts: Counter[str] = Counter()
-        for result in results:
-            counts.update(result[name])
-        together[name] = dict(counts.most_common())
+        together[name] = dict(sum((Counter(result[name]) for result in results), Counter()).most_common())
     return together
 
 

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from kvferry.connector.config import Settings
 from kvferry.connector.wire.messages import IDLE_LINK_SECONDS
@@ -129,8 +128,3 @@ class World:
         except AssertionError as error:
             text = f"{error}\nat {self.timeline.now:.6f} s, after:\n{self.timeline.story()}"
             raise Violation(text) from error
-
-
-def any_of(rng: Any, values: Any) -> Any:
-    """One of the values, which may be a dictionary's."""
-    return rng.choice(list(values))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.soak.engine import MAX_TOKENS
 from tests.soak.fleet import Driver, EngineProcess
-from tests.soak.strangers import Stranger
+from tests.soak.strangers import Strangers
 from tests.support.engines import free_port
 
 PLANES = ("cma", "shm", "tcp", "zmq")
@@ -217,7 +217,7 @@ class Soak(Driver):
             assert self.wait(lambda: all(engine.ready for engine in self.lasting), 300.0), "the engines did not start"
             for side in ("P", "D"):
                 self.restart(side)
-            stranger = Stranger([engine.process.pid for engine in self.lasting], self.rng.randrange(1 << 30))
+            stranger = Strangers([engine.process.pid for engine in self.lasting], self.rng.randrange(1 << 30))
             self.began = now = time.monotonic()
             next_sample, next_fault = now, now + self.gap()
             while self.goes_on(now := time.monotonic()):

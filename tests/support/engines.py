@@ -92,11 +92,7 @@ def transfer_config(
 ) -> dict[str, Any]:
     """The ``--kv-transfer-config`` of one engine; ``policy`` is that of failed loads. KVFerry is named by its module
     where it runs out of a checkout."""
-    config: dict[str, Any] = {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": policy,
-    }
+    config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both", "kv_load_failure_policy": policy}
     if connector.startswith("Nixl") and not on_gpu:
         config["kv_buffer_device"] = "cpu"
     if connector == "KVFerryConnector":

@@ -281,11 +281,6 @@ class Pair:
         return answer
 
 
-def control_address(params: dict[str, Any]) -> tuple[str, int]:
-    """Where P's first rank listens."""
-    return params["remote_host"], params["remote_port"]
-
-
 def descendants(pid: int) -> list[int]:
     """All processes below this one."""
     parents: dict[int, list[int]] = {}

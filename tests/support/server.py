@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 PATIENCE_SECONDS = 600.0
 """For an answer: a host may stand still, or have other work."""
 _CAUSE = re.compile(r"\b\w*(Error|Exception): \S")
@@ -121,19 +123,13 @@ class Server:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)$")
-_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
-
-
 def parse_metrics(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Prometheus text format -> {(name, sorted labels): value}."""
-    samples = {}
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match and not line.startswith("#"):
-            name, labels, value = match.groups()
-            samples[name, tuple(sorted(_LABEL.findall(labels or "")))] = float(value)
-    return samples
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def metric_sum(
