@@ -30,7 +30,6 @@ from gpu_methods import MOVING
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
-from kvferry.connector.prefill_side.sender import OutgoingRead
 from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -128,13 +127,13 @@ class PlaneSource(PlaneEndpoint):
         """When P begins with the data of a read that it was asked for."""
         assert worker._transfer_thread is not None
         pushes = sends_of(worker._transfer_thread)
-        start = pushes.start
+        begin = pushes.begin
 
-        def noted(outgoing: OutgoingRead) -> None:
+        def noted(*args: Any) -> Any:
             self.starts.append(time.perf_counter())
-            start(outgoing)
+            return begin(*args)
 
-        pushes.start = noted
+        pushes.begin = noted
 
     def exchange(self, blob: str | None, peer: str = "main") -> str | None:
         addresses = {_key(form): worker.address for form, worker in self.workers.items()}

@@ -27,10 +27,9 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvferry.connector.decode_side import load_reports, source_reads
-from kvferry.connector.wire.states import Tick
 from kvferry.connector.wire.step_plan import unpack_ids
 from kvferry.transport.planes import cma
-from tests.support.inside import leases_of, producer_of
+from tests.support.inside import expire_lease, leases_of, producer_of
 from tests.support.kv_bytes import Cached, cached_layer
 
 NAME = re.compile(r"wt\d+-\d+")
@@ -262,18 +261,18 @@ def _transfer_thread() -> Any:
 
 
 def _expire(producer: Any, held: Any, done: list[bool]) -> None:
-    producer._leases.step(held.grant.token, Tick(), held.lifetime.state.deadline)
+    expire_lease(producer, held)
     done.append(True)
 
 
 def _on_thread(thread: Any, act: Callable[[], None]) -> None:
     """Run this on the transfer thread."""
-    pump = producer_of(thread).reads.pump
+    pump = producer_of(thread).pump
 
     def once(now: float) -> bool:
-        producer_of(thread).reads.pump = pump
+        producer_of(thread).pump = pump
         act()
         return bool(pump(now))
 
-    producer_of(thread).reads.pump = once
+    producer_of(thread).pump = once
     thread._waker.wake()

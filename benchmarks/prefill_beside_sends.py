@@ -34,7 +34,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.transfer_thread import TransferThread
-from kvferry.connector.prefill_side import sender
+from kvferry.connector.prefill_side import send
 from tests.handover.prefilling import PrefillingEngine
 from tests.support.rank_process import RemoteRank
 from tests.support.ranks import Rank, peer, wait
@@ -52,13 +52,13 @@ class Turns:
         self.turns = self.sent = 0
         self.profile = cProfile.Profile() if profiles else None
         turns = self
-        turn, count, run = TransferThread.turn, sender.OutgoingRead.count, TransferThread._run
+        turn, count, run = TransferThread.turn, send.OutgoingRead.count, TransferThread._run
 
         def counted_turn(self: TransferThread, now: float) -> bool:
             turns.turns += 1
             return turn(self, now)
 
-        def counted_bytes(self: sender.OutgoingRead, nbytes: int) -> None:
+        def counted_bytes(self: send.OutgoingRead, nbytes: int) -> None:
             turns.sent += nbytes
             count(self, nbytes)
 
@@ -67,7 +67,7 @@ class Turns:
             turns.profile.runcall(run, self)
 
         TransferThread.turn = counted_turn  # type: ignore[method-assign]
-        sender.OutgoingRead.count = counted_bytes  # type: ignore[method-assign]
+        send.OutgoingRead.count = counted_bytes  # type: ignore[method-assign]
         if profiles:
             TransferThread._run = profiled_run  # type: ignore[method-assign]
 

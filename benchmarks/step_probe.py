@@ -152,7 +152,7 @@ class StepProbe:
 def watch_moves(moves: list[tuple[float, int]]) -> None:
     """Note what KVFerry's transfer thread of this process sends, and what it has put into pages."""
     from kvferry.connector.decode_side.receiver import Receiver
-    from kvferry.connector.prefill_side.sender import OutgoingRead
+    from kvferry.connector.prefill_side.send import OutgoingRead
 
     sent, placed = OutgoingRead.count, Receiver._count
 

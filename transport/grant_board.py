@@ -80,8 +80,12 @@ class GrantBoard:
     def post(self, key: bytes, text: bytes) -> int | None:
         """Post a grant. Returns its place, or None where there is no room for it, or after ``close``."""
         with self._lock:
-            at = next((slot for slot in slots_of(key) if slot not in self.posted), None)
-            if at is None or self.fd < 0 or len(text) > SLOT_BYTES - HEADER.size:
+            if self.fd < 0 or len(text) > SLOT_BYTES - HEADER.size:
+                return None
+            for at in slots_of(key):
+                if at not in self.posted:
+                    break
+            else:
                 return None
             self.posted.add(at)
             counter = int(self.counters[at // 8])

@@ -17,7 +17,7 @@ from kvferry.connector.engine.results import Results
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.prefill_side.producer import Producer
+from kvferry.connector.prefill_side.serve import Producer
 from kvferry.connector.wire.step_plan import LeaseGrant, Load, PrefillStop, StepPlan
 
 logger = logging.getLogger("vllm.kvferry.transfer_thread")
@@ -72,7 +72,7 @@ class PostedPlans:
             if plan.ends_leases:
                 self._end_leases(now)
             if step is not None:
-                self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
+                self._try("the prompts of a step", partial(self._producer.plan_step, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.loads.cancel, request_id, now))
             if self._finder.open:
@@ -106,7 +106,7 @@ class PostedPlans:
         for prefill in plan.prefills:
             self._try(prefill, partial(self._producer.begin_prefill, prefill, now))
         for prompt in plan.queued:
-            self._try(prompt, partial(self._producer.queue_prompt, prompt))
+            self._try(prompt, partial(self._producer.named.queue, prompt))
         for stop in plan.stops:
             if stop.token in begun:
                 self._try(stop, partial(self._producer.stop_prefill, stop, now))
@@ -151,7 +151,7 @@ class PostedPlans:
         """
         if self._producer.holds(grant.token):
             return
-        self._producer.computing.lose(grant.token)
+        self._producer.lose(grant.token)
         self._results.freed(grant.request_id)
         self._producer.stop_prefill(PrefillStop(grant.token, ended=True), now)
 

@@ -23,7 +23,7 @@ from kvferry.connector.engine.results import Results
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.prefill_side.producer import Producer
+from kvferry.connector.prefill_side.serve import Producer
 from kvferry.connector.wire.step_plan import Load, StepPlan
 from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import Listener
@@ -82,7 +82,7 @@ class TransferThread:
         self._plans = PostedPlans(
             rank_context, self._producer, consumer, self._finder, self.results, self._yield_to_engine
         )
-        self._steps = self._producer.computing.steps
+        self._steps = self._producer.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
 
@@ -241,8 +241,8 @@ class TransferThread:
         try:
             if self._plans.posted:
                 self._plans.run(now)
-            if self._steps:
-                self._producer.computing.look(now)
+            if self._steps.flights:
+                self._producer.look(now)
             if self._plans.computing:
                 self._plans.grant_computed(now)
         finally:
@@ -258,9 +258,9 @@ class TransferThread:
         busy |= self._consumer.serve(now, ready)
         if self._finder.has_work:
             self._finder.serve(now)
-        busy |= self._producer.reads.pump(now)
+        busy |= self._producer.pump(now)
         # After the reads that wait are known to ``step_advanced``, so that nothing is missed that did not wake us.
-        return busy or bool(self._plans.posted) or (bool(self._steps) and self._producer.computing.has_news)
+        return busy or bool(self._plans.posted) or (bool(self._steps.flights) and self._steps.has_news)
 
     def _progress(self, plane: Plane) -> bool:
         """Advance one plane. An error there must not stop the other planes, nor the control messages."""
@@ -331,7 +331,7 @@ class TransferThread:
                 poll.register(fd, events)
                 planes[fd] = plane
         seconds = self.sleep_seconds
-        if seconds == IDLE_SECONDS and not self._producer.computing.prompts:
+        if seconds == IDLE_SECONDS and not self._producer.leases.table:
             self._relax()
         else:
             self._switch.shorten()

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from kvferry.connector.geometry.byte_ranges import reach, wire_ordered
 from kvferry.connector.geometry.dtypes import WireElements
@@ -87,20 +88,8 @@ class RankCaches:
 
     def page_layouts(self) -> tuple[PageLayout, ...]:
         """Where the pages of each region lie, for a peer that reads them."""
-        return tuple(
-            PageLayout(
-                bases=view.bases,
-                num_pages=view.num_pages,
-                blocks_per_page=view.blocks_per_page,
-                block_size=view.block_size,
-                block_stride=view.block_stride,
-                head_stride=view.head_stride,
-                token_stride=view.token_stride,
-                rows=view.rows,
-                row_stride=view.row_stride,
-            )
-            for view in self.views
-        )
+        names = PageLayout.__struct_fields__
+        return tuple(PageLayout(**{name: getattr(view, name) for name in names}) for view in self.views)
 
     def ranges(self) -> list[tuple[int, int]]:
         """Address and bytes of every layer's pages."""
@@ -198,16 +187,7 @@ class RankCaches:
             ours, other, span.token, span.token + span.num_tokens, kernel_ids, view.block_size, view.block_stride,
             view.token_stride,
         )  # fmt: skip
-        return PageBox(
-            region=region,
-            layer=layer,
-            num_layers=span.num_layers,
-            head=head,
-            num_heads=span.num_heads,
-            token=table.token,
-            num_tokens=num_tokens,
-            blocks=table,
-        )
+        return PageBox(region, layer, span.num_layers, head, span.num_heads, table.token, num_tokens, table)
 
     def cut(
         self, whole: PageBox, span: Span, chunk_bytes: int, source: RegionGeometry, *, convert: bool = False
@@ -220,15 +200,12 @@ class RankCaches:
         """
         shared = SpanCopy(whole)
         for chunk in self.span_cut(span, chunk_bytes, source):
-            yield PageBox(
-                region=whole.region,
+            yield replace(
+                whole,
                 layer=whole.layer + chunk.layer,
                 num_layers=chunk.num_layers,
-                head=whole.head,
-                num_heads=whole.num_heads,
                 token=whole.token + chunk.token,
                 num_tokens=chunk.num_tokens,
-                blocks=whole.blocks,
                 source=WireElements(source, span.layer + chunk.layer) if convert else None,
                 whole=shared,
             )
@@ -251,7 +228,12 @@ class RankCaches:
         shared = box.whole or SpanCopy(box)
         whole, rows = shared.box, self.views[box.region].rows
         if shared.device_pages is None:
-            shared.device_pages = self._device_pages(whole)
+            from kvferry.kernels.paged_copy_triton import DevicePages
+
+            shared.device_pages = DevicePages(
+                self.pages(whole), num_heads=whole.num_heads, num_tokens=whole.num_tokens,
+                content_bytes=self.views[whole.region].row_bytes, device=self.device,
+            )  # fmt: skip
         shared.device_pages.copy(
             address,
             to_wire=to_wire,
@@ -282,28 +264,12 @@ class RankCaches:
             device=self.device, sms=self.copies.sms,
         )  # fmt: skip
 
-    def _device_pages(self, whole: PageBox) -> DevicePages:
-        from kvferry.kernels.paged_copy_triton import DevicePages
-
-        return DevicePages(
-            self.pages(whole),
-            num_heads=whole.num_heads,
-            num_tokens=whole.num_tokens,
-            content_bytes=self.views[whole.region].row_bytes,
-            device=self.device,
-        )
-
     def _copy(self, to: Pages, of: Pages, box: PageBox, *, over_link: bool = False) -> None:
+        row_bytes, sms = self.views[box.region].row_bytes, self.copies.sms
         copy_pages(
-            to,
-            of,
-            num_heads=box.num_heads,
-            num_tokens=box.num_tokens,
-            content_bytes=self.views[box.region].row_bytes,
-            device=self.device,
-            sms=self.copies.sms,
-            over_link=over_link,
-        )
+            to, of, num_heads=box.num_heads, num_tokens=box.num_tokens, content_bytes=row_bytes, device=self.device,
+            sms=sms, over_link=over_link,
+        )  # fmt: skip
 
     def _wire(self, address: int, box: PageBox) -> Pages:
         view = self.views[box.region]

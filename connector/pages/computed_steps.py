@@ -72,20 +72,6 @@ class ComputedStep:
     other layers should take ``NEARLY_SECONDS`` at most. ``ended``: the device has ended the step.
     """
 
-    __slots__ = (
-        "_advanced",
-        "_clock",
-        "_first",
-        "_over",
-        "begun",
-        "blocks",
-        "computed",
-        "ended",
-        "layers",
-        "nearly",
-        "num_layers",
-    )
-
     def __init__(
         self,
         blocks: tuple[PromptBlocks, ...],

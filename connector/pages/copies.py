@@ -14,7 +14,6 @@ import math
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -46,12 +45,15 @@ DeviceEvent = cuda.Event
 """A point in the order of the work that the engine's thread launches on its device."""
 
 
-class Copies(ABC):
-    """The copies of one rank, in the order in which they are started. One thread starts all of them. ``sms``: the most
-    GPU SMs that a copy started now may take; ``None`` is all."""
+class Copies:
+    """The copies of one rank, in the order in which they are started. One thread starts all of them.
 
-    device: torch.device
+    These are copies in host memory: each is done on return, and so is the engine's own work in host memory.
+    """
+
+    device: torch.device = CPU
     sms: int | None = None
+    """The most GPU SMs that a copy started now may take; ``None`` is all."""
     idle: bool = False
     """Whether no forward pass runs beside a copy that is started now, so that the copy may take all SMs. The engine's
     thread writes this flag."""
@@ -60,7 +62,6 @@ class Copies(ABC):
         self.on_done: Callable[[], None] = lambda: None
         """Called, from any thread, at the end of each copy that was not done when ``start`` returned."""
 
-    @abstractmethod
     def start(
         self,
         enqueue: Callable[[], None],
@@ -71,22 +72,23 @@ class Copies(ABC):
         ``enqueue`` is raised here, and then none of its kernels runs any more. ``wait``: whether this call waits for
         the end of the copy. ``portions``: launch the kernels of the portions after the first one, where the copy is cut
         in several."""
+        for launch in (enqueue, *portions):
+            launch()
+        return Copy(done=True, on_stream=True)
 
-    @abstractmethod
     def record_event(self) -> DeviceEvent | None:
         """The work that the engine's thread has launched on its device so far; ``None`` where all of it is done. The
         engine's thread calls this."""
+        return None
 
-    @abstractmethod
     def after_engine(self, act: Callable[[], None]) -> None:
         """Call ``act`` once the device has done the work that the engine's thread has launched so far: at once, or from
         another thread, in the order of these calls. The engine's thread calls this."""
+        act()
 
-    @abstractmethod
     def wait_event(self, event: DeviceEvent) -> None:
         """Copies that are started from now on wait for ``event``."""
 
-    @abstractmethod
     def make_engine_wait(self, event: DeviceEvent | None = None) -> None:
         """Work that the engine's thread launches from now on waits for ``event``, or for all copies that were started
         before. Some thousand kernels may wait; with more, their launch waits too. The engine's thread calls this."""
@@ -96,47 +98,11 @@ class Copies(ABC):
         """The stream on which the calling thread launches; one number for all where there are no streams."""
         return 0
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Block until all copies that were started before have ended."""
 
-    @abstractmethod
     def close(self) -> None:
         """Wait for the copies that were started, up to 5 s on a GPU, and start no more."""
-
-
-class HostCopies(Copies):
-    """Copies in host memory. Each copy is done on return, and so is the engine's own work in host memory."""
-
-    device = CPU
-
-    def start(
-        self,
-        enqueue: Callable[[], None],
-        wait: WaitPolicy = WaitPolicy.NONE,
-        portions: Sequence[Callable[[], None]] = (),
-    ) -> Copy:
-        for launch in (enqueue, *portions):
-            launch()
-        return Copy(done=True, on_stream=True)
-
-    def record_event(self) -> DeviceEvent | None:
-        return None
-
-    def after_engine(self, act: Callable[[], None]) -> None:
-        act()
-
-    def wait_event(self, event: DeviceEvent) -> None:
-        """Do nothing: the event has passed."""
-
-    def make_engine_wait(self, event: DeviceEvent | None = None) -> None:
-        """Do nothing: all copies have ended."""
-
-    def synchronize(self) -> None:
-        """Do nothing: all copies have ended."""
-
-    def close(self) -> None:
-        """Do nothing: all copies have ended."""
 
 
 class GpuCopies(Copies):
@@ -293,4 +259,4 @@ class GpuCopies(Copies):
 
 def copies_on(device: torch.device, sms: int) -> Copies:
     """The copies of a rank whose caches lie on ``device``."""
-    return HostCopies() if device.type == "cpu" else GpuCopies(device, sms)
+    return Copies() if device.type == "cpu" else GpuCopies(device, sms)

@@ -1,15 +1,20 @@
-"""The producer's state machine: one lease on one rank of P. Pure: no I/O, no clock.
+"""A prompt of P from its first step to the end of its lease, on one rank: the machine, and all leases.
 
-``step(state, event, now) -> (state, effects)``::
+``step(state, event, now) -> (state, effects)`` of the machine, which is pure::
 
-    GRANTED ◀──▶ READING (k own reads running)
-       │             │
-       ├─ release ───┤──▶ RELEASED ─┐
-       └─ expiry  ───┘──▶ EXPIRED  ─┴─▶ Freed, once, when the last own read has ended
+    WAITING ─▶ COMPUTING ◀─▶ PREEMPTED ──▶ ABANDONED    (P's engine computes the prompt)
+       └───────────┴─────────────┤
+                                 ▼
+                              GRANTED ──▶ RELEASED, EXPIRED    (P holds the blocks)
 
-An *own* read is P's own packing of its pages; P waits for it, because only its end proves that nothing reads the pages.
-A *peer* read is a read by D's kernel over mapped memory. P can neither see nor stop it, so it does not appear here. D
-must commit it: ``may_commit`` is false from the moment the lease has ended.
+While P's engine computes the prompt, the blocks are the engine's. It may take them back at any time, and then says so.
+Blocks have a life, which ends when the engine takes them back; what a step of an earlier life has computed counts no
+more. A prompt that nobody reads before its lease begins as GRANTED.
+
+An *own* read is one that P packs and sends, before the lease or under it. P waits for it, because only its end proves
+that nothing reads the pages: ``Freed`` comes once, when the lease and the last own read have ended. A *peer* read is a
+read by D's kernel over mapped memory. P can neither see nor stop it, so it does not appear here. D must commit it.
+
 The first ask of a consumer fixes which of its ranks must release; the lease ends when one consumer's set is complete.
 Sets of ranks are numbers, one bit for each rank: a peer names thousands of ranks in a message, and a lease keeps them.
 """
@@ -18,30 +23,56 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import get_args
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
-from kvferry.connector.wire.states import Tick, TransitionTable, ignore
+from kvferry.connector.pages.caches import Ids
+from kvferry.connector.pages.computed_steps import PromptBlocks
+from kvferry.connector.pages.deadlines import Deadlines
+from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.states import Lifetime, Tick, TransitionTable, ignore
+from kvferry.connector.wire.step_plan import LeaseGrant, Prefill
+from kvferry.transport.grant_board import GrantBoard
+from kvferry.transport.tracing import RecordedSpan
+
+PREEMPTED_SECONDS = 5.0
+"""How long reads wait for a prompt that the engine has preempted. D holds blocks for them. P's engine may wait for
+blocks of leases that D releases only when it gets such blocks itself: both would wait until D's deadline."""
+GIVEN_UP = "P's engine has given the prompt up"
+NOT_RESUMED = "P's engine has preempted the prompt, and computes it later"
+MAX_CONSUMERS = 64
+"""Consumers of one lease whose votes P counts. A hand-over has one, or a few where D is replaced by another D."""
+ENDED_TOKENS = 1 << 16
+"""Tokens that P remembers after their lease has ended, so that P refuses a late ask at once. P does not grant an ask
+with an unknown token either, but refuses it only after ``ask_hold_seconds``."""
+
+Consumer = bytes
+"""One life of one D engine."""
+Reader = tuple[bytes, int]
+"""The identity of a D, and the number of a read."""
 
 
 class LeasePhase(enum.Enum):
+    WAITING = "waiting for its first step"
+    COMPUTING = "computing"
+    PREEMPTED = "preempted"
+    ABANDONED = "abandoned"
     GRANTED = "granted"
-    READING = "reading"
     RELEASED = "released"
     EXPIRED = "expired"
 
 
-HELD = (LeasePhase.GRANTED, LeasePhase.READING)
-ENDED = (LeasePhase.RELEASED, LeasePhase.EXPIRED)
-
-Consumer = bytes
-"""One life of one D engine."""
-MAX_CONSUMERS = 64
-"""Consumers of one lease whose votes P counts. A hand-over has one, or a few where D is replaced by another D."""
+_P = LeasePhase
+_COMPUTED = (_P.WAITING, _P.COMPUTING, _P.PREEMPTED)
+_LIVE = (*_COMPUTED, _P.GRANTED)
+_OVER = (_P.RELEASED, _P.EXPIRED)
 
 
 def rank_set(ranks: Iterable[int]) -> int:
@@ -60,47 +91,74 @@ def ranks_of(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-class Lease(msgspec.Struct, frozen=True):
-    """State. Times are local seconds, as ``now``. A renewal moves ``deadline`` to ``term`` seconds from now, never past
-    ``cap``.
+class LeaseState(msgspec.Struct, frozen=True):
+    """Times are local seconds, as ``now``."""
 
-    ``votes``: per consumer, the ranks that have not released yet (``rank_set``), of at most ``MAX_CONSUMERS``.
-    ``reads``: own reads that are running.
-    """
-
-    phase: LeasePhase
-    deadline: float
-    term: float
-    cap: float
-    votes: Mapping[Consumer, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
-    reads: frozenset[object] = frozenset()
-    freed: bool = False
+    phase: LeasePhase = LeasePhase.WAITING
+    life: int = 0
+    """The number of the present life of the blocks."""
+    computed: int = 0
+    """Tokens, from the first one on, whose KV lies in the present blocks, of all layers."""
+    deadline: float = math.inf
+    """When a Tick changes something: the lease expires, or the reads that wait for a preempted prompt are refused."""
+    term: float = 0.0
+    """A renewal moves ``deadline`` to so many seconds from now."""
+    cap: float = math.inf
+    """No renewal moves ``deadline`` past this time."""
+    votes: Mapping[Consumer, int] = {}
+    """Per consumer, the ranks that have not released yet (``rank_set``), of at most ``MAX_CONSUMERS``."""
+    reads: int = 0
+    """Own reads that have not ended."""
     reason: str = ""
-
-    @property
-    def due(self) -> float:
-        """When a Tick changes something."""
-        return self.deadline if self.phase in HELD else math.inf
+    """Why the lease has ended: one of ``metrics.LEASE_ENDS``."""
 
 
 # --- events -----------------------------------------------------------------------------------------------------
+
+
+class ChunkPlanned(msgspec.Struct, frozen=True):
+    """A step has begun that computes tokens of the prompt. ``restarts``: in new blocks, from their first one on."""
+
+    restarts: bool
+
+
+class StepAdvanced(msgspec.Struct, frozen=True):
+    """The device has computed more into the blocks of this ``life``: the first ``tokens`` tokens lie there, of all
+    layers, or more layers of the others. ``whole``: these are all tokens. ``nearly``: in ``NEARLY_SECONDS`` they are.
+    """
+
+    life: int
+    tokens: int = 0
+    whole: bool = False
+    nearly: bool = False
+
+
+class BlocksLost(msgspec.Struct, frozen=True):
+    """The engine has taken the blocks back. ``ended``: the prompt will not be handed over."""
+
+    ended: bool
+
+
+class LeaseBegins(msgspec.Struct, frozen=True):
+    """The prompt is computed, and from now on the lease holds its blocks. ``term``, ``cap``: seconds from now on."""
+
+    term: float
+    cap: float
 
 
 class Asked(msgspec.Struct, frozen=True):
     """A consumer's rank asks to read. ``expected``: the consumer's ranks that will release the lease at this rank."""
 
     consumer: Consumer
-    expected: frozenset[int]
+    expected: int
 
 
 class ReadStarted(msgspec.Struct, frozen=True):
-    key: object
+    """An own read has begun."""
 
 
 class ReadEnded(msgspec.Struct, frozen=True):
     """The last access of an own read to P's pages has ended."""
-
-    key: object
 
 
 class Renewed(msgspec.Struct, frozen=True):
@@ -110,121 +168,333 @@ class Renewed(msgspec.Struct, frozen=True):
 class Released(msgspec.Struct, frozen=True):
     consumer: Consumer
     rank: int
-    expected: frozenset[int]
+    expected: int
 
 
 class Revoked(msgspec.Struct, frozen=True):
     """P's engine was paused, or its caches were reset: the lease expires before its time."""
 
 
-LeaseEvent = Asked | ReadStarted | ReadEnded | Renewed | Released | Revoked | Tick
+LeaseEvent = (
+    ChunkPlanned | StepAdvanced | BlocksLost | LeaseBegins
+    | Asked | ReadStarted | ReadEnded | Renewed | Released | Revoked | Tick
+)  # fmt: skip
 
 # --- effects ----------------------------------------------------------------------------------------------------
 
 
+class ResumeReads(msgspec.Struct, frozen=True):
+    """Own reads that wait may find more chunks whose bytes lie in the blocks."""
+
+
+class OfferPrompt(msgspec.Struct, frozen=True):
+    """The prompt is nearly computed: a D that reads P's pages by itself may ask, and waits for the rest."""
+
+
+class PostGrant(msgspec.Struct, frozen=True):
+    """All of the prompt lies in the blocks: a D that reads them by itself may do so from now on."""
+
+
 class StopReads(msgspec.Struct, frozen=True):
-    """Stop the own reads. The owner answers with one ``ReadEnded`` per read."""
+    """The own reads get no more bytes, or not soon: refuse them. One ``ReadEnded`` follows for each. ``why``: in the
+    refusal."""
+
+    why: str = ""
 
 
 class Freed(msgspec.Struct, frozen=True):
-    """Report to the engine, once, that nothing reads the blocks any more. ``reason``: one of ``metrics.LEASE_ENDS``."""
+    """Report to the engine, once, that nothing reads the blocks any more. ``reason``: as in the state."""
 
     reason: str
 
 
-LeaseEffect = StopReads | Freed
-Outcome = tuple[Lease, tuple[LeaseEffect, ...]]
+LeaseEffect = ResumeReads | OfferPrompt | PostGrant | StopReads | Freed
+Outcome = tuple[LeaseState, tuple[LeaseEffect, ...]]
+
+# --- transitions: while P's engine computes the prompt ----------------------------------------------------------
 
 
-def grant(now: float, term: float, cap: float) -> Lease:
+def _chunk(state: LeaseState, event: ChunkPlanned, now: float) -> Outcome:
+    if event.restarts:
+        return _restart(state)
+    return replace(state, phase=_P.COMPUTING), (ResumeReads(),)
+
+
+def _chunk_after_preemption(state: LeaseState, event: ChunkPlanned, now: float) -> Outcome:
+    # Which blocks hold the tokens before this chunk is not known, so reads wait for the lease.
+    return _restart(state) if event.restarts else (state, ())
+
+
+def _restart(state: LeaseState) -> Outcome:
+    return replace(state, phase=_P.COMPUTING, life=state.life + 1, computed=0, deadline=math.inf), (ResumeReads(),)
+
+
+def _advanced(state: LeaseState, event: StepAdvanced, now: float) -> Outcome:
+    if event.life != state.life:
+        return state, ()
+    if event.tokens > state.computed:
+        state = replace(state, computed=event.tokens)
+        if event.whole:
+            return state, (ResumeReads(), PostGrant())
+    return state, (ResumeReads(), OfferPrompt()) if event.nearly else (ResumeReads(),)
+
+
+def _lost(state: LeaseState, event: BlocksLost, now: float) -> Outcome:
+    if event.ended:
+        return replace(state, phase=_P.ABANDONED, deadline=math.inf), (StopReads(GIVEN_UP),)
+    return replace(state, phase=_P.PREEMPTED, computed=0, deadline=now + PREEMPTED_SECONDS), ()
+
+
+def _not_resumed(state: LeaseState, event: Tick, now: float) -> Outcome:
+    if now < state.deadline:
+        return state, ()
+    return replace(state, deadline=now + PREEMPTED_SECONDS), (StopReads(NOT_RESUMED),)
+
+
+def _begins(state: LeaseState, event: LeaseBegins, now: float) -> Outcome:
+    granted = granted_at(now, event.term, event.cap)
+    return replace(granted, votes=state.votes, reads=state.reads), ()
+
+
+def granted_at(now: float, term: float, cap: float) -> LeaseState:
     """A new lease of ``term`` seconds that renewals can extend to ``cap`` seconds in all."""
-    return Lease(LeasePhase.GRANTED, now + min(term, cap), term, now + cap)
+    return LeaseState(LeasePhase.GRANTED, deadline=now + min(term, cap), term=term, cap=now + cap)
 
 
-def may_commit(state: Lease) -> bool:
-    """Whether data that was read under the lease is valid: the lease has not ended."""
-    return state.phase in HELD
+# --- transitions: who reads, and until when ---------------------------------------------------------------------
 
 
-# --- transitions ------------------------------------------------------------------------------------------------
-
-
-def _asked(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    assert isinstance(event, Asked)
+def _asked(state: LeaseState, event: Asked, now: float) -> Outcome:
     if event.consumer in state.votes or len(state.votes) >= MAX_CONSUMERS:
         return state, ()
-    votes = MappingProxyType({**state.votes, event.consumer: rank_set(event.expected)})
-    return replace(state, votes=votes), ()
+    return replace(state, votes={**state.votes, event.consumer: event.expected}), ()
 
 
-def _read_started(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    assert isinstance(event, ReadStarted)
-    return replace(state, phase=LeasePhase.READING, reads=state.reads | {event.key}), ()
+def _read_started(state: LeaseState, event: ReadStarted, now: float) -> Outcome:
+    return replace(state, reads=state.reads + 1), ()
 
 
-def _read_ended(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    assert isinstance(event, ReadEnded)
-    reads = state.reads - {event.key}
-    return replace(state, reads=reads, phase=LeasePhase.READING if reads else LeasePhase.GRANTED), ()
+def _read_ended(state: LeaseState, event: ReadEnded, now: float) -> Outcome:
+    return replace(state, reads=state.reads - 1), ()
 
 
-def _renewed(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+def _renewed(state: LeaseState, event: Renewed, now: float) -> Outcome:
     return replace(state, deadline=max(state.deadline, min(now + state.term, state.cap))), ()
 
 
-def _released(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    assert isinstance(event, Released)
+def _released(state: LeaseState, event: Released, now: float) -> Outcome:
     known = state.votes.get(event.consumer)
-    left = (rank_set(event.expected) if known is None else known) & ~(1 << event.rank)
-    if left and known is None and len(state.votes) >= MAX_CONSUMERS:
+    left = (event.expected if known is None else known) & ~(1 << event.rank)
+    if not left:
+        return _end(state, _P.RELEASED, "released")
+    if known is None and len(state.votes) >= MAX_CONSUMERS:
         return state, ()
-    voted = replace(state, votes=MappingProxyType({**state.votes, event.consumer: left}))
-    return (voted, ()) if left else _end(voted, LeasePhase.RELEASED, "released")
+    return replace(state, votes={**state.votes, event.consumer: left}), ()
 
 
-def _tick(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+def _tick(state: LeaseState, event: Tick, now: float) -> Outcome:
     if now < state.deadline:
         return state, ()
-    return _end(state, LeasePhase.EXPIRED, "cap" if now >= state.cap else "expired")
+    return _end(state, _P.EXPIRED, "cap" if now >= state.cap else "expired")
 
 
-def _revoked(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    return _end(state, LeasePhase.EXPIRED, "reset")
+def _revoked(state: LeaseState, event: Revoked, now: float) -> Outcome:
+    return _end(state, _P.EXPIRED, "reset")
 
 
-def _end(state: Lease, phase: LeasePhase, reason: str) -> Outcome:
-    ended = replace(state, phase=phase, reason=reason)
-    return (ended, (StopReads(),)) if state.reads else _free(ended)
+def _end(state: LeaseState, phase: LeasePhase, reason: str) -> Outcome:
+    ended = replace(state, phase=phase, deadline=math.inf, reason=reason)
+    return ended, (StopReads(),) if state.reads else (Freed(reason),)
 
 
-def _free(state: Lease) -> Outcome:
-    return replace(state, freed=True), (Freed(state.reason),)
+def _last_read_ended(state: LeaseState, event: ReadEnded, now: float) -> Outcome:
+    left = replace(state, reads=state.reads - 1)
+    return left, () if left.reads else (Freed(state.reason),)
 
 
-def _last_read_ended(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    assert isinstance(event, ReadEnded)
-    left = replace(state, reads=state.reads - {event.key})
-    return (left, ()) if left.reads or left.freed else _free(left)
+def _read_too_late(state: LeaseState, event: ReadStarted, now: float) -> Outcome:
+    raise AssertionError(f"a read was started under a lease that is {state.phase.value}")
 
 
-def _read_too_late(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    raise AssertionError("a read was started under a lease that has ended")
-
-
-LEASE: TransitionTable[Lease, LeaseEvent, LeaseEffect] = TransitionTable(
+LEASE: TransitionTable[LeaseState, LeaseEvent, LeaseEffect] = TransitionTable(
     "lease",
     LeasePhase,
     get_args(LeaseEvent),
     (
-        (HELD, (Asked,), _asked),
-        (HELD, (ReadStarted,), _read_started),
-        (HELD, (ReadEnded,), _read_ended),
-        (HELD, (Renewed,), _renewed),
-        (HELD, (Released,), _released),
-        (HELD, (Revoked,), _revoked),
-        (HELD, (Tick,), _tick),
-        (ENDED, (ReadStarted,), _read_too_late),
-        (ENDED, (ReadEnded,), _last_read_ended),
-        (ENDED, (Asked, Renewed, Released, Revoked, Tick), ignore),
+        ((_P.WAITING, _P.COMPUTING), (ChunkPlanned,), _chunk),
+        ((_P.PREEMPTED,), (ChunkPlanned,), _chunk_after_preemption),
+        ((_P.COMPUTING,), (StepAdvanced,), _advanced),
+        ((_P.PREEMPTED,), (Tick,), _not_resumed),
+        (_COMPUTED, (BlocksLost,), _lost),
+        (_COMPUTED, (LeaseBegins,), _begins),
+        (_LIVE, (Asked,), _asked),
+        (_LIVE, (ReadStarted,), _read_started),
+        ((*_LIVE, _P.ABANDONED), (ReadEnded,), _read_ended),
+        ((_P.GRANTED,), (Renewed,), _renewed),
+        ((_P.GRANTED,), (Released,), _released),
+        ((_P.GRANTED,), (Revoked,), _revoked),
+        ((_P.GRANTED,), (Tick,), _tick),
+        ((*_OVER, _P.ABANDONED), (ReadStarted,), _read_too_late),
+        (_OVER, (ReadEnded,), _last_read_ended),
+        # A step that was under way when the blocks were lost; what concerns the lease before it; all after the end.
+        (LeasePhase, get_args(LeaseEvent), ignore),
     ),
 )
+
+
+# --- the leases of a rank ---------------------------------------------------------------------------------------
+
+
+class PromptPart(msgspec.Struct, eq=False):
+    """The part of a prompt that one step computes: tokens before ``stop``, in one ``life`` of the blocks. ``ready``: as
+    in ``PrefillChunk``. ``layers``: those that are computed, as (region, layer)."""
+
+    ready: int
+    stop: int
+    life: int
+    layers: set[tuple[int, int]] = msgspec.field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A prompt, and its lease once P holds the blocks."""
+
+    grant: LeaseGrant | Prefill
+    """Its length and digest."""
+    ids: list[Ids]
+    """The kernel blocks per region, as far as the engine has allocated them."""
+    block_ids: tuple[bytes, ...]
+    """The same as the engine named them, packed by ``pack_ids``."""
+    lifetime: Lifetime[LeaseState, LeaseEvent, LeaseEffect]
+    blocks: PromptBlocks | None = None
+    """Their present life, where the prompt may be read before its lease; ``None`` before its first step."""
+    parts: list[PromptPart] = field(default_factory=list)
+    """Those of steps that have not ended."""
+    readers: dict[Reader, PromptBlocks] = field(default_factory=dict)
+    """The reads by D of these blocks that D was granted by message, before the lease."""
+    posted: int | None = None
+    """Where the lease's grant lies on the grant board."""
+    begun_at: float = 0.0
+    """The begin of the lease by ``RankContext.clock``."""
+    traceparent: str = ""
+    """As of the ``LeaseGrant``."""
+    sent: list[RecordedSpan] = field(default_factory=list)
+    """The spans of its reads, where the request is traced."""
+
+    @property
+    def granted(self) -> bool:
+        """Whether P holds the blocks: what was read under the lease is valid."""
+        return self.lifetime.state.phase is _P.GRANTED
+
+    @property
+    def begun(self) -> bool:
+        """Whether P holds the blocks, or held them and own reads have not ended."""
+        return self.lifetime.state.phase in (_P.GRANTED, *_OVER)
+
+    @property
+    def intact(self) -> bool:
+        """Whether the prompt has blocks that are not lost."""
+        return self.granted if self.blocks is None else not self.blocks.lost
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the prompt lies in the blocks, which are not lost, before the lease."""
+        state = self.lifetime.state
+        return state.phase is _P.COMPUTING and state.computed >= self.grant.num_tokens and self.intact
+
+    def answer(self, read: int, chunks: int = 0, block_ids: tuple[bytes, ...] = ()) -> messages.Grant:
+        """The Grant message of a read. Of read 0, with all blocks, it is what D finds on the grant board."""
+        grant = self.grant
+        return messages.Grant(
+            read=read, num_tokens=grant.num_tokens, chunks=chunks, prompt=grant.prompt, block_ids=block_ids
+        )
+
+
+class Leases:
+    """All prompts and leases of this rank, by token, until nothing reads the blocks. Used by the transfer thread only.
+
+    Attributes:
+        held: how many leases have begun and have not been freed.
+        ended: tokens that no lease holds any more, or never will.
+        board: where the grants are posted, if ``posts_grants``.
+    """
+
+    def __init__(self, rank_context: RankContext) -> None:
+        self._rank_context = rank_context
+        self.table: dict[bytes, Lease] = {}
+        self.held = 0
+        self._deadlines = Deadlines(self._due)
+        self.ended: OrderedDict[bytes, None] = OrderedDict()
+        self.board = GrantBoard()
+        # A grant is not posted where the engine may have freed some of the blocks: there P must check each ask.
+        self.posts_grants = any(plane.pulls for plane in rank_context.planes) and all(
+            region.kind in ("full", "mla") for region in rank_context.caches.geometry.regions
+        )
+
+    def prepare(self, prefill: Prefill, now: float) -> None:
+        """The engine begins to compute a prompt that may be read before its lease."""
+        views = self._rank_context.caches.views
+        lifetime = Lifetime(LEASE, LeaseState(), now)
+        none = [np.zeros(0, dtype=np.int64) for _ in views]
+        self.table[prefill.token] = Lease(prefill, none, (b"",) * len(views), lifetime)
+
+    def begin(self, grant: LeaseGrant, ids: list[Ids], now: float) -> Lease:
+        """Hold the blocks of a finished prompt, ``ids`` per region, and post the grant on the grant board. Reads that
+        wait for them find all of their chunks from now on."""
+        settings, token, lease = self._rank_context.settings, grant.token, self.table.get(grant.token)
+        term, cap, begun_at = settings.lease_seconds, settings.lease_cap_seconds, self._rank_context.clock()
+        prepared = lease is not None
+        if lease is None:
+            lease = Lease(grant, ids, grant.block_ids, Lifetime(LEASE, granted_at(now, term, cap), now))
+        else:
+            # Chunks that were sent stay good: the same tokens. The others are packed from the blocks of the lease.
+            kept = lease.lifetime.state.phase is _P.COMPUTING and lease.intact and _begins_with(lease.ids, ids)
+            lease.grant, lease.ids, lease.block_ids = grant, ids, grant.block_ids
+        if self.posts_grants:  # a D that reads P's pages by itself then needs no ask and no commit
+            text = messages.encode_grant(lease.answer(0, 0, lease.block_ids))
+            posted = None if lease.blocks is None else lease.blocks.take_posted(text)
+            lease.posted = self.board.post(token, text) if posted is None else posted
+        if prepared and not kept:
+            if lease.blocks is not None:
+                lease.blocks.lose()
+            lease.blocks = PromptBlocks()
+        lease.begun_at, lease.traceparent = begun_at, grant.traceparent
+        self.table[token] = lease
+        self.held += 1
+        if prepared:
+            self.step(lease, LeaseBegins(term, cap), now)
+        else:
+            self._deadlines.note(token, lease.lifetime.state.deadline)
+        return lease
+
+    def step(self, lease: Lease, event: LeaseEvent, now: float) -> tuple[LeaseEffect, ...]:
+        """Give a lease an event. Returns the effects that the caller must perform."""
+        before = lease.lifetime.state.deadline
+        effects = lease.lifetime.step(event, now)
+        state = lease.lifetime.state
+        if state.deadline < before:
+            self._deadlines.note(lease.grant.token, state.deadline)
+        if lease.posted is not None and state.phase is not _P.GRANTED:
+            self.board.withdraw(lease.posted)  # before the engine may reuse the blocks
+            lease.posted = None
+        return effects
+
+    def remember_end(self, token: bytes) -> None:
+        """No lease holds the blocks of this token from now on."""
+        self.ended[token] = None
+        if len(self.ended) > ENDED_TOKENS:
+            self.ended.popitem(last=False)
+
+    def due(self, now: float) -> list[Lease]:
+        """The leases to which a Tick is due."""
+        return [self.table[token] for token in self._deadlines.due(now)]
+
+    def _due(self, token: bytes) -> float:
+        lease = self.table.get(token)
+        return math.inf if lease is None else lease.lifetime.state.deadline
+
+
+def _begins_with(ours: list[Ids], theirs: list[Ids]) -> bool:
+    """Whether in each region one list of blocks begins with the other one."""
+    pairs = [(a[: len(b)], b[: len(a)]) for a, b in zip(ours, theirs, strict=True)]
+    return all(np.array_equal(a, b) for a, b in pairs)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.connector.pages.traces import MAX_TEXT
-from kvferry.connector.prefill_side.held_lease import HeldLease
-from kvferry.connector.prefill_side.sender import OutgoingRead
+from kvferry.connector.prefill_side.lease import Lease
+from kvferry.connector.prefill_side.send import OutgoingRead
 from kvferry.connector.wire.step_plan import ID_BYTES
 from kvferry.transport.tracing import RecordedSpan
 
@@ -18,21 +18,21 @@ def sending_span(outgoing: OutgoingRead, end: float) -> RecordedSpan:
         "kvferry.peer": outgoing.session.engine_id[:MAX_TEXT],
         "kvferry.bytes": outgoing.nbytes,
         "kvferry.bytes_while_computing": outgoing.early,
-        "kvferry.chunks": outgoing.lifetime.state.chunks,
+        "kvferry.chunks": outgoing.chunks,
     }
     return RecordedSpan("kvferry.send", outgoing.begun_at, end, attributes)
 
 
-def lease_span(held: HeldLease, reason: str, end: float) -> RecordedSpan:
+def lease_span(lease: Lease, reason: str, end: float) -> RecordedSpan:
     """A lease that has ended, on one rank of P."""
-    grant = held.grant
+    grant = lease.grant
     attributes = {
         "kvferry.request_id": grant.request_id[:MAX_TEXT],
         "kvferry.tokens": grant.num_tokens,
         # Regions of one block table share its blocks.
-        "kvferry.blocks": sum(map(len, set(grant.block_ids))) // ID_BYTES,
+        "kvferry.blocks": sum(map(len, set(lease.block_ids))) // ID_BYTES,
         "kvferry.end": reason,
     }
     error = "" if reason == "released" else f"the lease ended by time ({reason})"
-    begin = min([held.begun_at, *(sent.begin for sent in held.sent)])  # P may send while it computes
-    return RecordedSpan("kvferry.lease", begin, end, attributes, held.sent, error)
+    begin = min([lease.begun_at, *(sent.begin for sent in lease.sent)])  # P may send while it computes
+    return RecordedSpan("kvferry.lease", begin, end, attributes, lease.sent, error)

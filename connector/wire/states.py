@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -27,7 +27,8 @@ S = TypeVar("S", bound=_State)
 E = TypeVar("E")
 F = TypeVar("F")
 Outcome = tuple[S, tuple[F, ...]]
-Transition = Callable[[S, E, float], Outcome[S, F]]
+Transition = Callable[[S, Any, float], Outcome[S, F]]
+"""Its event is of the types that its rows name."""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -65,10 +66,10 @@ class TransitionTable(Generic[S, E, F]):
         name: str,
         phases: type[enum.Enum],
         events: Iterable[type],
-        rows: Iterable[tuple[Iterable[enum.Enum], Iterable[type], Transition[S, E, F]]],
+        rows: Iterable[tuple[Iterable[enum.Enum], Iterable[type], Transition[S, F]]],
     ) -> None:
         self.name, self.phases, self.events = name, phases, tuple(events)
-        found: dict[tuple[enum.Enum, type], Transition[S, E, F]] = {}
+        found: dict[tuple[enum.Enum, type], Transition[S, F]] = {}
         for row_phases, row_events, transition in rows:
             pairs = [(phase, event) for phase in row_phases for event in row_events]
             new = [pair for pair in pairs if pair not in found]
@@ -81,7 +82,7 @@ class TransitionTable(Generic[S, E, F]):
         unknown = [pair for pair in found if pair[1] not in self.events]
         if unknown:
             raise ValueError(f"{name}: a row for an event that is not listed, {_named(unknown[0])}")
-        self.rows: Mapping[tuple[enum.Enum, type], Transition[S, E, F]] = found
+        self.rows: Mapping[tuple[enum.Enum, type], Transition[S, F]] = found
         # By the phase's value: Python computes the hash of an enumeration's member in Python, and a hand-over takes 18
         # steps while a request waits.
         self.by_value = {(event, phase.value): transition for (phase, event), transition in found.items()}

@@ -31,8 +31,8 @@ class Trickle:
     def __init__(self, p: Rank, turns: float) -> None:
         self.turns = turns  # only the test changes it, and only P's thread counts
         self.done = 0
-        self._pump = halves(p)[0].reads.pump
-        halves(p)[0].reads.pump = self._some
+        self._pump = halves(p)[0].pump
+        halves(p)[0].pump = self._some
 
     def _some(self, now: float) -> bool:
         sent = self.done < self.turns and bool(self._pump(now))

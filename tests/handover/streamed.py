@@ -9,7 +9,7 @@ import torch
 from kvferry.connector.config import Settings
 from tests.handover.gates import PATIENT, halves
 from tests.handover.rank_group import RankGroup
-from tests.support.inside import sends_of
+from tests.support.inside import prompts_of, sends_of
 from tests.support.ranks import Rank, left_in_tables, wait
 from tests.transport.plane_list import PUSH, host_planes
 
@@ -56,6 +56,4 @@ def all_ended(p: Rank) -> bool:
     producer = halves(p)[0]
     left = left_in_tables(p)
     del left["links"]
-    return not (
-        any(left.values()) or producer.computing.prompts or sends_of(producer).waiting or producer.computing.steps
-    )
+    return not (any(left.values()) or prompts_of(producer) or sends_of(producer).waiting or producer.steps.flights)

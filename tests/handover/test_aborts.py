@@ -117,13 +117,13 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
     if held == "in flight":
         gate = Gate(consumer, "_collect", lambda now: False)
     elif held == "granted":
-        gate = Gate(producer.reads, "pump", lambda now: False)
+        gate = Gate(producer, "pump", lambda now: False)
     else:
-        real = producer.reads.pump
-        gate = Gate(producer.reads, "pump", lambda now: gate.calls <= 2 and real(now))
+        real = producer.pump
+        gate = Gate(producer, "pump", lambda now: gate.calls <= 2 and real(now))
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(consumer.loads.running), gate)
-    assert wait(lambda: not consumer._receiver and not sends_of(producer), [p, d]), (
+    assert wait(lambda: not consumer._receiver and not sends_of(producer).turns, [p, d]), (
         "reads that nobody waits for were kept"
     )
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvferry.connector.pages import computed_steps
 from kvferry.connector.pages.computed_steps import NEARLY_SECONDS, ComputedStep, PromptBlocks
-from kvferry.connector.prefill_side import producer
-from kvferry.connector.prefill_side.named_prompts import Answer
+from kvferry.connector.prefill_side import serve
+from kvferry.connector.prefill_side.lookup import Answer
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan, pack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN
@@ -22,7 +22,7 @@ from tests.handover.prefilling import PrefillingEngine
 from tests.handover.rank_group import RankGroup
 from tests.handover.streamed import ELSEWHERE, OURS, STEP, THEIRS, TOKENS, all_ended, ends_well, has, make, nothing_of
 from tests.handover.test_posted_grants import asked
-from tests.support.inside import board_of, early_asks, early_votes, leases_of, replies_of, sends_of
+from tests.support.inside import board_of, early_asks, early_votes, leases_of, prompts_of, replies_of, sends_of
 from tests.support.ranks import Rank, wait
 from tests.support.streaming_faults import grant_stays
 
@@ -60,7 +60,7 @@ def computed(p: Rank, tokens: int = TOKENS) -> PrefillingEngine:
 
 def is_posted(p: Rank, engine: PrefillingEngine) -> Callable[[], bool]:
     def posted() -> bool:
-        prompt = halves(p)[0].computing.prompts.get(engine.token)
+        prompt = prompts_of(p).get(engine.token)
         return prompt is not None and prompt.blocks is not None and prompt.blocks._posted is not None
 
     p.thread.wake()  # nobody waits for this prompt by name
@@ -129,7 +129,7 @@ def test_p_answers_no_commit_of_blocks_that_are_lost(
     engine.load(d, OURS)
     assert wait(lambda: bool(early_asks(p)), [p, d])
     engine.step(2 * STEP, TOKENS)
-    assert wait(lambda: bool(halves(p)[0].computing.prompts[engine.token].readers), [p])
+    assert wait(lambda: bool(prompts_of(p)[engine.token].readers), [p])
     read = next(iter(halves(d)[1]._receiver._reads.values()))
     assert wait(lambda: not read.state.awaits_grant, [d])
     engine.take_back(ELSEWHERE, ended=again == "aborted")
@@ -149,7 +149,7 @@ def test_p_answers_no_commit_of_blocks_that_are_lost(
 
 
 def test_reads_that_p_grants_by_message_are_bounded(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "MAX_READERS", 0)
+    monkeypatch.setattr(serve, "MAX_READERS", 0)
     p, d = pair
     engine = computed(p, 2 * STEP)
     engine.load(d, OURS)
@@ -165,7 +165,7 @@ def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(pair: tuple[Rank, Rank
     p, d = pair
     engine = computed(p, STEP)
     producer_ = halves(p)[0]
-    assert wait(lambda: engine.token in producer_.computing.prompts)
+    assert wait(lambda: engine.token in prompts_of(producer_))
     engine.load(d, OURS)
     assert wait(lambda: bool(early_asks(producer_)), [p, d])
     assert producer_.named.offer(engine.token) == []
@@ -182,7 +182,7 @@ def test_an_ask_that_comes_after_the_blocks_were_taken_back_is_denied(
     p, d = pair
     engine = computed(p, STEP)
     producer_ = halves(p)[0]
-    assert wait(lambda: engine.token in producer_.computing.prompts)
+    assert wait(lambda: engine.token in prompts_of(producer_))
     assert producer_.named.offer(engine.token) == []
     engine.take_back(ELSEWHERE)
     if resumed:
@@ -208,18 +208,18 @@ def test_what_the_engine_has_taken_back_is_not_nearly_computed(
         engine = PrefillingEngine([p], THEIRS, TOKENS, name)
         engine.begin(step_tokens=TOKENS)
         engine.plan(0, TOKENS)
-        assert wait(lambda: bool(producer_.computing.steps), [p])
+        assert wait(lambda: bool(producer_.steps.flights), [p])
         engine.hook([0])
         stop = StepPlan(stops=(PrefillStop(engine.token, ended=False),))
         if lost:
             p.worker.take_back(stop)
         engine.hook([1])
         p.thread.wake()
-        assert wait(lambda: not producer_.computing.has_news, [p])
+        assert wait(lambda: not producer_.steps.has_news, [p])
         assert (engine.token in offered) is not lost
         engine.post(stop)
         engine.end()
-        assert wait(lambda: not producer_.computing.steps, [p])
+        assert wait(lambda: not producer_.steps.flights, [p])
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
@@ -239,7 +239,7 @@ def test_a_step_that_raises_an_error_computes_nothing(group: RankGroup, plane: s
     p.thread.wake()
     again = PrefillingEngine([p], ELSEWHERE, TOKENS, "again-p")  # once P has taken this plan it has seen the error
     again.begin(step_tokens=TOKENS)
-    assert wait(lambda: again.token in producer_.computing.prompts, [p, d])
+    assert wait(lambda: again.token in prompts_of(producer_), [p, d])
     assert not board_of(producer_).posted and not d.received and not d.failed
     p.worker.close()
     assert wait(lambda: d.failed == {"req-d"}, [d]) and not d.received - d.failed
@@ -451,7 +451,7 @@ def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
     engine.hook([0])
     assert wait(lambda: not p.thread._plans.posted, [p]) and not answers
     engine.hook([1])
-    assert nearly or (wait(lambda: not ours.computing.has_news, [p]) and not answers)
+    assert nearly or (wait(lambda: not ours.steps.has_news, [p]) and not answers)
     if not nearly:
         engine.end()
     assert wait(lambda: bool(answers)), "no step of the engine has followed"

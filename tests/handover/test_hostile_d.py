@@ -14,9 +14,10 @@ import pytest
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
-from kvferry.connector.prefill_side import early_requests, lease, sender
+from kvferry.connector.prefill_side import lease, send, serve
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.transport.control.listener import Delivery
 from kvferry.transport.errors import ProtocolError
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import THEIRS, TOKENS, another_works
@@ -104,7 +105,7 @@ def test_releases_that_precede_their_lease_are_bounded(peers: Peers) -> None:
     for raw in (hostile, stranger):
         peers.settled(raw)
     early = early_votes(peers.producer)
-    assert early.cost <= early_requests.EARLY_RANKS
+    assert early.cost <= serve.EARLY_RANKS
     assert not any(key[0][-1:] == b"\0" for key in early), "a stranger's are not kept"
     assert resident_bytes() - before < MOST_BYTES and turn.most < MOST_TURN_LINES
     peers.p.worker.post(lease_of(token))
@@ -134,12 +135,12 @@ def test_cancels_of_reads_that_never_were_keep_nothing(peers: Peers) -> None:
         if number % 200 == 0:
             hostile._connection.receive()
     peers.settled(hostile)
-    assert len(sends_of(peers.producer)._ended) == 0
+    assert len(sends_of(peers.producer).ended) == 0
     another_works(peers.p, peers.d)
 
 
 def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sends_of(peers.producer)._ended, "limit", 100)
+    monkeypatch.setattr(sends_of(peers.producer).ended, "limit", 100)
     hostile = peers.raw()
     for number in range(300):
         hostile.send(messages.Ask(
@@ -148,7 +149,7 @@ def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.Mon
         ))  # fmt: skip
         hostile.send(messages.Cancel(read=number, posted=0))
     peers.settled(hostile)
-    assert 0 < len(sends_of(peers.producer)._ended) <= 100
+    assert 0 < len(sends_of(peers.producer).ended) <= 100
 
 
 def test_smaller_chunks_than_settings_allow_are_no_message(peers: Peers) -> None:
@@ -184,8 +185,8 @@ def test_an_ask_of_many_spans_does_not_hold_p_up(make_peers: Callable[..., Peers
         ))  # fmt: skip
     assert hostile.answer(messages.Grant).chunks == MAX_SPANS
     peers.settled(hostile)
-    live = sends_of(peers.producer)._live
-    assert live.cost <= sender.LIVE_SPANS and len(live) < 40, "the oldest reads of this D have failed"
+    live = sends_of(peers.producer).live
+    assert live.cost <= send.LIVE_SPANS and len(live) < 40, "the oldest reads of this D have failed"
     assert turn.most < MOST_TURN_LINES
     assert resident_bytes() - before < 2 * MOST_BYTES  # shared with the messages that this test makes
 
@@ -203,7 +204,7 @@ def test_asks_of_one_peer_do_not_deny_those_of_another(peers: Peers) -> None:
     peers.p.worker.post(lease_of(token))
     assert honest.answer(messages.Deny).reason == "bounds", "60 times the same span: it was served, not thrown out"
     early = early_asks(peers.producer)
-    assert early.cost <= early_requests.HELD_SPANS
+    assert early.cost <= serve.HELD_SPANS
 
 
 def test_a_large_hello_does_not_hold_p_up(make_peers: Callable[..., Peers]) -> None:
@@ -238,12 +239,11 @@ def test_a_d_that_does_not_read_gets_its_replies_later(peers: Peers, monkeypatch
     slow = peers.raw()
     producer = peers.producer
     listener = producer._listener
-    real, full = listener.send, [True]
+    real: Callable[[bytes, list[bytes]], Delivery] = listener.send
+    full = [True]
 
-    def send(identity: bytes, frames: list[bytes]) -> bool:
-        if full[0]:
-            listener.dropped["full"] += 1
-        return not full[0] and bool(real(identity, frames))
+    def send(identity: bytes, frames: list[bytes]) -> Delivery:
+        return Delivery.FULL if full[0] else real(identity, frames)
 
     monkeypatch.setattr(listener, "send", send)
     for read in range(50):
@@ -262,8 +262,8 @@ def test_a_d_that_never_reads_loses_its_session(
     token = grant([peers.p], "req-p", THEIRS, TOKENS)
     monkeypatch.setattr(replies_of(producer).kept, "limit", 1 << 20)
     channel = next(iter(sessions_of(producer).values())).channel
-    detail, deny = "x" * 1000, producer.reads.deny
-    monkeypatch.setattr(producer.reads, "deny", lambda to, read, reason, text="": deny(to, read, reason, detail))
+    detail, deny = "x" * 1000, producer.deny
+    monkeypatch.setattr(producer, "deny", lambda to, read, reason, text="": deny(to, read, reason, detail))
     with caplog.at_level("WARNING", "vllm.kvferry"):
         end = time.monotonic() + 60
         number = 0

@@ -36,9 +36,9 @@ def test_a_lease_that_p_s_engine_ends_is_read_no_more(group: RankGroup, plane: s
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     producer, consumer = halves(p)[0], halves(d)[1]
-    gates = [Gate(consumer._receiver, "collect", lambda: iter(())), Gate(producer.reads, "pump", lambda now: False)]
+    gates = [Gate(consumer._receiver, "collect", lambda: iter(())), Gate(producer, "pump", lambda now: False)]
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(len(sends_of(producer)) or any(r.note for r in consumer._receiver._reads.values())))
+    assert wait(lambda: bool(sends_of(producer).turns or any(r.note for r in consumer._receiver._reads.values())))
     p.worker.post(StepPlan(ends_leases=True))
     assert wait(lambda: p.sent == {"req-p"}, [p]), "its blocks are the engine's"
     for gate in gates:
@@ -99,11 +99,9 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(group: RankGrou
     plane, pushes = d.context.plane("tcp"), sends_of(p)
     assert plane is not None
     real = plane.progress
-    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)
+    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes.turns) else False)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: any(push.reading for push in list(pushes._outgoing)), [d], SOON), (
-        "it must be caught in the middle"
-    )
+    assert wait(lambda: any(push.reading for push in list(pushes.turns)), [d], SOON), "it must be caught in the middle"
     let_time_pass(p, 60)
     (session,) = sessions_of(p).values()
     assert wait(lambda: p.sent == {"req-p"}, [p])

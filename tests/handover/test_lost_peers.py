@@ -120,13 +120,13 @@ def test_p_stops_and_goes_on(group: RankGroup, plane: str) -> None:
 def test_d_is_killed(group: RankGroup, plane: str) -> None:
     p, d = near(group, plane, lease_seconds=600.0), far(group, plane, "engine-d", lease_seconds=600.0)
     p.fill(THEIRS, TOKENS)
-    gate = Gate(halves(p)[0].reads, "pump", lambda now: False)
+    gate = Gate(halves(p)[0], "pump", lambda now: False)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.load("req-d", token, peer([p]), OURS, TOKENS)
-    assert wait(lambda: bool(sends_of(p)), [p])
+    assert wait(lambda: bool(sends_of(p).turns), [p])
     d.kill()
     gate.open()
-    assert wait(lambda: not sends_of(p), [p], SOON)
+    assert wait(lambda: not sends_of(p).turns, [p], SOON)
     let_time_pass(p, 1000)
     assert wait(lambda: p.sent == {"req-p"}, [p], SOON), "the lease ends without D"
     another_works(p, near(group, plane, "other", lease_seconds=600.0))

@@ -15,7 +15,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine import transfer_thread
 from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, Span, check_spans
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
-from kvferry.connector.prefill_side import early_requests
+from kvferry.connector.prefill_side import serve
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import no_figures
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
@@ -136,7 +136,7 @@ def test_a_read_that_has_ended_is_not_asked_for_again(pair: tuple[Rank, Rank], r
     raw.answer(messages.Attached)
     raw.ask(7, token)
     raw.answer(messages.Grant)
-    assert wait(lambda: not halves(pair[0])[0].reads.sender)
+    assert wait(lambda: not halves(pair[0])[0].sends.turns)
     raw.ask(7, token)
     assert raw.answer(messages.Deny).reason == "bounds"
 
@@ -146,7 +146,7 @@ def test_asks_that_wait_for_their_lease_are_bounded(
 ) -> None:
     raw.attach(raw.start_handshake())
     raw.answer(messages.Attached)
-    for read in range(early_requests.HELD_SPANS // MAX_SPANS):
+    for read in range(serve.HELD_SPANS // MAX_SPANS):
         raw.ask(read, bytes([read]) * 16, spans=MAX_SPANS)
     assert "too many asks" in raw.answer(messages.Deny).detail
     another_works(*pair)
@@ -306,10 +306,10 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, mo
     plane = slow.context.plane("tcp")
     assert plane is not None
     real = plane.progress
-    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)
+    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes.turns) else False)
     for n in range(8):
         slow.worker.post(load_plan(f"s{n}", token, peer([p]), OURS, 0, TOKENS, consumer=b"s" * 16))
-    assert wait(lambda: len(pushes) == 8 and any(push.reading for push in list(pushes._outgoing)), [slow])
+    assert wait(lambda: len(pushes.turns) == 8 and any(push.reading for push in list(pushes.turns)), [slow])
     monkeypatch.setattr(transfer_thread, "TICK_SECONDS", 3.0)
     begun = time.monotonic()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))

@@ -55,7 +55,7 @@ def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGro
     real = plane.progress
 
     def last() -> bool:
-        return any(push.reading and push.all_begun for push in list(pushes._outgoing))
+        return any(push.reading and push.all_begun for push in list(pushes.turns))
 
     # From P's first byte on D reads none: there is one message, which is more than sockets hold.
     stuck = Gate(plane, "progress", lambda: False if pushes else real())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings, load_keys
-from kvferry.connector.prefill_side import sessions
+from kvferry.connector.prefill_side import session
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.control.listener import Listener
@@ -213,7 +213,7 @@ def test_another_host_learns_nothing_of_this_one(group: RankGroup, monkeypatch: 
     """Neither a process nor a file, socket or address; and what it guesses is refused."""
     p, d = group.rank(), group.rank(engine_id="engine-d")
     asked: list[str] = []
-    monkeypatch.setattr(sessions, "is_ours", lambda address: bool(asked.append(address)))
+    monkeypatch.setattr(session, "is_ours", lambda address: bool(asked.append(address)))
     raw = RawD(p, d)
     try:
         welcome = raw.start_handshake()

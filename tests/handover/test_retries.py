@@ -141,10 +141,10 @@ def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
     stuck, turn = [begin(p, d, "one")], sender.turn
 
     def passes_over_one(now: float) -> Any:
-        outgoing = sender._outgoing[0]
+        outgoing = sender.turns[0]
         if outgoing.token not in stuck:
             return turn(now)
-        sender._outgoing.rotate(-1)
+        sender.turns.rotate(-1)
         return outgoing, False, None
 
     sender.turn = passes_over_one

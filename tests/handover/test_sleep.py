@@ -16,7 +16,7 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.link_state import LinkPhase
 from kvferry.connector.engine import worker
-from kvferry.connector.prefill_side.producer import Producer
+from kvferry.connector.prefill_side.serve import Producer
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.errors import TransportError
 from tests.handover.gates import PATIENT, Gate, halves
@@ -211,7 +211,7 @@ def test_pages_that_may_be_in_use_stay_mapped(group: RankGroup, monkeypatch: pyt
         held.set()
         return not hold.wait(60)
 
-    halves(p)[0].reads.pump = stuck
+    halves(p)[0].pump = stuck
     assert held.wait(60)
     monkeypatch.setattr(worker, "UNREGISTER_SECONDS", 0.05)
     with pytest.raises(TransportError, match="they must stay mapped"):

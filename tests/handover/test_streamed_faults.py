@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.connector.prefill_side.computing_prompt import PREEMPTED_SECONDS
-from kvferry.connector.prefill_side.sender import PackedChunk
+from kvferry.connector.prefill_side.lease import PREEMPTED_SECONDS
+from kvferry.connector.prefill_side.send import PackedChunk
 from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.gates import halves
 from tests.handover.prefilling import PrefillingEngine
@@ -274,7 +274,7 @@ def test_a_step_that_ends_after_its_blocks_are_lost_says_nothing_of_the_new_ones
     engine.take_back(ELSEWHERE)
     engine.plan(0, 2 * STEP, restarts=True)
     reach(1)
-    assert wait(lambda: len(halves(p)[0].computing.steps) == 1, [p, d]), "the step of the lost blocks has ended"
+    assert wait(lambda: len(halves(p)[0].steps.flights) == 1, [p, d]), "the step of the lost blocks has ended"
     assert not wait(lambda: not nothing_of(d, STEP, TOKENS), [p, d], seconds=0.2)
     engine.write(0, 2 * STEP)
     engine.end()

@@ -218,9 +218,10 @@ def test_a_read_that_waits_takes_no_turn(group: RankGroup, monkeypatch: pytest.M
     engine.load(d, OURS, step=STEP)
     wait_for_reads(p, d)
     producer = halves(p)[0]
-    turns, pumped, real, pump = [], [], sends_of(producer).turn, producer.reads.pump
-    monkeypatch.setattr(sends_of(producer), "turn", lambda now: turns.append(now) or real(now))
-    monkeypatch.setattr(producer.reads, "pump", lambda now: pumped.append(now) or pump(now))
+    turns: list[None] = []
+    pumped, real, pump = [], sends_of(producer).turn, producer.pump
+    monkeypatch.setattr(sends_of(producer), "turn", lambda: turns.append(None) or real())
+    monkeypatch.setattr(producer, "pump", lambda now: pumped.append(now) or pump(now))
     assert wait(lambda: len(pumped) > 20, [p, d]) and not turns
     engine.step(0, TOKENS)
     engine.grant()

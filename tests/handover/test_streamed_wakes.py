@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.engine import transfer_thread
-from kvferry.connector.prefill_side.sender import Sender
+from kvferry.connector.prefill_side.send import Sends
 from tests.handover.gates import Gate, halves
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.rank_group import RankGroup
@@ -60,7 +60,7 @@ def test_a_prompt_that_nobody_reads(group: RankGroup) -> None:
     assert wakes.new() == 0
     engine.grant()
     assert wakes.new() == 1
-    assert wait(lambda: bool(leases_of(p)) and not halves(p)[0].computing.steps)
+    assert wait(lambda: bool(leases_of(p)) and not halves(p)[0].steps.flights)
 
 
 def test_a_read_that_waits(group: RankGroup) -> None:
@@ -122,11 +122,11 @@ def test_a_layer_that_is_computed_while_its_read_is_put_aside(
     p, d = make(group, content=512)  # each layer is a message
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.begin(step_tokens=TOKENS)
-    turn, late = Sender.turn, [2, 3]
+    turn, late = Sends.turn, [2, 3]
 
-    def put_aside(sender: Sender, now: float) -> Any:
-        result = turn(sender, now)
-        if late and sender.waiting and result[0].lifetime.state.sent == late[0]:
+    def put_aside(sender: Sends) -> Any:
+        result = turn(sender)
+        if late and sender.waiting and result[0].sent == late[0]:
             waiting, sender.waiting = sender.waiting, {}
             engine.hook([late.pop(0)])
             sender.waiting = waiting
@@ -142,7 +142,7 @@ def test_a_layer_that_is_computed_while_its_read_is_put_aside(
             more.append(busy)
         return busy
 
-    monkeypatch.setattr(Sender, "turn", put_aside)
+    monkeypatch.setattr(Sends, "turn", put_aside)
     monkeypatch.setattr(thread, "turn", turn_of_thread)
     engine.load(d, OURS, step=TOKENS)
     assert wait(lambda: bool(sends_of(p).waiting))

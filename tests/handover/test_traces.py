@@ -12,9 +12,8 @@ from msgspec.structs import replace
 pytest.importorskip("opentelemetry.sdk.trace")
 
 from kvferry.connector.config import Settings
-from kvferry.connector.prefill_side import lease as lease_state
 from kvferry.connector.prefill_side import traces
-from kvferry.connector.prefill_side.held_lease import HeldLease
+from kvferry.connector.prefill_side.lease import LEASE, Lease, granted_at
 from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from tests.handover.gates import halves
@@ -163,15 +162,15 @@ def test_blocks_of_a_lease_count_once_for_each_block_table() -> None:
     """A rank's grant has blocks for each of its regions."""
     table, states = pack_ids([4, 5, 6]), pack_ids([9])
     grant = LeaseGrant("req", bytes(16), TOKENS, (table, table, states, b""))
-    state = lease_state.grant(0.0, 30.0, 60.0)
-    held = HeldLease(grant, [], Lifetime(lease_state.LEASE, state, 0.0), begun_at=5.0)
+    lifetime = Lifetime(LEASE, granted_at(0.0, 30.0, 60.0), 0.0)
+    held = Lease(grant, [], grant.block_ids, lifetime, begun_at=5.0)
     span = traces.lease_span(held, "expired", 7.0)
     assert span.attributes["kvferry.blocks"] == 4 and (span.begin, span.end) == (5.0, 7.0) and "expired" in span.error
 
 
 def test_reads_beyond_the_bound_have_no_span(traced, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d, of_p, _ = traced
-    monkeypatch.setattr("kvferry.connector.prefill_side.outgoing_reads.MAX_READS", 0)
+    monkeypatch.setattr("kvferry.connector.prefill_side.serve.MAX_READS", 0)
     assert traces.MAX_READS > 0
     begin(p, d)
     assert wait(lambda: both_ended(p, d), [p, d])

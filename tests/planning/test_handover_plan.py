@@ -13,7 +13,7 @@ from kvferry.cli.plan.handover import Deployment, Pair, plan_handover, rank_geom
 from kvferry.cli.plan.model import ModelShape, RecurrentState
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.rank_geometry import RankGeometry
-from kvferry.connector.prefill_side.sender import Sender
+from kvferry.connector.prefill_side.send import Sends
 from kvferry.transport.errors import ConfigError, GeometryError
 from tests.handover.rank_group import RankGroup
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
@@ -109,13 +109,13 @@ def test_bytes_and_messages_are_those_of_a_hand_over(
     group: RankGroup, monkeypatch: pytest.MonkeyPatch, p_tp: int, d_tp: int, d_block: int
 ) -> None:
     counted: list[int] = []
-    count = Sender.num_chunks
+    count = Sends.num_chunks
 
-    def counting(self: Sender, ask: object, slot_bytes: int) -> int:
+    def counting(self: Sends, ask: object, slot_bytes: int) -> int:
         counted.append(count(self, ask, slot_bytes))  # type: ignore[arg-type]
         return counted[-1]
 
-    monkeypatch.setattr(Sender, "num_chunks", counting)
+    monkeypatch.setattr(Sends, "num_chunks", counting)
     settings, tokens = Settings(plane="shm", slot_bytes=SLOT, staging_bytes=1 << 20), 780
     ps = [group.rank(tp_rank=r, tp_size=p_tp, settings=settings, blocks=64) for r in range(p_tp)]
     ds = [

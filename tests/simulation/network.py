@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from kvferry.transport.control.listener import Delivery
 from tests.simulation.timeline import Timeline
 
 LATENCY_SECONDS = 100e-6
@@ -246,14 +247,14 @@ class SimListener:
             self.host.mark(self.fd)
         return inbox
 
-    def send(self, identity: bytes, frames: list[bytes]) -> bool:
+    def send(self, identity: bytes, frames: list[bytes]) -> Delivery:
         peer = self.peers.get(identity)
         if peer is None:
             self.dropped["gone"] += 1
-            return False
+            return Delivery.GONE
         assert peer.back is not None
         peer.back.send("reply", lambda: peer.arrived(frames))
-        return True
+        return Delivery.SENT
 
     def take(self, connection: SimConnection, frames: list[bytes]) -> None:
         """A message of a D has arrived."""

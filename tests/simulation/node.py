@@ -18,7 +18,6 @@ from kvferry.connector.engine.rendezvous_params import lease_of_answer
 from kvferry.connector.engine.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.prefill_side.lease import HELD
 from kvferry.connector.wire.step_plan import Load, RankAddress, RendezvousResult, StepPlan
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
@@ -34,6 +33,7 @@ from tests.support.inside import (
     early_votes,
     leases_of,
     producer_of,
+    prompts_of,
     replies_of,
     sends_of,
     sessions_of,
@@ -267,7 +267,7 @@ class Node:
         if not self.alive:
             return
         self.timeline.note(f"{self.name} closes")
-        with patch("kvferry.connector.prefill_side.producer.CLOSING_SECONDS", 0.0):
+        with patch("kvferry.connector.prefill_side.serve.CLOSING_SECONDS", 0.0):
             self.thread._shut()
         for posted in self.thread._plans.posted:  # that have not begun: the worker half reports their loads as failed
             for load in posted.plan.loads:
@@ -317,11 +317,11 @@ class Node:
                 yield f"held question {question.resolve.number}"
         for held in leases_of(producer).values():
             lease = held.lifetime.state
-            if lease.phase in HELD and lease.deadline < late:
+            if lease.deadline < late:
                 yield f"lease {held.grant.request_id}, {lease.phase.value}, by {late - lease.deadline:.3f} s"
         for ask in early_asks(producer).values():
             if ask.deadline < late:
-                yield f"held ask {ask.ask.read}"
+                yield f"held ask {ask.request.read}"
         for key in early_votes(producer):
             vote = early_votes(producer).get(key)
             if vote is not None and vote.deadline < late and key[0] not in producer.named:  # else P keeps it that long
@@ -342,11 +342,11 @@ class Node:
             "links": [f"{link.name} {link.lifetime.story()}" for link in consumer._links],
             "later": consumer.loads.later,
             "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in leases_of(producer).values()],
-            "prompts that are computed": producer.computing.prompts,
-            "steps that compute them": producer.computing.steps,
+            "prompts that are computed": prompts_of(producer),
+            "steps that compute them": producer.steps.flights,
             "reads that wait for them": sends_of(producer).waiting,
-            "named prompts": producer.named._prompts,
-            "names": producer.named._tokens,
+            "named prompts": producer.named.prompts,
+            "names": producer.named.tokens,
             "questions of D": producer.named.held.values(),
             "searches": [each.lifetime.story() for each in (*finder.open.values(), *finder.left)],
             "open questions": finder._by_number,
@@ -355,9 +355,9 @@ class Node:
             "early releases": early_votes(producer).values(),
             "replies": replies_of(producer).kept.values(),
             "messages that have arrived": producer.arrived,
-            "outgoing reads": sends_of(producer)._outgoing,
-            "live reads": sends_of(producer)._live.values(),
-            "draining reads": sends_of(producer)._draining,
+            "outgoing reads": sends_of(producer).turns,
+            "live reads": sends_of(producer).live.values(),
+            "draining reads": sends_of(producer).draining,
             "posted grants": board_of(producer).posted,
             "sessions": [session.engine_id for session in sessions_of(producer).values()],
             "commands": self.thread._plans.posted,

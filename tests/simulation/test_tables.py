@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.connector.decode_side.lease_keeper import SIBLING_SECONDS
-from kvferry.connector.prefill_side.sessions import SILENT_SECONDS
+from kvferry.connector.prefill_side.session import SILENT_SECONDS
 from kvferry.connector.wire.states import Lifetime, Tick
 from tests.simulation.engines import Engine
 from tests.simulation.memory import Form

@@ -234,7 +234,7 @@ class SoakEngine:
             "kept": len(consumer._lease_keeper._kept),
             "sessions": len(sessions_of(producer)),
             "links": len(consumer._links),
-            "reads": len(sends_of(producer)._live),
+            "reads": len(sends_of(producer).live),
             "blocks": self.blocks - len(self.free),
             "requests": len(self.requests),
             "turn_ms": 1e3 * longest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.connector.wire.states import Tick
 from kvferry.transport import cuda
 from kvferry.transport.fair_table import FairTable
 
@@ -18,45 +19,55 @@ def producer_of(of: Any) -> Any:
 
 def leases_of(of: Any) -> dict[bytes, Any]:
     """The leases that P holds, by token."""
-    return dict(producer_of(of)._leases.held)
+    return {token: lease for token, lease in list(producer_of(of).leases.table.items()) if lease.begun}
+
+
+def expire_lease(of: Any, lease: Any) -> None:
+    """End a lease as its expiry does. On P's transfer thread."""
+    producer_of(of)._step(lease, Tick(), lease.lifetime.state.deadline)
+
+
+def prompts_of(of: Any) -> dict[bytes, Any]:
+    """The prompts that may be read before their lease, by token."""
+    return {token: lease for token, lease in list(producer_of(of).leases.table.items()) if not lease.begun}
 
 
 def board_of(of: Any) -> Any:
     """Where P posts its grants."""
-    return producer_of(of)._leases.board
+    return producer_of(of).leases.board
 
 
 def early_asks(of: Any) -> FairTable[Any, Any]:
     """The asks that wait for their lease."""
-    asks: FairTable[Any, Any] = producer_of(of)._early.asks
+    asks: FairTable[Any, Any] = producer_of(of).early.asks
     return asks
 
 
 def early_votes(of: Any) -> FairTable[Any, Any]:
     """The releases that wait for their lease, by token and consumer."""
-    votes: FairTable[Any, Any] = producer_of(of)._early.votes
+    votes: FairTable[Any, Any] = producer_of(of).early.votes
     return votes
 
 
 def early_of(of: Any) -> Any:
     """All requests that wait for their lease."""
-    return producer_of(of)._early
+    return producer_of(of).early
 
 
 def sessions_of(of: Any) -> dict[bytes, Any]:
     """P's sessions by identity: the table itself."""
-    sessions: dict[bytes, Any] = producer_of(of)._sessions._sessions
+    sessions: dict[bytes, Any] = producer_of(of).sessions.table
     return sessions
 
 
 def replies_of(of: Any) -> Any:
     """What sends and keeps P's replies."""
-    return producer_of(of)._replies
+    return producer_of(of).replies
 
 
 def sends_of(of: Any) -> Any:
     """The reads that P sends."""
-    return producer_of(of).reads.sender
+    return producer_of(of).sends
 
 
 # --- decode side --------------------------------------------------------------------------------------------------

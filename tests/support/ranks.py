@@ -29,7 +29,7 @@ from kvferry.connector.wire.step_plan import (
     pack_ids,
 )
 from tests.support.clocks import put_forward
-from tests.support.inside import early_asks, early_votes, leases_of, producer_of, sends_of
+from tests.support.inside import early_asks, early_votes, leases_of, producer_of, prompts_of, sends_of
 from tests.support.lanes import lanes_of
 
 SOON = 20.0
@@ -243,13 +243,12 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
     thread = rank.thread
     producer, consumer = producer_of(thread), thread._consumer
     early = early_asks(producer).cost + early_votes(producer).cost
-    computing = producer.computing
     return {
         "leases": len(leases_of(producer)), "early requests": int(early),
-        "outgoing reads": len(sends_of(producer)),
-        "computing prompts": len(computing.prompts) + len(computing.steps),
+        "outgoing reads": len(sends_of(producer).turns),
+        "computing prompts": len(prompts_of(producer)) + len(producer.steps.flights),
         "loads": len(consumer.loads.running), "reads": len(consumer._receiver._reads),
-        "named prompts": len(producer.named._prompts) + len(producer.named._tokens) + len(producer.named.held),
+        "named prompts": len(producer.named.prompts) + len(producer.named.tokens) + len(producer.named.held),
         "rendezvous": len(thread._finder.open) + len(thread._finder.left) + len(thread._finder._by_number),
         "kept leases": int(bool(consumer._lease_keeper)), "links": len(list(consumer._links)),
     }  # fmt: skip

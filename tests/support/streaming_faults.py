@@ -11,9 +11,9 @@ from unittest import mock
 from kvferry.connector.engine import prompt_checks
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.pages.computed_steps import PromptBlocks
-from kvferry.connector.prefill_side.computing_prompt import ComputingPhase
-from kvferry.connector.prefill_side.computing_prompts import ComputingPrompt
-from kvferry.connector.prefill_side.sender import PackedChunk
+from kvferry.connector.prefill_side import stream
+from kvferry.connector.prefill_side.lease import Lease, LeasePhase
+from kvferry.connector.prefill_side.send import PackedChunk
 
 LATE_SECONDS = 2e-3
 """For which the engine's thread lets the transfer thread send what it should not."""
@@ -22,10 +22,10 @@ LATE_SECONDS = 2e-3
 def no_fence() -> AbstractContextManager[Any]:
     """P sends all tokens whose blocks are allocated, computed or not."""
 
-    def holds(prompt: ComputingPrompt, *_: int) -> bool:
-        return prompt.lifetime.state.phase in (ComputingPhase.COMPUTING, ComputingPhase.GRANTED)
+    def holds(lease: Lease, *_: int) -> bool:
+        return lease.lifetime.state.phase in (LeasePhase.COMPUTING, LeasePhase.GRANTED)
 
-    return mock.patch.object(ComputingPrompt, "_holds", holds)
+    return mock.patch.object(stream, "holds", holds)
 
 
 def blocks_taken_back() -> AbstractContextManager[Any]:

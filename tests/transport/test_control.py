@@ -83,7 +83,7 @@ def test_send_says_false_when_the_peer_does_not_read(listener, connect):
     block = [b"", b"", bytes(LIMIT // 64)]  # full long before the silence of the peer's socket counts as its death
     sent = next(n for n in range(5000) if not listener.send(identity, block))
     assert sent < 3 * stream.SEND_QUEUE
-    assert listener.dropped["full"] == 1
+    assert listener.send(identity, block) is control_listener.Delivery.FULL
     other, free = joined(listener, connect)
     assert listener.send(free, MESSAGE) and arrived(other) == [MESSAGE], "a full queue holds up nobody else"
 

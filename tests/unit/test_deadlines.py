@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvferry.connector.decode_side import handover, kept_lease, load_attempts, source_read
 from kvferry.connector.decode_side import lookup_state as rendezvous
 from kvferry.connector.pages.deadlines import SWEEP, Deadlines
-from kvferry.connector.prefill_side import computing_prompt, lease
+from kvferry.connector.prefill_side.lease import LEASE, LeasePhase, LeaseState
 from kvferry.connector.wire.states import Tick, TransitionTable
 
 calls = st.lists(
@@ -74,6 +74,9 @@ def test_what_is_gone_is_forgotten_long_before_its_time() -> None:
     assert len(living) <= SWEEP + 1
 
 
+PHASES_THAT_WAIT = (LeasePhase.PREEMPTED, LeasePhase.GRANTED)
+
+
 def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
     """Every phase of every lifetime that waits for a time, with its times in each order."""
     times = list(product((3.0, 4.0, 5.0), repeat=2))
@@ -82,7 +85,6 @@ def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
     found: list[tuple[TransitionTable[Any, Any, Any], Any]] = []
     for first, second in times:
         found += [
-            (lease.LEASE, lease.Lease(lease.LeasePhase.GRANTED, first, 1.0, second)),
             (kept_lease.KEPT_LEASE,
              kept_lease.KeptLease(kept_lease.KeptLeasePhase.NEEDED, 1.0, 0.5, first, frozenset(), release_at=second)),
             (handover.HANDOVER, handover.Handover(
@@ -93,14 +95,18 @@ def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
             (source_read.SOURCE_READ, source_read.ReadState(0, left=0, timeout=1.0, deadline=first)),
             (rendezvous.RENDEZVOUS, rendezvous.RendezvousState(retry_at=first, until=second)),
             (rendezvous.RENDEZVOUS, rendezvous.RendezvousState(retry_at=None, until=second)),
-            (computing_prompt.COMPUTING_PROMPT, computing_prompt.ComputingState(refuse_at=first)),
-            (computing_prompt.COMPUTING_PROMPT, computing_prompt.ComputingState(refuse_at=None)),
         ]  # fmt: skip
-    return [(table, replace(state, phase=phase)) for table, state in found for phase in table.phases]
+    leases = [LeaseState(phase, deadline=at, cap=cap) for at, cap in times for phase in PHASES_THAT_WAIT]
+    leases += [LeaseState(phase) for phase in LeasePhase]
+    return [
+        *((table, replace(state, phase=phase)) for table, state in found for phase in table.phases),
+        *((LEASE, state) for state in leases),
+    ]
 
 
 def test_a_lifetime_is_due_when_a_tick_changes_it() -> None:
     for table, state in states():
-        before = math.nextafter(min(state.due, 1e9), 0.0)
+        due = state.deadline if table is LEASE else state.due
+        before = math.nextafter(min(due, 1e9), 0.0)
         assert table.step(state, Tick(), before) == (state, ()), table.name
-        assert math.isinf(state.due) or table.step(state, Tick(), state.due) != (state, ()), table.name
+        assert math.isinf(due) or table.step(state, Tick(), due) != (state, ()), table.name

@@ -1,17 +1,20 @@
-"""The producer's machine: freed exactly once, never under a running own read, nothing committed after the end."""
+"""P's machine of a prompt and its lease: freed exactly once, never under a running own read, nothing committed after
+the end; and before the lease nothing of a life of blocks that is over counts."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.prefill_side import lease as ls
 from kvferry.connector.wire.states import Tick
 
+PHASE = ls.LeasePhase
 D1, D2 = b"d1", b"d2"
 
 
-def run(state: ls.Lease, *events: ls.LeaseEvent, now: float = 1) -> tuple[ls.Lease, list[ls.LeaseEffect]]:
+def run(state: ls.LeaseState, *events: ls.LeaseEvent, now: float = 1) -> tuple[ls.LeaseState, list[ls.LeaseEffect]]:
     effects: list[ls.LeaseEffect] = []
     for event in events:
         state, new = ls.LEASE.step(state, event, now)
@@ -19,26 +22,31 @@ def run(state: ls.Lease, *events: ls.LeaseEvent, now: float = 1) -> tuple[ls.Lea
     return state, effects
 
 
-def granted() -> ls.Lease:
-    return ls.grant(0, term=30, cap=100)
+def granted() -> ls.LeaseState:
+    return ls.granted_at(0, term=30, cap=100)
+
+
+def asked(*expected: int, consumer: bytes = D1) -> ls.Asked:
+    return ls.Asked(consumer, ls.rank_set(expected))
 
 
 def released(rank: int, *expected: int, consumer: bytes = D1) -> ls.Released:
-    return ls.Released(consumer, rank, frozenset(expected))
+    return ls.Released(consumer, rank, ls.rank_set(expected))
+
+
+# --- the lease --------------------------------------------------------------------------------------------------------
 
 
 def test_freed_when_one_consumers_full_set_has_released() -> None:
-    state, effects = run(granted(), ls.Asked(D1, frozenset({0, 1})), released(0, 0, 1), released(0, 0, 1))
-    assert not effects
-    assert ls.may_commit(state)
+    state, effects = run(granted(), asked(0, 1), released(0, 0, 1), released(0, 0, 1))
+    assert not effects and state.phase is PHASE.GRANTED
     state, effects = run(state, released(1, 0, 1))
-    assert effects == [ls.Freed("released")]
-    assert not ls.may_commit(state)
+    assert effects == [ls.Freed("released")] and state.phase is PHASE.RELEASED
     assert run(state, released(1, 0, 1))[1] == []
 
 
 def test_first_ask_fixes_the_set_and_consumers_do_not_mix() -> None:
-    state, _ = run(granted(), ls.Asked(D1, frozenset({0, 1})), ls.Asked(D1, frozenset({0})))
+    state, _ = run(granted(), asked(0, 1), asked(0))
     state, effects = run(state, released(0, 0), released(0, 0, 1, consumer=D2))
     assert not effects
     assert run(state, released(1, 0, 1, consumer=D2))[1] == [ls.Freed("released")]
@@ -49,11 +57,11 @@ def test_release_of_a_rank_that_never_asked_counts() -> None:
 
 
 def test_p_s_engine_ends_it() -> None:
-    state, effects = run(granted(), ls.Asked(D1, frozenset({0})), ls.Revoked(), ls.Revoked())
-    assert effects == [ls.Freed("reset")] and not ls.may_commit(state)
-    state, effects = run(granted(), ls.ReadStarted("r"), ls.Revoked())
-    assert effects == [ls.StopReads()] and not ls.may_commit(state)
-    assert run(state, ls.ReadEnded("r"))[1] == [ls.Freed("reset")]
+    state, effects = run(granted(), asked(0), ls.Revoked(), ls.Revoked())
+    assert effects == [ls.Freed("reset")] and state.phase is PHASE.EXPIRED
+    state, effects = run(granted(), ls.ReadStarted(), ls.Revoked())
+    assert effects == [ls.StopReads()] and state.phase is PHASE.EXPIRED
+    assert run(state, ls.ReadEnded())[1] == [ls.Freed("reset")]
 
 
 def test_renewal_extends_up_to_the_cap() -> None:
@@ -67,43 +75,113 @@ def test_renewal_extends_up_to_the_cap() -> None:
 
 
 def test_own_reads_finish_first() -> None:
-    state, _ = run(granted(), ls.ReadStarted("a"), ls.ReadStarted("b"))
-    assert state.phase is ls.LeasePhase.READING
-    state, effects = ls.LEASE.step(state, Tick(), 30)
-    assert effects == (ls.StopReads(),)
-    assert not ls.may_commit(state)
-    state, none = run(state, ls.ReadEnded("a"))
+    """Also those that began before the lease."""
+    state, _ = run(ls.LeaseState(), FIRST, ls.ReadStarted(), BEGINS, ls.ReadStarted())
+    state, effects = ls.LEASE.step(state, Tick(), 31)
+    assert effects == (ls.StopReads(),) and state.phase is PHASE.EXPIRED
+    state, none = run(state, ls.ReadEnded())
     assert not none
-    assert run(state, ls.ReadEnded("b"))[1] == [ls.Freed("expired")]
+    assert run(state, ls.ReadEnded())[1] == [ls.Freed("expired")]
+    with pytest.raises(AssertionError, match="a lease that is expired"):
+        run(state, ls.ReadStarted())
 
 
-events = st.one_of(
-    st.builds(ls.Asked, st.sampled_from([D1, D2]), st.sampled_from([frozenset({0}), frozenset({0, 1})])),
-    st.builds(ls.ReadStarted, st.integers(0, 3)),
-    st.builds(ls.ReadEnded, st.integers(0, 3)),
-    st.just(ls.Renewed()),
-    st.builds(ls.Released, st.sampled_from([D1, D2]), st.integers(0, 1), st.just(frozenset({0, 1}))),
-    st.just(Tick()),
+# --- before the lease -------------------------------------------------------------------------------------------------
+
+FIRST, AGAIN = ls.ChunkPlanned(restarts=False), ls.ChunkPlanned(restarts=True)
+LOST, GIVEN_UP = ls.BlocksLost(ended=False), ls.BlocksLost(ended=True)
+BEGINS = ls.LeaseBegins(30, 100)
+STOPPED = ls.StopReads(ls.GIVEN_UP)
+
+
+def test_the_good_way() -> None:
+    way = (FIRST, ls.StepAdvanced(0, 0), ls.StepAdvanced(0), ls.StepAdvanced(0, 40))
+    state, effects = run(ls.LeaseState(), *way)
+    assert (state, effects) == (ls.LeaseState(PHASE.COMPUTING, 0, 40), [ls.ResumeReads()] * 4)
+    assert run(state, ls.StepAdvanced(0, nearly=True))[1] == [ls.ResumeReads(), ls.OfferPrompt()]
+    assert run(state, ls.StepAdvanced(0, 80, whole=True))[1] == [ls.ResumeReads(), ls.PostGrant()]
+    state, effects = run(state, FIRST, asked(0, 1), released(0, 0, 1), BEGINS, ls.StepAdvanced(0, 80), GIVEN_UP)
+    assert state.phase is PHASE.GRANTED and STOPPED not in effects and state.deadline == 31
+    assert state.votes == {D1: 0b11}, "a release before the lease does not count here"
+
+
+def test_a_step_of_lost_blocks_counts_no_more() -> None:
+    late = ls.StepAdvanced(0, 80), ls.StepAdvanced(0)
+    state, _ = run(ls.LeaseState(), FIRST, ls.StepAdvanced(0, 40), LOST, *late)
+    assert state == ls.LeaseState(PHASE.PREEMPTED, 0, 0, deadline=1 + ls.PREEMPTED_SECONDS)
+    state, effects = run(ls.LeaseState(), FIRST, LOST, AGAIN, *late)
+    assert (state, effects) == (ls.LeaseState(PHASE.COMPUTING, 1, 0), [ls.ResumeReads()] * 2)
+    again, _ = run(ls.LeaseState(), FIRST, ls.StepAdvanced(0, 40), AGAIN)
+    assert again.computed == 0, "also where no stop came before"
+
+
+def test_a_chunk_that_does_not_restart_says_too_little_after_a_preemption() -> None:
+    state, _ = run(ls.LeaseState(), FIRST, LOST, FIRST, ls.StepAdvanced(0, 40))
+    assert state.phase is PHASE.PREEMPTED and run(state, BEGINS)[0].phase is PHASE.GRANTED
+
+
+@pytest.mark.parametrize("before", [(), (FIRST,), (FIRST, LOST)])
+def test_reads_fail_once(before: tuple[ls.LeaseEvent, ...]) -> None:
+    state, effects = run(ls.LeaseState(), *before, ls.ReadStarted(), GIVEN_UP, GIVEN_UP, BEGINS, AGAIN, ls.ReadEnded())
+    assert state.phase is PHASE.ABANDONED and effects[-1] == STOPPED and effects.count(STOPPED) == 1
+
+
+def test_reads_do_not_wait_long_for_a_prompt_that_stays_preempted() -> None:
+    state, _ = run(ls.LeaseState(), FIRST, LOST)
+    assert ls.LEASE.step(state, Tick(), ls.PREEMPTED_SECONDS)[1] == ()
+    for turn in (1, 2):  # reads that begin later are refused as well
+        state, effects = ls.LEASE.step(state, Tick(), 1 + turn * ls.PREEMPTED_SECONDS)
+        assert state.phase is PHASE.PREEMPTED and effects == (ls.StopReads(ls.NOT_RESUMED),)
+    state, _ = ls.LEASE.step(state, AGAIN, 90)
+    assert ls.LEASE.step(state, Tick(), 900) == (state, ())
+
+
+# --- any order --------------------------------------------------------------------------------------------------------
+
+before_it = st.one_of(
+    st.sampled_from([FIRST, AGAIN, LOST, GIVEN_UP, BEGINS]),
+    st.builds(ls.StepAdvanced, st.integers(0, 3), st.integers(0, 100)),
+)
+under_it = st.one_of(
+    st.builds(ls.Asked, st.sampled_from([D1, D2]), st.sampled_from([0b1, 0b11])),
+    st.sampled_from([ls.ReadStarted(), ls.ReadEnded(), ls.Renewed(), Tick()]),
+    st.builds(ls.Released, st.sampled_from([D1, D2]), st.integers(0, 1), st.just(0b11)),
 )
 
 
-@given(st.lists(st.tuples(events, st.floats(0, 40)), max_size=60))
-def test_freed_once_and_never_under_a_read(script: list[tuple[ls.LeaseEvent, float]]) -> None:
-    state, now, freed, reads, ended = granted(), 0.0, 0, set(), False
+@given(st.booleans(), st.lists(st.tuples(st.one_of(before_it, under_it), st.floats(0, 40)), max_size=60))
+def test_freed_once_and_never_under_a_read(leased: bool, script: list[tuple[ls.LeaseEvent, float]]) -> None:
+    state, now, freed, reads, over = granted() if leased else ls.LeaseState(), 0.0, 0, 0, False
     for event, seconds in script:
         now += seconds
         if isinstance(event, ls.ReadStarted):
-            if not ls.may_commit(state):
+            if state.phase in (PHASE.RELEASED, PHASE.EXPIRED, PHASE.ABANDONED):
                 continue  # the transfer thread never starts one then
-            reads.add(event.key)
+            reads += 1
         elif isinstance(event, ls.ReadEnded):
-            reads.discard(event.key)
+            if not reads:
+                continue
+            reads -= 1
         state, effects = ls.LEASE.step(state, event, now)
-        for effect in effects:
-            if isinstance(effect, ls.Freed):
-                freed += 1
-                assert not reads
-        ended = ended or not ls.may_commit(state)
-        assert not (ended and ls.may_commit(state)), "a lease that ended came back"
-    assert freed <= 1
-    assert freed == (ended and not reads)
+        freed += effects.count(ls.Freed(state.reason))
+        assert not (freed and reads) and state.reads == reads
+        assert not (over and state.phase is PHASE.GRANTED), "a lease that ended came back"
+        over = over or state.phase in (PHASE.RELEASED, PHASE.EXPIRED, PHASE.ABANDONED)
+    assert freed == (state.phase in (PHASE.RELEASED, PHASE.EXPIRED) and not reads)
+
+
+@given(st.lists(before_it, max_size=40))
+def test_tokens_count_of_the_present_life_only(script: list[ls.LeaseEvent]) -> None:
+    state, failed = ls.LeaseState(), 0
+    for event in script:
+        before = state
+        state, effects = ls.LEASE.step(state, event, 1)
+        failed += STOPPED in effects
+        if state.computed > before.computed:
+            assert isinstance(event, ls.StepAdvanced) and event.life == state.life == before.life
+            assert before.phase is PHASE.COMPUTING
+        if event == LOST or state.life > before.life:
+            assert state.computed == 0 or state.phase in (PHASE.GRANTED, PHASE.ABANDONED)
+        if before.phase in (PHASE.GRANTED, PHASE.ABANDONED):
+            assert (state, effects) == (before, ())
+    assert failed <= 1

@@ -20,7 +20,7 @@ from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometr
 from kvferry.connector.geometry.token_sharding import TokenBlocks
 from kvferry.connector.geometry.view import CacheView
 from kvferry.connector.pages.caches import PageBox, RankCaches
-from kvferry.connector.pages.copies import HostCopies
+from kvferry.connector.pages.copies import Copies
 from kvferry.transport.errors import IncompatiblePeerError
 from tests.unit.whole_plan import plan_all
 
@@ -86,7 +86,7 @@ def move(p: Packed, d: Packed, theirs: list[PackedPart], ours: list[PackedPart],
         count = -(-tokens // of.tile_tokens) * of.tile_tokens
         source, target = (
             (
-                RankCaches(geometry, (part.view,), HostCopies()),
+                RankCaches(geometry, (part.view,), Copies()),
                 PageBox(0, 0, 1, head, HEADS - 1, 0, count, table_of(part, ids[side])),
             )
             for side, (part, head) in enumerate(((of, 1), (to, 0)))

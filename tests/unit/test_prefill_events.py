@@ -10,7 +10,7 @@ import torch
 from kvferry.connector.engine.prefill_events import LAYER_GROUPS, PrefillEvents
 from kvferry.connector.pages import computed_steps
 from kvferry.connector.pages.computed_steps import ComputedStep
-from kvferry.connector.pages.copies import HostCopies
+from kvferry.connector.pages.copies import Copies
 from kvferry.connector.wire.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan
 from tests.unit.labelled_model import Model
 
@@ -18,7 +18,7 @@ NAMES = [f"layers.{number}" for number in range(20)]
 GROUP = -(-len(NAMES) // LAYER_GROUPS)
 
 
-class Behind(HostCopies):
+class Behind(Copies):
     """A device that reaches each point of its work when the test says so."""
 
     def __init__(self, device: str) -> None:

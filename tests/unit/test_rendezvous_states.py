@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.decode_side import lookup_state as r
-from kvferry.connector.prefill_side import named_prompts
-from kvferry.connector.prefill_side.named_prompts import NamedPrompts
+from kvferry.connector.prefill_side import lookup
+from kvferry.connector.prefill_side.lookup import NamedPrompts
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Tick
 from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, QueuedPrompt
@@ -187,7 +187,7 @@ def test_a_prompt_that_ends_answers_all_and_its_names_are_free() -> None:
     assert named.resolve(b"d", question(3), 10.0) == [], "another prompt may come with this name"
     assert [a.number for _, a in named.begin(prefill("s", "tx", token=b"u" * 16))] == [3]
     named.end(b"u" * 16, 10.0)
-    assert not named._prompts and not named._tokens and b"u" * 16 not in named
+    assert not named.prompts and not named.tokens and b"u" * 16 not in named
 
 
 def test_questions_are_answered_in_time_and_can_be_left() -> None:
@@ -229,7 +229,7 @@ def test_a_prompt_that_waited_begins_or_ends_like_any_other() -> None:
     assert named.begin(prefill("r", "tx", token=b"u" * 16, params=b"")) == [], "its request was aborted"
     ((_, answer),) = named.end(b"u" * 16, 0.0)
     assert isinstance(answer, messages.Unresolved) and answer.final
-    assert not named._prompts and not named._tokens
+    assert not named.prompts and not named.tokens
 
 
 def test_another_engine_is_meant() -> None:
@@ -239,7 +239,7 @@ def test_another_engine_is_meant() -> None:
 
 
 def test_strangers_displace_only_their_own_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_prompts, "HELD_RESOLVES", 64)
+    monkeypatch.setattr(lookup, "HELD_RESOLVES", 64)
     named = NamedPrompts("p", 10.0)
     named.resolve(b"honest", question(1), 0.0)
     told = [a for n in range(500) for a in named.resolve(b"stranger", question(n, f"name {n}"), 0.0)]
@@ -249,15 +249,15 @@ def test_strangers_displace_only_their_own_questions(monkeypatch: pytest.MonkeyP
 
 
 def test_names_of_ended_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_prompts, "GONE_NAMES", 8)
+    monkeypatch.setattr(lookup, "GONE_NAMES", 8)
     named = NamedPrompts("p", 10.0)
     for n in range(100):
         token = n.to_bytes(16, "big")
         named.begin(prefill(f"r{n}", token=token))
         named.end(token, float(n) / 100)
-    assert len(named._gone) == 8
+    assert len(named.gone) == 8
     named.take_late(20.0)
-    assert not named._gone
+    assert not named.gone
 
 
 def test_the_first_prompt_keeps_a_name() -> None:

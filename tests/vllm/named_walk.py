@@ -17,7 +17,7 @@ from unittest import mock
 
 from kvferry.connector.engine import worker_setup
 from kvferry.connector.pages.copies import copies_on
-from kvferry.connector.prefill_side.early_requests import EarlyRequests
+from kvferry.connector.prefill_side.serve import EarlyRequests
 from tests.handover.slow_copies import SlowCopies
 from tests.support.engines import free_port
 from tests.support.inside import early_of

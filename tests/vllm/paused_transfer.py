@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from kvferry.connector.decode_side.handover import HandoverPhase
-from kvferry.connector.prefill_side import outgoing_reads
+from kvferry.connector.prefill_side import serve
 from kvferry.transport.planes import cma
 from tests.support.inside import producer_of
 from tests.vllm.stepped import Engine, eventually, transfer_thread_of
@@ -29,8 +29,8 @@ class PausedTransfer:
         self._producer: Any = producer_of(self._transfer_thread)
         self._kinds, self._left = kinds, chunks
         self._parked: list[tuple[bytes, Any, str]] = []
-        self._request, self._pump = self._producer.handle, self._producer.reads.pump
-        self._producer.handle, self._producer.reads.pump = self._hold_request, self._hold_pump
+        self._request, self._pump = self._producer.handle, self._producer.pump
+        self._producer.handle, self._producer.pump = self._hold_request, self._hold_pump
         self._open = False
         if reader is not None:
             self._plane: Any = transfer_thread_of(reader)._rank_context.plane("cma")
@@ -62,11 +62,11 @@ class PausedTransfer:
             return bool(self._pump(now))
         if self._left == 0:
             return False
-        packs, outgoing_reads.PACKS_PER_TURN = outgoing_reads.PACKS_PER_TURN, 1
+        packs, serve.PACKS_PER_TURN = serve.PACKS_PER_TURN, 1
         try:
             sent = bool(self._pump(now))
         finally:
-            outgoing_reads.PACKS_PER_TURN = packs
+            serve.PACKS_PER_TURN = packs
         self._left -= sent
         return sent
 

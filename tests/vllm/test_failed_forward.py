@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.inside import board_of, producer_of
+from tests.support.inside import board_of, producer_of, prompts_of
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.stepped import eventually, transfer_thread_of
 from tests.vllm.test_rendezvous import IDS, TO_P
@@ -27,7 +27,7 @@ def test_a_forward_that_raises_posts_no_grant(group: EngineGroup) -> None:
 
     def seen() -> bool:
         """The step has ended for KVFerry, one way or the other."""
-        board, prompts = board_of(producer), list(producer.computing.prompts.values())
+        board, prompts = board_of(producer), list(prompts_of(producer).values())
         return bool(board.posted or (prompts and prompts[0].blocks is not None and prompts[0].blocks.lost))
 
     eventually(seen)

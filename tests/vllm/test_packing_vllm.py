@@ -35,7 +35,7 @@ from kvferry.connector.geometry.rank_geometry import RankGeometry  # noqa: E402
 from kvferry.connector.geometry.token_sharding import TokenBlocks  # noqa: E402
 from kvferry.connector.geometry.view import view_of  # noqa: E402
 from kvferry.connector.pages.caches import PageBox, RankCaches  # noqa: E402
-from kvferry.connector.pages.copies import HostCopies  # noqa: E402
+from kvferry.connector.pages.copies import Copies  # noqa: E402
 from kvferry.connector.vllm import from_vllm  # noqa: E402
 
 LAYERS, BLOCKS, UNTOUCHED = ("a", "b"), 7, 0xAB
@@ -98,7 +98,7 @@ class Side:
         ids = np.array(self.table(tokens), dtype=np.int64)
         table = TokenBlocks(ids, part.view.block_size, part.view.block_stride, 0)
         where = PageBox(0, 0, len(LAYERS), self.heads.index(heads[0]), len(heads), 0, count, table)
-        return RankCaches(geometry, (part.view,), HostCopies()), where
+        return RankCaches(geometry, (part.view,), Copies()), where
 
     def bytes(self) -> torch.Tensor:
         return torch.stack(list(self.caches.values())).view(torch.uint8)

@@ -247,7 +247,7 @@ def behind_another(group: EngineGroup) -> tuple[Engine, Engine, str, str]:
     p.step()
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
-    assert "tx" in producer_of(transfer_thread_of(p)).named._tokens
+    assert "tx" in producer_of(transfer_thread_of(p)).named.tokens
     return p, d, leg, request_id
 
 
@@ -405,7 +405,7 @@ def test_tokens_found_in_the_prefix_cache_may_be_computed_in_the_same_step(group
             p.device = lambda: None
             run([d], lambda: d.free_blocks < d.baseline)
             sender = sends_of(transfer_thread_of(p))
-            eventually(lambda: bool(sender.waiting) or any(read.lifetime.state.sent for read in sender._outgoing))
+            eventually(lambda: bool(sender.waiting) or any(read.sent for read in sender.turns))
             eventually(lambda: bool(sender.waiting))  # after what could be sent
             blocks.append(True)
 

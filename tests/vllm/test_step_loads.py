@@ -13,7 +13,7 @@ from kvferry.connector.decode_side.active_loads import ActiveLoads
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.prefill_side.computing_prompts import ComputingPrompt
+from kvferry.connector.prefill_side.lease import Lease
 from kvferry.connector.step_loads import step_load_rule
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
@@ -361,7 +361,7 @@ def test_p_is_late_to_grant(group: EngineGroup, monkeypatch: pytest.MonkeyPatch)
     """Its next step comes late; that costs time, not the request."""
     p, d = pair_of(group)
     meet(p, d)
-    monkeypatch.setattr(ComputingPrompt, "whole", False)  # else D need not wait for the lease
+    monkeypatch.setattr(Lease, "whole", False)  # else D need not wait for the lease
     monkeypatch.setattr(grant_board, "SLOT_BYTES", 64)
     ids = prompt(200, 4)
     request_id = d.add(ids, prefill(p, ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import ipaddress
 import itertools
@@ -36,6 +37,18 @@ BATCH, BATCH_BYTES = 512, 4 << 20
 """Messages of one receive() call, and their bytes, those of the last read not counted: many messages, or large ones,
 must not keep the serving thread from its other work."""
 log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
+
+
+class Delivery(enum.Enum):
+    """What has become of a message to a peer. Only ``SENT`` is true."""
+
+    SENT = ""
+    FULL = "full"
+    """Its queue is full because it does not read."""
+    GONE = "gone"
+
+    def __bool__(self) -> bool:
+        return self is Delivery.SENT
 
 
 class _Gate:
@@ -137,7 +150,8 @@ class Listener:
         port, endpoint: the port, and ``address:port``, on which it listens.
         fd: a descriptor that is readable while there is something to receive.
         dropped: refusals by reason: "handshake", "key", "peers", "oversize", "flood" (too many bytes that are no whole
-            message, or that it does not read) are connections; "gone" and "full" are messages not sent.
+            message, or that it does not read) are connections; "gone" and "full" are messages not sent. The caller of
+            ``send`` counts the full ones: it may keep the message.
 
     Raises:
         ConfigError: the port is in use, the address is not ours, or means all interfaces; one line.
@@ -192,16 +206,16 @@ class Listener:
         found, self._arrived, self._taken, self._taken_bytes = self._arrived, [], 0, 0
         return found
 
-    def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        """Queue a message for one peer. False: the peer is gone, or its queue is full because it does not read."""
+    def send(self, identity: bytes, frames: list[bytes]) -> Delivery:
+        """Queue a message for one peer."""
         peer = self.streams.get(identity)
-        failure = "gone" if peer is None else peer.send(frames)
-        if peer is not None and failure == "gone":
+        sent = Delivery("gone" if peer is None else peer.send(frames))
+        if peer is not None and sent is Delivery.GONE:
             self._late[peer] = None  # what it said before still counts
         self._end_excess()
-        if failure:
-            self.dropped[failure] += 1
-        return not failure and identity in self.streams
+        if sent is Delivery.GONE:
+            self.dropped["gone"] += 1
+        return Delivery.GONE if sent is Delivery.SENT and identity not in self.streams else sent
 
     @property
     def peers(self) -> int:

@@ -70,19 +70,15 @@ class Sessions:
         self._rank_context = rank_context
         self._board = board
         self._log = RateLimitedLog(logger)
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self.table: OrderedDict[bytes, Session] = OrderedDict()
 
     def find(self, identity: bytes, now: float) -> Session | None:
         """The session of a D rank that has sent a message. It moves to the end of the order of displacement."""
-        session = self._sessions.get(identity)
+        session = self.table.get(identity)
         if session is not None:
             session.heard = now
-            self._sessions.move_to_end(identity)
+            self.table.move_to_end(identity)
         return session
-
-    def peek(self, identity: bytes) -> Session | None:
-        """The session of a D rank; the order of displacement stays."""
-        return self._sessions.get(identity)
 
     def check(self, hello: messages.Hello) -> messages.Refused | None:
         """The refusal of a D whose model or geometry does not fit; ``None`` where P can serve this D."""
@@ -100,11 +96,11 @@ class Sessions:
     def displaced(self, identity: bytes) -> Iterator[Session]:
         """The sessions that must end before a session of ``identity`` begins: its former session, and the session that
         has been silent longest where ``SESSIONS`` are open."""
-        former = self._sessions.get(identity)
+        former = self.table.get(identity)
         if former is not None:
             yield former
-        while len(self._sessions) >= SESSIONS:
-            yield next(iter(self._sessions.values()))
+        while len(self.table) >= SESSIONS:
+            yield next(iter(self.table.values()))
 
     def begin(self, identity: bytes, hello: messages.Hello, address: str, now: float) -> messages.Welcome:
         """Begin a session for a Hello that has passed ``check`` and came from ``address``. Only a D on this host learns
@@ -112,7 +108,7 @@ class Sessions:
         theirs = hello.geometry
         shards = frozenset(sharding.shard(theirs.tp_rank) for sharding in theirs.shardings)
         here = is_ours(address)
-        self._sessions[identity] = Session(identity, hello.engine_id, shards, address, here, heard=now)
+        self.table[identity] = Session(identity, hello.engine_id, shards, address, here, heard=now)
         rank_context = self._rank_context
         return messages.Welcome(
             engine_id=rank_context.engine_id,
@@ -175,13 +171,13 @@ class Sessions:
     def gone(self, now: float) -> list[Session]:
         """The sessions whose D is gone: their data plane has an error, or they have been silent for long. Where D reads
         P's pages by itself, P holds nothing that could have an error. No lease that such a D knew stands any more."""
-        gone = [s for s in self._sessions.values() if s.channel is not None and s.channel.error is not None]
+        gone = [s for s in self.table.values() if s.channel is not None and s.channel.error is not None]
         for session in gone:
             assert session.channel is not None
             key, text = f"gone {session.engine_id}", "kvferry: D rank of %s is gone: %s"
             self._log.info(key, text, session.engine_id[:8], session.channel.error)
         silent = max(SILENT_SECONDS, self._rank_context.settings.lease_cap_seconds)
-        for session in self._sessions.values():  # the one that has been silent longest comes first
+        for session in self.table.values():  # the one that has been silent longest comes first
             if now < session.heard + silent:
                 break
             if session not in gone:
@@ -192,17 +188,11 @@ class Sessions:
         """Close the data plane of a session and forget the session. All of its reads must have ended before."""
         if session.channel is not None:
             session.channel.close()
-        self._sessions.pop(session.identity, None)
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._sessions.values()))
+        self.table.pop(session.identity, None)
 
     def close(self) -> None:
         """End all sessions."""
-        for session in list(self._sessions.values()):
+        for session in list(self.table.values()):
             self.end(session)
 
 
