@@ -132,7 +132,7 @@ class Slot:
 
     def verify(self) -> None:
         """What the kernels write is what the host computes, they accept it, and they find one wrong bit."""
-        from kvferry.kernels.checksum_host import checksum
+        from kvferry.kernels.checksum import checksum
 
         self.copy(to_wire=True, checksum=True, sms=None)
         self.copy(to_wire=False, checksum=True, sms=None)

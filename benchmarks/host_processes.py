@@ -34,8 +34,7 @@ from kvferry.connector.pages.checksums import (
     sealed_pieces,
     trailer_bytes,
 )
-from kvferry.kernels.checksum import ChecksumName, WireCheck
-from kvferry.kernels.checksum_host import trailer_fits, write_trailer
+from kvferry.kernels.checksum import ChecksumName, WireCheck, trailer_fits, write_trailer
 from kvferry.transport.channels import CPU, ByteRanges, Copy, PageRead, Pieces, PullChannel, RecvChannel, SendChannel
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane

@@ -5,39 +5,39 @@ K and the rest to V. A stored element x stands for the number x times its layer'
 computes ``x * src_scale / dst_scale`` in float32 and rounds it once to the nearest number of the new dtype, ties to
 even.
 
-vLLM does the same on a GPU: its attention multiplies each element of an fp8 cache by the scale, and its cache write
-divides by the scale and rounds (``scaled_convert``: ``__nv_cvt_float_to_fp8``, ``__NV_SATFINITE``). As in vLLM, a
-number beyond the largest finite one becomes that one, infinity too, and NaN stays NaN; float16 gets no infinity either.
-vLLM's cache write on a CPU (0.32) also saturates, but it truncates instead of rounding, and turns NaN into the largest
-number.
+vLLM does the same on a GPU (``scaled_convert``). As there, a number beyond the largest finite one becomes that one,
+infinity too, and NaN stays NaN; float16 gets no infinity either. vLLM's cache write on a CPU (0.32) also saturates, but
+it truncates instead of rounding, and turns NaN into the largest number.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.kernels.paged_copy import Pages
+from kvferry.kernels.paged_copy import Pages, copy_pages_host, wire_pages
 
 Float32s = npt.NDArray[np.float32]
+SCRATCH_BYTES = 256 << 10
+"""Bytes of float32 that are converted at a time on host memory. One head of one layer is the least."""
 
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """A floating-point dtype by its bits: sign, exponent, ``mantissa`` bits, from the top.
-
-    ``max_bits`` are the bits of the largest finite number. Above it lie infinity, if the format has one, and NaN.
-    ``nan_bits`` are the bits of the NaN that the kernel writes.
-    """
+    """A floating-point dtype by its bits: sign, exponent, mantissa, from the top."""
 
     dtype: torch.dtype
     mantissa: int
+    """Explicit bits."""
     bias: int
     max_bits: int
+    """The largest finite number. Above it lie infinity, if the format has one, and NaN."""
     nan_bits: int
+    """The NaN that the kernel writes."""
     has_infinity: bool = True
 
     @property
@@ -49,6 +49,21 @@ class FloatFormat:
     def maximum(self) -> float:
         """The largest finite number."""
         return torch.finfo(self.dtype).max
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number of full precision."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def relative_error(self) -> float:
+        """Bound on the relative error of rounding a number between the smallest normal and the largest one."""
+        return 2.0 ** -(self.mantissa + 1)
+
+    @property
+    def absolute_error(self) -> float:
+        """Bound on the error of rounding a number below the smallest normal one: half the smallest number."""
+        return self.smallest_normal * self.relative_error
 
 
 FORMATS = {
@@ -63,17 +78,17 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How numbers on the wire (``src``) become numbers in the pages (``dst``).
-
-    ``src`` and ``dst`` are names in ``FORMATS``. ``content`` is C and ``keys`` the elements of K in it, both in
-    elements. The scales are float32 ``[L, 2]``: of K and of V of each layer of the copy, 1 where a dtype has none.
-    """
+    """How numbers on the wire (``src``) become numbers in the pages (``dst``)."""
 
     src: str
+    """A name in ``FORMATS``, as ``dst``."""
     dst: str
     content: int
+    """C, in elements."""
     keys: int
+    """Elements of K in it."""
     src_scales: Float32s
+    """``[L, 2]``: of K and of V of each layer of the copy, 1 where a dtype has none."""
     dst_scales: Float32s
 
 
@@ -98,12 +113,44 @@ def unpack_converted(
     if num_heads == 0 or num_tokens == 0 or len(pages.bases) == 0:
         return
     if device.type == "cpu":
-        from kvferry.kernels.convert_host import unpack_converted_host
-
-        unpack_converted_host(pages, address, conversion, num_heads=num_heads, num_tokens=num_tokens)
+        _on_host(pages, address, conversion, num_heads=num_heads, num_tokens=num_tokens)
     else:
         from kvferry.kernels.convert_triton import unpack_converted_triton
 
         unpack_converted_triton(
             pages, address, conversion, num_heads=num_heads, num_tokens=num_tokens, device=device, sms=sms
         )
+
+
+def _on_host(pages: Pages, address: int, conversion: Conversion, *, num_heads: int, num_tokens: int) -> None:
+    """Numbers are converted into a scratch buffer in wire order, some heads of one layer at a time, and copied from
+    there to the pages. The buffer stays in the cache of the core, and each torch operation outweighs the time of the
+    interpreter."""
+    src, dst = FORMATS[conversion.src], FORMATS[conversion.dst]
+    head_elements = num_tokens * conversion.content
+    step = max(1, SCRATCH_BYTES // (4 * head_elements))
+    for layer in range(len(pages.bases)):
+        for head in range(0, num_heads, step):
+            heads = min(step, num_heads - head)
+            first = address + (layer * num_heads + head) * head_elements * src.itemsize
+            nbytes = heads * head_elements * src.itemsize
+            wire = torch.frombuffer((ctypes.c_char * nbytes).from_address(first), dtype=torch.uint8).view(src.dtype)
+            shape = (heads, num_tokens, conversion.content)
+            converted = _convert(wire.view(shape), conversion, layer)
+            scratch = wire_pages(converted.data_ptr(), 1, heads, num_tokens, conversion.content * dst.itemsize)
+            target = replace(pages, bases=pages.bases[layer : layer + 1], head=pages.head + head)
+            copy_pages_host(
+                target, scratch, num_heads=heads, num_tokens=num_tokens, content_bytes=conversion.content * dst.itemsize
+            )
+
+
+def _convert(wire: torch.Tensor, conversion: Conversion, layer: int) -> torch.Tensor:
+    """Convert numbers of one layer, ``[..., C]``, to the destination's dtype."""
+    dst = FORMATS[conversion.dst]
+    numbers = wire.to(torch.float32, copy=True)
+    halves = (numbers[..., : conversion.keys], numbers[..., conversion.keys :])
+    scales = zip(conversion.src_scales[layer], conversion.dst_scales[layer], strict=True)
+    for half, (src_scale, dst_scale) in zip(halves, scales, strict=True):
+        if half.numel() and (src_scale, dst_scale) != (1.0, 1.0):
+            half.mul_(float(src_scale)).div_(float(dst_scale))
+    return numbers.clamp_(-dst.maximum, dst.maximum).to(dst.dtype)

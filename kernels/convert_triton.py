@@ -18,18 +18,18 @@ from kvferry.kernels.convert import FORMATS, Conversion, FloatFormat
 from kvferry.kernels.launch import DeviceTable, Launcher
 from kvferry.kernels.paged_copy import Pages, wire_pages
 from kvferry.kernels.paged_copy_triton import (
+    MAX_TILES,
     SCALAR_ARGS,
-    _row_addresses,
     alignment,
     launch_shape,
     num_programs,
+    row_addresses,
     side_arguments,
     tile_shape,
 )
 
 _INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 """Type that holds the bits of an element, by its bytes."""
-_MAX_TILES = (1 << 31) - 1
 
 
 @triton.jit
@@ -73,51 +73,19 @@ def _encode(number, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constex
 
 
 @triton.jit(do_not_specialize=[*SCALAR_ARGS, "keys", "scales"])
-def _convert_kernel(
-    table,
-    heads: tl.int32,
-    tokens: tl.int32,
-    vectors: tl.int32,
-    tiles: tl.int32,
-    dst_base: tl.int64,
-    dst_layer: tl.int64,
-    dst_bases: tl.int32,
-    dst_ids: tl.int32,
-    dst_size: tl.int32,
-    dst_block: tl.int64,
-    dst_head: tl.int64,
-    dst_token: tl.int64,
-    dst_first: tl.int32,
-    src_base: tl.int64,
-    src_layer: tl.int64,
-    src_bases: tl.int32,
-    src_ids: tl.int32,
-    src_size: tl.int32,
-    src_block: tl.int64,
-    src_head: tl.int64,
-    src_token: tl.int64,
-    src_first: tl.int32,
-    keys: tl.int32,
-    scales: tl.int32,
-    SRC: tl.constexpr,
-    SRC_MANTISSA: tl.constexpr,
-    SRC_BIAS: tl.constexpr,
-    SRC_SIZE: tl.constexpr,
-    SRC_MAX_BITS: tl.constexpr,
-    SRC_ALIGN: tl.constexpr,
-    SRC_INFINITY: tl.constexpr,
-    DST: tl.constexpr,
-    DST_MANTISSA: tl.constexpr,
-    DST_BIAS: tl.constexpr,
-    DST_SIZE: tl.constexpr,
-    DST_MAX_BITS: tl.constexpr,
-    DST_ALIGN: tl.constexpr,
-    DST_MAXIMUM: tl.constexpr,
-    DST_NAN_BITS: tl.constexpr,
-    CONTENT_ALIGN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+def convert_kernel(
+    table, heads: tl.int32, tokens: tl.int32, vectors: tl.int32, tiles: tl.int32,
+    dst_base: tl.int64, dst_layer: tl.int64, dst_bases: tl.int32, dst_ids: tl.int32, dst_size: tl.int32,
+    dst_block: tl.int64, dst_head: tl.int64, dst_token: tl.int64, dst_first: tl.int32,
+    src_base: tl.int64, src_layer: tl.int64, src_bases: tl.int32, src_ids: tl.int32, src_size: tl.int32,
+    src_block: tl.int64, src_head: tl.int64, src_token: tl.int64, src_first: tl.int32,
+    keys: tl.int32, scales: tl.int32,
+    SRC: tl.constexpr, SRC_MANTISSA: tl.constexpr, SRC_BIAS: tl.constexpr, SRC_SIZE: tl.constexpr,
+    SRC_MAX_BITS: tl.constexpr, SRC_ALIGN: tl.constexpr, SRC_INFINITY: tl.constexpr,
+    DST: tl.constexpr, DST_MANTISSA: tl.constexpr, DST_BIAS: tl.constexpr, DST_SIZE: tl.constexpr,
+    DST_MAX_BITS: tl.constexpr, DST_ALIGN: tl.constexpr, DST_MAXIMUM: tl.constexpr, DST_NAN_BITS: tl.constexpr,
+    CONTENT_ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Converts tiles ``program_id, program_id + num_programs, ...``.
 
     ``table`` and scalars are as in ``paged_copy_triton``. A row has ``vectors`` vectors of CONTENT_ALIGN elements; its
@@ -134,11 +102,11 @@ def _convert_kernel(
         head, layer = rest % heads, rest // heads
 
         mask_t = t < tokens
-        src_row = _row_addresses(
+        src_row = row_addresses(
             table, src_base, src_layer, src_bases, src_ids, src_size, src_block, src_head, src_token, src_first, layer,
             head, t, mask_t,
         )  # fmt: skip
-        dst_row = _row_addresses(
+        dst_row = row_addresses(
             table, dst_base, dst_layer, dst_bases, dst_ids, dst_size, dst_block, dst_head, dst_token, dst_first, layer,
             head, t, mask_t,
         )  # fmt: skip
@@ -163,7 +131,7 @@ def _scale(entry):
     return tl.load(entry).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-_kernel = Launcher(_convert_kernel)
+_kernel = Launcher(convert_kernel)
 
 
 def unpack_converted_triton(
@@ -184,32 +152,23 @@ def unpack_converted_triton(
     wire = wire_pages(address, len(pages.bases), num_heads, num_tokens, content * src.itemsize)
     block_t, block_w = tile_shape(content, max(src.itemsize, dst.itemsize), shape)
     tiles = len(pages.bases) * num_heads * -(-num_tokens // block_t) * -(-content // block_w)
-    assert tiles <= _MAX_TILES and num_tokens + pages.block_size <= _MAX_TILES
+    assert tiles <= MAX_TILES and num_tokens + pages.block_size <= MAX_TILES
     arrays, scales_at, scalars = side_arguments(pages, wire, num_tokens)
     scales = np.concatenate([conversion.src_scales, conversion.dst_scales], axis=1, dtype=np.float32)
     table = DeviceTable(*arrays, scales.view(np.int32).reshape(-1).astype(np.int64))
     content_align = min(content & -content, 16)
     scalars = (num_heads, num_tokens, content // content_align, tiles, *scalars, conversion.keys, scales_at)
     programs = num_programs(tiles, device, sms)
-    constants = (
-        *_source_constants(src, alignment(wire, num_heads, num_tokens, content * src.itemsize)),
-        *_destination_constants(dst, alignment(pages, num_heads, num_tokens, content * dst.itemsize)),
-        content_align,
-        block_t,
-        block_w,
-    )
+    src_align = alignment(wire, num_heads, num_tokens, content * src.itemsize)
+    dst_align = alignment(pages, num_heads, num_tokens, content * dst.itemsize)
+    constants = *format_constants(src, src_align, dst, dst_align), content_align, block_t, block_w
     _kernel.variant(shape.num_warps, constants)(programs, table, device, scalars)
 
 
-def _source_constants(src: FloatFormat, align: int) -> tuple[object, ...]:
-    """The kernel's constants from SRC to SRC_INFINITY, in its order."""
-    return (*_format_constants(src, align), src.has_infinity)
-
-
-def _destination_constants(dst: FloatFormat, align: int) -> tuple[object, ...]:
-    """The kernel's constants from DST to DST_NAN_BITS, in its order."""
-    return (*_format_constants(dst, align), int(np.float32(dst.maximum).view(np.int32)), dst.nan_bits)
-
-
-def _format_constants(form: FloatFormat, align: int) -> tuple[object, ...]:
-    return _INTEGERS[form.itemsize], form.mantissa, form.bias, form.itemsize, form.max_bits, align
+def format_constants(src: FloatFormat, src_align: int, dst: FloatFormat, dst_align: int) -> tuple[object, ...]:
+    """The kernel's constants from SRC to DST_NAN_BITS, in its order."""
+    of, to = (
+        (_INTEGERS[form.itemsize], form.mantissa, form.bias, form.itemsize, form.max_bits, align)
+        for form, align in ((src, src_align), (dst, dst_align))
+    )
+    return *of, src.has_infinity, *to, int(np.float32(dst.maximum).view(np.int32)), dst.nan_bits

@@ -32,7 +32,7 @@ from kvferry.transport.errors import GeometryError
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One fix-up, as transpositions of matrices of units. Every fix-up is of this form.
+    """One fix-up, as transpositions of matrices of units.
 
     ``group`` local blocks hold ``parts`` matrices (one of the two numbers is 1). P's order of a matrix is
     ``[inner, outer]``, D's order is ``[outer, inner]``, and a group holds its matrices one after the other. In D's
@@ -61,30 +61,21 @@ class Exchange:
 
 def kv_postprocess_blksize_on_receive(cache: torch.Tensor, indices: torch.Tensor, block_size_ratio: int) -> None:
     """Change blocks from P's block size to D's. P and D have the same layout. In an NHD cache nothing has to move.
-
-    Raises:
-        GeometryError: a cache, indices or ratio that the contract above does not allow.
-    """
+    Raises GeometryError: a cache, indices or ratio that the contract above does not allow."""
     _fix_up(cache, indices, block_size_ratio, relayout=False)
 
 
 def kv_postprocess_layout_on_receive(cache: torch.Tensor, indices: torch.Tensor) -> None:
     """Change blocks to D's layout from the other one: HND to NHD, or NHD to HND. P and D have the same block size.
-
-    Raises:
-        GeometryError: a cache or indices that the contract above does not allow.
-    """
+    Raises GeometryError: a cache or indices that the contract above does not allow."""
     _fix_up(cache, indices, 1, relayout=True)
 
 
 def kv_postprocess_blksize_and_layout_on_receive(
     cache: torch.Tensor, indices: torch.Tensor, block_size_ratio: int
 ) -> None:
-    """Change blocks from P's block size to D's, and to D's layout from the other one, in one pass.
-
-    Raises:
-        GeometryError: a cache, indices or ratio that the contract above does not allow.
-    """
+    """Change blocks from P's block size to D's, and to D's layout from the other one, in one pass. Raises
+    GeometryError: a cache, indices or ratio that the contract above does not allow."""
     _fix_up(cache, indices, block_size_ratio, relayout=True)
 
 
@@ -94,8 +85,6 @@ def _fix_up(cache: torch.Tensor, indices: torch.Tensor, block_size_ratio: int, *
     if exchange is None or indices.numel() == 0:
         return
     if cache.device.type == "cpu":
-        from kvferry.kernels.kv_postprocess_host import exchange_host
-
         exchange_host(cache, indices, exchange)
     else:
         from kvferry.kernels.kv_postprocess_triton import exchange_triton
@@ -104,11 +93,8 @@ def _fix_up(cache: torch.Tensor, indices: torch.Tensor, block_size_ratio: int, *
 
 
 def exchange_of(cache: torch.Tensor, block_size_ratio: int, *, relayout: bool) -> Exchange | None:
-    """The exchange in each group of blocks, or None where P's order equals D's order.
-
-    Raises:
-        GeometryError: the cache is not a strided ``[B, H, N, C]`` or ``[B, N, C]``, or the ratio does not divide N.
-    """
+    """The exchange in each group of blocks, or None where P's order equals D's order. Raises GeometryError: the cache
+    is not a strided ``[B, H, N, C]`` or ``[B, N, C]``, or the ratio does not divide N."""
     if cache.dim() == 3:
         cache = cache.unsqueeze(1)
     if cache.dim() != 4:
@@ -193,3 +179,53 @@ def _check_indices(cache: torch.Tensor, indices: torch.Tensor, block_size_ratio:
     if len(torch.unique(indices)) != len(indices):
         ids, counts = torch.unique(indices, return_counts=True)
         raise GeometryError(f"block id {int(ids[counts > 1][0])} is given more than once")
+
+
+BOUNCE_BYTES = 512 << 10
+"""Size of the buffer, or of one group where that is larger. The buffer stays in the L2 cache."""
+_WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_index_out = torch.ops.aten.index.Tensor_out
+
+
+def exchange_host(cache: torch.Tensor, indices: torch.Tensor, exchange: Exchange) -> None:
+    """Perform ``exchange`` on host memory. The caller has checked ``indices``.
+
+    Whole groups of blocks go through one buffer that stays in the cache of the core: as many groups as fit are read
+    before any of them is written."""
+    pages = _pages(cache, exchange)
+    groups = indices.to(torch.int64).reshape(-1, exchange.group)
+    _, parts, outer, inner, rows, words = pages.shape
+    block_bytes = pages[0].numel() * pages.element_size()
+    step = max(1, BOUNCE_BYTES // (exchange.group * block_bytes))
+    blocks = min(step, len(groups)) * exchange.group
+    bounce = torch.empty((blocks, *pages.shape[1:]), dtype=pages.dtype, device="cpu")
+    for first in range(0, len(groups), step):
+        ids = groups[first : first + step]
+        received = bounce[: ids.numel()]
+        _index_out(pages, [ids.reshape(-1)], out=received)
+        by_p = received.view(len(ids), parts, inner, exchange.group, outer, rows, words)
+        pages.index_put_((ids,), by_p.permute(0, 3, 1, 4, 2, 5, 6))
+
+
+def _pages(cache: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """The cache as ``[B, parts, outer, inner, rows, words]``; ``outer`` counts the units of one block and part."""
+    outer = exchange.outer // exchange.group
+    strides = (
+        exchange.block_stride,
+        outer * exchange.outer_stride,
+        exchange.outer_stride,
+        exchange.inner_stride,
+        exchange.row_stride,
+    )
+    start = int(cache.storage_offset()) * cache.element_size()
+    bits = cache.data_ptr() | start | exchange.content | 16
+    for stride in strides:
+        bits |= stride
+    word = bits & -bits
+    # A new tensor on the same storage: one made under inference mode cannot be written outside of it.
+    memory = torch.empty(0, dtype=_WORDS[word], device="cpu").set_(cache.untyped_storage())
+    return memory.as_strided(
+        (len(cache), exchange.parts, outer, exchange.inner, exchange.rows, exchange.content // word),
+        (*(stride // word for stride in strides), 1),
+        start // word,
+    )

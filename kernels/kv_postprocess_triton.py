@@ -5,11 +5,9 @@ them (``Exchange``). A *cell* is one slice of all units of one matrix, so no byt
 cell. One program takes a whole cell: it reads all of it, waits at a barrier until all of its threads have, and only
 then writes. Programs need no order among each other, and no cycle of the permutation is ever followed.
 
-Two kernels differ in where they hold a cell between reading and writing. One holds it in registers, where two vectors
-of every unit fit; its slices are as wide as fits. The other holds it in scratch memory, with one slab per program; all
-slabs together stay in the L2 cache. Triton compiles each kernel once per width and alignment of a vector, which depend
-on the local cache. Block sizes, ratio, strides and counts are run-time arguments that the kernels are not specialised
-on.
+Two kernels differ in where they hold a cell between reading and writing: in registers, where two vectors of every unit
+fit; or in scratch memory, with one slab per program, where all slabs together stay in the L2 cache. Triton compiles
+each kernel once per width and alignment of a vector, which depend on the local cache.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -34,41 +32,15 @@ SCRATCH_BYTES = 16 << 20
 _PROGRAMS_PER_SM = 4
 _MAX = (1 << 31) - 2 * TILE
 """Limit of every number that the kernels count in 32 bits."""
-_WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
+WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
 """Type and number of the words of a vector, by its bytes."""
 _SCALAR_ARGS = (
-    "base",
-    "block_stride",
-    "outer_stride",
-    "inner_stride",
-    "row_stride",
-    "cells",
-    "outer",
-    "inner",
-    "outer_per_block",
-    "rows",
-    "vectors",
-    "width",
-)
-"""Scalar arguments of both kernels, in their order.
-
-===============  =======  ==============================================================================================
-name             unit     meaning
-===============  =======  ==============================================================================================
-base             bytes    address of the cache
-block_stride     bytes    as in ``Exchange``, like the next three
-outer_stride     bytes
-inner_stride     bytes
-row_stride       bytes
-cells            cells    of the whole exchange
-outer            units    of a matrix along its outer axis
-inner            units    of a matrix along its inner axis
-outer_per_block  units    of the outer axis that lie in one block
-rows             rows     of a unit
-vectors          vectors  of a row
-width            vectors  of a slice of a row; the last slice of a row may be narrower
-===============  =======  ==============================================================================================
-"""
+    "base", "block_stride", "outer_stride", "inner_stride", "row_stride", "cells", "outer", "inner", "outer_per_block",
+    "rows", "vectors", "width",
+)  # fmt: skip
+"""Scalar arguments of both kernels, in their order: the address of the cache; strides as in ``Exchange``; cells of the
+whole exchange; units of a matrix along its two axes; units of the outer axis that lie in one block; rows of a unit;
+vectors of a row; vectors of a slice of a row, of which the last one may be narrower."""
 
 
 @triton.jit
@@ -88,25 +60,12 @@ def _vectors(address, DTYPE: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.conste
 
 
 @triton.jit(do_not_specialize=_SCALAR_ARGS)
-def _exchange_kernel(
-    indices,
-    base: tl.int64,
-    block_stride: tl.int64,
-    outer_stride: tl.int64,
-    inner_stride: tl.int64,
-    row_stride: tl.int64,
-    cells: tl.int32,
-    outer: tl.int32,
-    inner: tl.int32,
-    outer_per_block: tl.int32,
-    rows: tl.int32,
-    vectors: tl.int32,
-    width: tl.int32,
-    DTYPE: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def exchange_kernel(
+    indices, base: tl.int64, block_stride: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64,
+    row_stride: tl.int64, cells: tl.int32, outer: tl.int32, inner: tl.int32, outer_per_block: tl.int32, rows: tl.int32,
+    vectors: tl.int32, width: tl.int32,
+    DTYPE: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Exchanges cells that fit a tile. Each program takes every n-th cell, n being the number of programs."""
     # Offsets from the first block of a matrix are the same in every cell, so all divisions are done here, once.
     e = tl.arange(0, TILE)
@@ -135,27 +94,13 @@ def _exchange_kernel(
 
 
 @triton.jit(do_not_specialize=(*_SCALAR_ARGS, "scratch", "slab_bytes"))
-def _exchange_through_scratch_kernel(
-    indices,
-    base: tl.int64,
-    block_stride: tl.int64,
-    outer_stride: tl.int64,
-    inner_stride: tl.int64,
-    row_stride: tl.int64,
-    cells: tl.int32,
-    outer: tl.int32,
-    inner: tl.int32,
-    outer_per_block: tl.int32,
-    rows: tl.int32,
-    vectors: tl.int32,
-    width: tl.int32,
-    scratch: tl.int64,
-    slab_bytes: tl.int64,
-    DTYPE: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGN: tl.constexpr,
+def exchange_through_scratch_kernel(
+    indices, base: tl.int64, block_stride: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64,
+    row_stride: tl.int64, cells: tl.int32, outer: tl.int32, inner: tl.int32, outer_per_block: tl.int32, rows: tl.int32,
+    vectors: tl.int32, width: tl.int32,
+    scratch: tl.int64, slab_bytes: tl.int64, DTYPE: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Exchanges cells of any size. Each program has a slab of ``slab_bytes`` bytes at ``scratch``."""
     slab = scratch + tl.program_id(0).to(tl.int64) * slab_bytes
     size = outer * inner * width
@@ -201,7 +146,7 @@ def exchange_triton(
     ``num_programs`` limits the programs, which have 8 or 16 warps each. The default is four per SM.
     """
     bytes_of_vector = alignment(cache, exchange)
-    dtype, lanes = _WORDS[bytes_of_vector]
+    dtype, lanes = WORDS[bytes_of_vector]
     vectors = exchange.content // bytes_of_vector
     units = exchange.outer * exchange.inner
     # A slice of one vector of 16 bytes uses half of every 32-byte sector, which is slower than scratch memory.
@@ -211,25 +156,15 @@ def exchange_triton(
     cells = matrices * exchange.rows * -(-vectors // width)
     assert max(cells, units * width, matrices * exchange.outer) <= _MAX, (cells, matrices, exchange)
     scalars = (
-        cache.data_ptr(),
-        exchange.block_stride,
-        exchange.outer_stride,
-        exchange.inner_stride,
-        exchange.row_stride,
-        cells,
-        exchange.outer,
-        exchange.inner,
-        exchange.outer_per_block,
-        exchange.rows,
-        vectors,
-        width,
-    )
+        cache.data_ptr(), exchange.block_stride, exchange.outer_stride, exchange.inner_stride, exchange.row_stride,
+        cells, exchange.outer, exchange.inner, exchange.outer_per_block, exchange.rows, vectors, width,
+    )  # fmt: skip
     constants = {"DTYPE": dtype, "LANES": lanes, "ALIGN": bytes_of_vector}
     indices = indices.contiguous()
     programs = num_programs or _default_programs(cache.device)
     if in_registers:
         with torch.cuda.device_of(cache):
-            _exchange_kernel[(min(cells, programs),)](indices, *scalars, **constants, TILE=TILE, num_warps=NUM_WARPS)
+            exchange_kernel[(min(cells, programs),)](indices, *scalars, **constants, TILE=TILE, num_warps=NUM_WARPS)
         return
     slab_bytes = -(-units * width * bytes_of_vector // 16) * 16
     programs = max(1, min(cells, programs, SCRATCH_BYTES // slab_bytes))
@@ -237,7 +172,7 @@ def exchange_triton(
         # torch's allocator gives this memory to the next call on this stream at once, and to no other stream while a
         # kernel may still use it. So it is not kept.
         scratch = torch.empty(programs * slab_bytes, dtype=torch.uint8, device=cache.device)
-        _exchange_through_scratch_kernel[(programs,)](
+        exchange_through_scratch_kernel[(programs,)](
             indices, *scalars, scratch.data_ptr(), slab_bytes, **constants, TILE=SLAB_TILE, num_warps=SLAB_WARPS
         )
 

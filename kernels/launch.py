@@ -1,15 +1,12 @@
 """Launches of kernels whose scalars are not specialised on and whose arrays lie in one int64 table in device memory.
 
-A hand-over of one block takes longer to launch than to copy. Code that has not run for milliseconds also runs several
-times slower, because other processes' data have replaced its own in the processor's caches. So a launch takes few steps
-of Python: tables go through buffers that are allocated once, and a kernel that Triton has compiled is launched by
-``cuLaunchKernel`` directly, without Triton's look at its arguments. Before a copy of 4 GiB these steps took 0.3 ms of
-its 11.7 ms, on the host of an H200.
+A hand-over of one block takes longer to launch than to copy. So a launch takes few steps of Python: tables go through
+buffers that are allocated once, and a kernel that Triton has compiled is launched by ``cuLaunchKernel`` directly.
 
 The direct launch depends on how a Triton release passes arguments. It is used only where the metadata of a compiled
 kernel name nothing but the kernel's own arguments. The environment variable ``KVFERRY_TRITON_LAUNCHER=1`` makes every
-launch of the process go through Triton's own launcher. It is read once, when this module is imported. The default, also
-for an empty value, is 0.
+launch of the process go through Triton's own launcher. It is read once, at the import of this module; by default, also
+for an empty value, it is 0.
 """
 
 from __future__ import annotations

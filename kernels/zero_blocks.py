@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +32,10 @@ def zero_blocks(segments: Segments, block_ids: npt.NDArray[np.int64], *, device:
     if not len(block_ids) or not len(segments.addresses):
         return
     if device.type == "cpu":
-        from kvferry.kernels.zero_blocks_host import zero_blocks_host
-
-        zero_blocks_host(segments, block_ids)
+        sizes = segments.sizes.tolist()
+        for starts in (segments.addresses + block_ids[:, None] * segments.strides).tolist():
+            for start, size in zip(starts, sizes, strict=True):
+                ctypes.memset(start, 0, size)
     else:
         from kvferry.kernels.zero_blocks_triton import zero_blocks_triton
 

@@ -14,24 +14,18 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.launch import DeviceTable, Launcher
+from kvferry.kernels.paged_copy_triton import DTYPES, MAX_TILES
 from kvferry.kernels.zero_blocks import Segments
 
 TILE_BYTES = 16 << 10
 NUM_WARPS = 8
-_MAX_TILES = (1 << 31) - 1
-_DTYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 @triton.jit(do_not_specialize=["segments", "tiles"])
-def _zero_kernel(
-    table,
-    segments: tl.int32,
-    tiles: tl.int32,
-    DTYPE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WORDS_ALIGN: tl.constexpr,
+def zero_kernel(
+    table, segments: tl.int32, tiles: tl.int32, DTYPE: tl.constexpr, ALIGN: tl.constexpr, WORDS_ALIGN: tl.constexpr,
     BLOCK_W: tl.constexpr,
-):
+):  # fmt: skip
     """Zeroes one tile.
 
     ``table`` holds the addresses of all segments, then their strides in bytes, then their sizes in words, then the
@@ -50,7 +44,7 @@ def _zero_kernel(
     tl.store(row + w, tl.zeros([BLOCK_W], dtype=DTYPE), mask=w < words)
 
 
-_kernel = Launcher(_zero_kernel)
+_kernel = Launcher(zero_kernel)
 
 
 def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, device: torch.device) -> None:
@@ -58,14 +52,14 @@ def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, 
 
     Addresses and sizes may be any. The kernel is the faster, the greater the power of two that divides all of them."""
     align = alignment(segments)
-    word = min(align, max(_DTYPES))
+    word = min(align, max(DTYPES))
     block_w = tile_words(int(segments.sizes.max()), word)
     tiles = -(-int(segments.sizes.max()) // (block_w * word))
     programs = tiles * len(segments.addresses) * len(block_ids)
-    assert programs <= _MAX_TILES and tiles * block_w <= _MAX_TILES
+    assert programs <= MAX_TILES and tiles * block_w <= MAX_TILES
     scalars = len(segments.addresses), tiles
     table = DeviceTable(segments.addresses, segments.strides, segments.sizes // word, block_ids)
-    variant = _kernel.variant(NUM_WARPS, (_DTYPES[word], align, align // word, block_w))
+    variant = _kernel.variant(NUM_WARPS, (DTYPES[word], align, align // word, block_w))
     variant(programs, table, device, scalars)
 
 

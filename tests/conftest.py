@@ -28,7 +28,7 @@ LONGEST_FIRST = (
     "tests/ranks/test_matrix.py",
     "tests/transport/test_planes.py",
     "tests/router/test_fleet.py",
-    "tests/kernels/test_convert_triton.py",
+    "tests/kernels/test_triton.py",
     "tests/handover/test_lost_peers.py",
     "tests/docs/test_commands.py",
     "tests/faults/test_fault_proxy.py",

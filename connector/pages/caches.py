@@ -23,8 +23,7 @@ from kvferry.connector.geometry.spans import Span, SpanCut, cut_span
 from kvferry.connector.geometry.token_sharding import TokenBlocks, TokenShard, common_blocks
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, row_bases
 from kvferry.connector.pages.copies import Copies, WaitPolicy
-from kvferry.kernels.checksum import TRAILER_BYTES, WireCheck
-from kvferry.kernels.checksum_host import trailer_fits, write_trailer
+from kvferry.kernels.checksum import TRAILER_BYTES, WireCheck, trailer_fits, write_trailer
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.launch import prepare
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -252,12 +251,10 @@ class RankCaches:
             if not trailer_fits(check, address, self.nbytes(box)):
                 return
         elif check is not None:
-            from kvferry.kernels.checksum_triton import check_wire
+            from kvferry.kernels.paged_copy_triton import check_wire
 
-            row_bytes = box.source.region.content_bytes
-            check_wire(
-                address, box.num_layers, box.num_heads, box.num_tokens, row_bytes, self.device, self.copies.sms, check
-            )
+            sizes = box.num_layers, box.num_heads, box.num_tokens, box.source.region.content_bytes
+            check_wire(address, sizes, self.device, self.copies.sms, check)
         conversion = box.source.conversion(self.geometry.regions[box.region], box.layer, box.num_layers)
         unpack_converted(
             self.pages(box), address, conversion, num_heads=box.num_heads, num_tokens=box.num_tokens,

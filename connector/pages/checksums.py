@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.kernels.checksum import FITS, TRAILER_BYTES, ChecksumName, WireCheck
-from kvferry.kernels.checksum_host import checksum_of_pieces
+from kvferry.kernels.checksum import FITS, TRAILER_BYTES, ChecksumName, WireCheck, checksum_of_pieces
 from kvferry.transport.channels import Pieces
 from kvferry.transport.staging import empty_page_locked
 

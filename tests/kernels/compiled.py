@@ -1,4 +1,4 @@
-"""What Triton makes of a kernel over one ``table``, for a GPU that need not be there."""
+"""What Triton makes of a kernel over one array of int64, for a GPU that need not be there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def ptx(kernel: Any, constants: tuple[object, ...], num_warps: int, capability: 
     names = [param.name for param in kernel.params if param.is_constexpr]
     numbers = [param for param in kernel.params if param.annotation_type]
     assert all(param.do_not_specialize for param in numbers), "a peer's numbers would make it compile again"
-    types = {param.name: "constexpr" for param in kernel.params} | {"table": "*i64"}
+    types = {param.name: "constexpr" if param.is_constexpr else "*i64" for param in kernel.params}
     types |= {param.name: param.annotation_type for param in numbers}
     source = ASTSource(fn=kernel, signature=types, constexprs=dict(zip(names, constants, strict=True)))
     target = GPUTarget("cuda", capability, 32)

@@ -1,17 +1,18 @@
 """Cases of the converting unpack, and an oracle that knows the dtypes by their definitions. Axes ``[L,B,H,N,C]``.
 
-Shared by the tests of the host implementation and of the Triton kernel.
 No conversion of torch's or NumPy's is used to judge.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import torch
 
-from kvferry.kernels.convert import Conversion
+from kvferry.kernels.convert import Conversion, unpack_converted
 from tests.kernels.paged_copy_cases import Arena, Layout, positions
 
 # Exponent bits, mantissa bits, bits of the largest finite number, whether infinity follows it. IEEE 754 for the wider
@@ -145,24 +146,22 @@ class Case:
         shape = (self.layers, self.heads, self.tokens, self.content)
         return np.random.default_rng(3).choice(bits, shape)
 
-    def expected(self, arena: Arena, wire: np.ndarray) -> np.ndarray:
-        """What the whole memory of the arena has to be afterwards, guards included."""
-        size = width(self.dst) // 8
-        result = arena.memory.copy()
-        places = positions(arena, heads=self.heads, tokens=self.tokens, content=self.content * size)
-        result[places.reshape(-1)] = converted(self.conversion(), wire).view(np.uint8).reshape(-1)
-        return result
 
-    def differing(self, arena: Arena, want: np.ndarray) -> int:
-        """Bytes of the arena that are not as wanted; of NaN only that it is one."""
-        size = width(self.dst) // 8
-        places = positions(arena, heads=self.heads, tokens=self.tokens, content=self.content * size).reshape(-1)
-        found, wanted = (
-            np.ascontiguousarray(memory[places]).view(unsigned(self.dst)) for memory in (arena.memory, want)
-        )
-        outside = np.ones(len(want), dtype=bool)
-        outside[places] = False
-        return int((~same(self.dst, found, wanted)).sum()) + int((arena.memory != want)[outside].sum())
+def differing(case: Case, device: torch.device, unpack: Callable[..., None] = unpack_converted, **how: object) -> int:
+    """Numbers that are not the oracle's after the unpack on a device, and bytes beside them that changed; guards and
+    unused blocks included. Of NaN only that it is one. The wire does not change."""
+    arena, wire = case.arena(), case.wire()
+    content = case.content * width(case.dst) // 8
+    places = positions(arena, heads=case.heads, tokens=case.tokens, content=content).reshape(-1)
+    before, wanted = arena.memory.copy(), converted(case.conversion(), wire).reshape(-1)
+    pages, memory = arena.on(device)
+    sent = torch.from_numpy(wire.view(np.uint8)).to(device)
+    size = {"num_heads": case.heads, "num_tokens": case.tokens}
+    unpack(pages, sent.data_ptr(), case.conversion(), **size, device=device, **how)
+    after = memory.cpu().numpy()
+    wrong = ~same(case.dst, np.ascontiguousarray(after[places]).view(unsigned(case.dst)), wanted)
+    changed = (after != before) & ~np.isin(np.arange(len(after)), places)
+    return int(wrong.sum() + changed.sum() + (sent.cpu().numpy() != case.wire().view(np.uint8)).sum())
 
 
 PAIRS = [(src, dst) for src in NAMES for dst in NAMES]

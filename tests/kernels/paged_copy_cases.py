@@ -1,16 +1,17 @@
 """Cases of the paged copy, and an oracle that copies byte by byte. Axes ``[L, B, H, N, C]``.
 
-Shared by the tests of the host implementation and of the Triton kernel.
-Nothing of the code under test is used but its types.
+The oracle uses nothing of the code under test but its types.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from kvferry.kernels.paged_copy import Pages
+from kvferry.kernels.paged_copy import Pages, copy_pages
 
 GUARD = 64
 
@@ -38,14 +39,8 @@ class Arena:
         self,
         layout: Layout,
         *,
-        layers: int,
-        heads: int,
-        content: int,
-        head: int = 0,
-        token: int = 0,
-        tokens: int,
-        rng: np.random.Generator,
-    ) -> None:
+        layers: int, heads: int, content: int, head: int = 0, token: int = 0, tokens: int, rng: np.random.Generator,
+    ) -> None:  # fmt: skip
         size = layout.block_size
         used = -(-(token + tokens) // size)
         blocks = used + 3
@@ -79,6 +74,11 @@ class Arena:
             token=token,
         )
 
+    def on(self, device: torch.device) -> tuple[Pages, torch.Tensor]:
+        """The pages and the memory on a device, on the CPU these themselves."""
+        memory = torch.from_numpy(self.memory).to(device)
+        return replace(self.pages, bases=self.pages.bases - self.memory.ctypes.data + memory.data_ptr()), memory
+
 
 @dataclass(frozen=True)
 class Case:
@@ -99,26 +99,16 @@ class Case:
 
     def arenas(self, seed: int = 0) -> tuple[Arena, Arena]:
         rng = np.random.default_rng(seed)
-        dst = Arena(
-            self.dst,
-            layers=self.layers,
-            heads=self.dst_heads or self.heads + self.dst_head,
-            content=self.content,
-            head=self.dst_head,
-            token=self.dst_token,
-            tokens=self.tokens,
-            rng=rng,
-        )
-        src = Arena(
-            self.src,
-            layers=self.layers,
-            heads=self.src_heads or self.heads + self.src_head,
-            content=self.content,
-            head=self.src_head,
-            token=self.src_token,
-            tokens=self.tokens,
-            rng=rng,
-        )
+        dst, src = (
+            Arena(
+                layout, layers=self.layers, heads=heads or self.heads + head, content=self.content, head=head,
+                token=token, tokens=self.tokens, rng=rng,
+            )
+            for layout, heads, head, token in (
+                (self.dst, self.dst_heads, self.dst_head, self.dst_token),
+                (self.src, self.src_heads, self.src_head, self.src_token),
+            )
+        )  # fmt: skip
         return dst, src
 
 
@@ -149,6 +139,20 @@ def expected(case: Case, dst: Arena, src: Arena) -> np.ndarray:
     result = dst.memory.copy()
     result[positions(dst, **size).reshape(-1)] = src.memory[positions(src, **size).reshape(-1)]
     return result
+
+
+def differing(
+    case: Case, device: torch.device, copy: Callable[..., None] = copy_pages, *, seed: int = 0, **how: object
+) -> int:
+    """Bytes that are not the oracle's after the copy on a device; those of ``src`` do not change."""
+    dst, src = case.arenas(seed)
+    want = expected(case, dst, src)
+    assert not np.array_equal(dst.memory, want), "the case copies nothing"
+    (to, memory), (of, read) = dst.on(device), src.on(device)
+    untouched = read.clone()
+    size = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content}
+    copy(to, of, **size, device=device, **how)
+    return int((memory.cpu().numpy() != want).sum()) + int((read != untouched).sum())
 
 
 def wire_layout(tokens: int) -> Layout:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvferry.kernels.paged_copy import Pages, wire_pages
-from kvferry.kernels.paged_copy_host import copy_pages_host
+from kvferry.kernels.paged_copy import Pages, copy_pages_host, wire_pages
 from kvferry.kernels.paged_copy_triton import DevicePages
 
 LAYERS, BLOCKS, HEADS, OF_HEADS = 5, 12, 3, 4

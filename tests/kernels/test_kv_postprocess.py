@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.kernels import kv_postprocess, kv_postprocess_host
+from kvferry.kernels import kv_postprocess
 from kvferry.kernels.kv_postprocess import (
     kv_postprocess_blksize_and_layout_on_receive,
     kv_postprocess_blksize_on_receive,
@@ -59,7 +59,7 @@ def test_any_shape(case: Case, seed: int, small_bounce: bool) -> None:
     want = arena.expected()
     with pytest.MonkeyPatch.context() as patch:
         if small_bounce:
-            patch.setattr(kv_postprocess_host, "_BOUNCE_BYTES", 1000)
+            patch.setattr(kv_postprocess, "BOUNCE_BYTES", 1000)
         fix_up(case, arena.cache(), arena.indices())
     np.testing.assert_array_equal(arena.memory, want)
 
@@ -89,49 +89,25 @@ def test_d_reads_the_tokens_that_p_wrote(p_layout: str, d_layout: str, local: in
     assert bool((cache[others] == 7).all())
 
 
-FAULTY = {
-    "small-to-large": Case("blksize", ratio=2, tokens=16, groups=4),
-    "large-to-small": Case("blksize", ratio=-2, groups=4),
-    "hnd-to-nhd": Case("layout", "NHD", groups=4),
-    "nhd-to-hnd": Case("layout", groups=4),
-    "hnd-to-nhd-small-to-large": Case(BOTH, "NHD", ratio=2, tokens=16, groups=4),
-    "hnd-to-nhd-large-to-small": Case(BOTH, "NHD", ratio=-2, groups=4),
-}
-FAULTS = ["nothing", "inner", "content", "ids", "missing", "ratio", "byte"]
-
-
-@pytest.mark.filterwarnings("ignore:Use of index_put_ on expanded tensors")
-@pytest.mark.parametrize("name, fault", [(n, f) for n in FAULTY for f in FAULTS if f != "ratio" or "small" in n])
-def test_the_comparison_sees_a_fault(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", [Case("blksize", ratio=-2, groups=4), Case(BOTH, "NHD", ratio=2, tokens=16, groups=4)])
+@pytest.mark.parametrize("fault", ["nothing", "ids", "missing", "ratio", "byte"])
+def test_the_comparison_sees_a_fault(case: Case, fault: str) -> None:
     """Plants one fault in a fix-up that is otherwise right."""
-    case = FAULTY[name]
     arena = Arena(case)
-    want = arena.expected()
-    indices = arena.indices()
-    exchange_of = kv_postprocess.exchange_of
-
-    def planted(*args, **kwargs):
-        found = exchange_of(*args, **kwargs)
-        assert found is not None
-        return replace(found, inner_stride=0) if fault == "inner" else replace(found, content=found.content // 2)
-
-    if fault in ("inner", "content"):
-        monkeypatch.setattr(kv_postprocess, "exchange_of", planted)
-    elif fault == "ids" and case.group == 1:
-        indices[0] = next(i for i in range(len(arena.cache())) if i not in arena.ids)
-    elif fault == "ids":
-        indices[:2] = indices[:2].flip(0)
+    want, indices, ratio = arena.expected(), arena.indices(), case.ratio
+    if fault == "ids":
+        unused = next(i for i in range(len(arena.cache())) if i not in arena.ids)
+        indices = torch.cat([torch.tensor([unused]), indices[1:]])
     elif fault == "missing":
         indices = indices[case.group :]
     elif fault == "ratio":
-        case = replace(case, ratio=2 * case.ratio)
+        ratio *= 2
     if fault != "nothing":
-        fix_up(case, arena.cache(), indices)
+        fix_up(replace(case, ratio=ratio), arena.cache(), indices)
     if fault == "byte":
         np.testing.assert_array_equal(arena.memory, want)
         arena.memory[len(arena.memory) // 2] ^= 1
-    with pytest.raises(AssertionError):
-        np.testing.assert_array_equal(arena.memory, want)
+    assert not np.array_equal(arena.memory, want)
 
 
 @pytest.mark.parametrize("kind", ["blksize", "layout", BOTH])

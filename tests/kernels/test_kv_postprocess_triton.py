@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from tests.kernels.kv_postprocess_cases import CASES, Arena
 from kvferry.kernels import kv_postprocess_triton
-from kvferry.kernels.kv_postprocess import exchange_of
-from kvferry.kernels.kv_postprocess_host import exchange_host
+from kvferry.kernels.kv_postprocess import exchange_host, exchange_of
 
 tile, scratch, *names = sys.argv[1:]
 kv_postprocess_triton.TILE = kv_postprocess_triton.SLAB_TILE = int(tile)
@@ -42,28 +41,15 @@ for number, name in enumerate(names):
 """
 COMPILED = """
 import re
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from kvferry.kernels import kv_postprocess_triton as kernels
+from tests.kernels.compiled import ptx
 
-names = ("DTYPE", "LANES", "ALIGN", "TILE")
 for kernel, tile, warps in (
-    (kernels._exchange_kernel, kernels.TILE, kernels.NUM_WARPS),
-    (kernels._exchange_through_scratch_kernel, kernels.SLAB_TILE, kernels.SLAB_WARPS),
+    (kernels.exchange_kernel, kernels.TILE, kernels.NUM_WARPS),
+    (kernels.exchange_through_scratch_kernel, kernels.SLAB_TILE, kernels.SLAB_WARPS),
 ):
-    for align, (dtype, lanes) in kernels._WORDS.items():
-        signature = {name: {"tl.int64": "i64", "tl.int32": "i32"}.get(kind, "constexpr")
-                     for name, kind in kernel.fn.__annotations__.items()}
-        source = ASTSource(
-            fn=kernel,
-            signature={"indices": "*i64"} | signature,
-            constexprs=dict(zip(names, (dtype, lanes, align, tile))),
-        )
-        options = {"num_warps": warps}
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-        found = re.findall(r"(?:ld|st)\\.global[.\\w]*|bar\\.sync", ptx)
+    for align, (dtype, lanes) in kernels.WORDS.items():
+        found = re.findall(r"(?:ld|st)\\.global[.\\w]*|bar\\.sync", ptx(kernel, (dtype, lanes, align, tile), warps))
         print(kernel.fn.__name__, align, *(name for i, name in enumerate(found) if i == 0 or name != found[i - 1]))
 """
 SMALL_TILE = "64"
@@ -105,21 +91,11 @@ def test_compiled_for_a_gpu_every_read_of_a_cell_comes_before_the_barrier_and_ev
     """What makes the exchange safe in place, and what the interpreter cannot show."""
     for (kernel, _), found in compiled.items():
         order = "".join("|" if name == "bar.sync" else name[0] for name in found)
-        if kernel == "_exchange_kernel":
+        if kernel == "exchange_kernel":
             assert re.fullmatch(r"\|*l+\|+s+", order), order
         else:
             # The barrier at the end of the loop stands before its body, where the compiler puts it.
             assert re.fullmatch(r"\|+l+s+\|+l+s+", order), order
-
-
-def test_peers_do_not_make_it_compile_again() -> None:
-    """All numbers but the width of a vector are arguments that Triton was told not to specialise on."""
-    for kernel in ("_exchange_kernel", "_exchange_through_scratch_kernel"):
-        parameters = getattr(kv_postprocess_triton, kernel).params
-        fixed = {parameter.name for parameter in parameters if parameter.is_constexpr}
-        assert fixed == {"DTYPE", "LANES", "ALIGN", "TILE"}
-        free = [parameter for parameter in parameters if parameter.name not in fixed | {"indices"}]
-        assert all(parameter.do_not_specialize and parameter.annotation_type in ("i32", "i64") for parameter in free)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +18,10 @@ import pytest
 import torch
 
 from kvferry.kernels import launch
-from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.launch import Launcher, use_triton_launcher_only
-from kvferry.kernels.paged_copy import Pages, copy_pages
-from kvferry.kernels.zero_blocks import zero_blocks
 from kvferry.transport import cuda
 from tests.kernels import convert_cases, paged_copy_cases, paged_parts, zero_blocks_cases
+from tests.kernels.checksum_cases import NO_FAULT, found_on
 from tests.kernels.triton_process import python
 
 GPU = torch.device("cuda", 0)
@@ -38,18 +35,11 @@ from kvferry.kernels.launch import use_triton_launcher_only
 print(use_triton_launcher_only(False), use_triton_launcher_only(True), use_triton_launcher_only(True))
 """
 INTERPRETED = """
-import numpy as np
 import torch
-from kvferry.kernels.paged_copy import copy_pages
 from kvferry.kernels.paged_copy_triton import copy_pages_triton
-from tests.kernels.paged_copy_cases import CASES, expected
+from tests.kernels.paged_copy_cases import CASES, differing
 
-case = CASES["pack-nhd"]
-dst, src = case.arenas()
-want = expected(case, dst, src)
-size = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content}
-copy_pages_triton(dst.pages, src.pages, **size, device=torch.device("cpu"))
-print(np.count_nonzero(dst.memory != want))
+print(differing(CASES["pack-nhd"], torch.device("cpu"), copy_pages_triton))
 """
 
 
@@ -177,83 +167,32 @@ def direct_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def on_gpu(pages: Pages, host: np.ndarray, memory: torch.Tensor) -> Pages:
-    """Pages in ``host`` as they lie in its copy on a GPU."""
-    return replace(pages, bases=pages.bases - host.ctypes.data + memory.data_ptr())
-
-
-def copied(name: str) -> list[np.ndarray]:
-    """Memory of dst after the copy by all SMs, by a few, and as if from another GPU."""
-    case, found = paged_copy_cases.CASES[name], []
-    ways: list[dict[str, Any]] = [{}, {"sms": 3}, {"over_link": True}]
-    for how in ways:
-        dst, src = case.arenas()
-        memories = [torch.from_numpy(arena.memory).to(GPU) for arena in (dst, src)]
-        to, of = (on_gpu(arena.pages, arena.memory, memory) for arena, memory in zip((dst, src), memories, strict=True))
-        copy_pages(to, of, num_heads=case.heads, num_tokens=case.tokens, content_bytes=case.content, device=GPU, **how)
-        found.append(memories[0].cpu().numpy())
-    return found
-
-
-def converted(name: str) -> list[np.ndarray]:
-    """Memory of the pages after the unpack by all SMs, and by a few."""
-    case, found = convert_cases.CASES[name], []
-    for sms in (None, 3):
-        arena, wire = case.arena(), torch.from_numpy(case.wire().view(np.uint8)).to(GPU)
-        memory = torch.from_numpy(arena.memory).to(GPU)
-        pages, size = on_gpu(arena.pages, arena.memory, memory), {"num_heads": case.heads, "num_tokens": case.tokens}
-        unpack_converted(pages, wire.data_ptr(), case.conversion(), **size, device=GPU, sms=sms)
-        found.append(memory.cpu().numpy())
-    return found
-
-
-def zeroed(name: str) -> list[np.ndarray]:
-    """Memory after its blocks were zeroed."""
-    case = zero_blocks_cases.CASES[name]
-    arena = zero_blocks_cases.Arena(case)
-    memory = torch.from_numpy(arena.memory).to(GPU)
-    addresses = arena.segments.addresses - arena.memory.ctypes.data + memory.data_ptr()
-    block_ids = np.array(case.block_ids, dtype=np.int64)
-    zero_blocks(replace(arena.segments, addresses=addresses), block_ids, device=GPU)
-    return [memory.cpu().numpy()]
-
-
-def wanted(run: Callable[[str], list[np.ndarray]], name: str) -> np.ndarray | None:
-    """The memory by the oracle. ``test_convert_triton`` checks conversions, where any NaN is as good as another."""
-    if run is copied:
-        case = paged_copy_cases.CASES[name]
-        return paged_copy_cases.expected(case, *case.arenas())
-    if run is zeroed:
-        zeros = zero_blocks_cases.CASES[name]
-        return zero_blocks_cases.expected(zeros, zero_blocks_cases.Arena(zeros))
-    return None
-
-
 RUNS = [
-    *((copied, name) for name in paged_copy_cases.CASES),
-    *((converted, name) for name in convert_cases.CASES),
-    *((zeroed, name) for name in zero_blocks_cases.CASES),
+    (case_file, name, how)
+    for case_file, ways in (
+        (paged_copy_cases, ({}, {"sms": 3}, {"over_link": True})),
+        (convert_cases, ({}, {"sms": 3})),
+        (zero_blocks_cases, ({},)),
+    )
+    for name in case_file.CASES
+    for how in ways
 ]
 
 
 @gpu
-@pytest.mark.parametrize(("run", "name"), RUNS, ids=[f"{run.__name__}-{name}" for run, name in RUNS])
-def test_both_launchers_write_the_same_bytes_on_a_gpu(
-    run: Callable[[str], list[np.ndarray]], name: str, direct_launches: list[int]
+@pytest.mark.parametrize(("cases", "name", "how"), RUNS)
+def test_by_both_launchers_the_bytes_on_a_gpu_are_those_of_the_oracle(
+    cases: Any, name: str, how: dict[str, Any], direct_launches: list[int]
 ) -> None:
+    """By all SMs, by a few, and as if from another GPU."""
     use_triton_launcher_only(True)
-    by_triton = run(name)
+    assert cases.differing(cases.CASES[name], GPU, **how) == 0
     assert not direct_launches
     use_triton_launcher_only(False)
-    run(name)  # Triton launches what it compiles for the first time
-    direct_launches.clear()
-    directly = run(name)
-    assert len(direct_launches) == len(directly), "kernels of this Triton are launched by Triton alone"
-    want = wanted(run, name)
-    for left, right in zip(directly, by_triton, strict=True):
-        np.testing.assert_array_equal(left, right)
-        if want is not None:
-            np.testing.assert_array_equal(left, want)
+    for _ in range(2):  # Triton launches what it compiles for the first time
+        direct_launches.clear()
+        assert cases.differing(cases.CASES[name], GPU, **how) == 0
+    assert len(direct_launches) == 1, "kernels of this Triton are launched by Triton alone"
 
 
 @gpu
@@ -263,3 +202,23 @@ def test_parts_of_pages_by_both_launchers_on_a_gpu(number: int, direct_launches:
         use_triton_launcher_only(only_triton)
         assert paged_parts.differing(number, GPU) == (0, 0)
         assert bool(direct_launches) != only_triton
+
+
+@gpu
+@pytest.mark.parametrize("sms", [None, 2])
+def test_kernels_with_sums_on_a_gpu_agree_with_oracle_and_host_and_find_faults(sms: int | None) -> None:
+    for size in [(1, 1, 1, 13), (3, 2, 40, 512), (2, 1, 33, 24), (4, 8, 1000, 512)]:
+        assert found_on(GPU, *size, sms) == NO_FAULT, size
+
+
+@gpu
+def test_a_table_whose_place_on_a_gpu_was_given_away_is_uploaded_again() -> None:
+    buffers, numbers = launch.stream_buffers(GPU), np.arange(100, dtype=np.int64)
+    table = launch.DeviceTable(numbers[:60], numbers[60:])
+    place, _ = table.on_device(buffers)
+    assert place[:100].tolist() == numbers.tolist()
+    assert table.on_device(buffers)[0] is place, "not again while it is there"
+    for other in range(40):
+        launch.DeviceTable(np.full(100, -other, dtype=np.int64)).on_device(buffers)
+    assert place[:100].tolist() != numbers.tolist()
+    assert table.on_device(buffers)[0][:100].tolist() == numbers.tolist()

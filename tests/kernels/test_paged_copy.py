@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -14,28 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels import paged_copy_host
+from kvferry.kernels import paged_copy
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
-from tests.kernels.paged_copy_cases import CASES, Arena, Case, Layout, expected
+from tests.kernels.paged_copy_cases import CASES, Case, Layout, differing, expected
 
 CPU = torch.device("cpu")
 
 
-def run(case: Case, dst: Arena, src: Arena) -> None:
-    copy_pages(
-        dst.pages, src.pages, num_heads=case.heads, num_tokens=case.tokens, content_bytes=case.content, device=CPU
-    )
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_the_oracle(name: str) -> None:
-    case = CASES[name]
-    dst, src = case.arenas()
-    want, untouched = expected(case, dst, src), src.memory.copy()
-    assert not np.array_equal(dst.memory, want), "the case copies nothing"
-    run(case, dst, src)
-    np.testing.assert_array_equal(dst.memory, want)
-    np.testing.assert_array_equal(src.memory, untouched)
+    assert differing(CASES[name], CPU) == 0
 
 
 layouts = st.builds(
@@ -72,50 +61,36 @@ def test_any_pair_of_layouts(case: Case, to_wire: bool, from_wire: bool, seed: i
     if from_wire:
         case = replace(case, src=wire, src_head=0, src_token=0)
     dst, src = case.arenas(seed)
-    want = expected(case, dst, src)
-    run(case, dst, src)
-    np.testing.assert_array_equal(dst.memory, want)
+    if not np.array_equal(dst.memory, expected(case, dst, src)):  # few bytes may be equal by chance
+        assert differing(case, CPU, seed=seed) == 0
 
 
 def test_a_copy_that_needs_more_than_one_scratch_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_copy_host, "_BOUNCE_BYTES", 1000)
-    case = CASES["48-to-32"]
-    dst, src = case.arenas()
-    want = expected(case, dst, src)
-    run(case, dst, src)
-    np.testing.assert_array_equal(dst.memory, want)
+    monkeypatch.setattr(paged_copy, "BOUNCE_BYTES", 1000)
+    assert differing(CASES["48-to-32"], CPU) == 0
 
 
 def test_layers_too_far_apart_for_one_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_copy_host, "_MAX_NUMEL", 1)
-    for name in ("pack-hnd", "unpack-nhd", "hnd-to-nhd"):
-        case = CASES[name]
-        dst, src = case.arenas()
-        want = expected(case, dst, src)
-        run(case, dst, src)
-        np.testing.assert_array_equal(dst.memory, want)
+    monkeypatch.setattr(paged_copy, "MAX_NUMEL", 1)
+    assert [differing(CASES[name], CPU) for name in ("pack-hnd", "unpack-nhd", "hnd-to-nhd")] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("fault", ["token", "base", "block", "byte"])
+@pytest.mark.parametrize("fault", ["token", "bases", "block_ids", "byte"])
 def test_the_comparison_sees_an_off_by_one(fault: str) -> None:
     """Plants one fault in a copy that is otherwise right."""
-    case = CASES["unpack-nhd"]
-    dst, src = case.arenas()
-    want = expected(case, dst, src)
-    pages = dst.pages
-    if fault == "token":
-        pages = replace(pages, token=pages.token + 1)
-    elif fault == "base":
-        pages = replace(pages, bases=pages.bases + 1)
-    elif fault == "block":
-        pages = replace(pages, block_ids=pages.block_ids[::-1].copy())
-    dst.pages = pages
-    run(case, dst, src)
-    if fault == "byte":
-        np.testing.assert_array_equal(dst.memory, want)
-        dst.memory[len(dst.memory) // 2] ^= 1
-    with pytest.raises(AssertionError):
-        np.testing.assert_array_equal(dst.memory, want)
+
+    def copy(dst: Pages, src: Pages, **how: Any) -> None:
+        faulty = {
+            "token": replace(dst, token=dst.token + 1),
+            "bases": replace(dst, bases=dst.bases + 1),
+            "block_ids": replace(dst, block_ids=dst.block_ids[::-1].copy()),
+        }
+        copy_pages(faulty.get(fault, dst), src, **how)
+        if fault == "byte":
+            at = (ctypes.c_uint8 * 1).from_address(int(dst.bases[0]) - 1)
+            at[0] ^= 1
+
+    assert differing(CASES["unpack-nhd"], CPU, copy) > 0
 
 
 def test_wire_is_contiguous_layers_heads_tokens_content() -> None:
@@ -150,7 +125,7 @@ def test_nan_payloads_and_negative_zeros_survive() -> None:
     at = src.pages.bases[0] + src.pages.block_ids[0] * src.pages.block_stride - src.memory.ctypes.data
     src.memory[at : at + words.nbytes] = words.view(np.uint8)
     want = expected(case, dst, src)
-    run(case, dst, src)
+    copy_pages(dst.pages, src.pages, num_heads=1, num_tokens=16, content_bytes=32, device=CPU)
     np.testing.assert_array_equal(dst.memory, want)
 
 
@@ -164,7 +139,7 @@ def test_the_interpreter_runs_while_bytes_move() -> None:
         for _ in range(50):  # on a loaded machine this thread may not get the processor while another copies once
             if turns > 20:
                 break
-            run(case, dst, src)
+            copy_pages(dst.pages, src.pages, num_heads=8, num_tokens=2048, content_bytes=256, device=CPU)
 
     thread = threading.Thread(target=copy)
     interval = sys.getswitchinterval()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from kvferry.kernels.zero_blocks import Segments
+from kvferry.kernels.zero_blocks import Segments, zero_blocks
 
 
 @dataclass(frozen=True)
@@ -33,27 +35,17 @@ CASES = {
 }
 
 
-class Arena:
-    """Memory of ones with room after the last segment, and where it begins."""
-
-    def __init__(self, case: Case) -> None:
-        nbytes = max(offset + case.blocks * stride + size for offset, stride, size in case.segments) + 64
-        self._raw = np.full(nbytes + 256, 255, dtype=np.uint8)
-        start = -self._raw.ctypes.data % 64 + 64 + case.shift
-        self.memory = self._raw
-        self.start = start
-        self.segments = Segments(
-            np.array([self._raw.ctypes.data + start + offset for offset, _, _ in case.segments], dtype=np.int64),
-            np.array([stride for _, stride, _ in case.segments], dtype=np.int64),
-            np.array([size for _, _, size in case.segments], dtype=np.int64),
-        )
-
-
-def expected(case: Case, arena: Arena) -> np.ndarray:
-    """The whole memory, guard bytes included, after the blocks were zeroed."""
-    want = arena.memory.copy()
+def differing(case: Case, device: torch.device, zero: Callable[..., None] = zero_blocks) -> int:
+    """Bytes that are not the oracle's after the blocks of a memory of ones were zeroed on a device, guards included."""
+    nbytes = max(offset + case.blocks * stride + size for offset, stride, size in case.segments)
+    memory = torch.full((nbytes + 256,), 255, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % 64 + 64 + case.shift
+    want = np.full(len(memory), 255, dtype=np.uint8)
     for offset, stride, size in case.segments:
         for block in case.block_ids:
-            for byte in range(size):
-                want[arena.start + offset + block * stride + byte] = 0
-    return want
+            want[start + offset + block * stride :][:size] = 0
+    offsets, strides, sizes = np.array(case.segments, dtype=np.int64).T
+    segments = Segments(memory.data_ptr() + start + offsets, strides, sizes)
+    zero(segments, np.array(case.block_ids, dtype=np.int64), device=device)
+    assert 0 in want
+    return int(np.count_nonzero(memory.cpu().numpy() != want))
