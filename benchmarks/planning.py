@@ -27,12 +27,11 @@ import numpy as np
 import report
 import torch
 
-from kvferry.connector.geometry import head_split
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.geometry.spans import check_spans, chunks
-from kvferry.connector.geometry.topology import TpKVTopology
+from kvferry.connector.geometry.topology import TpKVTopology, head_sources, release_maps
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, view_of
 
 BLOCKS, LAYERS, HEADS, CONTENT, SLOT = 8192, 80, 8, 512, 4 << 20
@@ -185,8 +184,8 @@ class Scale:
 
     def plan(self) -> object:
         """All that the rank computes; what it keeps is returned."""
-        head_split.release_maps.cache_clear()
-        head_split.sources.cache_clear()
+        release_maps.cache_clear()
+        head_sources.cache_clear()
         topology = TpKVTopology.between(self.local, self.form)
         reads = topology.sources()
         remotes = {
@@ -201,8 +200,8 @@ class Scale:
     def measure(self) -> tuple[float, float]:
         """Milliseconds, and KiB at most."""
         milliseconds = statistics.median(timed(self.plan) for _ in range(ROUNDS))
-        head_split.release_maps.cache_clear()
-        head_split.sources.cache_clear()
+        release_maps.cache_clear()
+        head_sources.cache_clear()
         tracemalloc.start()
         kept = self.plan()
         peak = tracemalloc.get_traced_memory()[1]

@@ -37,9 +37,8 @@ def get_kv_cache_spec(source: Any, config: Any = None) -> dict[str, Any]:
     If a backend takes exact block sizes only, its blocks are aligned to whole kernel blocks, unless the backend sets
     another alignment.
 
-    Args:
-        source: the layers, see ``layers_of``.
-        config: the argument for the layers; ``source`` itself where it is a config.
+    ``source``: the layers, see ``layers_of``. ``config``: the argument for the layers; ``source`` itself where it is a
+    config.
     """
     config = source if config is None and not isinstance(source, Mapping) else config
     specs: dict[str, Any] = {}
@@ -75,12 +74,9 @@ def get_shared_kv_cache_layers(source: Any) -> dict[str, str]:
 def get_current_attn_backends(source: Any, layer_names: Iterable[str] | None = None) -> list[type]:
     """The distinct attention backends of these layers (all of them where ``None``), in order of their first layer.
 
-    Backends with the same module and qualified name are the same: an engine may make the same class once per layer.
-    The result has the last class made of each, as in vLLM.
-
-    Raises:
-        GeometryError: none of the names is an attention layer. vLLM falls back to a platform's default backend here,
-            and an engine-neutral library has no such default.
+    Backends with the same module and qualified name are the same: an engine may make the same class once per layer. The
+    result has the last class made of each, as in vLLM. Raises GeometryError: none of the names is an attention layer.
+    vLLM falls back to a platform's default backend here, and an engine-neutral library has no such default.
     """
     seen: dict[tuple[str, str], type] = {}
     for layer in layers_of(source, layer_names).values():
@@ -105,9 +101,8 @@ def _class_name(backend: Any) -> tuple[str, str]:
 def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> str | None:
     """The name of the KV cache layout that a connector asks the engine for; ``None`` for any.
 
-    Args:
-        connector: the connector's class, with ``get_required_kvcache_layout(config)``; ``None`` for no connector.
-        config: the argument for the connector.
+    ``connector``: the connector's class, with ``get_required_kvcache_layout(config)``; ``None`` for no connector.
+    ``config``: the argument for the connector.
     """
     ask = getattr(connector, "get_required_kvcache_layout", None)
     layout = None if ask is None else ask(config)
@@ -117,16 +112,12 @@ def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> 
 def select_common_block_size(
     kv_manager_block_size: int, backends: Sequence[Any], kv_cache_specs: Sequence[Any] | None = None
 ) -> int:
-    """The greatest kernel block size that all backends take and that divides the manager block.
+    """The greatest kernel block size that all backends take and that divides the manager block. Raises GeometryError:
+    no such size; names the sizes that each backend takes.
 
-    Args:
-        kv_manager_block_size: tokens of a manager block.
-        backends: each with ``get_supported_kernel_block_sizes(spec)``: sizes in tokens, exact (an ``int``) or as a
-            ``MultipleOf`` (anything with ``base``).
-        kv_cache_specs: one per backend, the argument for it.
-
-    Raises:
-        GeometryError: no such size; names the sizes that each backend takes.
+    ``kv_manager_block_size``: tokens of a manager block. ``backends``: each with
+    ``get_supported_kernel_block_sizes(spec)``: sizes in tokens, exact (an ``int``) or as a ``MultipleOf`` (anything
+    with ``base``). ``kv_cache_specs``: one per backend, the argument for it.
     """
     if kv_manager_block_size < 1:
         raise GeometryError(f"manager block of {kv_manager_block_size} tokens, expected at least 1")
@@ -167,14 +158,11 @@ def prepare_kernel_block_sizes(kv_cache_config: Any, attn_groups: Sequence[Seque
 
     Blocks of attention groups are split to the sizes that their backends take. Other caches (Mamba state) stay whole.
     Packed caches stay whole too, because other layers' pages lie between their blocks. Encoder-only groups have no
-    cache and no entry.
+    cache and no entry. Raises GeometryError: a group whose backends have no size in common, or whose spec is of no
+    known kind.
 
-    Args:
-        kv_cache_config: with ``kv_cache_groups`` and ``kv_cache_tensors``.
-        attn_groups: ``AttentionGroup`` objects, per KV cache group.
-
-    Raises:
-        GeometryError: a group whose backends have no size in common, or whose spec is of no known kind.
+    ``kv_cache_config``: with ``kv_cache_groups`` and ``kv_cache_tensors``. ``attn_groups``: ``AttentionGroup`` objects,
+    per KV cache group.
     """
     sizes: list[int] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -229,11 +217,8 @@ class AttentionGroup:
     def create_metadata_builders(
         self, config: Any, device: torch.device, kernel_block_size: int | None = None, num_metadata_builders: int = 1
     ) -> None:
-        """Make the backend's builders, one per micro-batch, with the spec of a kernel block.
-
-        Raises:
-            GeometryError: the backend takes no block size that divides ``kernel_block_size``.
-        """
+        """Make the backend's builders, one per micro-batch, with the spec of a kernel block. Raises GeometryError: the
+        backend takes no block size that divides ``kernel_block_size``."""
         spec = self.kv_cache_spec
         if kernel_block_size is not None:
             if is_attention(spec):
@@ -245,11 +230,7 @@ class AttentionGroup:
         self.metadata_builders = [make(spec, self.layer_names, config, device) for _ in range(num_metadata_builders)]
 
     def get_metadata_builder(self, ubatch_id: int = 0) -> Any:
-        """The builder of a micro-batch.
-
-        Raises:
-            GeometryError: there are fewer.
-        """
+        """The builder of a micro-batch. Raises GeometryError: there are fewer."""
         if not 0 <= ubatch_id < len(self.metadata_builders):
             raise GeometryError(f"metadata builder {ubatch_id} of {len(self.metadata_builders)}, create them first")
         return self.metadata_builders[ubatch_id]
@@ -269,11 +250,9 @@ class AttentionGroup:
     def map_kv_cache_to_kernel_blocks(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """A packed compressed cache ``[B, 1, N, C]`` of manager blocks as kernel blocks; sets the stride.
 
-        The view reaches over the other layers' pages in between, which no kernel block of this group numbers.
-
-        Raises:
-            GeometryError: a cache that is written token by token through manager blocks, or blocks that are no whole
-                number of kernel blocks apart.
+        The view reaches over the other layers' pages in between, which no kernel block of this group numbers. Raises
+        GeometryError: a cache that is written token by token through manager blocks, or blocks that are no whole number
+        of kernel blocks apart.
         """
         if self.kernel_block_size is None:
             return kv_cache
@@ -307,16 +286,11 @@ def attention_groups(
     active_layer_names: Container[str] | None = None,
     backends: Mapping[str, Any] | None = None,
 ) -> list[list[AttentionGroup]]:
-    """The attention groups of each KV cache group: layers that agree in backend, spec and query heads.
+    """The attention groups of each KV cache group: layers that agree in backend, spec and query heads. Raises
+    GeometryError: a layer of a group is not among the layers.
 
-    Args:
-        kv_cache_config: with ``kv_cache_groups``.
-        source: the layers, see ``layers_of``.
-        active_layer_names: layers to take; ``None`` for all.
-        backends: by layer name, in place of the layer's own backend.
-
-    Raises:
-        GeometryError: a layer of a group is not among the layers.
+    ``kv_cache_config``: with ``kv_cache_groups``. ``source``: the layers, see ``layers_of``. ``active_layer_names``:
+    layers to take; ``None`` for all. ``backends``: by layer name, in place of the layer's own backend.
     """
     context = layers_of(source)
     every: list[list[AttentionGroup]] = []

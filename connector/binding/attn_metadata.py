@@ -49,39 +49,32 @@ class AttentionCGSupportInfo:
     min_cg_support: Any = AttentionCGSupport.ALWAYS
     min_cg_attn_backend: str | None = None
 
-    def narrow(self, support: Any, backend: str | None) -> AttentionCGSupportInfo:
-        """The lesser of this support and another backend's."""
-        return AttentionCGSupportInfo(support, backend) if support.value < self.min_cg_support.value else self
-
 
 @dataclass
 class CommonAttentionMetadata:
     """A batch of R requests and T tokens as the builders of one KV cache group get it; vLLM's names of the fields.
 
     Attributes:
-        query_start_loc: first query token of each request, and the end; ``[R + 1]``. On the device.
-        query_start_loc_cpu: the same on the host.
+        query_start_loc: first query token of each request, and the end; ``[R + 1]``; ``_cpu``: on the host.
         seq_lens: tokens of each request, those of this step included; ``[R]``.
         num_actual_tokens: T, padding included.
-        max_query_len: query tokens of the longest query.
         max_seq_len: at least the tokens of the longest request.
         block_table_tensor: block ids of each request; ``[R, blocks]``.
         slot_mapping: the slot in the cache that each token is written to; ``[T]``.
         causal: whether a token sees earlier tokens only; per request where a tensor ``[R]``.
-        logits_indices_padded: of fast prefill: the tokens whose logits are needed.
-        num_logits_indices: of fast prefill: how many they are, without padding.
-        max_logits_per_req: of fast prefill: the most of them in one request.
+        logits_indices_padded: of fast prefill, like the next two: the tokens whose logits are needed.
+        num_logits_indices: how many they are, without padding.
+        max_logits_per_req: the most of them in one request.
         encoder_seq_lens: of cross-attention: encoder tokens of each request; ``[R]``.
-        encoder_seq_lens_cpu: the same on the host.
         dcp_local_seq_lens: of decode context parallelism: the tokens of each request on this rank; ``[R]``.
-        dcp_local_seq_lens_cpu_upper_bound: on the host, at least as many.
         positions: of each token in its request; ``[T]``.
         is_prefilling: whether a request still has prompt tokens to compute; ``[R]``.
-        seq_lens_cpu_upper_bound: on the host, at least ``seq_lens``; ``[R]``.
+        seq_lens_cpu_upper_bound: on the host, at least ``seq_lens``; ``[R]``; likewise of ``dcp_local_seq_lens``.
         req_idx: the number of each row's request in the engine's table; ``[R]``.
         mm_req_doc_ranges: by request, the ranges (first, last) of token positions that see each other both ways.
         rswa_prefix_lens: tokens of each request that a sliding window never leaves behind; ``[R]``.
         replayssm_decode_base_cpu: of Mamba2 on the host: computed tokens at the last full write of a state; ``[R]``.
+        _token_to_req_indices_cache: the request of each token, once a builder has computed it; later groups get it.
     """
 
     query_start_loc: torch.Tensor
@@ -109,7 +102,6 @@ class CommonAttentionMetadata:
     rswa_prefix_lens: torch.Tensor | None = None
     replayssm_decode_base_cpu: torch.Tensor | None = None
     _token_to_req_indices_cache: torch.Tensor | None = None
-    """The request of each token, once a builder has computed it; the later groups of the step get it."""
 
 
 def init_attn_backend(
@@ -126,7 +118,9 @@ def init_attn_backend(
 
     Layers that share another layer's cache join its KV cache group in ``kv_cache_config``, where they are not members
     yet. The builders share one workspace: the first builder that has one (``_get_workspace_buffer``) gives it to all
-    later builders that take one (``set_workspace_buffer``).
+    later builders that take one (``set_workspace_buffer``). Raises ConfigError: ``config`` asks for fast prefill and
+    ``fast_prefill_backend`` is ``None``; GeometryError: an unknown layer, a target in no group, or backends that have
+    no block size in common.
 
     Args:
         kv_cache_config: with ``kv_cache_groups`` and ``kv_cache_tensors``; groups without a cache come last.
@@ -142,10 +136,6 @@ def init_attn_backend(
     Returns:
         The attention groups of each KV cache group; the least CUDA graph support; tokens of a kernel block per KV cache
         group that has a cache.
-
-    Raises:
-        ConfigError: ``config`` asks for fast prefill and ``fast_prefill_backend`` is ``None``.
-        GeometryError: an unknown layer, a target in no group, or backends that have no block size in common.
     """
     config = source if config is None and not isinstance(source, Mapping) else config
     wants_fast_prefill = getattr(getattr(config, "cache_config", None), "kv_sharing_fast_prefill", False)
@@ -198,7 +188,8 @@ def _least_cg_support(groups: Sequence[Sequence[AttentionGroup]], config: Any) -
     for group in (group for each in groups for group in each):
         ask = getattr(group.get_metadata_builder(), "get_cudagraph_support", None)
         support = AttentionCGSupport.NEVER if ask is None else ask(config, group.kv_cache_spec)
-        least = least.narrow(support, group.backend.__name__)
+        if support.value < least.min_cg_support.value:
+            least = AttentionCGSupportInfo(support, group.backend.__name__)
     return least
 
 
@@ -230,7 +221,9 @@ def build_attn_metadata(
     *,
     common_metadata_type: Any = CommonAttentionMetadata,
 ) -> dict[str, Any]:
-    """The metadata of every layer for one step, by layer name. Layers of an attention group share one object.
+    """The metadata of every layer for one step, by layer name. Layers of an attention group share one object. Raises
+    GeometryError: fewer attention groups, block tables, slot mappings, sequence lengths or builders than needed; a
+    field that ``common_metadata_type`` lacks, or that ``model_specific_attn_metadata`` gives once more.
 
     Args:
         attn_groups: of ``init_attn_backend``.
@@ -248,23 +241,17 @@ def build_attn_metadata(
         ubatch_idx: the micro-batch, which decides the builder.
         fast_prefill: with ``logits_indices_padded``, ``num_logits_indices`` and ``max_logits_per_req``.
         common_metadata_type: the dataclass that builders get; vLLM's own, for builders of vLLM's.
-
-    Raises:
-        GeometryError: fewer attention groups, block tables, slot mappings, sequence lengths or builders than needed; a
-            field that ``common_metadata_type`` lacks, or that ``model_specific_attn_metadata`` gives once more.
     """
     groups = len(kv_cache_config.kv_cache_groups)
     if len(attn_groups) < groups:
         raise GeometryError(f"{len(attn_groups)} lists of attention groups for {groups} KV cache groups")
-    batch = {
+    batch: dict[str, Any] = {
         "query_start_loc": query_start_loc_gpu,
         "query_start_loc_cpu": query_start_loc_cpu,
-        "seq_lens": _rows("seq_lens", seq_lens, num_reqs),
-        "seq_lens_cpu_upper_bound": _rows("seq_lens_cpu_upper_bound", seq_lens_cpu_upper_bound, num_reqs),
-        "dcp_local_seq_lens": _rows("dcp_local_seq_lens", dcp_local_seq_lens, num_reqs),
-        "dcp_local_seq_lens_cpu_upper_bound": _rows(
-            "dcp_local_seq_lens_cpu_upper_bound", dcp_local_seq_lens_cpu_upper_bound, num_reqs
-        ),
+        "seq_lens": seq_lens,
+        "seq_lens_cpu_upper_bound": seq_lens_cpu_upper_bound,
+        "dcp_local_seq_lens": dcp_local_seq_lens,
+        "dcp_local_seq_lens_cpu_upper_bound": dcp_local_seq_lens_cpu_upper_bound,
         "num_reqs": num_reqs,
         "num_actual_tokens": num_tokens,
         "max_query_len": max_query_len,
@@ -275,8 +262,14 @@ def build_attn_metadata(
         "rswa_prefix_lens": rswa_prefix_lens,
         "req_idx": req_idx,
     }
-    step = _Step(num_reqs, model_specific_attn_metadata, for_cudagraph_capture, ubatch_idx)
+    for name, tensor in batch.items():
+        if "seq_lens" in name and tensor is not None:
+            if len(tensor) < num_reqs:
+                raise GeometryError(f"{name} has {len(tensor)} rows for {num_reqs} requests")
+            batch[name] = tensor[:num_reqs]
+    model, capture = model_specific_attn_metadata, for_cudagraph_capture
     built: dict[str, Any] = {}
+    reusable: dict[tuple[Any, type], Any] = {}
     token_to_req_indices = None
     for number in range(groups):
         if not attn_groups[number]:
@@ -289,17 +282,23 @@ def build_attn_metadata(
         batch["block_table_tensor"], batch["slot_mapping"] = block_tables[number], slot_mappings[number]
         batch["causal"] = causal.get(number, True) if isinstance(causal, Mapping) else causal
         batch["_token_to_req_indices_cache"] = token_to_req_indices
-        common = _common(common_metadata_type, batch, step.extra_fields(number), fast_prefill)
+        more = {} if model is None else model.get_extra_common_attn_kwargs(number, num_reqs)
+        common = _common(common_metadata_type, batch, more, fast_prefill)
         for group in attn_groups[number]:
-            built.update(dict.fromkeys(group.layer_names, step.metadata(group, common)))
+            builder = group.get_metadata_builder(ubatch_idx)
+            key = group.kv_cache_spec, type(builder)
+            # Groups of recurrent layers with the same spec and builder differ in their block tables only.
+            reuses = hasattr(key[0], "shapes") and getattr(builder, "supports_update_block_table", False)
+            if reuses and key in reusable:
+                metadata = builder.update_block_table(reusable[key], common.block_table_tensor, common.slot_mapping)
+            else:
+                extra = {} if capture or model is None else model.get_extra_attn_kwargs(builder, num_reqs)
+                metadata = _build(group, builder, common, capture, extra)
+                if reuses:
+                    reusable[key] = metadata
+            built.update(dict.fromkeys(group.layer_names, metadata))
         token_to_req_indices = getattr(common, "_token_to_req_indices_cache", None)
     return built
-
-
-def _rows(name: str, tensor: torch.Tensor | None, num_reqs: int) -> torch.Tensor | None:
-    if tensor is not None and len(tensor) < num_reqs:
-        raise GeometryError(f"{name} has {len(tensor)} rows for {num_reqs} requests")
-    return None if tensor is None else tensor[:num_reqs]
 
 
 def _common(kind: Any, batch: Mapping[str, Any], extra: Mapping[str, Any], fast_prefill: Any) -> Any:
@@ -318,40 +317,9 @@ def _common(kind: Any, batch: Mapping[str, Any], extra: Mapping[str, Any], fast_
     return kind(**{name: value for name, value in every.items() if name in known})
 
 
-class _Step:
-    """What the groups of one step share while their metadata are built."""
-
-    def __init__(self, num_reqs: int, model: Any, capture: bool, ubatch_idx: int) -> None:
-        self._num_reqs, self._model, self._capture, self._ubatch_idx = num_reqs, model, capture, ubatch_idx
-        self._reusable: dict[tuple[Any, type], Any] = {}
-
-    def extra_fields(self, number: int) -> Mapping[str, Any]:
-        """What the model adds to the batch of a KV cache group."""
-        extra: Mapping[str, Any] = {}
-        if self._model is not None:
-            extra = self._model.get_extra_common_attn_kwargs(number, self._num_reqs)
-        return extra
-
-    def metadata(self, group: Any, common: Any) -> Any:
-        """Groups of recurrent layers with the same spec and builder differ in their block tables only."""
-        builder, spec = group.get_metadata_builder(self._ubatch_idx), group.kv_cache_spec
-        recurrent = hasattr(spec, "shapes")
-        key = (spec, type(builder))
-        if not (recurrent and getattr(builder, "supports_update_block_table", False)):
-            return self._build(group, builder, common)
-        if key in self._reusable:
-            return builder.update_block_table(self._reusable[key], common.block_table_tensor, common.slot_mapping)
-        self._reusable[key] = self._build(group, builder, common)
-        return self._reusable[key]
-
-    def _build(self, group: Any, builder: Any, common: Any) -> Any:
-        table = group.map_to_kernel_block_table(common.block_table_tensor)
-        if table is not common.block_table_tensor:
-            common = replace(common, block_table_tensor=table)
-        capture = getattr(builder, "build_for_cudagraph_capture", None) if self._capture else None
-        if capture is not None:
-            return capture(common)
-        extra = (
-            {} if self._capture or self._model is None else self._model.get_extra_attn_kwargs(builder, self._num_reqs)
-        )
-        return builder.build(0, common, **extra)
+def _build(group: Any, builder: Any, common: Any, capture: bool, extra: Mapping[str, Any]) -> Any:
+    table = group.map_to_kernel_block_table(common.block_table_tensor)
+    if table is not common.block_table_tensor:
+        common = replace(common, block_table_tensor=table)
+    build = getattr(builder, "build_for_cudagraph_capture", None) if capture else None
+    return builder.build(0, common, **extra) if build is None else build(common)

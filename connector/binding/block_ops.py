@@ -26,9 +26,10 @@ class KVBlockZeroer:
     """Where every block of the bound caches lies; made once, after the caches are bound.
 
     A block is several segments where an axis lies outside of B (the heads of LHBNC, the layers of layer-outermost
-    layouts) and where it is split into kernel blocks. A segment spans all that lies between its block's first byte
-    and its last: where layers are interleaved inside a head (BHLNC) that is other layers' content too, which is right,
-    for the block is theirs no less.
+    layouts) and where it is split into kernel blocks. A segment spans all that lies between its block's first byte and
+    its last: where layers are interleaved inside a head (BHLNC) that is other layers' content too, which is right, for
+    the block is theirs no less. Raises GeometryError: an unknown layer, or a cache whose blocks are no multiple of
+    ``num_blocks``.
 
     Args:
         device: caches on other devices are left alone.
@@ -37,9 +38,6 @@ class KVBlockZeroer:
         static_forward_context: the layers by name, with ``kv_cache`` bound.
         num_blocks: manager blocks, what ids of ``zero_block_ids`` number.
         runner_only_attn_layers: layers to leave alone; their cache is another layer's, or none.
-
-    Raises:
-        GeometryError: an unknown layer, or a cache whose blocks are no multiple of ``num_blocks``.
     """
 
     def __init__(
@@ -74,11 +72,8 @@ class KVBlockZeroer:
         )
 
     def zero_block_ids(self, block_ids: Sequence[int]) -> None:
-        """Zero these manager blocks, in one kernel launch on the current stream.
-
-        Raises:
-            GeometryError: an id out of range; nothing is zeroed.
-        """
+        """Zero these manager blocks, in one kernel launch on the current stream. Raises GeometryError: an id out of
+        range; nothing is zeroed."""
         ids = np.asarray(block_ids, dtype=np.int64)
         bad = ids[(ids < 0) | (ids >= self._num_blocks)]
         if bad.size:
@@ -125,11 +120,8 @@ def _make_src_and_dst_indices(
     dst_device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Block ids as index tensors on the devices of their caches, int64 ``[len(src_block_ids)]`` and
-    ``[len(dst_block_ids)]``. Both are complete on return.
-
-    Raises:
-        GeometryError: an id is no whole number; torch would round it towards 0.
-    """
+    ``[len(dst_block_ids)]``. Both are complete on return. Raises GeometryError: an id is no whole number; torch would
+    round it towards 0."""
     return _indices(src_block_ids, src_device), _indices(dst_block_ids, dst_device)
 
 
@@ -151,18 +143,13 @@ def copy_kv_blocks(
     """Copy block ``src_block_ids[i]`` of every layer to ``dst_block_ids[i]``. Done on return for ``d2h``; for ``h2d``
     it is ordered on the current stream of the device.
 
-    Strides may differ, shape of a block and dtype may not. No layers or no blocks: nothing to do.
+    Strides may differ, shape of a block and dtype may not. No layers or no blocks: nothing to do. Raises GeometryError:
+    lists of unequal length, an id out of range or named twice as a destination, a layer that is missing or of another
+    form; nothing is copied.
 
-    Args:
-        src_kv_caches: by layer name, ``[B, ...]``.
-        dst_kv_caches: with the same layers; may have more.
-        src_block_ids: as many as ``dst_block_ids``, in the same order.
-        dst_block_ids: each at most once.
-        direction: ``h2d`` from host to device, ``d2h`` from device to host.
-
-    Raises:
-        GeometryError: lists of unequal length, an id out of range or named twice as a destination, a layer that is
-            missing or of another form; nothing is copied.
+    ``src_kv_caches``: by layer name, ``[B, ...]``. ``dst_kv_caches``: with the same layers; may have more.
+    ``src_block_ids``: as many as ``dst_block_ids``, in the same order. ``dst_block_ids``: each at most once.
+    ``direction``: ``h2d`` from host to device, ``d2h`` from device to host.
     """
     if direction not in ("h2d", "d2h"):
         raise GeometryError(f"direction {direction!r} is unknown{did_you_mean(str(direction), ('h2d', 'd2h'))}")

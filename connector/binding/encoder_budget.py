@@ -17,31 +17,28 @@ class MultiModalBudget:
     """The encoder budget of a step, and the items of each modality that fit it.
 
     A modality whose limit is 0 has no items that pass through the encoder. With ``enable_mm_embeds`` its embeddings
-    come ready made: they take room in the cache and have no entry in the mappings below.
+    come ready made: they take room in the cache and have no entry in the mappings below. Raises ConfigError: a number
+    of tokens below 0, or an item that one step cannot take where items may not be cut.
 
-    Attributes:
-        encoder_compute_budget: encoder tokens of a step; 0 where no modality is in use.
-        encoder_cache_size: encoder tokens that the cache holds; 0 where no modality is in use.
-        mm_limits: items of each modality in a prompt, as the processor allows.
-        mm_max_toks_per_item: encoder tokens of an item at most, by modality. Modalities whose placeholders are
-            another modality's have no entry.
-        mm_max_items_per_prompt: by modality: at least 1, where an item has tokens.
-        mm_max_items_per_batch: by modality: the lesser of the encoder budget and the prompts of a step, at least 1,
-            where an item has tokens.
-
-    Args:
-        config: with ``model_config`` (``max_model_len``, ``get_multimodal_config()`` with ``enable_mm_embeds`` or
-            ``None``) and ``scheduler_config`` (``max_num_seqs``, ``max_num_batched_tokens``,
-            ``max_num_encoder_input_tokens``, ``encoder_cache_size``, ``enable_chunked_prefill``,
-            ``disable_chunked_mm_input``), as vLLM's.
-        mm_registry: with ``create_processor(model_config)``. The processor has ``info.supported_mm_limits``,
-            ``info.allowed_mm_limits`` and ``info.get_mm_max_tokens_per_item(seq_len, mm_counts)``; where the last
-            returns ``None``, items of ``get_dummy_mm_inputs(mm_counts, cache=cache)`` are counted.
-        cache: the processor's cache of inputs, or ``None`` for no cache.
-
-    Raises:
-        ConfigError: a number of tokens below 0, or an item that one step cannot take where items may not be cut.
+    ``config``: with ``model_config`` and ``scheduler_config`` as vLLM's. ``mm_registry``: with
+    ``create_processor(model_config)``; where the processor's ``info.get_mm_max_tokens_per_item`` returns ``None``,
+    items of its ``get_dummy_mm_inputs`` are counted. ``cache``: the processor's cache of inputs, or ``None`` for no
+    cache. Raises ConfigError: a number of tokens below 0, or an item that one step cannot take where items may not be
+    cut.
     """
+
+    encoder_compute_budget: int
+    """Encoder tokens of a step; 0 where no modality is in use."""
+    encoder_cache_size: int
+    """Encoder tokens that the cache holds; 0 where no modality is in use."""
+    mm_limits: Mapping[str, int]
+    """Items of each modality in a prompt, as the processor allows."""
+    mm_max_toks_per_item: dict[str, int]
+    """Encoder tokens of an item at most. Modalities whose placeholders are another modality's have no entry."""
+    mm_max_items_per_prompt: dict[str, int]
+    """At least 1, where an item has tokens."""
+    mm_max_items_per_batch: dict[str, int]
+    """The lesser of the encoder budget and the prompts of a step, at least 1, where an item has tokens."""
 
     def __init__(self, config: Any, mm_registry: Any, *, cache: Any = None) -> None:
         self.model_config, self.scheduler_config = config.model_config, config.scheduler_config
@@ -49,14 +46,13 @@ class MultiModalBudget:
         self.max_num_reqs = int(self.scheduler_config.max_num_seqs)
         self.cache = cache
         self.processor = mm_registry.create_processor(self.model_config)
-        self.mm_limits: Mapping[str, int] = self.processor.info.allowed_mm_limits
+        self.mm_limits = self.processor.info.allowed_mm_limits
 
         encoded = [name for name in self.processor.info.supported_mm_limits if self.mm_limits.get(name, 0) > 0]
         tokens = self._max_tokens_per_item(encoded)
         self.encoder_compute_budget, self.encoder_cache_size = _budgets(self.scheduler_config, tokens)
-        self.mm_max_toks_per_item: dict[str, int] = {name: tokens[name] for name in encoded if name in tokens}
-        self.mm_max_items_per_prompt: dict[str, int] = {}
-        self.mm_max_items_per_batch: dict[str, int] = {}
+        self.mm_max_toks_per_item = {name: tokens[name] for name in encoded if name in tokens}
+        self.mm_max_items_per_prompt, self.mm_max_items_per_batch = {}, {}
         for name, each in self.mm_max_toks_per_item.items():
             self.mm_max_items_per_prompt[name], self.mm_max_items_per_batch[name] = self._max_items(name, each)
 
@@ -65,11 +61,8 @@ class MultiModalBudget:
         return min(self.encoder_compute_budget, self.encoder_cache_size)
 
     def get_modality_with_max_tokens(self) -> str:
-        """The modality whose items have the most encoder tokens; of several, the last by name.
-
-        Raises:
-            ConfigError: no modality passes through the encoder.
-        """
+        """The modality whose items have the most encoder tokens; of several, the last by name. Raises ConfigError: no
+        modality passes through the encoder."""
         if not self.mm_max_toks_per_item:
             raise ConfigError("no modality passes through the encoder, expected at least one with a limit above 0")
         return max(self.mm_max_toks_per_item, key=lambda name: (self.mm_max_toks_per_item[name], name))
@@ -77,17 +70,12 @@ class MultiModalBudget:
     def get_dummy_encoder_profile_inputs(
         self, modality: str | None = None, max_items_per_batch: int | None = None
     ) -> list[tuple[str, Any]]:
-        """Items that fill the encoder budget of a step, to measure how much memory the encoder takes.
+        """Items that fill the encoder budget of a step, to measure how much memory the encoder takes. Raises
+        ConfigError: a modality that does not pass through the encoder, or an item that the cache held back.
 
-        Args:
-            modality: ``None`` for the modality with the most tokens per item.
-            max_items_per_batch: ``None`` for the modality's own number.
-
-        Returns:
-            ``(modality, item)``, the same item each time; empty where there is no budget or no modality.
-
-        Raises:
-            ConfigError: a modality that does not pass through the encoder, or an item that the cache held back.
+        ``modality``: ``None`` for the modality with the most tokens per item. ``max_items_per_batch``: ``None`` for the
+        modality's own number. Returns ``(modality, item)``, the same item each time; empty where there is no budget or
+        no modality.
         """
         if self.get_encoder_budget() <= 0 or not self.mm_max_toks_per_item:
             return []

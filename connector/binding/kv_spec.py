@@ -63,24 +63,26 @@ class CacheSpec(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """One attention layer's cache.
-
-    ``block_size`` tokens of a manager block; ``head_size``/``head_size_v`` elements of a key and of a value (MLA has
-    no value: 0); ``page_size_padded`` bytes of a page with padding at its end; ``num_head_slots`` and
-    ``state_content_bytes`` H and C where a backend packs heads in its own way; ``tokens_per_state`` tokens that one
-    stored state stands for, a fraction where a token has several; ``block_stride_alignment`` bytes.
-    """
+    """One attention layer's cache."""
 
     block_size: int
+    """Tokens of a manager block."""
     num_kv_heads: int
     head_size: int
+    """Elements of a key."""
     dtype: torch.dtype
     head_size_v: int | None = None
+    """Elements of a value, by default as of a key; MLA has none: 0."""
     page_size_padded: int | None = None
+    """Bytes of a page with padding at its end."""
     num_head_slots: int | None = None
+    """H, where a backend packs heads in its own way."""
     state_content_bytes: int | None = None
+    """C, likewise."""
     tokens_per_state: int | Fraction = 1
+    """Tokens that one stored state stands for, a fraction where a token has several."""
     block_stride_alignment: int | None = None
+    """Bytes."""
     encoder_only: bool = False
 
     @property
@@ -98,11 +100,8 @@ class AttentionSpec:
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one layer's part of a manager block, padding included.
-
-        Raises:
-            GeometryError: the padded size is less than the content.
-        """
+        """Bytes of one layer's part of a manager block, padding included. Raises GeometryError: the padded size is less
+        than the content."""
         states = self.get_num_kernel_states(self.block_size)
         content = self.num_heads * states * self.state_content_size_bytes
         if self.page_size_padded is None:
@@ -136,8 +135,9 @@ class UniformTypeKVCacheSpecs:
 
 @dataclass
 class KVCacheTensor:
-    """Where layers of one shape lie: the page of ``layers[l]`` for block b starts ``offset + l * layer_stride
-    + b * block_stride`` bytes into the allocation of ``size`` bytes, which all tensors of a config share."""
+    """Where layers of one shape lie: the page of ``layers[l]`` for block b starts
+    ``offset + l * layer_stride + b * block_stride`` bytes into the allocation of ``size`` bytes, which all tensors of a
+    config share."""
 
     size: int
     layers: list[str]
@@ -187,10 +187,7 @@ def layer_spec(group_spec: Any, layer_name: str) -> Any:
 
 def stride_order_of(layout: Any) -> tuple[int, ...]:
     """The stride order of a layout: the enum's member (ours, vLLM's), its name, or a permutation of the five axes.
-
-    Raises:
-        GeometryError: an unknown name, or no permutation.
-    """
+    Raises GeometryError: an unknown name, or no permutation."""
     if isinstance(layout, str):
         known = KVCacheLayout.__members__
         if layout not in known:
@@ -205,11 +202,8 @@ def stride_order_of(layout: Any) -> tuple[int, ...]:
 
 
 def kernel_shape(spec: CacheSpec, num_blocks: int, num_layers: int, kernel_block_size: int | None = None) -> Shape:
-    """``[L, B, H, N, C]`` with C in bytes, B and N of kernel blocks.
-
-    Raises:
-        GeometryError: the kernel block does not divide the manager block.
-    """
+    """``[L, B, H, N, C]`` with C in bytes, B and N of kernel blocks. Raises GeometryError: the kernel block does not
+    divide the manager block."""
     tokens = spec.block_size if kernel_block_size is None else kernel_block_size
     if tokens < 1 or spec.block_size % tokens:
         raise GeometryError(f"kernel blocks of {tokens} tokens do not divide a manager block of {spec.block_size}")
@@ -225,17 +219,12 @@ def layout_strides(
     layer_stride: int | None = None,
     block_stride: int | None = None,
 ) -> Shape:
-    """Byte strides over ``[L, B, H, N, C]``, dense except for the strides that the arguments give.
+    """Byte strides over ``[L, B, H, N, C]``, dense except for the strides that the arguments give. Raises
+    GeometryError: padding in a layout whose pages are not whole.
 
-    Args:
-        shape: with C in bytes.
-        stride_order: the axes, outermost first.
-        page_bytes: size of a page with its padding; axes outside of a page must be L, B, or of size one.
-        layer_stride: stride of L, where placement decides it.
-        block_stride: stride of B, likewise.
-
-    Raises:
-        GeometryError: padding in a layout whose pages are not whole.
+    ``shape``: with C in bytes. ``stride_order``: the axes, outermost first. ``page_bytes``: size of a page with its
+    padding; axes outside of a page must be L, B, or of size one. ``layer_stride``: stride of L, where placement decides
+    it. ``block_stride``: stride of B, likewise.
     """
     order = tuple(stride_order)
     page_end = max(order.index(L), order.index(B)) + 1
@@ -261,10 +250,8 @@ def get_kv_cache_config_from_groups(
 ) -> KVCacheConfig:
     """Place the layers of every group in one allocation; each group starts at byte 0.
 
-    With B outermost a block holds the pages of all layers of a group side by side; else each layer has a region.
-
-    Raises:
-        GeometryError: pages of several sizes in a layout that cannot express them, or no blocks.
+    With B outermost a block holds the pages of all layers of a group side by side; else each layer has a region. Raises
+    GeometryError: pages of several sizes in a layout that cannot express them, or no blocks.
     """
     groups, order = list(kv_cache_groups), stride_order_of(layout)
     if num_blocks < 1:

@@ -11,8 +11,7 @@ from kvferry.connector.decode_side.handover import Reason
 from kvferry.connector.decode_side.link import Link
 from kvferry.connector.decode_side.load_attempts import LoadAttempts, LoadAttemptsEffect, LoadAttemptsEvent
 from kvferry.connector.decode_side.source_read import ReadEffect, ReadEvent, ReadState
-from kvferry.connector.geometry.read_plan import PlannedSpan
-from kvferry.connector.geometry.read_windows import in_windows, part_bytes
+from kvferry.connector.geometry.read_plan import PlannedSpan, in_windows, part_bytes
 from kvferry.connector.pages.caches import Ids, PageBox
 from kvferry.connector.pages.checksums import PlacedMessage
 from kvferry.connector.wire.messages import MIN_CHUNK_BYTES

@@ -21,17 +21,10 @@ LayerIndex = dict[tuple[str, str], tuple[int, int]]
 def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True, convert: bool = False) -> None:
     """Whether KV can pass between two ranks at all; layouts, block sizes and parallel sizes may differ.
 
-    The order inside packed tiles, and with it their size, must agree (``RegionGeometry.packing``).
+    The order inside packed tiles, and with it their size, must agree (``RegionGeometry.packing``). Raises
+    IncompatiblePeerError: names the field and both values; GeometryError: a geometry contradicts itself.
 
-    Args:
-        local: ours.
-        remote: the peer's.
-        consumer: whether we are D; P calls it with ``False``.
-        convert: whether D converts elements.
-
-    Raises:
-        IncompatiblePeerError: names the field and both values.
-        GeometryError: a geometry contradicts itself.
+    ``local``: ours. ``consumer``: whether we are D. ``convert``: whether D converts elements.
     """
     for geometry in (local, remote):
         check_geometry(geometry)
@@ -59,13 +52,9 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
 
 
 def check_geometry(geometry: RankGeometry) -> None:
-    """Check that a rank can have this geometry.
-
-    Raises:
-        GeometryError: more than ``MAX_LAYERS`` layers or ``MAX_REGION_LAYERS`` of one region, ranks outside sizes,
-            heads other than the rank's interval, a token shard of another rank, a layer listed twice, or scales that
-            are none.
-    """
+    """Check that a rank can have this geometry. Raises GeometryError: more than ``MAX_LAYERS`` layers or
+    ``MAX_REGION_LAYERS`` of one region, ranks outside sizes, heads other than the rank's interval, a token shard of
+    another rank, a layer listed twice, or scales that are none."""
     layers = sum(len(region.layers) for region in geometry.regions)
     if layers > MAX_LAYERS:
         raise GeometryError(f"{layers} layers in {len(geometry.regions)} regions, limit {MAX_LAYERS}")
@@ -121,23 +110,13 @@ def _check_shard(region: RegionGeometry, geometry: RankGeometry) -> None:
 
 
 def layer_index(geometry: RankGeometry) -> LayerIndex:
-    """Where each layer is.
-
-    Raises:
-        GeometryError: a layer listed twice.
-    """
-    index = {
-        (region.part, layer): (g, i)
-        for g, region in enumerate(geometry.regions)
-        for i, layer in enumerate(region.layers)
-    }
-    if len(index) != sum(len(region.layers) for region in geometry.regions):
-        seen: set[tuple[str, str]] = set()
-        for region in geometry.regions:
-            for layer in region.layers:
-                if (region.part, layer) in seen:
-                    raise GeometryError(f"layer {layer!r} is listed twice")
-                seen.add((region.part, layer))
+    """Where each layer is. Raises GeometryError: a layer listed twice."""
+    index: LayerIndex = {}
+    for g, region in enumerate(geometry.regions):
+        for i, layer in enumerate(region.layers):
+            if (region.part, layer) in index:
+                raise GeometryError(f"layer {layer!r} is listed twice")
+            index[region.part, layer] = g, i
     return index
 
 

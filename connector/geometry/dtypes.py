@@ -2,20 +2,22 @@
 
 An element that is stored as x means x times the scale of K or V of its layer; only fp8 has scales other than 1. If
 dtype and scales agree, bytes are copied. If they differ, a D with ``convert_dtype`` on converts the arriving elements
-(``kernels.convert``). ``python -m kvferry.connector.geometry.dtypes`` prints the table of docs/compatibility.md.
+(``kernels.convert``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
+from kvferry.connector.geometry.engine_types import CacheDtype
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.kernels.convert import Conversion
-from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+from kvferry.kernels.convert import FORMATS, Conversion
+from kvferry.transport.errors import ConfigError, GeometryError, IncompatiblePeerError
 
 ALIASES = {
     "float": "float32",
@@ -26,41 +28,8 @@ ALIASES = {
     "fp8_e5m2": "float8_e5m2",
 }
 """vLLM's names of a ``--kv-cache-dtype``, and torch's name where it differs."""
-
-
-class Precision(NamedTuple):
-    """Precision of a floating-point dtype. ``mantissa``: explicit bits; ``smallest``: the smallest positive number."""
-
-    itemsize: int
-    mantissa: int
-    largest: float
-    smallest_normal: float
-    smallest: float
-
-    @property
-    def relative_error(self) -> float:
-        """Bound on the relative error of rounding a number between the smallest normal and the largest one."""
-        return 2.0 ** -(self.mantissa + 1)
-
-    @property
-    def absolute_error(self) -> float:
-        """Bound on the error of rounding a number below the smallest normal one."""
-        return self.smallest / 2
-
-
-def _precision(itemsize: int, mantissa: int, largest: float, exponent: int) -> Precision:
-    return Precision(itemsize, mantissa, largest, 2.0**exponent, 2.0 ** (exponent - mantissa))
-
-
-CONVERTIBLE = {
-    "float32": _precision(4, 23, (2 - 2.0**-23) * 2.0**127, -126),
-    "bfloat16": _precision(2, 7, (2 - 2.0**-7) * 2.0**127, -126),
-    "float16": _precision(2, 10, 65504.0, -14),
-    "float8_e4m3fn": _precision(1, 3, 448.0, -6),
-    "float8_e5m2": _precision(1, 2, 57344.0, -14),
-}
-"""Dtypes that can be converted, as ``torch.finfo`` describes them."""
-
+CONVERTIBLE = FORMATS
+"""Dtypes that can be converted."""
 SCALED = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -76,11 +45,8 @@ def scales(region: RegionGeometry, place: int) -> tuple[float, float]:
 
 
 def check_elements(region: RegionGeometry) -> None:
-    """Check the dtype and the scales that a peer sent.
-
-    Raises:
-        GeometryError: invalid scales, or not one pair of scales for each layer; names the layer.
-    """
+    """Check the dtype and the scales that a peer sent. Raises GeometryError: invalid scales, or not one pair of scales
+    for each layer; names the layer."""
     name = region.layers[0]
     if len(region.scales) not in (0, len(region.layers)):
         raise GeometryError(f"layer {name!r}: {len(region.scales)} pairs of scales for {len(region.layers)} layers")
@@ -95,15 +61,11 @@ def check_elements(region: RegionGeometry) -> None:
 def check_same_elements(
     name: str, ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]], *, convert: bool
 ) -> None:
-    """Check that the elements of two regions mean the same, or can be converted.
+    """Check that the elements of two regions mean the same, or can be converted. Raises IncompatiblePeerError: names
+    the field and both values.
 
-    Args:
-        name: the name of the regions in an error message.
-        places: the index of each common layer, in ours and in theirs.
-        convert: whether D converts.
-
-    Raises:
-        IncompatiblePeerError: names the field and both values.
+    ``name``: of the regions, for the error. ``places``: the index of each common layer, in ours and in theirs.
+    ``convert``: whether D converts.
     """
     if ours.dtype == theirs.dtype:
         if ours.content_bytes != theirs.content_bytes:
@@ -167,10 +129,12 @@ def common_layers(ours: RegionGeometry, theirs: RegionGeometry) -> list[tuple[in
 
 @dataclass(frozen=True, slots=True)
 class WireElements:
-    """Elements on the wire. ``region`` is P's region, ``layer`` the index of the first layer in it."""
+    """Elements on the wire."""
 
     region: RegionGeometry
+    """P's."""
     layer: int
+    """The index of the first layer in it."""
 
     def conversion(self, ours: RegionGeometry, layer: int, num_layers: int) -> Conversion:
         """The conversion to ``num_layers`` layers of ``ours``, from index ``layer`` on."""
@@ -184,6 +148,48 @@ class WireElements:
         return Conversion(self.region.dtype, ours.dtype, content, ours.keys or 0, of, to)
 
 
+def layer_cache_dtype(
+    spec: Any, names: Sequence[str], layers: Mapping[str, Any], cache_dtype: str, *, fnuz: bool = False
+) -> CacheDtype | None:
+    """The cache dtype of the layers of one of vLLM's specs; ``None`` for states: their elements differ in kind.
+
+    The dtype is read from the layers: the configuration's quantisation may exclude some layers, and checkpoints contain
+    scales of their own. The scales exist once the model is loaded. The dtype of the tensors is no source, because vLLM
+    allocates fp8 caches as bytes. Raises ConfigError: K or V of a layer has more than one scale.
+
+    ``names``: the names of the layers. ``layers``: vLLM's attention layers, by name; a missing layer counts as a layer
+    with ``cache_dtype`` and no scales. ``cache_dtype``: ``--kv-cache-dtype``. ``fnuz``: whether e4m3 is the fnuz
+    variant of AMD's MI300.
+    """
+    if not hasattr(spec, "head_size"):
+        return None
+    names_of = {str(getattr(layers.get(name), "kv_cache_dtype", cache_dtype)) for name in names} or {cache_dtype}
+    dtypes = sorted({canonical(str(spec.dtype) if name == "auto" else name) for name in names_of})
+    if len(dtypes) > 1:
+        raise ConfigError(f"layers {names[0]!r} and others of its group have KV caches of dtypes {', '.join(dtypes)}")
+    dtype = dtypes[0]
+    packed = getattr(spec, "state_content_bytes", None) or getattr(spec, "num_head_slots", None)
+    keys = None if packed else int(spec.head_size)
+    if dtype not in SCALED:
+        return CacheDtype(dtype, keys)
+    alone = not getattr(spec, "head_size_v", 1)
+    of_layers = {name: _layer_scales(name, layers.get(name), alone) for name in names}
+    return CacheDtype("float8_e4m3fnuz" if fnuz and dtype == "float8_e4m3fn" else dtype, keys, of_layers)
+
+
+def _layer_scales(name: str, layer: Any, alone: bool) -> tuple[float, float]:
+    """The scales of K and V. ``alone``: MLA, which stores one vector and writes it with the scale of K."""
+    for half in ("_k_scale", "_v_scale"):
+        tensor = getattr(layer, half, None)
+        if tensor is not None and tensor.numel() > 1:
+            raise ConfigError(
+                f"layer {name!r}: an fp8 KV cache with {tensor.numel()} scales, one per head, is not carried; "
+                "use a checkpoint with one scale per layer"
+            )
+    k, v = (float(getattr(layer, half, 1.0)) for half in ("_k_scale_float", "_v_scale_float"))
+    return (k, k) if alone else (k, v)
+
+
 def error_table() -> str:
     """Error bounds of one conversion as a Markdown table, for docs/compatibility.md."""
     rows = ["| converted to | relative error | if smaller than | absolute error | largest number |"]
@@ -191,9 +197,5 @@ def error_table() -> str:
     for name, to in CONVERTIBLE.items():
         relative, absolute = f"2^-{to.mantissa + 1}", f"2^{math.frexp(to.absolute_error)[1] - 1}"
         below = f"2^{math.frexp(to.smallest_normal)[1] - 1}"
-        rows.append(f"| `{name}` | {relative} | {below} | {absolute} | ±{to.largest:g} |")
+        rows.append(f"| `{name}` | {relative} | {below} | {absolute} | ±{to.maximum:g} |")
     return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    print(error_table())

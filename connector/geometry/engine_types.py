@@ -13,19 +13,18 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """One of the block tables that the engine keeps for a request.
-
-    ``window`` counts the tokens of a sliding window or of a local chunk. Outside the window the engine frees blocks and
-    puts the null block, number 0, in their place. ``extra`` counts the tokens that it keeps beyond a sliding window. In
-    a table of kind ``state``, block n holds the state after the last computed token of the n-th ``block_size`` tokens.
-    ``sharding``: how ranks shard its tokens; ``block_size`` counts the tokens of a block on all ranks together.
-    """
+    """One of the block tables that the engine keeps for a request."""
 
     kind: CacheKind
+    """In a ``state`` table, block n holds the state after the last computed token of the n-th ``block_size`` tokens."""
     block_size: int
+    """Tokens of a block, on all ranks together."""
     window: int = 0
+    """Tokens of a sliding window or local chunk. Outside of it the engine has block 0, the null block, in the table."""
     extra: int = 0
+    """Tokens that it keeps beyond a sliding window."""
     sharding: TokenSharding = UNSHARDED[0]
+    """How ranks shard its tokens."""
 
     @property
     def whole(self) -> bool:
@@ -44,22 +43,21 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
-    """The tokens of one request that the engine computes in one step: ``count`` of them, the first is number ``start``.
-
-    ``block_ids``: per block table, the blocks that the request got since its last step; where ``all_blocks``, all that
-    it has, as in its first step, and in the first one after the engine has preempted it.
-    """
+    """The tokens of one request that the engine computes in one step."""
 
     request_id: str
     start: int
+    """The number of the first one."""
     count: int
     block_ids: Sequence[Sequence[int]]
+    """Per block table, the blocks that the request got since its last step."""
     all_blocks: bool = False
+    """They are all that it has, as in its first step, and in the first one after the engine has preempted it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDtype:
-    """The meaning of a layer group's cache elements; see ``RegionGeometry``. ``scales``: of K and V, by layer."""
+    """The meaning of a layer group's cache elements; see ``RegionGeometry``. Scales of K and V by layer."""
 
     dtype: str
     keys: int | None = None
@@ -68,23 +66,22 @@ class CacheDtype:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind and head count under one block table, number ``table``; see ``RegionGeometry``.
-
-    ``block_size`` counts the tokens of a block on one rank: only tokens that ``sharding`` gives the rank. Without
-    ``cache_dtype`` the tensors define the dtype. ``sections``: the sections of each page of a state. Each section has a
-    head count of its own, which replaces ``total_heads``.
-    """
+    """Layers of one kind and head count under one block table; see ``RegionGeometry``."""
 
     kind: CacheKind
     layers: tuple[str, ...]
     block_size: int
+    """Tokens of a block on one rank: only those that ``sharding`` gives the rank."""
     total_heads: int
     window: int = 0
     packing: str = ""
     table: int = 0
+    """The number of the block table."""
     sharding: TokenSharding = UNSHARDED[0]
     cache_dtype: CacheDtype | None = None
+    """Without it the tensors define the dtype."""
     sections: tuple[Section, ...] = ()
+    """Of each page of a state. Each has a head count of its own, which replaces ``total_heads``."""
 
     @property
     def head_counts(self) -> frozenset[int]:
@@ -112,14 +109,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """The data of an engine's request that the scheduler half reads.
-
-    ``extra``: the inputs of its KV beside its tokens. ``adapter``: a digest of its LoRA adapter; empty where there is
-    none, or it is unknown. ``rejected``: the engine refused the request before admission; it comes here only to be
-    aborted, with a placeholder as its prompt. ``whole_prompt``: D computes all of its prompt, for its
-    log-probabilities, so nothing of it is loaded. ``traceparent``: the span that its spans belong to; empty where it is
-    not traced.
-    """
+    """The data of an engine's request that the scheduler half reads."""
 
     request_id: str
     params: Mapping[str, Any] | None
@@ -127,7 +117,12 @@ class RequestView:
     num_prompt_tokens: int
     num_computed_tokens: int
     extra: tuple[str, ...] = ()
+    """The inputs of its KV beside its tokens."""
     adapter: str = ""
+    """A digest of its LoRA adapter; empty where there is none, or it is unknown."""
     rejected: bool = False
+    """The engine refused it before admission; it comes here only to be aborted, with a placeholder as its prompt."""
     whole_prompt: bool = False
+    """D computes all of its prompt, for its log-probabilities, so nothing of it is loaded."""
     traceparent: str = ""
+    """The span that its spans belong to; empty where it is not traced."""

@@ -1,13 +1,10 @@
 """The facts of a model, by name, that must agree on P and D: only then do their KV caches mean the same. Pure.
 
-The facts are read from configurations in Hugging Face's form. Releases write the same model in different ways; this
-module writes it in one way. It takes the facts that K and V depend on: the computation of the layers, rotary positions,
-quantised weights. It leaves out the release, the attention backend, parallel sizes, paths, the longest prompt, the
-dtype of the computation, and everything after the last layer. The geometry has the dtype and scales of the cache,
-heads and windows (``compatibility.compatible``).
-
-Weights are left out too: a fine-tune has its base model's configuration. ``model_tag`` in the settings distinguishes
-the two.
+Releases write the same model in different ways; this module writes it in one way, from configurations in Hugging Face's
+form. It takes what K and V depend on: the computation of the layers, rotary positions, quantised weights. It leaves out
+the release, the attention backend, parallel sizes, paths, the longest prompt, the dtype of the computation, and all
+after the last layer. The geometry has the dtype and scales of the cache, heads and windows. Weights are left out too: a
+fine-tune has its base model's configuration, and ``model_tag`` in the settings distinguishes the two.
 """
 
 from __future__ import annotations
@@ -58,12 +55,9 @@ def model_identity(
 ) -> dict[str, str]:
     """The facts of a model; facts that are not set are left out.
 
-    Args:
-        hf_config: the model's configuration.
-        text_config: the configuration of its language model; often the same object.
-        quantization: the engine's name for the quantisation of the weights.
-        max_model_len: tokens of the longest sequence that the engine admits; only longrope depends on it.
-        tag: ``model_tag`` of the settings.
+    ``hf_config``: the model's configuration. ``text_config``: the configuration of its language model; often the same
+    object. ``quantization``: the engine's name for the quantisation of the weights. ``max_model_len``: tokens of the
+    longest sequence that the engine admits; only longrope depends on it. ``tag``: ``model_tag`` of the settings.
     """
     facts: dict[str, Any] = {
         "architectures": ",".join(getattr(hf_config, "architectures", None) or ()),

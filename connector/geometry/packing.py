@@ -1,14 +1,13 @@
 """Caches whose backend has its own order of the tokens in a block, divided into parts that can be moved. Pure.
 
 vLLM's attention on the CPU stores the KV of one (kernel block, head) as its kernels read it, by instruction set and
-dtype: all keys, then all values, keys transposed or both in pairs. Such a block seems indivisible. But a *tile* is a
-run of a few tokens. If all tiles have the same form in memory, a tile can move to a block of another size. Keys and
-values are then each a strided view like any cache: part ``k`` and part ``v``. The whole cache stays available too:
-between blocks of one size its bytes are contiguous, while the bytes of a part may lie in thousands of short rows.
+dtype: all keys, then all values, keys transposed or both in pairs. But a *tile* is a run of a few tokens. If all tiles
+have the same form in memory, a tile can move to a block of another size. Keys and values are then each a strided view
+like any cache: part ``k`` and part ``v``. The whole cache stays available too: between blocks of one size its bytes are
+contiguous, while the bytes of a part may lie in thousands of short rows.
 
-This module does not depend on an instruction set. It derives the order from the position at which the backend's own
-writer puts each element (``places``). Two ranks can exchange tiles of the same order, even if different code wrote
-them.
+The order is derived from the position at which the backend's own writer puts each element (``places``). Two ranks can
+exchange tiles of the same order, even if different code wrote them.
 
 Legend: N tokens in a kernel block, D channels of a key or value; elements, not bytes, unless a name says so.
 """
@@ -45,12 +44,9 @@ def split_packed(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart
     A part whose tokens have bytes of their own, with channels in order, is not packed: ``packing`` is empty, though a
     token's bytes may lie in rows. The largest tile of a part is the whole block.
 
-    Args:
-        view: the cache, keys and values together.
-        places: [2, N, D], where channel d of the key (0) or value (1) of token t lies in its (block, head).
-
-    Returns:
-        the whole, ``k`` and ``v``; empty if the order cannot be divided in this way.
+    ``view``: the cache, keys and values together. ``places``: [2, N, D], where channel d of the key (0) or value (1) of
+    token t lies in its (block, head). Returns the whole, ``k`` and ``v``; empty if the order cannot be divided in this
+    way.
     """
     kinds, tokens, channels = places.shape
     half = tokens * channels
@@ -154,9 +150,7 @@ def alternatives(geometry: RankGeometry) -> dict[int, list[int]]:
 def excluded_regions(needs: RankGeometry, has: RankGeometry) -> set[int]:
     """D's regions that are not read from a P rank: the parts if P's blocks can be read whole, else the whole cache.
 
-    Args:
-        needs: D's rank.
-        has: P's rank.
+    ``needs``: D's rank. ``has``: P's rank.
     """
     over: set[int] = set()
     for whole, parts in alternatives(needs).items():
@@ -186,13 +180,9 @@ def element_order(
     It writes a block in which every element carries its number, one base-8 digit at a time, because these digits
     are exact in every dtype.
 
-    Args:
-        given: the dtype of keys and values.
-        stored: the dtype of the cache as a tensor; vLLM keeps fp8 as bytes.
-        held: the dtype of the elements of the cache.
-
-    Returns:
-        [2, N, D] for keys and values; None where the writer takes other arguments.
+    ``given``: the dtype of keys and values. ``stored``: the dtype of the cache as a tensor; vLLM keeps fp8 as bytes.
+    ``held``: the dtype of the elements of the cache. Returns [2, N, D] for keys and values; None where the writer takes
+    other arguments.
     """
     numbers = torch.arange(2 * tokens * channels).view(2, tokens, 1, channels)
     found = torch.zeros(2 * tokens * channels, dtype=torch.int64)

@@ -31,62 +31,54 @@ CacheKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
 
 
 class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One region of a rank's caches: layers with the same form in memory, under one block table.
-
-    ``layers`` are the engine's layer names in order; ``part`` names the part of each layer's cache, empty for the whole
-    cache. ``head_start``/``num_heads`` are the interval of the ``total_heads`` global KV heads that the rank holds; MLA
-    has one head in all. ``block_size`` counts the tokens of a manager block (block ids are manager block ids);
-    ``content_bytes`` is C; ``window`` counts the tokens of a sliding window or of a local chunk, 0 for none.
-    A region of kind ``state`` holds one state per block; the rows of the state take the place of tokens.
-
-    ``shard`` defines which tokens of a prompt the rank holds: all tokens, except under context parallelism. There,
-    ``block_size`` and all sizes in memory count only the rank's own tokens.
-
-    ``packing`` names the backend's own order of the tokens of one (kernel block, head), as in vLLM's CPU attention, or
-    the order in the sections of a state. It is empty where tokens lie one after the other. Packed tokens have no bytes
-    of their own: only whole tiles of ``tile_tokens`` tokens can move, between ranks with the same packing.
-
-    ``rows``: the number of pieces of a token's content in memory (``CacheView.rows``); they stay apart on the wire.
-
-    ``dtype`` is the type of the elements, by torch's name if it has one. The first ``keys`` elements of each
-    (head, token) are K, the others V; ``None`` if ``keys`` is not known. ``scales`` has one pair, of K and V, for each
-    layer; it is empty if all scales are 1.
-    """
+    """One region of a rank's caches: layers with the same form in memory, under one block table."""
 
     kind: CacheKind
+    """A ``state`` region holds one state per block; the rows of the state take the place of tokens."""
     layers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_REGION_LAYERS)]
+    """The engine's layer names in order."""
     part: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)] = ""
+    """Of each layer's cache, empty for the whole cache."""
     block_size: Size
+    """Tokens of a manager block; under context parallelism the rank's own tokens, as all sizes in memory."""
     head_start: Count
     num_heads: Size
+    """From ``head_start`` on, of the ``total_heads`` global KV heads; MLA has one head in all."""
     total_heads: Size
     content_bytes: Size
+    """C."""
     dtype: Name
+    """Of the elements, by torch's name if it has one."""
     keys: Count | None = None
+    """The first elements of each (head, token) that are K, the others are V; ``None`` if that is not known."""
     scales: Annotated[tuple[tuple[float, float], ...], Meta(max_length=MAX_REGION_LAYERS)] = ()
+    """Of K and V, for each layer; empty if all scales are 1."""
     window: Count = 0
+    """Tokens of a sliding window or of a local chunk, 0 for none."""
     packing: PackingName = ""
+    """The backend's own order of the tokens of one (kernel block, head), or the order in the sections of a state."""
     tile_tokens: Size = 1
+    """Packed tokens have no bytes of their own: only whole tiles move, between ranks with the same packing."""
     shard: TokenShard = ALL_TOKENS
+    """Which tokens of a prompt the rank holds."""
     rows: Size = 1
+    """Pieces of a token's content in memory (``CacheView.rows``); they stay apart on the wire."""
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank's place in its engine, and its regions; a pipeline stage may hold none.
-
-    ``head_counts`` are the ``total_heads`` of all regions of the engine, ascending, other stages included: every rank
-    of an engine must compute the same ranks that read and release. ``shardings``, the engine's token shardings, are
-    complete for the same reason. Decoding bounds each number. ``compatibility.check_geometry`` checks whether the
-    numbers fit together; the peer receives its error.
-    """
+    """One rank's place in its engine, and its regions. ``head_counts`` and ``shardings`` are those of all stages: every
+    rank of an engine must compute the same ranks that read and release. Decoding bounds each number;
+    ``compatibility.check_geometry`` checks whether the numbers fit together."""
 
     tp_rank: Count
     tp_size: Size
     pp_rank: Count
     pp_size: Size
     head_counts: Annotated[tuple[Size, ...], Meta(min_length=1, max_length=64)]
+    """The ``total_heads`` of all regions, ascending."""
     shardings: Annotated[tuple[TokenSharding, ...], Meta(min_length=1, max_length=4)] = UNSHARDED
     regions: Annotated[tuple[RegionGeometry, ...], Meta(max_length=MAX_REGIONS)]
+    """A pipeline stage may hold none."""
 
 
 Address = Annotated[int, Meta(ge=0, lt=1 << 62)]

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvferry.connector.geometry.compatibility import LayerIndex, layer_index, refuse_missing
 from kvferry.connector.geometry.packing import alternatives, excluded_regions
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.connector.geometry.spans import MAX_SPANS, Span, whole_tiles
+from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, Span, whole_tiles
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS, TokenShard, TokenSharding, num_common_tokens
 from kvferry.connector.geometry.topology import HeadRead, TpKVTopology
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+
+MAX_WINDOWS = 64
+"""Bound on the windows of a read: P's first step may have been short, and each message takes 0.2 ms of both sides."""
+STREAM_PARTS = 8
+"""Messages of one window at least, where they can be small enough: the layers that P has computed leave while it
+computes the others (``prefill_events.LAYER_GROUPS``)."""
 
 
 class PlannedSpan(NamedTuple):
@@ -39,21 +47,14 @@ class PlannedSpan(NamedTuple):
 
 def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
     """The spans that D's rank reads from one P rank. In each region these are the heads that ``TpKVTopology.sources``
-    assigns to this P rank. A packed cache is read whole or in parts, never both (``packing.excluded_regions``).
+    assigns to this P rank. A packed cache is read whole or in parts, never both (``packing.excluded_regions``). Raises
+    IncompatiblePeerError: P's rank does not hold the heads; GeometryError: P lists a layer twice, or the plan has more
+    than ``MAX_SPANS`` spans.
 
-    Args:
-        local: D's rank.
-        remote: P's rank.
-        tokens: for each local region, the tokens to read as (start, stop), stop excluded. In a packed region the plan
-            widens them to whole tiles.
-
-    Returns:
-        Spans that do not overlap. The plan leaves out layers that this P rank does not hold. ``check_complete`` takes
-        the plans of all P ranks in ``TpKVTopology.source_ranks``, of all stages, and finds missing layers and heads.
-
-    Raises:
-        IncompatiblePeerError: P's rank does not hold the heads.
-        GeometryError: P lists a layer twice, or the plan has more than ``MAX_SPANS`` spans.
+    ``local``: D's rank. ``remote``: P's rank. ``tokens``: for each local region, the tokens to read as (start, stop),
+    stop excluded. In a packed region the plan widens them to whole tiles. Returns spans that do not overlap. The plan
+    leaves out layers that this P rank does not hold. ``check_complete`` takes the plans of all P ranks in
+    ``TpKVTopology.source_ranks``, of all stages, and finds missing layers and heads.
     """
     assert len(tokens) == len(local.regions)
     planned: list[PlannedSpan] = []
@@ -74,16 +75,12 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
 
 
 def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: Sequence[tuple[int, int]]) -> None:
-    """Check that the plans of all P ranks together contain every layer and head that D needs exactly once.
+    """Check that the plans of all P ranks together contain every layer and head that D needs exactly once. Raises
+    IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds, or whose
+    tokens some shards lack.
 
-    Args:
-        local: D's rank.
-        planned: the spans of the plans of all P ranks.
-        tokens: as for ``plan_reads``. A region without tokens to read needs nothing.
-
-    Raises:
-        IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds, or whose
-            tokens some shards lack.
+    ``local``: D's rank. ``planned``: the spans of the plans of all P ranks. ``tokens``: as for ``plan_reads``. A region
+    without tokens to read needs nothing.
     """
     boxes: list[_Box] = []
     shared: dict[int, list[PlannedSpan]] = {}
@@ -135,10 +132,7 @@ def _counts(
 
 def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wanted: Iterable[bool]) -> None:
     """Check that each (layer, head) of the wanted regions is in the plans once: ``counts`` are arrays ``[L, H]``.
-
-    Raises:
-        IncompatiblePeerError: as for ``check_complete``.
-    """
+    Raises IncompatiblePeerError: as for ``check_complete``."""
     for region, count, needed in zip(local.regions, counts, wanted, strict=True):
         if not needed or bool((count == 1).all()):
             continue
@@ -153,10 +147,8 @@ def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wa
 def _times(region: RegionGeometry, items: Sequence[PlannedSpan], tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
     """How often the plans contain each (layer, head) of a region whose tokens P's ranks shard: an array ``[L, H]``.
 
-    A (layer, head) counts once if all shards that have tokens of D's rank bring it once.
-
-    Raises:
-        IncompatiblePeerError: one shard brings a (layer, head) more often than another shard.
+    A (layer, head) counts once if all shards that have tokens of D's rank bring it once. Raises IncompatiblePeerError:
+    one shard brings a (layer, head) more often than another shard.
     """
     shardings = {item.shard.sharding for item in items}
     found = np.zeros((len(region.layers), region.num_heads), dtype=np.int64)
@@ -194,11 +186,8 @@ class _Route(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
-    """The part of a plan that is the same for all prompts. It takes more time than the rest, so it is cached.
-
-    Raises:
-        GeometryError: P lists a layer twice.
-    """
+    """The part of a plan that is the same for all prompts. It takes more time than the rest, so it is cached. Raises
+    GeometryError: P lists a layer twice."""
     held, over, topology = layer_index(remote), excluded_regions(local, remote), TpKVTopology.between(local, remote)
     from_it: dict[tuple[int, TokenSharding, TokenSharding], HeadRead | None] = {}
     routes: list[_Route] = []
@@ -232,11 +221,8 @@ def _runs(ours: RegionGeometry, held: LayerIndex) -> list[tuple[int, int, int, i
 
 
 def _head_box(ours: RegionGeometry, theirs: RegionGeometry, heads: HeadRead) -> tuple[int, int]:
-    """The number of the first of ``heads`` in D's region, and in P's region.
-
-    Raises:
-        IncompatiblePeerError: P's region does not hold all of these heads.
-    """
+    """The number of the first of ``heads`` in D's region, and in P's region. Raises IncompatiblePeerError: P's region
+    does not hold all of these heads."""
     low, high = heads.first_head, heads.first_head + heads.num_heads
     if low < theirs.head_start or high > theirs.head_start + theirs.num_heads:
         raise IncompatiblePeerError(
@@ -245,3 +231,57 @@ def _head_box(ours: RegionGeometry, theirs: RegionGeometry, heads: HeadRead) -> 
             f"{theirs.head_start}..{theirs.head_start + theirs.num_heads}",
         )
     return low - ours.head_start, low - theirs.head_start
+
+
+# --- reads whose prompt P still computes: what P computes first is read first ---------------------------------------
+
+
+def in_windows(
+    planned: Sequence[PlannedSpan], remote: RankGeometry, found: int, step_tokens: int
+) -> tuple[PlannedSpan, ...]:
+    """A plan (``plan_reads``) with the same layers, heads and tokens, in the order in which P computes the tokens.
+
+    The spans are cut at the tokens ``found``, ``found + step_tokens``, ``found + 2 * step_tokens``, and so on. The
+    parts of the first window come first. A region that is packed in tiles is cut between tiles. Where there would be
+    more than ``MAX_WINDOWS`` windows, ``MAX_SPANS`` spans or ``MAX_RANGES`` ranges of tokens, windows are longer.
+
+    ``planned``: the plan of one P rank, at most ``MAX_SPANS`` spans. ``remote``: P's rank. ``found``: tokens that P had
+    before it began to compute. ``step_tokens``: tokens that P computes in one step, more than 0.
+    """
+    if not planned:
+        return ()
+    first = min(item.span.token for item in planned)
+    stop = max(item.span.token + item.span.num_tokens for item in planned)
+    ranges = {(item.span.token, item.span.num_tokens) for item in planned}
+    most = min(MAX_WINDOWS, MAX_SPANS // len(planned), MAX_RANGES // len(ranges)) - 1  # beside the tokens found
+    if most < 1:
+        return tuple(planned)
+    steps = -(-max(0, stop - max(first, found)) // step_tokens)
+    width = step_tokens * max(1, -(-steps // most))
+    bounds = [first, *(bound for bound in range(found, stop, width) if bound > first), stop]
+    ordered: list[PlannedSpan] = []
+    for start, end in pairwise(bounds):
+        ordered += (part for item in planned if (part := _within(item, remote, start, end, last=end == stop)))
+    return tuple(ordered)
+
+
+def part_bytes(planned: Sequence[PlannedSpan], remote: RankGeometry) -> int:
+    """Bytes of a message that holds one of ``STREAM_PARTS`` parts of the layers of a span, for the largest span."""
+    return max(
+        -(-item.span.num_layers // STREAM_PARTS)
+        * item.span.num_heads
+        * item.span.num_tokens
+        * remote.regions[item.span.region].content_bytes
+        for item in planned
+    )
+
+
+def _within(item: PlannedSpan, remote: RankGeometry, start: int, end: int, *, last: bool) -> PlannedSpan | None:
+    """The part of a span in tokens ``[start, end)``, or ``None``."""
+    span, tile = item.span, remote.regions[item.span.region].tile_tokens
+    low = max(span.token, start // tile * tile)
+    high = min(span.token + span.num_tokens, end if last else end // tile * tile)
+    if low >= high or not num_common_tokens(item.shard, span.shard, low, high):
+        return None
+    whole = low == span.token and high == span.token + span.num_tokens
+    return item if whole else item._replace(span=replace(span, token=low, num_tokens=high - low))

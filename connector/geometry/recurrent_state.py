@@ -1,14 +1,12 @@
 """The state of a recurrent layer as sections, each of which is sharded over tensor-parallel ranks by itself. Pure.
 
 A rank keeps one page per state. The page holds two dense arrays, back to back: the last inputs of the convolution, then
-the recurrent state. Some families have only one of the two arrays. The convolution runs over several projections side
-by side, and every rank holds its shard of each projection: ``[its x | its B | its C]``. So ranks of engines with
-different tensor-parallel sizes cannot exchange whole pages, but they can exchange sections: a section has heads like
-any other cache, each of ``rows`` x ``content_bytes``. Axes ``[L, B, H, N, C]``, with the rows in the place of N. All
-offsets and strides are in bytes.
-
-vLLM defines the order of the arrays, their content and their sharding: ``MambaBase.bind_kv_cache``, the weight loaders
-of the layers, and ``MambaStateShapeCalculator``.
+the recurrent state; some families have only one. The convolution runs over several projections side by side, and every
+rank holds its shard of each: ``[its x | its B | its C]``. So ranks of different tensor-parallel sizes cannot exchange
+whole pages, but sections: a section has heads like any other cache, each of ``rows`` x ``content_bytes``. Axes
+``[L, B, H, N, C]``, with the rows in the place of N. All offsets and strides are in bytes. vLLM defines the order of
+the arrays, their content and their sharding: ``MambaBase.bind_kv_cache``, the weight loaders of the layers, and
+``MambaStateShapeCalculator``.
 """
 
 from __future__ import annotations
@@ -36,23 +34,23 @@ class StateArray:
 @dataclass(frozen=True, slots=True)
 class Section:
     """A part of every page. Byte c of (head, row) lies at byte ``offset + head * head_stride + row * row_stride + c``
-    of the page.
-
-    ``total_heads`` counts the different heads of all ranks, ``heads`` the heads of one rank. A head has ``rows`` rows
-    of ``content_bytes`` bytes. ``packing`` names the order of the content; P and D must have the same one
-    (``RegionGeometry``).
-    """
+    of the page."""
 
     name: str
     total_heads: int
+    """Different heads of all ranks."""
     heads: int
+    """Of one rank."""
     rows: int
+    """Of a head."""
     content_bytes: int
+    """Of a row."""
     offset: int
     head_stride: int
     row_stride: int
     dtype: str
     packing: str
+    """The order of the content; P and D must have the same one (``RegionGeometry``)."""
 
     @property
     def end(self) -> int:
@@ -79,13 +77,14 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """One of the projections that lie side by side in a convolution. A rank holds ``heads`` of its ``total_heads``
-    heads, each of ``channels`` channels."""
+    """One of the projections that lie side by side in a convolution."""
 
     name: str
     total_heads: int
     heads: int
+    """Of them on one rank."""
     channels: int
+    """Of a head."""
 
 
 def whole_page(nbytes: int, total_heads: int, packing: str) -> Section:

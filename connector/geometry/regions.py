@@ -46,17 +46,12 @@ def regions(
     places: ElementOrder | None = None,
 ) -> list[Region]:
     """The regions of one rank, in the order of ``groups``. A group without layers on this pipeline stage has no region.
+    Raises GeometryError: a cache is missing, has a form that is not carried, or has another number of heads than the
+    rank should hold; names the layer.
 
-    Args:
-        groups: the layer groups of the engine, with the layers of this rank.
-        kv_caches: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``.
-        info: the rank's place.
-        num_blocks: manager blocks, where known.
-        places: the order of packed elements; called for one layer of each packed group.
-
-    Raises:
-        GeometryError: a cache is missing, has a form that is not carried, or has another number of heads than the rank
-            should hold; names the layer.
+    ``groups``: the layer groups of the engine, with the layers of this rank. ``kv_caches``: by layer name,
+    ``[B, H, N, C]`` or ``[B, N, C]``. ``info``: the rank's place. ``num_blocks``: manager blocks, where known.
+    ``places``: the order of packed elements; called for one layer of each packed group.
     """
     found = []
     for group in groups:
@@ -87,11 +82,7 @@ def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[
 
 def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[str, TensorLike]]:
     """The caches of a group by layer name, one mapping for each form. Of layers that share a cache only the first one
-    is there.
-
-    Raises:
-        GeometryError: a cache is missing; names the layer.
-    """
+    is there. Raises GeometryError: a cache is missing; names the layer."""
     by_form: dict[object, dict[str, TensorLike]] = {}
     places: set[tuple[int, object]] = set()
     for name in group.layers:
@@ -142,11 +133,8 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeom
 
 
 def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
-    """The global KV heads of the rank as ``(start, count)``.
-
-    Raises:
-        GeometryError: the cache has another number of heads.
-    """
+    """The global KV heads of the rank as ``(start, count)``. Raises GeometryError: the cache has another number of
+    heads."""
     start, count = TpKVTopology.head_interval(info.tp_rank, info.tp_size, total_heads)
     if view.num_heads != count:
         raise GeometryError(
@@ -158,11 +146,7 @@ def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
 
 def _section_view(section: Section, pages: CacheView) -> CacheView:
     """The view of a section, ``[B, heads, rows, content_bytes]``. ``pages``: the view of the pages as raw bytes,
-    ``[B, 1, 1, C]``.
-
-    Raises:
-        GeometryError: the pages have another form, or fewer bytes than the section needs.
-    """
+    ``[B, 1, 1, C]``. Raises GeometryError: the pages have another form, or fewer bytes than the section needs."""
     if (pages.num_heads, pages.block_size) != (1, 1) or pages.content_bytes < section.end:
         raise GeometryError(
             f"layer {pages.layers[0]!r}: pages of [{pages.num_heads}, {pages.block_size}, {pages.content_bytes}], "

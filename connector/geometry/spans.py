@@ -66,11 +66,8 @@ _new_chunk: Callable[[tuple[int, int, int, int]], Chunk] = partial(tuple.__new__
 
 
 def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
-    """Check that a span from a peer lies inside our rank and inside a prompt of ``num_tokens``.
-
-    Raises:
-        GeometryError: names the value that is out of bounds.
-    """
+    """Check that a span from a peer lies inside our rank and inside a prompt of ``num_tokens``. Raises GeometryError:
+    names the value that is out of bounds."""
     if span.region >= len(geometry.regions):
         raise GeometryError(f"span of region {span.region}, there are {len(geometry.regions)} regions")
     region = geometry.regions[span.region]
@@ -101,10 +98,7 @@ def whole_tiles(num_tokens: int, region: RegionGeometry) -> int:
 
 def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) -> None:
     """``check_span`` for each, and check that together they have no more elements than the rank holds of the prompt.
-
-    Raises:
-        GeometryError: names the value that is out of bounds.
-    """
+    Raises GeometryError: names the value that is out of bounds."""
     asked: dict[int, int] = {}
     ranges = {(span.token, span.num_tokens) for span in spans}
     if len(ranges) > MAX_RANGES:
@@ -124,19 +118,18 @@ def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) 
 
 class SpanCut(msgspec.Struct, frozen=True):
     """The cut of a span into chunks. ``len`` is their number, which is computed without them; iteration makes them one
-    after the other, so a long read costs no memory.
-
-    Each chunk has ``step`` whole layers with all ``num_tokens`` tokens; or, where one layer has more than ``most``
-    tokens, a run of tokens of one layer. ``first`` is the number of the span's first token in the prompt, ``align`` the
-    multiple at which runs end.
-    """
+    after the other, so a long read costs no memory."""
 
     num_layers: int
     step: int
+    """Whole layers of a chunk, with all tokens."""
     first: int
+    """The number of the span's first token in the prompt."""
     num_tokens: int
     most: int
+    """Tokens of a chunk, where one layer has more: then a chunk is a run of tokens of one layer."""
     align: int
+    """The multiple at which runs end."""
     token_bytes: int
 
     @property
@@ -176,11 +169,9 @@ def cut_span(
     """Cut a span into messages of at most ``chunk_bytes``; the same on both sides. ``shard`` is P's.
 
     As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
-    multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
-    The last chunk is smaller, see ``TAPER_BYTES``.
-
-    Raises:
-        GeometryError: one token of the span does not fit into ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
+    multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach. The
+    last chunk is smaller, see ``TAPER_BYTES``. Raises GeometryError: one token of the span does not fit into
+    ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
     """
     first, num_tokens = span.token, span.num_tokens
     if not (shard.whole and span.shard.whole):

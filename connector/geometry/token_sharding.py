@@ -167,12 +167,8 @@ def token_blocks(places: TokenRuns, ids: Int64s, block_size: int, block_stride: 
     A paged copy takes every token of its blocks, one after the other. Runs that leave tokens out are such blocks all
     the same, only smaller ones: as large as divides where runs begin and end, and the block.
 
-    Args:
-        places: in this rank's numbering; ``ids`` cover them.
-        ids: blocks of ``block_size`` tokens.
-        block_size: tokens.
-        block_stride: bytes from id to id.
-        token_stride: bytes from token to token in a block.
+    ``places``: in this rank's numbering; ``ids`` cover them. ``ids``: blocks of ``block_size`` tokens. ``block_size``:
+    tokens. ``block_stride``: bytes from id to id. ``token_stride``: bytes from token to token in a block.
     """
     if places.dense:
         return TokenBlocks(ids, block_size, block_stride, int(places.starts[0]))

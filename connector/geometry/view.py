@@ -93,18 +93,14 @@ class CacheView:
 
 
 def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int | None = None) -> CacheView:
-    """The view of layers with the same form, from the tensors that the engine registers.
+    """The view of layers with the same form, from the tensors that the engine registers. Raises GeometryError: no
+    layer; a tensor without this form, whose elements overlap, or that differs from the first tensor; a block count or
+    ``page_tokens`` that does not fit. Names the layer.
 
-    Args:
-        tensors: by layer name, in order: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``. C is contiguous and counts
-            elements; the other strides are free.
-        page_tokens: tokens of a manager block; a multiple of N.
-        num_pages: manager blocks, where known. It distinguishes a manager block that is split into kernel blocks from
-            a state that stands for several tokens: the shapes are the same.
-
-    Raises:
-        GeometryError: no layer; a tensor without this form, whose elements overlap, or that differs from the first
-            tensor; a block count or ``page_tokens`` that does not fit. Names the layer.
+    ``tensors``: by layer name, in order: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``. C is contiguous and counts
+    elements; the other strides are free. ``page_tokens``: of a manager block; a multiple of N. ``num_pages``: manager
+    blocks, where known. It distinguishes a manager block that is split into kernel blocks from a state that stands for
+    several tokens: the shapes are the same.
     """
     if not tensors:
         raise GeometryError("a layer group has no layers, expected at least one")
@@ -112,14 +108,13 @@ def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int 
     first = _form(names[0], tensors[names[0]])
     for name in names[1:]:
         form = _form(name, tensors[name])
-        for field in _Form.__slots__:
-            ours, theirs = getattr(first, field), getattr(form, field)
+        for field, ours, theirs in zip(_FORM, first, form, strict=True):
             if ours != theirs:
                 raise GeometryError(
                     f"layer {name!r}: {field} {theirs} differs from {ours} of layer {names[0]!r} in the same group; "
                     "layers of one group share one shape, strides and dtype"
                 )
-    blocks, heads, tokens, content = first.shape
+    (blocks, heads, tokens, content), strides, dtype, device = first
     if page_tokens < 1 or page_tokens % tokens:
         raise GeometryError(
             f"layer {names[0]!r}: a manager block of {page_tokens} tokens does not split into blocks of {tokens}, "
@@ -139,21 +134,18 @@ def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int 
         num_heads=heads,
         block_size=tokens,
         content_bytes=content,
-        block_stride=first.strides[0],
-        head_stride=first.strides[1],
-        token_stride=first.strides[2],
+        block_stride=strides[0],
+        head_stride=strides[1],
+        token_stride=strides[2],
         blocks_per_page=per_page,
-        dtype=first.dtype,
-        device=first.device,
+        dtype=dtype,
+        device=device,
     )
 
 
 def check_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Manager block ids as an array ``[n]``, after a check that each of them is in the cache.
-
-    Raises:
-        GeometryError: the ids are not a flat list, or an id is out of range; names the first one.
-    """
+    """Manager block ids as an array ``[n]``, after a check that each of them is in the cache. Raises GeometryError: the
+    ids are not a flat list, or an id is out of range; names the first one."""
     ids = np.asarray(block_ids, dtype=np.int64)
     if ids.ndim != 1:
         raise GeometryError(f"block ids have {ids.ndim} dimensions, expected a flat list")
@@ -182,10 +174,7 @@ def split_pages(ids: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int6
 
 def kernel_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
     """The kernel block ids of manager blocks, in the order of the tokens: ``[len(block_ids) * blocks_per_page]``.
-
-    Raises:
-        GeometryError: the ids are not a flat list, or an id is out of range; names the first one.
-    """
+    Raises GeometryError: the ids are not a flat list, or an id is out of range; names the first one."""
     return split_pages(check_block_ids(view, block_ids), view.blocks_per_page)
 
 
@@ -199,23 +188,13 @@ def row_bases(bases: tuple[int, ...], rows: int, row_stride: int) -> NDArray[np.
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The attributes that all tensors of a view share: the shape ``[B, H, N, C]`` and the strides of B, H and N, in
-    bytes; C counts bytes."""
-
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int]
-    dtype: str
-    device: str
+_FORM = ("shape", "strides", "dtype", "device")
+"""What all tensors of a view share: the shape ``[B, H, N, C]`` and the strides of B, H and N, both in bytes."""
 
 
-def _form(name: str, tensor: TensorLike) -> _Form:
-    """The form of a tensor, which has one head where it has no axis H.
-
-    Raises:
-        GeometryError: another number of axes, an empty tensor, a content that is not contiguous, elements that overlap.
-    """
+def _form(name: str, tensor: TensorLike) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
+    """The form of a tensor, which has one head where it has no axis H. Raises GeometryError: another number of axes, an
+    empty tensor, a content that is not contiguous, elements that overlap."""
     shape, stride, item = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.element_size())
     if len(shape) == 3:
         shape, stride = (shape[0], 1, *shape[1:]), (stride[0], 0, *stride[1:])
@@ -237,7 +216,7 @@ def _form(name: str, tensor: TensorLike) -> _Form:
     head_stride = int(stride[1]) * item if heads > 1 else token_stride * tokens
     block_stride = int(stride[0]) * item if blocks > 1 else max(head_stride * heads, token_stride * tokens)
     _check_distinct(name, ((tokens, token_stride), (heads, head_stride), (blocks, block_stride)), content)
-    return _Form(
+    return (
         (blocks, heads, tokens, content),
         (block_stride, head_stride, token_stride),
         str(tensor.dtype).removeprefix("torch."),
@@ -247,11 +226,8 @@ def _form(name: str, tensor: TensorLike) -> _Form:
 
 def _check_distinct(name: str, dims: Sequence[tuple[int, int]], content: int) -> None:
     """Check that no two (block, head, token) share a byte: each stride must be at least as long as all that the axes of
-    smaller strides cover together. ``dims``: length and stride of each axis; ``content``: C, in bytes.
-
-    Raises:
-        GeometryError: the elements overlap.
-    """
+    smaller strides cover together. ``dims``: length and stride of each axis; ``content``: C, in bytes. Raises
+    GeometryError: the elements overlap."""
     reach = content
     for size, stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1]):
         if stride < reach:

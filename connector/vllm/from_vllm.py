@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.connector.geometry import model_identity, packing
-from kvferry.connector.geometry.cache_dtype import layer_cache_dtype
+from kvferry.connector.geometry.dtypes import layer_cache_dtype
 from kvferry.connector.geometry.engine_types import BlockTable, LayerGroup, RankInfo, RequestView, ScheduledTokens
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page

@@ -9,9 +9,12 @@ import msgspec
 import numpy as np
 
 from kvferry.connector.geometry.rank_geometry import CacheKind, RankGeometry, RegionGeometry
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import TpKVTopology
 
 CONTENT = 8
+LABEL_TOKENS = 1000
+"""A label modulo this is the number of its token."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,6 @@ class Model:
     kinds: tuple[CacheKind, ...]
     heads: int
     is_mla: bool
-
-    def label(self, layer: str, head: int, token: int | np.ndarray) -> int | np.ndarray:
-        return (int(layer.split(".")[1]) * self.heads + head) * 1000 + token
 
     def stage(self, pp_rank: int, pp_size: int, shuffle: random.Random | None = None) -> dict[CacheKind, list[str]]:
         """Layers of a pipeline stage by kind."""
@@ -37,38 +37,35 @@ class Model:
             regions = dict(shuffle.sample(sorted(regions.items()), len(regions)))
         return regions
 
-    def rank(self, tp: tuple[int, int], pp: tuple[int, int], block: int, shuffle: random.Random | None = None):
+    def rank(
+        self, tp: tuple[int, int], pp: tuple[int, int], block: int, shuffle: random.Random | None = None,
+        shardings: tuple[TokenSharding, ...] = UNSHARDED * 2,
+    ) -> RankGeometry:  # fmt: skip
+        """``shardings``: of the tokens of layers with heads, and of those of MLA layers."""
         regions = []
         for kind, layers in self.stage(*pp, shuffle).items():
-            total = 1 if self.is_mla or kind == "mla" else self.heads
+            is_mla = self.is_mla or kind == "mla"
+            total = 1 if is_mla else self.heads
             start, count = TpKVTopology.head_interval(*tp, total)
-            regions.append(
-                RegionGeometry(
-                    kind=kind,
-                    layers=tuple(layers),
-                    block_size=block,
-                    head_start=start,
-                    num_heads=count,
-                    total_heads=total,
-                    content_bytes=CONTENT,
-                    dtype="bfloat16",
-                    window=64 if kind == "sliding_window" else 0,
-                )
-            )
+            regions.append(RegionGeometry(
+                kind=kind, layers=tuple(layers), block_size=block, head_start=start, num_heads=count,
+                total_heads=total, content_bytes=CONTENT, dtype="bfloat16",
+                window=64 if kind == "sliding_window" else 0, shard=shardings[is_mla].shard(tp[0]),
+            ))  # fmt: skip
         return RankGeometry(
-            tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1],
+            tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1], shardings=tuple(sorted(set(shardings))),
             head_counts=tuple(sorted({1, self.heads})), regions=tuple(regions),
         )  # fmt: skip
 
     def cache(self, geometry: RankGeometry, tokens: int) -> list[np.ndarray]:
-        """Labels that a rank holds, ``[L, H, T]`` per group."""
+        """Labels that a rank holds, ``[L, H, T]`` per group, T in the rank's own numbering."""
         caches = []
         for region in geometry.regions:
-            cache = np.empty((len(region.layers), region.num_heads, tokens), dtype=np.int64)
-            for place, layer in enumerate(region.layers):
-                for head in range(region.num_heads):
-                    cache[place, head] = self.label(layer, region.head_start + head, np.arange(tokens))
-            caches.append(cache)
+            size, place, interleave = region.shard.size, region.shard.rank, region.shard.interleave
+            own = np.array([t for t in range(tokens) if t // interleave % size == place], dtype=np.int64)
+            layers = np.array([int(name.split(".")[1]) for name in region.layers])[:, None, None]
+            heads = (region.head_start + np.arange(region.num_heads))[:, None]
+            caches.append((layers * self.heads + heads) * LABEL_TOKENS + own)
         return caches
 
 

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.connector.binding.attention_group import (
     AttentionGroup,
@@ -15,7 +13,6 @@ from kvferry.connector.binding.attention_group import (
     get_current_attn_backend,
     get_current_attn_backends,
     get_kv_cache_spec,
-    get_kv_connector_cache_layout,
     get_shared_kv_cache_layers,
     prepare_kernel_block_sizes,
     select_common_block_size,
@@ -23,7 +20,6 @@ from kvferry.connector.binding.attention_group import (
 from kvferry.connector.binding.kv_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
     MultipleOf,
     UniformTypeKVCacheSpecs,
 )
@@ -31,9 +27,6 @@ from kvferry.transport.errors import GeometryError
 from tests.unit.kv_layers import Layer, backend, spec
 
 ANY = backend(MultipleOf(1), name="Any")
-SIZES = st.one_of(
-    st.sampled_from([4, 8, 12, 16, 24, 32, 64]), st.builds(MultipleOf, st.sampled_from([1, 4, 8, 16, 24]))
-)
 
 
 def test_specs_of_layers_that_keep_a_cache() -> None:
@@ -64,25 +57,6 @@ def test_what_a_layer_is_given() -> None:
     assert asked == ["given", config, None]
 
 
-def test_a_backend_adjusts_its_spec() -> None:
-    packs = type("Packs", (), {
-        "customize_spec": staticmethod(lambda each: spec(num_head_slots=1, state_content_bytes=10)),
-        "get_supported_kernel_block_sizes": staticmethod(lambda each: [MultipleOf(1)]),
-    })  # fmt: skip
-    assert get_kv_cache_spec({"a.0": Layer(spec(), packs)})["a.0"].page_size_bytes == 160
-
-
-@pytest.mark.parametrize(
-    ("sizes", "block", "alignment"),
-    [([16], 48, 768), ([16], 16, 1), ([16, 32], 48, 768), ([MultipleOf(16)], 48, None), ([], 48, None)],
-)
-def test_exact_kernel_blocks_align_packed_blocks(sizes: list, block: int, alignment: int | None) -> None:
-    layers = {"a.0": Layer(spec(block=block), backend(*sizes))}
-    assert get_kv_cache_spec(layers)["a.0"].block_stride_alignment == alignment
-    asked = spec(block=block, block_stride_alignment=64)
-    assert get_kv_cache_spec({"a.0": Layer(asked, backend(*sizes))})["a.0"] == asked
-
-
 def test_backends_in_order_and_once() -> None:
     """A class that was made anew for every layer is one backend."""
     layers = {
@@ -96,13 +70,6 @@ def test_backends_in_order_and_once() -> None:
     assert get_current_attn_backends(layers, ["a.1", "nowhere"]) == [ANY]
     with pytest.raises(GeometryError, match="no attention layer among 'nowhere' layers"):
         get_current_attn_backend(layers, ["nowhere"])
-
-
-def test_layout_that_a_connector_asks_for() -> None:
-    asks = type("Asks", (), {"get_required_kvcache_layout": classmethod(lambda cls, config: config)})
-    assert get_kv_connector_cache_layout(asks, "LBHNC") == "LBHNC"
-    assert get_kv_connector_cache_layout(asks) is None
-    assert get_kv_connector_cache_layout(None, "LBHNC") is None and get_kv_connector_cache_layout(object) is None
 
 
 def test_groups_agree_in_backend_spec_and_query_heads() -> None:
@@ -155,31 +122,6 @@ def test_packed_token_caches_do_not_split() -> None:
     assert whole.map_kv_cache_to_kernel_blocks(cache) is cache and whole.map_to_kernel_block_table(table) is table
 
 
-def takes(sizes: list, size: int) -> bool:
-    return any(size % one.base == 0 if isinstance(one, MultipleOf) else size == one for one in sizes)
-
-
-@given(
-    st.sampled_from([8, 16, 32, 48, 64, 96]), st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=3)
-)
-def test_the_greatest_common_size_that_divides(manager: int, backends: list[list]) -> None:
-    fits = [n for n in range(1, manager + 1) if manager % n == 0 and all(takes(sizes, n) for sizes in backends)]
-    if fits:
-        assert select_common_block_size(manager, [backend(*sizes) for sizes in backends]) == max(fits)
-    else:
-        with pytest.raises(GeometryError, match=f"no kernel block size divides a manager block of {manager} tokens"):
-            select_common_block_size(manager, [backend(*sizes) for sizes in backends])
-
-
-def test_a_backend_is_asked_for_its_spec() -> None:
-    picky = type("Picky", (), {"get_supported_kernel_block_sizes": staticmethod(lambda spec: [spec.block_size // 2])})
-    assert select_common_block_size(32, [picky], [spec(block=32)]) == 16
-
-
-def test_of_several_sizes_the_greatest() -> None:
-    assert select_common_block_size(96, [backend(16, 32, 24), backend(32, 8, 16)]) == 32
-
-
 def test_odd_questions() -> None:
     with pytest.raises(GeometryError, match="'16' is neither a number of tokens nor a MultipleOf"):
         select_common_block_size(16, [backend("16")])
@@ -214,14 +156,3 @@ def test_every_group_by_its_kind() -> None:
     config.kv_cache_groups.append(KVCacheGroupSpec(["x"], SimpleNamespace(block_size=1)))
     with pytest.raises(GeometryError, match="group 5: a KV cache spec of type SimpleNamespace is of no known kind"):
         prepare_kernel_block_sizes(config, groups)
-
-
-def test_packed_groups_stay_whole() -> None:
-    """Layers side by side in a block; and one whose tensors merely stand in the same config."""
-    config = KVCacheConfig(
-        2,
-        [KVCacheTensor(9, ["layers.0"], 1, 3), KVCacheTensor(9, ["layers.1"], 3, 1)],
-        [KVCacheGroupSpec(["layers.0"], spec(block=32)), KVCacheGroupSpec(["layers.1"], spec(block=32))],
-    )
-    groups = [[group(0, [16], spec(block=32))], [group(1, [16], spec(block=32))]]
-    assert prepare_kernel_block_sizes(config, groups) == [32, 16]

@@ -8,33 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.connector.binding.attn_metadata import (
-    AttentionCGSupport,
-    AttentionCGSupportInfo,
     CommonAttentionMetadata,
     build_attn_metadata,
     init_attn_backend,
 )
-from kvferry.connector.binding.kv_spec import KVCacheConfig, KVCacheGroupSpec, MultipleOf, UniformTypeKVCacheSpecs
+from kvferry.connector.binding.kv_spec import KVCacheConfig, KVCacheGroupSpec, MultipleOf
 from kvferry.transport.errors import ConfigError, GeometryError
 from tests.unit.kv_layers import Layer, backend, spec
 
 CPU = torch.device("cpu")
 FIELDS = [each.name for each in fields(CommonAttentionMetadata)]
-
-
-@dataclass(frozen=True)
-class State:
-    """The spec of a layer with a recurrent state."""
-
-    block_size: int = 64
-    shapes: tuple[tuple[int, ...], ...] = ((2, 3),)
-
-    def copy_with_new_block_size(self, block_size: int) -> State:
-        return State(block_size, self.shapes)
 
 
 class Builder:
@@ -75,16 +60,6 @@ def test_builders_of_every_group() -> None:
     assert groups[0][0].kernel_block_size == 16 and groups[1][0].kernel_block_size is None
 
 
-def test_a_config_is_given_to_the_builders_and_decides_their_number() -> None:
-    layers, cache_config = two_groups(kind(), kind())
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    for parallel, count in (((True, 3), 3), ((False, 3), 1)):
-        config.parallel_config = SimpleNamespace(use_ubatching=parallel[0], num_ubatches=parallel[1])
-        groups, _, _ = init_attn_backend(cache_config, config, CPU)
-        assert [len(each.metadata_builders) for one in groups for each in one] == [count, count]
-        assert groups[0][0].get_metadata_builder().made_with[2] is config
-
-
 def test_sharing_layers_join_their_targets_once() -> None:
     layers, config = two_groups(kind(), kind(name="Other"))
     layers["s.9"] = Layer(None, kind(name="Other"), target="b.0")
@@ -97,79 +72,11 @@ def test_sharing_layers_join_their_targets_once() -> None:
     assert config.kv_cache_groups[1].layer_names == ["b.0", "s.9"]
 
 
-def test_active_layers_alone_in_their_order() -> None:
-    layers, config = two_groups(kind(), kind())
-    del layers["a.0"]
-    groups, _, sizes = init_attn_backend(config, layers, CPU, {"b.0", "a.1", "elsewhere"})
-    assert [[each.layer_names for each in one] for one in groups] == [[["a.1"]], [["b.0"]]]
-    groups, _, _ = init_attn_backend(config, layers, CPU, {"a.1"})
-    assert groups[1] == [] and sizes == [48, 16]
-    with pytest.raises(GeometryError, match=r"layer 'a.0' of group 0 is no attention layer"):
-        init_attn_backend(config, layers, CPU)
-
-
-def test_fast_prefill_of_the_last_layers_that_share() -> None:
-    """A layer with a state does not end the row, a layer with a cache does, and draft layers are left alone."""
-
-    def fast(each: Any) -> Any:
-        return kind(name=f"Fast{each.__name__}")
-
-    plain = kind()
-    layers: dict[str, Any] = {"a.0": Layer(None, plain), "s.1": Layer(None, plain, "a.0"), "a.2": Layer(None, plain)}
-    layers |= {f"s.{n}": Layer(None, plain, "a.0") for n in (3, 5, 6)}
-    layers["m.4"] = SimpleNamespace(get_kv_cache_spec=None, get_attn_backend=lambda: plain)
-    order = ["a.0", "s.1", "a.2", "s.3", "m.4", "s.5", "s.6"]
-    layers = {name: layers[name] for name in order}
-
-    def made_fast(*drafts: str, source: Any = layers) -> list[str]:
-        config = cache(KVCacheGroupSpec(["a.0", "a.2"], spec()), KVCacheGroupSpec(["m.4"], State()))
-        groups, _, _ = init_attn_backend(config, source, CPU, None, set(drafts), fast_prefill_backend=fast)
-        return [n for one in groups for each in one if each.backend.__name__ == "FastFake" for n in each.layer_names]
-
-    assert made_fast() == ["s.3", "s.5", "s.6"] and made_fast("s.6") == ["s.3", "s.5"]
-    assert made_fast("s.5") == ["s.3", "s.6"]
-    assert made_fast(source=layers | {"a.7": Layer(None, plain)}) == []
-
-
 def test_fast_prefill_that_cannot_be() -> None:
     layers, cache_config = two_groups(kind(), kind())
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True))
     with pytest.raises(ConfigError, match="kv_sharing_fast_prefill is on, expected fast_prefill_backend"):
         init_attn_backend(cache_config, layers, CPU, config=config)
-
-
-def test_one_workspace_for_all_builders() -> None:
-    """The first that has one gives it; builders before it, and builders that take none, are left alone."""
-    given: list[tuple[str, Any]] = []
-
-    def takes(name: str) -> Any:
-        return lambda self, workspace: given.append((name, workspace))
-
-    layers = {
-        "a.0": Layer(None, kind(name="A", set_workspace_buffer=takes("A"))),
-        "a.1": Layer(None, kind(name="B", _get_workspace_buffer=lambda self: "of B", set_workspace_buffer=takes("B"))),
-        "a.2": Layer(None, kind(name="C", _get_workspace_buffer=lambda self: "of C")),
-        "a.3": Layer(None, kind(name="D", set_workspace_buffer=takes("D"))),
-    }
-    init_attn_backend(cache(KVCacheGroupSpec([*layers], spec())), layers, CPU)
-    assert given == [("D", "of B")]
-
-
-@given(st.lists(st.sampled_from([None, *AttentionCGSupport]), min_size=1, max_size=5))
-def test_the_least_cuda_graph_support(supports: list[AttentionCGSupport | None]) -> None:
-    """A builder that does not know supports none; the first backend with the least is named."""
-    layers = {}
-    for number, each in enumerate(supports):
-        members: dict[str, Any] = (
-            {} if each is None else {"get_cudagraph_support": lambda self, config, kv_spec, s=each: s}
-        )
-        layers[f"a.{number}"] = Layer(None, kind(name=f"K{number}", **members))
-    _, info, _ = init_attn_backend(cache(KVCacheGroupSpec([*layers], spec())), layers, CPU)
-    values = [0 if each is None else each.value for each in supports]
-    assert info.min_cg_support.value == min(values)
-    assert info.min_cg_attn_backend == (None if min(values) == 3 else f"K{values.index(min(values))}")
-    narrowed = info.narrow(AttentionCGSupport.UNIFORM_BATCH, "other")
-    assert narrowed == (AttentionCGSupportInfo(AttentionCGSupport.UNIFORM_BATCH, "other") if min(values) == 3 else info)
 
 
 def batch(groups: int, **more: Any) -> dict[str, Any]:
@@ -196,35 +103,6 @@ def test_every_layer_gets_what_its_builder_built() -> None:
     ]  # kernel blocks, 3 to a block
     assert second.block_table_tensor.tolist() == [[1, 2], [4, 0]]
     assert (first.slot_mapping.tolist(), second.slot_mapping.tolist()) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
-
-
-CUT = ["seq_lens_cpu_upper_bound", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu_upper_bound"]
-WHOLE = ["positions", "is_prefilling", "mm_req_doc_ranges", "rswa_prefix_lens", "req_idx"]
-
-
-def test_what_all_groups_share() -> None:
-    """Sequence lengths are cut to the requests; everything else is passed on as it is."""
-    layers, config = two_groups(kind(), kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU)
-    given = {name: torch.tensor([number, 1, 2]) for number, name in enumerate(CUT + WHOLE)}
-    built = build_attn_metadata(groups, kv_cache_config=config, **batch(2, **given))
-    for name in ("a.0", "b.0"):
-        common = built[name].common
-        assert all(getattr(common, field).tolist() == [number, 1] for number, field in enumerate(CUT))
-        assert all(getattr(common, field) is given[field] for field in WHOLE)
-
-
-@pytest.mark.parametrize(
-    ("causal", "wanted"), [(False, [False, False]), ({1: False}, [True, False]), ({}, [True, True])]
-)
-def test_causal_for_all_or_by_group(causal: Any, wanted: list[bool]) -> None:
-    layers, config = two_groups(kind(), kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU)
-    built = build_attn_metadata(groups, kv_cache_config=config, **batch(2, causal=causal))
-    assert [built[name].common.causal for name in ("a.0", "b.0")] == wanted
-    by_request = torch.tensor([True, False])
-    built = build_attn_metadata(groups, kv_cache_config=config, **batch(2, causal=by_request))
-    assert built["b.0"].common.causal is by_request
 
 
 def test_what_a_model_and_fast_prefill_add() -> None:
@@ -255,59 +133,6 @@ def test_micro_batches_have_builders_of_their_own() -> None:
     assert built["b.0"].by is groups[1][0].metadata_builders[1]
     with pytest.raises(GeometryError, match="metadata builder 2 of 2"):
         build_attn_metadata(groups, kv_cache_config=config, **batch(2, ubatch_idx=2))
-
-
-def test_capture() -> None:
-    """By the builder's own method where it has one; a model's arguments of ``build`` are left out."""
-    captures = kind(name="Captures", build_for_cudagraph_capture=lambda self, common: ("captured", common.slot_mapping))
-    layers, config = two_groups(captures, kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU)
-    model = SimpleNamespace(
-        get_extra_common_attn_kwargs=lambda *given: {}, get_extra_attn_kwargs=lambda *given: {"more": 1}
-    )
-    given = batch(2, for_cudagraph_capture=True, model_specific_attn_metadata=model)
-    built = build_attn_metadata(groups, kv_cache_config=config, **given)
-    assert built["a.0"][0] == "captured" and built["a.0"][1].tolist() == [0, 1, 2, 3, 4]
-    assert built["b.0"].more == {}
-
-
-def update(self: Builder, metadata: Any, table: torch.Tensor, slots: torch.Tensor) -> Any:
-    return ("updated", metadata, table.tolist(), slots.tolist())
-
-
-@pytest.mark.parametrize("capture", [False, True])
-def test_states_alike_are_built_once(capture: bool) -> None:
-    """Groups of one spec and one builder class; attention, and a builder that cannot, are built each time."""
-    can = kind(name="Can", supports_update_block_table=True, update_block_table=update)
-    cannot = kind(name="Cannot")
-    specs = [State(), spec(), State(), State(32), State(), spec()]
-    kinds = [can, can, can, can, cannot, can]
-    layers = {f"a.{number}": Layer(None, each) for number, each in enumerate(kinds)}
-    config = cache(*(KVCacheGroupSpec([f"a.{number}"], each) for number, each in enumerate(specs)))
-    groups, _, _ = init_attn_backend(config, layers, CPU)
-    built = build_attn_metadata(groups, kv_cache_config=config, **batch(6, for_cudagraph_capture=capture))
-    assert [number for number in range(6) if isinstance(built[f"a.{number}"], tuple)] == [2]
-    assert built["a.2"] == ("updated", built["a.0"], [[1, 2], [5, 0]], [10, 11, 12, 13, 14])
-
-
-def test_the_request_of_each_token_is_computed_once() -> None:
-    class Computes(Builder):
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, **more: Any) -> Any:
-            found = common_attn_metadata._token_to_req_indices_cache
-            common_attn_metadata._token_to_req_indices_cache = "computed"
-            return found
-
-    layers, config = two_groups(kind(builder=Computes), kind(builder=Computes))
-    groups, _, _ = init_attn_backend(config, layers, CPU)
-    for _ in range(2):  # every step anew
-        built = build_attn_metadata(groups, kv_cache_config=config, **batch(2))
-        assert (built["a.0"], built["b.0"]) == (None, "computed")
-
-
-def test_groups_without_layers_need_no_table() -> None:
-    layers, config = two_groups(kind(), kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU, {"a.0", "a.1"})
-    assert list(build_attn_metadata(groups, kv_cache_config=config, **batch(1))) == ["a.0", "a.1"]
 
 
 @pytest.mark.parametrize(
@@ -363,12 +188,3 @@ def test_a_batch_of_another_type() -> None:
     assert type(common) is older and common.seq_lens.tolist() == [7, 9] and not hasattr(common, "req_idx")
     with pytest.raises(GeometryError, match="Older has no field req_idx, which this step needs"):
         build_attn_metadata(groups, kv_cache_config=config, common_metadata_type=older, **batch(2, req_idx=[0, 1]))
-
-
-def test_specs_of_several_kinds_in_a_group() -> None:
-    """A layer that shares has its target's spec."""
-    specs = {"a.0": spec(heads=1), "a.1": spec(heads=2)}
-    layers = {name: Layer(None, kind()) for name in specs} | {"s.2": Layer(None, kind(), target="a.1")}
-    config = cache(KVCacheGroupSpec([*specs], UniformTypeKVCacheSpecs(16, specs)))
-    groups, _, _ = init_attn_backend(config, layers, CPU)
-    assert [each.layer_names for each in groups[0]] == [["a.0"], ["a.1", "s.2"]]

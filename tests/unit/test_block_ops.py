@@ -71,15 +71,6 @@ def test_ids_number_manager_blocks(layout: str) -> None:
         assert int((layer.kv_cache.view(torch.uint8) == 0).sum()) == 6 * 768
 
 
-def test_the_widest_page_at_an_address_wins() -> None:
-    """Groups overlay each other: a block is zeroed for whichever of them owns it next."""
-    specs = {"layers.0": spec(heads=1), "layers.1": spec(heads=4)}
-    layers, groups, kernel = engine("BLHNC", specs)
-    for order in (groups, groups[::-1]):
-        zeroer = KVBlockZeroer(CPU, order, kernel, layers, BLOCKS)
-        assert zeroer.segments.sizes.tolist() == [1024]
-
-
 def test_layers_that_are_left_alone() -> None:
     layers, groups, kernel = engine("LBHNC", {f"layers.{n}": spec() for n in range(3)})
     layers["layers.1"].kv_cache = []
@@ -110,14 +101,6 @@ def test_packed_caches_that_were_bound_as_kernel_blocks() -> None:
     assert whole["layers.1"].view(torch.uint8).min() == 255
 
 
-def test_squeezed_caches_of_mla_layers() -> None:
-    layers, groups, kernel = engine("LBHNC", {"layers.0": spec(heads=1, head_size_v=0)})
-    layers["layers.0"].kv_cache = layers["layers.0"].kv_cache.squeeze(1)
-    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).zero_block_ids([4])
-    content = layers["layers.0"].kv_cache.view(torch.uint8).flatten(1)
-    assert content[4].max() == 0 and content[[0, 1, 2, 3, 5, 6]].min() == 255
-
-
 @pytest.mark.parametrize("block_id", [-1, BLOCKS, 1 << 40])
 def test_an_id_out_of_range_zeroes_nothing(block_id: int) -> None:
     layers, groups, kernel = engine("LBHNC", {"layers.0": spec()})
@@ -135,13 +118,6 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         KVBlockZeroer(CPU, groups, [5], layers, BLOCKS)
     with pytest.raises(GeometryError, match=r"no layer 'layers.0' to zero blocks of"):
         KVBlockZeroer(CPU, groups, kernel, {"layers.1": layers["layers.0"]}, BLOCKS)
-
-
-def test_block_ids_may_be_an_array() -> None:
-    layers, groups, kernel = engine("BHLNC", {"layers.0": spec(), "layers.1": spec()})
-    ids: Any = np.array([1])
-    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).zero_block_ids(ids)
-    assert layers["layers.1"].kv_cache[1].count_nonzero() == 0
 
 
 def caches(dtype: torch.dtype, *, permuted: bool, value: int | None = None) -> dict[str, torch.Tensor]:

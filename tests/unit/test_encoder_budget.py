@@ -6,13 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.connector.binding.encoder_budget import MultiModalBudget
 from kvferry.transport.errors import ConfigError
-
-SIZES = st.integers(0, 40)
 
 
 class Processor:
@@ -56,63 +52,6 @@ def config(embeds: bool | None = False, length: int = 40, **scheduler: Any) -> S
 
 def budget(settings: Any, processor: Processor, **more: Any) -> MultiModalBudget:
     return MultiModalBudget(settings, SimpleNamespace(create_processor=lambda model: processor), **more)
-
-
-def fits(size: int, room: int) -> int:
-    """How many items of a size fit a room, one by one."""
-    count = 0
-    while (count + 1) * size <= room:
-        count += 1
-    return count
-
-
-@given(
-    st.dictionaries(st.sampled_from(["image", "video", "audio"]), st.integers(0, 4), min_size=1),
-    st.fixed_dictionaries({"image": SIZES, "video": SIZES}),
-    st.tuples(SIZES, SIZES, SIZES, st.integers(1, 4), st.integers(1, 60), st.booleans()),
-    st.sampled_from([None, False, True]),
-    st.booleans(),
-)
-def test_items_that_fit(
-    limits: dict[str, int], tokens: dict[str, int], sizes: tuple[Any, ...], embeds: bool | None, known: bool
-) -> None:
-    """Audio's placeholders are another modality's: it has a limit and no entry."""
-    compute, cache, batched, prompts, length, chunked = sizes
-    processor = Processor(limits, tokens, known)
-    made = budget(
-        config(
-            embeds, length, max_num_seqs=prompts, max_num_batched_tokens=batched, max_num_encoder_input_tokens=compute,
-            encoder_cache_size=cache, enable_chunked_prefill=chunked,
-        ),
-        processor,
-    )  # fmt: skip
-    used = {name for name, limit in limits.items() if limit or embeds}
-    assert processor.counts == dict.fromkeys(used, 1) and processor.seq_len == length
-    needed = [tokens[name] for name in used if name in tokens]
-    wanted = (max(compute, *needed), max(cache, *needed)) if needed else (0, 0)
-    assert (made.encoder_compute_budget, made.encoder_cache_size) == wanted
-    assert made.get_encoder_budget() == min(wanted)
-    encoded = {name: tokens[name] for name, limit in limits.items() if limit and name in tokens}
-    assert made.mm_max_toks_per_item == encoded
-    assert made.mm_max_items_per_prompt.keys() == made.mm_max_items_per_batch.keys() == encoded.keys()
-    for name, size in encoded.items():
-        per_prompt, per_batch = made.mm_max_items_per_prompt[name], made.mm_max_items_per_batch[name]
-        if not size or not min(wanted):
-            assert per_prompt == per_batch == 0
-            continue
-        assert per_prompt == (min(limits[name], fits(size, length)) or 1)
-        started = prompts if chunked else min(prompts, fits(size, batched))
-        assert per_batch == (min(fits(size, min(wanted)), started * per_prompt) or 1)
-        assert per_batch * size <= min(wanted)
-
-
-def test_the_lesser_of_two_budgets() -> None:
-    tokens = {"image": 8}
-    for compute, cache, items in ((64, 24, 3), (24, 64, 3), (64, 64, 8), (4, 64, 1), (64, 4, 1)):
-        made = budget(
-            config(max_num_encoder_input_tokens=compute, encoder_cache_size=cache), Processor({"image": 2}, tokens)
-        )
-        assert made.mm_max_items_per_batch == {"image": items} and made.mm_max_items_per_prompt == {"image": 2}
 
 
 def test_the_modality_with_the_most_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,21 +74,6 @@ def test_layers_of_a_group_share_no_byte(layout: KVCacheLayout) -> None:
         assert touched.max() == 1 and int(touched.sum()) == sum(views[name].numel() for name in names)
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_kernel_blocks_split_manager_blocks(layout: str) -> None:
-    placed = config(layout, (spec(block=48), ["layers.0", "layers.1"]))
-    raw = allocate(placed, "cpu")
-    raw.view(torch.int16).copy_(torch.arange(raw.numel() // 2, dtype=torch.int16))
-    whole, split = reshape(placed, raw, layout), reshape(placed, raw, layout, [16])
-    for name, view in split.items():
-        assert view.shape == (3 * BLOCKS, 3, 16, 8)
-        for block, kernel in itertools.product(range(BLOCKS), range(3)):
-            mine = view[3 * block + kernel].view(torch.int16)
-            if layout == "LBNHC":  # tokens outermost: a kernel block is a slice of the manager block
-                assert torch.equal(mine, whole[name][block, :, 16 * kernel : 16 * kernel + 16].view(torch.int16))
-            assert set(mine.flatten().tolist()) <= set(whole[name][block].view(torch.int16).flatten().tolist())
-
-
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC", "LHBNC"])
 def test_blocks_that_are_no_dense_pages_do_not_split(layout: str) -> None:
     placed = config(layout, (spec(block=48), ["layers.0", "layers.1"]))
@@ -133,17 +117,6 @@ def test_bind_orders_by_layer_number_and_binds_every_module() -> None:
         assert layer.kv_cache.ndim == (3 if "cross" in name else 4)
 
 
-def test_bind_several_modules_to_a_layer_and_other_views_to_layers() -> None:
-    names = [f"layers.{n}.self_attn.{m}" for n, m in ((1, 1), (0, 1), (1, 0), (0, 0))]
-    caches = {name: torch.full((2, 1, 2, 2), n) for n, name in enumerate(names)}
-    layers = {name: Layer() for name in names}
-    runner: list[torch.Tensor] = []
-    kernel_views = {name: cache.flatten() for name, cache in caches.items()}
-    bind_kv_cache(caches, layers, runner, 2, layer_kv_caches=kernel_views)
-    assert [int(cache.flatten()[0]) for cache in runner] == [3, 1, 2, 0] and runner[0].ndim == 4
-    assert all(layer.kv_cache.ndim == 1 for layer in layers.values())
-
-
 @pytest.mark.parametrize(
     ("names", "filled", "message"),
     [
@@ -161,14 +134,6 @@ def test_bind_binds_all_or_nothing(names: list[str], filled: bool, message: str)
     assert len(runner) == filled and all(layer.kv_cache is None for layer in layers.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "modules", "index"),
-    [("encoder.layers.0", 1, 0), ("2.self_attn", 1, 2), ("layers.3.self_attn.1", 2, 7), ("layers.3.self_attn", 2, 3)],
-)
-def test_layer_index(name: str, modules: int, index: int) -> None:
-    assert extract_layer_index(name, modules) == index
-
-
 def test_layer_index_of_an_odd_name() -> None:
     for name, modules in (("layers", 1), ("layers.1.mlp.2", 2), ("layers.1.attn.2.3", 2)):
         with pytest.raises(GeometryError, match="numbers, expected one"):
@@ -177,13 +142,6 @@ def test_layer_index_of_an_odd_name() -> None:
 
 def groups_of_two() -> list[KVCacheGroupSpec]:
     return [KVCacheGroupSpec(["layers.0", "layers.1"], spec()), KVCacheGroupSpec(["layers.2"], spec(block=32))]
-
-
-def test_sharing_layers_join_the_group_of_their_target() -> None:
-    groups, alone = groups_of_two(), {"x"}
-    add_kv_sharing_layers_to_kv_cache_groups({"layers.3": "layers.2", "layers.4": "layers.0"}, groups, alone)
-    assert [group.layer_names for group in groups] == [["layers.0", "layers.1", "layers.4"], ["layers.2", "layers.3"]]
-    assert alone == {"x", "layers.3", "layers.4"}
 
 
 def test_a_target_in_no_group_changes_nothing() -> None:
@@ -246,13 +204,6 @@ def test_init_allocates_shares_and_binds(layout: KVCacheLayout) -> None:
     assert entered == ["in", "out"] and set(caches) == {*layers, "elsewhere.5"}
     assert caches["layers.2"] is caches["layers.1"]
     assert all(layer.kv_cache is caches[name] for name, layer in layers.items())
-
-
-def test_init_refuses_a_target_without_a_cache() -> None:
-    layers = {"layers.0": Layer(spec(), backend(16)), "layers.1": Layer(None, None, target="layers.5")}
-    with pytest.raises(GeometryError, match=r"'layers.1' shares the KV cache of 'layers.5', which has none"):
-        init_kv_cache(layers, config("LBHNC", (spec(), ["layers.0"])), "cpu", None, "LBHNC")
-    assert layers["layers.0"].kv_cache is None
 
 
 def test_init_binds_kernel_blocks_of_packed_compressed_caches() -> None:

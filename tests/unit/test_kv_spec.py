@@ -19,7 +19,6 @@ from kvferry.connector.binding.kv_spec import (
     kernel_shape,
     layer_spec,
     layout_strides,
-    stride_order_of,
 )
 from kvferry.transport.errors import GeometryError
 from tests.unit.kv_layers import spec
@@ -83,26 +82,6 @@ def test_places_are_disjoint_and_fill_the_allocation(layout: KVCacheLayout) -> N
         assert bool((paint == 1).all())
 
 
-def test_layers_of_two_sizes_lie_side_by_side_in_a_block() -> None:
-    small, large = spec(heads=1), spec(heads=4)
-    specs = {"a.0": large, "b.1": small, "a.2": large}
-    mixed = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(16, specs))
-    packed = get_kv_cache_config_from_groups([mixed], 5, "BLHNC")
-    assert [(t.layers, t.offset, t.block_stride) for t in packed.kv_cache_tensors] == [
-        (["a.0", "a.2"], 0, 2304), (["b.1"], 2048, 2304),
-    ]  # fmt: skip
-    regions = get_kv_cache_config_from_groups([mixed], 5, "LBHNC")
-    assert [(t.offset, t.layer_stride, t.block_stride) for t in regions.kv_cache_tensors] == [
-        (0, 5120, 1024), (10240, 1280, 256),
-    ]  # fmt: skip
-    with pytest.raises(GeometryError, match=r"several sizes \(256, 1024 bytes\).*take BLHNC or BLNHC"):
-        get_kv_cache_config_from_groups([mixed], 5, "BHLNC")
-    two = [KVCacheGroupSpec(["a.0"], large), KVCacheGroupSpec(["b.1"], small)]
-    with pytest.raises(GeometryError, match="several sizes"):
-        get_kv_cache_config_from_groups(two, 5, "LBHNC")
-    assert {t.offset for t in get_kv_cache_config_from_groups(two, 5, "BLNHC").kv_cache_tensors} == {0}
-
-
 def test_blocks_are_aligned() -> None:
     placed = get_kv_cache_config_from_groups(
         [KVCacheGroupSpec(["a.0", "a.1"], spec(block_stride_alignment=500))], 5, "BLHNC"
@@ -128,7 +107,3 @@ def test_what_a_spec_is() -> None:
     )
     with pytest.raises(GeometryError, match=r"layer 'a.2' has no spec in its group \(did you mean"):
         layer_spec(both, "a.2")
-
-
-def test_stride_order_of_a_layout() -> None:
-    assert stride_order_of("BHLNC") == stride_order_of(KVCacheLayout.BHLNC) == stride_order_of((1, 2, 0, 3, 4))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.connector.binding.memory_request import request_memory
 from kvferry.transport.errors import ConfigError
@@ -22,28 +19,6 @@ def snapshot(total: int, free: int, **more: Any) -> SimpleNamespace:
 
 def config(fraction: float) -> SimpleNamespace:
     return SimpleNamespace(gpu_memory_utilization=fraction)
-
-
-@given(
-    st.integers(1, 1 << 40),
-    st.floats(0, 1, exclude_min=True, allow_subnormal=False),
-    st.integers(0, 1 << 40),
-    st.floats(0, 1),
-)
-def test_the_share_is_what_the_fraction_says(total: int, fraction: float, external: int, free: float) -> None:
-    """Within the rounding of one product of doubles, and never without the memory to have it."""
-    exact = Fraction(fraction) * total - external
-    slack = 1 + Fraction(total, 1 << 52)
-    device = snapshot(total, int(total * free))
-    try:
-        shard = request_memory(device, config(fraction), external)
-    except ConfigError as error:
-        no_share = "weights in other processes" in str(error)
-        assert exact <= slack if no_share else exact > device.free_memory - slack
-        assert not no_share or external
-    else:
-        assert isinstance(shard, int) and exact - slack <= shard <= exact + slack and shard <= device.free_memory
-        assert shard > 0
 
 
 def test_a_part_of_a_byte_is_a_byte() -> None:

@@ -1,9 +1,10 @@
-"""Plans against an oracle that gives every (layer, head, token) element of a model a label of its own."""
+"""Plans against an oracle that gives every (layer, head, token) element of a model a label of its own; also between
+ranks that share tokens out."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,42 +12,77 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.geometry.compatibility import compatible
-from kvferry.connector.geometry.rank_geometry import CacheKind
+from kvferry.connector.geometry.compatibility import check_geometry, compatible
+from kvferry.connector.geometry.rank_geometry import CacheKind, RankGeometry
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.geometry.spans import Span, check_spans, chunks
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenShard, TokenSharding, common_tokens
 from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.transport.errors import IncompatiblePeerError
-from tests.unit.labelled_model import CONTENT, MODEL, OURS, Model, edit
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+from tests.unit.labelled_model import CONTENT, LABEL_TOKENS, MODEL, OURS, Model, edit
 from tests.unit.whole_plan import plan_all
+
+PLAIN = UNSHARDED[0]
+Form = tuple[int, TokenSharding, TokenSharding]
+"""Tensor-parallel size, how tokens of the layers with heads are shared out, and how those of MLA layers are."""
+Remotes = Mapping[tuple[int, int], RankGeometry]
+
+
+def rank(form: Form, tp_rank: int, heads: int) -> RankGeometry:
+    """Two layers with heads, and one of MLA beside them."""
+    return shared(heads).rank((tp_rank, form[0]), (0, 1), 16, None, form[1:])
+
+
+def shared(heads: int) -> Model:
+    return Model(("full", "mla", "full"), heads, False)
 
 
 def carry(
-    spans: Sequence[PlannedSpan],
-    theirs: Sequence[np.ndarray],
-    ours: Sequence[np.ndarray],
-    arrivals: Sequence[np.ndarray],
-    cut: tuple[int, int],
-) -> None:
-    """Moves spans chunk by chunk, as the two sides would."""
-    for item in spans:
-        s = item.span
-        for c in chunks(s, CONTENT, *cut):
+    items: Sequence[PlannedSpan], theirs: Sequence[np.ndarray], p: RankGeometry, d: RankGeometry,
+    into: Sequence[np.ndarray], times: Sequence[np.ndarray], cut: tuple[int, int],
+) -> None:  # fmt: skip
+    """Chunk by chunk, as the two sides would. ``cut``: bytes of a message, and tokens at whose multiples it ends."""
+    for item in items:
+        s, stop = item.span, item.span.token + item.span.num_tokens
+        p_share, d_share = p.regions[s.region].shard, d.regions[item.region].shard
+        assert item.shard == p_share and s.shard == d_share
+        at = [
+            np.concatenate([np.arange(a, b) for a, b in zip(places.starts, places.stops, strict=True)])
+            for places in (
+                common_tokens(p_share, s.shard, s.token, stop),
+                common_tokens(d_share, item.shard, s.token, stop),
+            )
+        ]
+        for c in chunks(s, CONTENT, *cut, p_share):
             assert c.num_layers * s.num_heads * c.num_tokens * CONTENT <= cut[0]
-            here = (
-                slice(item.layer + c.layer, item.layer + c.layer + c.num_layers),
-                slice(item.head, item.head + s.num_heads),
-                slice(s.token + c.token, s.token + c.token + c.num_tokens),
-            )
-            there = (
-                slice(s.layer + c.layer, s.layer + c.layer + c.num_layers),
-                slice(s.head, s.head + s.num_heads),
-                here[2],
-            )
-            box = theirs[s.region][there]
+            there, here = (side[c.token : c.token + c.num_tokens] for side in at)
+            assert len(there) == len(here) == c.num_tokens
+            box = theirs[s.region][s.layer + c.layer :][: c.num_layers, s.head : s.head + s.num_heads][:, :, there]
             assert box.shape == (c.num_layers, s.num_heads, c.num_tokens)
-            ours[item.region][here] = box
-            arrivals[item.region][here] += 1
+            layers = slice(item.layer + c.layer, item.layer + c.layer + c.num_layers)
+            into[item.region][layers, item.head : item.head + s.num_heads, here] = box
+            times[item.region][layers, item.head : item.head + s.num_heads, here] += 1
+
+
+def check(
+    model: Model, local: RankGeometry, remotes: Remotes, tokens: Sequence[tuple[int, int]], cut: tuple[int, int]
+) -> None:
+    """Every element of ``tokens``, in turn for each region, arrives once, and no other."""
+    longest = max(stop for _, stop in tokens)
+    wanted = [tokens[i % len(tokens)] for i in range(len(local.regions))]
+    check_geometry(local)
+    for remote in remotes.values():
+        compatible(local, remote)
+        compatible(remote, local, consumer=False)
+    oracle = model.cache(local, longest)
+    into, times = [np.full_like(cache, -1) for cache in oracle], [np.zeros_like(cache) for cache in oracle]
+    for place, items in plan_all(local, remotes, wanted).items():
+        check_spans([item.span for item in items], remotes[place], longest)
+        carry(items, model.cache(remotes[place], longest), remotes[place], local, into, times, cut)
+    for right, got, count, (start, stop) in zip(oracle, into, times, wanted, strict=True):
+        inside = (right % LABEL_TOKENS >= start) & (right % LABEL_TOKENS < stop)
+        assert (count == inside).all()
+        assert (got[inside] == right[inside]).all()
 
 
 @st.composite
@@ -59,28 +95,12 @@ def models(draw: st.DrawFn) -> Model:
 
 def check_pair(model: Model, d_tp, d_pp, p_tp, p_pp, tokens, cut, seed) -> None:
     shuffle = random.Random(seed) if seed else None
-    local = model.rank(d_tp, d_pp, 16, shuffle)
     remotes = {
         (stage, rank): model.rank((rank, p_tp), (stage, p_pp), 32, shuffle)
         for stage in range(p_pp)
         for rank in range(p_tp)
     }
-    longest = max(stop for _, stop in tokens)
-    wanted = [tokens[i % len(tokens)] for i in range(len(local.regions))]
-    for remote in remotes.values():
-        compatible(local, remote)
-        compatible(remote, local, consumer=False)
-    plans = plan_all(local, remotes, wanted)
-    ours = [np.full_like(cache, -1) for cache in model.cache(local, longest)]
-    arrivals = [np.zeros_like(cache) for cache in ours]
-    for place, spans in plans.items():
-        assert spans
-        check_spans([item.span for item in spans], remotes[place], longest)
-        carry(spans, model.cache(remotes[place], longest), ours, arrivals, cut)
-    for oracle, mine, times, (start, stop) in zip(model.cache(local, longest), ours, arrivals, wanted, strict=True):
-        assert (times[:, :, start:stop] == 1).all()
-        assert (mine[:, :, start:stop] == oracle[:, :, start:stop]).all()
-        assert not times[:, :, :start].any() and not times[:, :, stop:].any()
+    check(model, model.rank(d_tp, d_pp, 16, shuffle), remotes, tokens, cut)
 
 
 @settings(max_examples=250, deadline=None)
@@ -111,7 +131,7 @@ def test_the_oracle_catches_a_misplaced_span() -> None:
     shifted = item._replace(span=msgspec.structs.replace(item.span, head=1))
     for planned, right in ((item, True), (shifted, False)):
         ours = [np.full_like(cache, -1) for cache in model.cache(local, 8)]
-        carry([planned], model.cache(remote, 8), ours, [np.zeros_like(ours[0])], (4096, 1))
+        carry([planned], model.cache(remote, 8), remote, local, ours, [np.zeros_like(ours[0])], (4096, 1))
         assert (ours[0] == model.cache(local, 8)[0]).all() == right
 
 
@@ -185,3 +205,153 @@ def test_sources_and_plans_agree() -> None:
         assert {place[1] for place in plan_all(local, remotes, [(0, 1)])} == {
             read.p_rank for read in TpKVTopology.between(local, remotes[0, 0]).sources(total_heads=6)
         }
+
+
+# Ranks that share tokens out
+
+
+@st.composite
+def forms(draw: st.DrawFn, heads: int) -> Form:
+    """As vLLM would have it: as many shares of a head as ranks hold it at most, a divisor of the ranks."""
+    tp_size = draw(st.integers(1, 12))
+    shardings = []
+    for total in (heads, 1):
+        sizes = [size for size in range(1, tp_size // total + 1) if tp_size % size == 0] or [1]
+        size = draw(st.sampled_from(sizes))
+        shardings.append(TokenSharding(size, draw(st.sampled_from([1, 2, 4, 8, 16])) if size > 1 else 1))
+    with_heads, mla = shardings
+    return tp_size, with_heads, mla
+
+
+def check_forms(heads: int, p: Form, d: Form, start: int, stop: int, room: int) -> None:
+    remotes = {(0, r): rank(p, r, heads) for r in range(p[0])}
+    for d_rank in range(d[0]):
+        check(shared(heads), rank(d, d_rank, heads), remotes, [(start, stop)], (room, 16))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4]), st.data())
+def test_every_token_arrives_once(heads: int, data: st.DataObject) -> None:
+    p, d = data.draw(forms(heads)), data.draw(forms(heads))
+    start = data.draw(st.integers(0, 60))
+    check_forms(
+        heads, p, d, start, start + data.draw(st.integers(1, 80)), data.draw(st.integers(heads * CONTENT, 2000))
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ((4, TokenSharding(2, 16), TokenSharding(2, 16)), (1, PLAIN, PLAIN)),
+        ((1, PLAIN, PLAIN), (4, TokenSharding(2, 16), TokenSharding(2, 16))),
+        ((4, TokenSharding(2, 16), TokenSharding(4, 16)), (8, TokenSharding(4, 16), TokenSharding(8, 16))),
+        ((4, TokenSharding(2, 1), TokenSharding(2, 1)), (4, TokenSharding(2, 16), TokenSharding(4, 2))),
+        ((4, PLAIN, TokenSharding(2, 16)), (4, TokenSharding(2, 16), PLAIN)),
+    ],
+)
+def test_pairs_that_users_run(heads: int, p: Form, d: Form) -> None:
+    check_forms(heads, p, d, 0, 100, 512)
+    check_forms(heads, p, d, 33, 70, 4096)
+    check_forms(heads, p, d, 0, 3, 4096)
+
+
+sharding = st.builds(TokenSharding, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 4, 16]))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 3]), sharding, sharding)
+@example(1, 2, 1, TokenSharding(4, 1), TokenSharding(4, 16))
+def test_readers_of_a_share_spread_and_all_release(
+    d_times: int, p_times: int, heads: int, d_sharding: TokenSharding, p_sharding: TokenSharding
+) -> None:
+    d_size, p_size = d_times * d_sharding.size * heads, p_times * p_sharding.size * heads
+    topologies = [
+        TpKVTopology(
+            d, {"d": d_size, "p": p_size}, False, heads, None, "d", {},
+            shardings=(d_sharding,), remote_shardings={"p": (p_sharding,)},
+        )
+        for d in range(d_size)
+    ]  # fmt: skip
+    load: dict[tuple[int, int], list[int]] = {}
+    for d_rank, topology in enumerate(topologies):
+        for read in topology.sources(None, heads, d_sharding, p_sharding):
+            assert d_sharding.shard(d_rank).meets(p_sharding.shard(read.p_rank))
+            load.setdefault((read.first_head, read.p_rank % p_sharding.size), []).append(read.p_rank)
+    for (head, shard), read_at in load.items():
+        start = [
+            r
+            for r in range(p_size)
+            if TpKVTopology.head_interval(r, p_size, heads)[0] == head and r % p_sharding.size == shard
+        ]
+        counts = [read_at.count(r) for r in start]
+        assert sum(counts) == len(read_at) and max(counts) - min(counts) <= 1
+    for p_rank, ranks in enumerate(topologies[0].release_map()):
+        reading = {d for d, topology in enumerate(topologies) if p_rank in topology.source_ranks()}
+        assert set(ranks) == reading or (not reading and len(ranks) == 1)
+
+
+def test_a_share_that_does_not_come_is_named() -> None:
+    local = rank((1, PLAIN, PLAIN), 0, 1)
+    plans = [
+        plan_reads(local, rank((2, TokenSharding(2, 16), TokenSharding(2, 16)), r, 1), [(0, 40)] * 2) for r in range(2)
+    ]
+    items = [item for spans in plans for item in spans]
+    check_complete(local, items, [(0, 40)] * 2)
+    for left_out in items:
+        with pytest.raises(IncompatiblePeerError, match=r"tokens of layer 'layers\.\d' differs"):
+            check_complete(local, [item for item in items if item is not left_out], [(0, 40)] * 2)
+    with pytest.raises(IncompatiblePeerError, match="on more than one stage"):
+        check_complete(local, items * 2, [(0, 40)] * 2)
+    with pytest.raises(IncompatiblePeerError, match=r"'layers\.0' and 1 more needed"):
+        check_complete(local, [item for item in items if item.region], [(0, 40)] * 2)
+    check_complete(local, plans[0], [(0, 16)] * 2), "all of so short a prompt is in the first share"
+
+
+GOOD = rank((4, TokenSharding(2, 16), TokenSharding(4, 16)), 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("region", "shard", "message"),
+    [
+        (0, TokenShard(2, 0, 16), "rank 0 of 2 .* is not tp_rank 3"),
+        (0, TokenShard(2, 1, 8), "is not tp_rank 3 of an engine with"),
+        (0, TokenShard(4, 3, 16), r"4 tensor-parallel ranks, fewer hold each of 2 heads"),
+        (1, TokenShard(2, 3, 16), "rank 3 of 2"),
+    ],
+)
+def test_a_share_that_the_rank_cannot_have_is_refused(region: int, shard: TokenShard, message: str) -> None:
+    check_geometry(GOOD)
+    regions = list(GOOD.regions)
+    regions[region] = msgspec.structs.replace(regions[region], shard=shard)
+    with pytest.raises(GeometryError, match=message):
+        check_geometry(msgspec.structs.replace(GOOD, regions=tuple(regions)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "sliding_window", "window": 64}, "caches of kind sliding_window are not carried so"),
+        ({"packing": "cpu x86_64 vec"}, "packed, are not carried so"),
+        ({"block_size": 24}, "does not divide a block of 24"),
+    ],
+)
+def test_caches_that_cannot_be_shared_out_are_refused(changes: dict[str, object], message: str) -> None:
+    regions = (msgspec.structs.replace(GOOD.regions[0], **changes), GOOD.regions[1])
+    with pytest.raises(GeometryError, match=message):
+        check_geometry(msgspec.structs.replace(GOOD, regions=regions))
+
+
+def test_asking_for_what_the_rank_does_not_hold_is_refused() -> None:
+    remote = rank((2, TokenSharding(2, 16), TokenSharding(2, 16)), 1, 1)
+    (span, *_) = [item.span for item in plan_reads(rank((1, PLAIN, PLAIN), 0, 1), remote, [(0, 64)] * 2)]
+    check_spans([span], remote, 64)
+    for changes, message in (
+        ({"num_tokens": 16}, "of which we hold none"),
+        ({"shard": TokenShard(2, 0, 16)}, "of which we hold none"),
+        ({"shard": TokenShard(2, 2, 16)}, "rank 2 of 2"),
+        ({"num_tokens": 65}, r"tokens 0\.\.65 is outside 0\.\.64"),
+    ):
+        with pytest.raises(GeometryError, match=message):
+            check_spans([msgspec.structs.replace(span, **changes)], remote, 64)
+    with pytest.raises(GeometryError, match=r"ask for 128 .* of 64"):
+        check_spans([span, span], remote, 64)

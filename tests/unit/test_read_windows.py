@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.geometry import read_windows
+from kvferry.connector.geometry import read_plan
 from kvferry.connector.geometry.rank_geometry import RankGeometry
-from kvferry.connector.geometry.read_plan import PlannedSpan
-from kvferry.connector.geometry.read_windows import STREAM_PARTS, in_windows, part_bytes
+from kvferry.connector.geometry.read_plan import STREAM_PARTS, PlannedSpan, in_windows, part_bytes
 from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, check_spans, cut_span
 from kvferry.connector.geometry.token_sharding import num_common_tokens
 from tests.unit.labelled_model import CONTENT, Model
-from tests.unit.test_read_plan import models
-from tests.unit.test_read_plan_sharding import forms, rank
+from tests.unit.test_read_plan import forms, models, rank
 from tests.unit.whole_plan import plan_all
 
 Element = tuple[int, int, int, int, int, int]
@@ -95,10 +93,10 @@ def test_a_region_is_cut_between_tiles() -> None:
 
 @pytest.mark.parametrize(("name", "bound"), [("MAX_SPANS", 12), ("MAX_RANGES", 12), ("MAX_WINDOWS", 12)])
 def test_a_long_prompt_has_longer_windows(monkeypatch: pytest.MonkeyPatch, name: str, bound: int) -> None:
-    monkeypatch.setattr(read_windows, name, bound)
+    monkeypatch.setattr(read_plan, name, bound)
     windows = windows_of(10_000, 100, 10)
     assert 2 < len(windows) <= bound and {length % 10 for _, length in windows} == {0}
-    monkeypatch.setattr(read_windows, name, 1)
+    monkeypatch.setattr(read_plan, name, 1)
     assert windows_of(10_000, 100, 10) == [(0, 10_000)]
 
 

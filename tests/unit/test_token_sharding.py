@@ -109,29 +109,10 @@ def test_strides_keep_their_alignment() -> None:
     assert found.stride % 128 == 0
 
 
-def test_no_common_tokens_are_an_empty_run() -> None:
-    places = common_tokens(TokenShard(2, 0, 16), TokenShard(2, 1, 16), 0, 320)
-    assert listed(places) == [] and places.dense
-    assert token_blocks(places, np.arange(20), 16, 1024, 64).size == 16
-
-
 def test_a_rank_outside_its_group_is_refused() -> None:
     TokenShard(2, 1).check()
     with pytest.raises(GeometryError, match="rank 2 of 2"):
         TokenShard(2, 2).check()
-
-
-@given(shards, st.integers(1, 4), st.integers(0, 200))
-def test_a_token_lies_where_vllm_writes_it(shard: TokenShard, ratio: int, token: int) -> None:
-    """The arithmetic of ``_compute_slot_mappings_kernel`` (vllm/v1/worker/gpu/block_table.py, 0.32)."""
-    block_size = ratio * shard.interleave
-    virtual_block, offset = divmod(token, block_size * shard.size)
-    is_local = offset // shard.interleave % shard.size == shard.rank
-    rounds, remainder = offset // (shard.interleave * shard.size), offset % shard.interleave
-    local_position = virtual_block * block_size + rounds * shard.interleave + remainder
-    assert is_local == (common_tokens(shard, ALL_TOKENS, token, token + 1).num_tokens == 1)
-    if is_local:
-        assert listed(common_tokens(shard, ALL_TOKENS, token, token + 1)) == [local_position] == [shard.count(token)]
 
 
 def test_vllm_counts_alike() -> None:

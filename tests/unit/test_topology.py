@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -272,11 +271,3 @@ def test_a_question_without_an_engine_needs_a_single_remote_engine() -> None:
 )  # fmt: skip
 def test_the_log_line_names_ranks_and_ratios(form: tuple[int, int, int], blocks: tuple[int, int], line: str) -> None:
     assert topology(*form, blocks=blocks).describe(blocks[1]) == f"this rank {line}"
-
-
-def test_every_other_module_asks_the_topology() -> None:
-    """Nothing but ``topology`` reaches the arithmetic below it, so there is no second choice of ranks."""
-    product = Path(__file__).resolve().parents[2] / "connector"
-    users = {path.name for path in product.rglob("*.py") if "geometry.head_split" in path.read_text()}
-    users |= {path.name for path in product.rglob("*.py") if "geometry import head_split" in path.read_text()}
-    assert users == {"topology.py"}

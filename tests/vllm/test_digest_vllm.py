@@ -15,7 +15,7 @@ from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_c
 from vllm.config.device import DeviceConfig
 from vllm.model_executor.layers.attention import Attention
 
-from kvferry.connector.geometry.cache_dtype import layer_cache_dtype
+from kvferry.connector.geometry.dtypes import layer_cache_dtype
 from kvferry.connector.geometry.model_identity import model_identity
 from kvferry.connector.pages.rank_context import check_model
 from kvferry.connector.vllm import compat, from_vllm
