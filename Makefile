@@ -29,7 +29,7 @@ help:
 	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make site          the documentation as a site in site/, built strictly: a dead link is an error"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
-	@echo "make bench-gpu     the benchmarks for two GPUs, by that interpreter; plots beside the JSON"
+	@echo "make bench-gpu     the benchmarks for two GPUs, by that interpreter"
 	@echo "make clean         remove what these made"
 
 install: $(STAMP)
@@ -133,17 +133,23 @@ site: install
 	$(BIN)/mkdocs build --strict
 
 RESULTS ?= .bench
-BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip control_bounds idle_step quiet_step router_cost \
-  host_planes checksum e2e_vs_nixl wrong_tokens both_legs stale_reads plan_accuracy plan_fleet
+BENCHMARKS := planes/kernels planes/empty_handover planes/control_round_trip planes/control_bounds engines/quiet_step \
+  router/router_cost plan/plan_accuracy
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
-	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done
+	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$${name#*/}.json; done
+	$(BIN)/python benchmarks/planes/planes.py --device cpu --json $(RESULTS)/host_planes.json
+	$(BIN)/python benchmarks/planes/planes.py --pairs checksum --json $(RESULTS)/checksum.json
+	$(BIN)/python benchmarks/planes/planes.py --pairs encrypt --json $(RESULTS)/encrypted_planes.json
+	$(BIN)/python tests/engine/wrong_tokens/run.py --json $(RESULTS)/wrong_tokens.json
+	$(BIN)/python tests/engine/wrong_tokens/both_legs.py --json $(RESULTS)/both_legs.json
+	$(BIN)/python tests/faults/stale_reads.py --json $(RESULTS)/stale_reads.json
 
-GPU_BENCHMARKS := gpu_planes interference gpu_e2e gpu_busy gpu_streaming
 bench-gpu:
-	@set -e; for name in $(GPU_BENCHMARKS); do echo "== $$name"; \
-	  $(ON_GPUS) benchmarks/$$name.py --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name.png; done
-	$(ON_GPUS) benchmarks/quiet_step.py --json $(RESULTS)/quiet_step.json
+	$(ON_GPUS) benchmarks/planes/planes.py --json $(RESULTS)/gpu_planes.json
+	$(ON_GPUS) benchmarks/engines/busy.py --json $(RESULTS)/gpu_busy.json
+	$(ON_GPUS) benchmarks/engines/streaming.py --json $(RESULTS)/gpu_streaming.json
+	$(ON_GPUS) benchmarks/engines/quiet_step.py --json $(RESULTS)/quiet_step.json
 
 clean:
 	rm -rf $(VENV) .vllm-* .demo .bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,16 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / ".typing"))
 
 import binding_table
 import doctor_output
-import plan_summary
-import router_summary
-import soak_summary
-import summary
-import systems_summary
 
+from benchmarks.harness import pages, runs
 from kvferry.connector.config import settings_table
 from kvferry.connector.geometry.dtypes import error_table
 from kvferry.connector.wire.series import series_table
@@ -40,22 +36,23 @@ def matrix() -> str:
 
 
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"figure": summary.SECTIONS["figure"], "settings": lambda: settings_table(README_SETTINGS)},
+    "README.md": {"figure": pages.figure, "settings": lambda: settings_table(README_SETTINGS)},
     "docs/settings.md": {"settings": settings_table},
     "docs/observability.md": {"metrics": series_table},
-    "docs/comparison.md": {"measured": systems_summary.measured},
+    "docs/comparison.md": {"measured": pages.systems},
     "docs/compatibility.md": {"matrix": matrix, "dtypes": error_table},
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},
-    "docs/planning.md": {"accuracy": plan_summary.accuracy},
+    "docs/planning.md": {"accuracy": pages.plan_accuracy},
     "docs/promises.md": {
-        "walks": soak_summary.walks,
-        "odd-requests": router_summary.odd_requests,
-        "router-fleet": router_summary.router_fleet,
-        "soak": soak_summary.soak,
-        "fuzz": soak_summary.fuzz,
+        "walks": runs.walks,
+        "odd-requests": pages.odd_requests,
+        "router-fleet": pages.router_fleet,
+        "soak": runs.soak,
+        "fuzz": runs.fuzz,
     },
-    "docs/benchmarks.md": {name: make for name, make in summary.SECTIONS.items() if name != "figure"},
+    "docs/benchmarks.md": pages.SECTIONS,
+    "docs/measurements.md": pages.MORE,
 }
 """By page, the generator of each of its tables."""
 

@@ -44,7 +44,7 @@ class LaunchShape(NamedTuple):
 
 ALL_SMS = LaunchShape(16 << 10, 128, 4)
 """The copy may take all SMs. Each tile has a program of its own. A tile has 128 bytes per thread, which are 8 loads of
-16 bytes in flight (``pack``, ``unpack`` of ``benchmarks/gpu_planes.py``)."""
+16 bytes in flight (``pack``, ``unpack`` of ``benchmarks/planes/kernels.py``)."""
 CAPPED = LaunchShape(64 << 10, 256, 32)
 """The copy may take a given number of SMs. One program fills an SM: smaller programs would spread over as many SMs as
 there are programs, and keep the engine's large thread blocks from all of these. On an H200, 20 SMs read over NVLink

@@ -2,7 +2,7 @@
 
 With ``ctypes`` each call can hold or release the GIL, whereas cuda-bindings releases it in every call, after which a
 thread waits tens of microseconds for it beside a thread that computes in Python (``gil_ms`` of
-``benchmarks/gpu_planes.py``). ``ctypes`` also needs no package, and ``libcuda.so.1`` is there wherever a GPU works.
+``benchmarks/planes/planes.py``). ``ctypes`` also needs no package, and ``libcuda.so.1`` is there wherever a GPU works.
 
 The calls in ``HOLDS_GIL`` return within microseconds. The calls in ``RELEASES_GIL`` may wait for a GPU, for another
 process or for the kernel. The library is opened at the first call, so this module can be imported without CUDA.

@@ -126,7 +126,7 @@ _SPECS = (
         # On a GPU the fixed cost of a message, on P and on D, is the time that NVLink takes for 64 MiB. So a slot is a
         # quarter of the staging memory, and D cuts a small hand-over into smaller chunks. On one host UCX moves GPU
         # memory over NVLink; ``Plane.slower_because`` names the exceptions. In host memory the UCX of the PyPI wheel
-        # has TCP only, and is slower than the tcp plane (benchmarks/host_planes.py).
+        # has TCP only, and is slower than the tcp plane (benchmarks/planes/planes.py).
         host=Use(40, auto=False), gpu=Use(20, slot_bytes=None), extra="kvferry[ucx]",
     ),
     PlaneSpec(

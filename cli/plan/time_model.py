@@ -95,7 +95,7 @@ def decoded_calibration(text: bytes) -> Calibration:
 
 
 def default_calibration() -> Calibration:
-    """The calibration that ``benchmarks/plan_fit.py`` made from measurements of this project."""
+    """The calibration that ``benchmarks/plan/plan_fit.py`` made from measurements of this project."""
     return decoded_calibration((files(__package__) / "calibration.json").read_bytes())
 
 

@@ -50,12 +50,12 @@ ELSEWHERE = {
     "pip install": (".ci/run", "install"),
     "pre-commit install": ("tests/packaging/test_docs.py", ".pre-commit-config.yaml"),
     "python -m dynamo.vllm": ("tests/engine/test_vllm_proxies.py", "kvferry.connector.vllm.as_nixl"),
-    "python benchmarks/rdma_check.py": ("tests/transport/test_rdma_check.py", "rdma_check.py"),
+    "python benchmarks/planes/rdma_check.py": ("tests/transport/test_rdma_check.py", "rdma_check.py"),
     "python examples/two_node/run_netns.py": ("tests/examples/test_examples_run.py", "two_node/run_netns.py"),
     "ray start": ("tests/examples/test_ray_serve.py", "two_nodes.py"),
     "scp": ("", ""),
     "serve run": ("tests/examples/test_ray_serve.py", "examples.ray_serve.app"),
-    "vllm bench serve": ("benchmarks/serve_load.py", "vllm bench serve"),
+    "vllm bench serve": ("tests/engine/test_bench_serve.py", "vllm bench serve"),
     "vllm serve": ("tests/support/engines.py", '"serve"'),
 }
 """Commands that are only looked at here, by their first words: the file that runs them, and a text in it. No test runs
@@ -285,7 +285,7 @@ def test_commands_that_fail_are_noticed(line: str, what: str, tmp_path: Path) ->
         ("kvferry router --decode http://d:1 --prot 9000", "No such option"),
         ("kvferry none", "nothing runs this"),
         ("kvferry top --interval no http://127.0.0.1:1", "valid number"),
-        ("python benchmarks/rdma_check.py check a b 1 --jsn x", "--jsn"),
+        ("python benchmarks/planes/rdma_check.py check a b 1 --jsn x", "--jsn"),
         ("python benchmarks/none.py", "nothing runs this"),
         ("make none", "nothing runs this"),
         ("make install NONE=1", "NONE=1"),

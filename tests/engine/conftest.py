@@ -35,8 +35,8 @@ def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.T
 
 
 def run_benchmark(script: str, folder: Path, *options: str) -> dict[str, Any]:
-    """The result that a benchmark with engines writes; it must succeed."""
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    """The result that a script with engines writes, by its path in the repository; it must succeed."""
+    command = [sys.executable, str(ROOT / script), *options]
     command += ["--folder", str(folder), "--json", str(folder / "result.json")]
     environment = os.environ | {"PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)

@@ -1,17 +1,13 @@
-"""``benchmarks/streaming.py`` in small: every way that P offers is measured over the shaped link, at whatever rate."""
+"""``streaming.py`` in small: every way that P offers is measured over the shaped link, at whatever rate."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.engines import shaped_link
 from tests.engine.conftest import run_benchmark
-from tests.support.engines import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import shaped_link
 
 pytestmark = [pytest.mark.engines, pytest.mark.root, pytest.mark.timeout(900)]
 
@@ -20,12 +16,14 @@ pytestmark = [pytest.mark.engines, pytest.mark.root, pytest.mark.timeout(900)]
 def link() -> None:
     reason = shaped_link.why_not()
     if reason is not None:
-        pytest.skip(f"benchmarks/streaming.py {reason}")
+        pytest.skip(f"benchmarks/engines/streaming.py {reason}")
 
 
 @pytest.mark.usefixtures("link")
 def test_every_way_has_its_samples(tmp_path: Path) -> None:
-    result = run_benchmark("streaming.py", tmp_path, "--small", "--start-seconds", "400")
+    result = run_benchmark(
+        "benchmarks/engines/streaming.py", tmp_path, "--device", "cpu", "--small", "--start-seconds", "400"
+    )
     rows = {row["way"]: row for row in result["rows"]}
     assert {"P alone", "serial"} <= rows.keys()
     prompt_mib = 400 * result["kv_kib_per_token"] / 1024
@@ -37,14 +35,5 @@ def test_every_way_has_its_samples(tmp_path: Path) -> None:
         else:
             assert prompt_mib * 0.9 < row["mib"] < prompt_mib * 1.5, "the KV went another way than over the link"
     assert rows["serial"]["before_end"] < 0.1, "KV left before P had computed it"
-    for line in result["timelines"]:
-        chunks = line["steps"]
-        assert sum(step["tokens"] for step in chunks) == 400 and len(chunks) > 1
-        assert all(step["begin"] < step["end"] and len(step["layers"]) == 4 for step in chunks)
-        assert line["link"][0][1] == 0 and len(line["arrived"]) == 6
-        if line["way"] != "P alone":
-            moved = prompt_mib * 2**20 * 0.9
-            assert line["sent"][-1][1] > moved and line["placed"][-1][1] > moved
-            assert line["sent"][0][0] < line["placed"][-1][0] < line["arrived"][-1]
     assert rows["at once"]["empty_steps"]["D"] > 0, "D is asked again while it waits for P"
     assert {one["target"] for one in result["targets"]} >= {"P's prefill slower than alone, %"}

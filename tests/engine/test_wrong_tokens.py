@@ -1,5 +1,5 @@
-"""``benchmarks/wrong_tokens.py`` with few hand-overs: no wrong token beside planted failures, and wrong KV is seen; and
-``benchmarks/both_legs.py``, where P's prompts leave while P computes them."""
+"""``wrong_tokens/run.py`` with few hand-overs: no wrong token beside planted failures, and wrong KV is seen; and
+``wrong_tokens/both_legs.py``, where P's prompts leave while P computes them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.engine.conftest import run_benchmark
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(2700)]
 SEEDS = (11, 12, 13)
+FOLDER = "tests/engine/wrong_tokens"
 ENDED, REUSED, ERROR = "lease ended during the copy", "P's pages reused during the copy", "copy error"
 ENOUGH = {"failed_inside_step": 3, "loaded_inside_step": 3, ENDED: 1, REUSED: 1, ERROR: 1}
 
@@ -23,7 +24,7 @@ def test_no_token_is_wrong_where_hand_overs_fail(tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for seed in SEEDS:
         options = "--count", "60", "--seed", str(seed), "--share", "0.3", "--kills", "1"
-        seen += counts_of(run_benchmark("wrong_tokens.py", tmp_path / str(seed), *options))
+        seen += counts_of(run_benchmark(f"{FOLDER}/run.py", tmp_path / str(seed), *options))
         if all(seen[what] >= count for what, count in ENOUGH.items()):
             return
     pytest.fail(f"in {len(SEEDS)} runs: {seen}, expected at least {ENOUGH}")
@@ -46,12 +47,12 @@ def counts_of(result: dict[str, Any]) -> Counter[str]:
 
 
 def test_wrong_kv_of_a_broken_decoder_is_seen(tmp_path: Path) -> None:
-    figures = run_benchmark("wrong_tokens.py", tmp_path, "--selftest", "--seed", "5")["figures"]
+    figures = run_benchmark(f"{FOLDER}/run.py", tmp_path, "--selftest", "--seed", "5")["figures"]
     assert figures["wrong_tokens"] > 0 and figures["wrong_kv"] >= figures["planted"] == 12
 
 
 def test_no_token_is_wrong_where_both_legs_are_sent_at_once(tmp_path: Path) -> None:
     """The script fails where a token or the KV is wrong, a request hangs, or a block is held at the end."""
-    figures = run_benchmark("both_legs.py", tmp_path, "--count", "60", "--seed", "21")["figures"]
+    figures = run_benchmark(f"{FOLDER}/both_legs.py", tmp_path, "--count", "60", "--seed", "21")["figures"]
     assert figures["handovers"] == 60 and figures["p_killed"] == 1
     assert figures["loaded"] > 20 and figures["loads_while_p_computes"] > 0

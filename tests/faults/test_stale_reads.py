@@ -1,4 +1,4 @@
-"""``benchmarks/stale_reads.py``: P reuses blocks while D reads them, and no stale read is taken for good."""
+"""``stale_reads.py``: P reuses blocks while D reads them, and no stale read is taken for good."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.faults import stale_reads
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 FENCES = ("posted grant", "commit", "off")
 MOST_RACES = 1000
 
 
-@pytest.fixture
-def stale_reads(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import stale_reads
-
-    return stale_reads
-
-
 @pytest.mark.parametrize("fence", FENCES)
-def test_races_over_cma(stale_reads: Any, fence: str) -> None:
+def test_races_over_cma(fence: str) -> None:
     """Sixty and more, until some were lost and some were won. With the fence switched off, some loads are stale."""
     row: dict[str, Any] = {}
     for seed in range(1, MOST_RACES // 60):
@@ -34,7 +28,7 @@ def test_races_over_cma(stale_reads: Any, fence: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "plane"), [("stale_reads.json", "cma"), ("stale_reads.gpu.json", "cuda_ipc")])
-def test_the_committed_races(stale_reads: Any, name: str, plane: str) -> None:
+def test_the_committed_races(name: str, plane: str) -> None:
     rows = json.loads((BENCHMARKS / "results" / name).read_text())["rows"]
     assert [(row["fence"], row["plane"]) for row in rows] == [(fence, plane) for fence in FENCES]
     assert all(row["races"] >= MOST_RACES for row in rows) and stale_reads.check(rows) == []

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / ".typing"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / ".typing"))
 
-import report  # noqa: E402
-
+from benchmarks.harness import report  # noqa: E402
 from tests.fuzz import in_process, ports  # noqa: E402
 
 Rows = dict[str, in_process.Outcome]

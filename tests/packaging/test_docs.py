@@ -109,7 +109,7 @@ def generator() -> dict[str, Any]:
     finally:
         sys.path[:] = path
         for name in sys.modules.keys() - modules:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith((f"{ROOT}/docs/", f"{ROOT}/benchmarks/")):
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(f"{ROOT}/docs/"):
                 del sys.modules[name]
 
 
@@ -117,7 +117,7 @@ def generator() -> dict[str, Any]:
     "page",
     [
         "README.md", "docs/settings.md", "docs/comparison.md", "docs/compatibility.md", "docs/doctor.md",
-        "docs/library.md", "docs/planning.md", "docs/promises.md", "docs/benchmarks.md",
+        "docs/library.md", "docs/planning.md", "docs/promises.md", "docs/benchmarks.md", "docs/measurements.md",
     ],
 )  # fmt: skip
 def test_tables_are_as_their_generators_print_them(page: str) -> None:
@@ -135,11 +135,12 @@ def test_all_generated_tables_are_checked_and_a_changed_one_is_noticed() -> None
 
 
 def test_every_measurement_first_says_its_failure_policy() -> None:
-    sections = re.split(r"^## ", read("docs/benchmarks.md"), flags=re.MULTILINE)[1:]
     first = "(No vLLM engine takes part|Measured with `kv_load_failure_policy` `(fail|recompute)`)"
-    assert len(sections) == len(generator()["REGIONS"]["docs/benchmarks.md"])
-    for section in sections:
-        assert re.match(rf"[^\n]+\n\n<!-- generated \S+: [^\n]+ -->\n{first}", section), section[:200]
+    for page in ("docs/benchmarks.md", "docs/measurements.md"):
+        sections = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
+        assert len(sections) == len(generator()["REGIONS"][page])
+        for section in sections:
+            assert re.match(rf"[^\n]+\n\n<!-- generated \S+: [^\n]+ -->\n{first}", section), section[:200]
 
 
 def test_the_page_of_metrics_names_each_reason() -> None:
@@ -149,7 +150,7 @@ def test_the_page_of_metrics_names_each_reason() -> None:
 
 
 def test_the_readme_has_no_figure_of_another_policy_than_it_recommends() -> None:
-    shown = generator()["summary"].SECTIONS["figure"]()
+    shown = generator()["pages"].figure()
     assert "`kv_load_failure_policy` applies" in shown or "the policy that the README recommends" in shown
     assert '"kv_load_failure_policy": "recompute"' in read("README.md")
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from math import inf, isclose
-from pathlib import Path
-from types import ModuleType
 
 import msgspec
 import pytest
 
+from benchmarks.plan import plan_fit
 from kvferry.cli.plan.handover import PlannedRead
 from kvferry.cli.plan.time_model import (
     PlaneCosts,
@@ -21,7 +18,6 @@ from kvferry.cli.plan.time_model import (
 )
 from kvferry.transport.errors import ConfigError
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 COSTS = PlaneCosts(0.001, 0.0001, 0.00001, {1024: 1e9, 4096: 4e9}, 1.5)
 
 
@@ -81,23 +77,11 @@ def test_an_unknown_plane_is_named() -> None:
         default_calibration().costs("tpc/host")
 
 
-@pytest.fixture
-def plan_fit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("plan_fit", "gpu_cases", "tables"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    spec = importlib.util.spec_from_file_location("plan_fit", BENCHMARKS / "plan_fit.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_default_calibration_is_what_the_committed_results_give(plan_fit: ModuleType) -> None:
+def test_the_default_calibration_is_what_the_committed_results_give() -> None:
     assert plan_fit.encoded(plan_fit.calibration()) == plan_fit.PACKAGED.read_bytes()
 
 
-def test_the_fit_finds_the_costs_that_made_the_times(plan_fit: ModuleType) -> None:
+def test_the_fit_finds_the_costs_that_made_the_times() -> None:
     rows = []
     for nbytes, messages, piece, at_once in (
         (10**4, 1, 1024, 1), (10**6, 4, 1024, 1), (10**8, 30, 1024, 4), (10**5, 1, 4096, 1), (10**7, 9, 4096, 4),

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / ".typing"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / ".typing"))
 
-import report  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.harness import report  # noqa: E402
 from tests.simulation.fleet import Fleet  # noqa: E402
 from tests.simulation.timeline import Violation  # noqa: E402
 

@@ -15,10 +15,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / ".typing"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / ".typing"))
 
-import report  # noqa: E402
-
+from benchmarks.harness import report  # noqa: E402
 from tests.soak import flatness, result  # noqa: E402
 from tests.soak.driver import PLANES, Soak  # noqa: E402
 

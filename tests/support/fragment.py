@@ -8,13 +8,12 @@ blocks gives every later request a scattered block table.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from tests.support.server import PATIENCE_SECONDS, EngineError, Server
+from tests.support.server import EngineError, Server
 
 OUTPUTS = (0.5, 1.5, 3.0, 6.0)
 """Blocks that a request decodes, of four kinds that run side by side."""
@@ -52,17 +51,3 @@ def scatter(engine: Server, block_tokens: int, beside: int, vocabulary: int, tur
         while left > 0:
             list(pool.map(lambda body: engine.post("/v1/completions", body), map(batch, OUTPUTS)))
             left -= beside * (2 + sum(OUTPUTS) / len(OUTPUTS))
-
-
-def empty_cache(engine: Server) -> None:
-    """Have all blocks forget what they hold, so that none has to be evicted; their order stays. vLLM refuses while any
-    is held.
-
-    Raises:
-        EngineError: blocks are still held after ``PATIENCE_SECONDS``.
-    """
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not engine.post("/reset_prefix_cache")["success"]:
-        if time.monotonic() > deadline:
-            raise EngineError(f"{engine.name}: blocks are still held {PATIENCE_SECONDS:g} s after the last request")
-        time.sleep(0.05)

@@ -1,33 +1,25 @@
-"""``benchmarks/busy_turns.py`` on a host that stands still: what has ended begins anew, what was disturbed too."""
+"""``busy_turns.py`` on a host that stands still: what has ended begins anew, what was disturbed too."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.server import EngineError
+from benchmarks.engines import busy_turns as turns
+from tests.support.server import EngineError, Server
 
-BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 SEQUENCES = 4
 
 
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    for name in ("busy_turns", "engine_pair"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import busy_turns
-
-    monkeypatch.setattr(busy_turns, "SETTLE_SECONDS", 0.0)
-    return busy_turns
+@pytest.fixture(autouse=True)
+def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SETTLE_SECONDS", 0.0)
 
 
 class Decoder:
@@ -68,33 +60,31 @@ class Decoder:
         self.server.shutdown()
         self.server.server_close()
 
-    def background(self, turns: Any) -> Any:
-        from tests.support.server import Server
-
+    def background(self) -> turns.Background:
         server = Server("stand-in", None, -1, Path("none"), *self.server.server_address)  # type: ignore[arg-type]
         return turns.Background(server, [[2] * 64] * SEQUENCES, 8192)
 
 
 @pytest.fixture
-def pair(turns: Any) -> Iterator[Any]:
-    yield turns.BusyPair("KVFerryConnector", None, None, 16, random.Random(1), 1000)
+def pair() -> Any:
+    return turns.BusyPair("KVFerryConnector", None, None, random.Random(1), 1000)  # type: ignore[arg-type]
 
 
-def test_a_background_that_has_ended_begins_anew(turns: Any) -> None:
+def test_a_background_that_has_ended_begins_anew() -> None:
     with Decoder(ended=2) as decoder:
-        background = decoder.background(turns)
+        background = decoder.background()
         background.start()
         background.stop()
         assert decoder.asked == 3
 
 
-def test_a_background_that_is_refused_is_told(turns: Any) -> None:
+def test_a_background_that_is_refused_is_told() -> None:
     with Decoder(ended=9, status=400) as decoder, pytest.raises(EngineError, match="HTTP 400: b'planted'"):
-        decoder.background(turns).start()
+        decoder.background().start()
 
 
 def test_a_disturbed_turn_is_measured_again(
-    turns: Any, pair: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcomes: list[Any] = [turns.DisturbedTurnError("planted one"), turns.DisturbedTurnError("planted two"), None]
 
@@ -110,9 +100,7 @@ def test_a_disturbed_turn_is_measured_again(
     assert pair.repeated == ["planted one", "planted two"] and "again: planted two" in capsys.readouterr().out
 
 
-def test_a_turn_that_is_disturbed_each_time_ends_the_run(
-    turns: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_is_disturbed_each_time_ends_the_run(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure_turn(cell: Any, pace: Any) -> Any:
         raise turns.DisturbedTurnError("planted")
 
@@ -122,12 +110,16 @@ def test_a_turn_that_is_disturbed_each_time_ends_the_run(
     assert len(pair.repeated) == turns.ATTEMPTS - 1
 
 
-def test_what_is_steady(turns: Any) -> None:
+def why(*load: Any) -> str:
+    return str(turns.unsteady(*load))
+
+
+def test_what_is_steady() -> None:
     """Steps every 10 ms from 1 s to 2 s; the first 0.3 s are quiet, the last token comes after 0.9 s."""
     steps = [(1 + n / 100, 4) for n in range(101)]
     assert turns.unsteady(4, steps, 1.3, 1.9) is None
     assert turns.unsteady(4, [(at, 3 if at > 1.95 else 4) for at, _ in steps], 1.3, 1.9) is None
-    assert "{3, 4}" in turns.unsteady(4, [(at, 3 if at < 1.1 else 4) for at, _ in steps], 1.3, 1.9)
-    assert "ended" in turns.unsteady(4, [step for step in steps if step[0] < 1.5], 1.3, 1.9)
-    assert "ended" in turns.unsteady(4, [], 1.3, 1.9)
-    assert "no two steps" in turns.unsteady(4, [step for step in steps if step[0] > 1.4], 1.3, 1.9)
+    assert "{3, 4}" in why(4, [(at, 3 if at < 1.1 else 4) for at, _ in steps], 1.3, 1.9)
+    assert "ended" in why(4, [step for step in steps if step[0] < 1.5], 1.3, 1.9)
+    assert "ended" in why(4, [], 1.3, 1.9)
+    assert "no two steps" in why(4, [step for step in steps if step[0] > 1.4], 1.3, 1.9)

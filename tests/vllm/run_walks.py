@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / ".typing"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / ".typing"))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import report  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.harness import report  # noqa: E402
 from tests.support.streaming_faults import FAULTS  # noqa: E402
 from tests.vllm.engine_group import EngineGroup, Lines  # noqa: E402
 from tests.vllm.named_walk import PLANES, Case, NamedWalk, draw  # noqa: E402

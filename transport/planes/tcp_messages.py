@@ -192,7 +192,7 @@ class Cipher:
     key and nonce is used once: the nonce is the number of the message. The header of a message is authenticated with
     it. So bytes that were changed, left out, repeated or moved are never taken for P's.
 
-    Over it, ``tcp`` moves twice the bytes in a second that ``zmq`` moves over CURVE (benchmarks/encrypted_planes.py).
+    Over it, ``tcp`` moves twice the bytes in a second that ``zmq`` moves over CURVE (benchmarks/planes/planes.py).
     The kernel's TLS would need its module on both hosts.
 
     Raises:

@@ -1,0 +1,1 @@
+"""What is measured of KVFerry: scripts by area, and what they share in ``harness``."""

@@ -1,0 +1,122 @@
+"""Rows, ratios and figures of ``busy.py`` from what its turns measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+from benchmarks.engines.busy_turns import BusyPair, Marks, Sample
+from benchmarks.engines.engine_pair import OURS, THEIRS
+
+BUSY = 32
+"""Decoding sequences of the busy D that figures are of."""
+SIZES = {"2k": 2001, "8k": 8001, "32k": 32001}
+LOADS = {"busy": BUSY, "idle": 0}
+TARGETS = {f"{load}_ttft_vs_nixl_{size}": 1.0 for load in LOADS for size in SIZES} | {
+    f"gap_p99_vs_nixl_{size}": 1.15 for size in SIZES
+}
+"""The most that each may be."""
+Row = dict[str, Any]
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """None of less than two values."""
+    if len(values) < 2:
+        return None
+    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1], 3)
+
+
+def copy_ms(marks: Marks) -> float | None:
+    """From the first copy's begin to the last one's end: on the GPU where that is known, else for the host."""
+    begin, end = marks["on_gpu"] if "on_gpu" in marks else (marks.get("begun"), marks.get("ended"))
+    return None if begin is None or end is None else (end - begin) * 1e3
+
+
+def rows_of(pair: BusyPair) -> list[Row]:
+    """One row for each cell and prompt length."""
+    cells = dict.fromkeys((sample.cell, sample.tokens) for sample in pair.measured)
+    return [
+        row_of(pair.connector, [s for s in pair.measured if (s.cell, s.tokens) == key], pair.quiet.get(key[0], []))
+        for key in cells
+    ]
+
+
+def row_of(connector: str, samples: list[Sample], quiet: list[float]) -> Row:
+    def p50(value: Callable[[Sample], float | None]) -> float | None:
+        found = [number for sample in samples if (number := value(sample)) is not None]
+        return round(statistics.median(found), 3) if found else None
+
+    ways = [sample.loaded["way"] for sample in samples]
+    gaps, local = ([gap for s in samples for gap in getattr(s, name)] for name in ("gaps", "local_gaps"))
+    tables = [s.loaded["in_sequence"] for s in samples if "in_sequence" in s.loaded]
+    return {
+        "connector": connector, "order": samples[0].cell.order, "sequences": samples[0].cell.sequences,
+        "tokens": samples[0].tokens, "samples": len(samples),
+        "ttft_ms": p50(lambda s: s.ttft("loaded")), "local_ttft_ms": p50(lambda s: s.ttft("local")),
+        "copy_ms": p50(lambda s: copy_ms(s.loaded)), "logged_ms": p50(lambda s: s.loaded.get("logged_ms")),
+        "ways": {way: ways.count(way) for way in sorted(set(ways))},
+        "planes": sorted({s.loaded["plane"] for s in samples if "plane" in s.loaded}),
+        "in_sequence": round(statistics.median(tables), 3) if tables else None,
+        "gap_p50_ms": percentile(gaps, 50), "gap_p99_ms": percentile(gaps, 99), "gap_max_ms": most(gaps),
+        "local_gap_p99_ms": percentile(local, 99), "local_gap_max_ms": most(local),
+        "quiet_p50_ms": percentile(quiet, 50), "quiet_p99_ms": percentile(quiet, 99), "quiet_max_ms": most(quiet),
+        "gaps": len(gaps), "quiet_gaps": len(quiet),
+        "all_ttft_ms": [round(sample.ttft("loaded"), 2) for sample in samples],
+        "all_local_ttft_ms": [round(sample.ttft("local"), 2) for sample in samples],
+    }  # fmt: skip
+
+
+def most(values: Sequence[float]) -> float | None:
+    return round(max(values), 3) if values else None
+
+
+def summed_up(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
+    """Ratios of both connectors, and KVFerry's figures; those of which a cell was not measured are left out."""
+    found = {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in rows}
+    ratios: dict[str, float] = {}
+    figures: dict[str, float] = {}
+    for (load, sequences), (size, tokens) in product(LOADS.items(), SIZES.items()):
+        ours, theirs = (found.get((connector, "fresh", sequences, tokens)) for connector in (OURS, THEIRS))
+        for what, name in (
+            ("ttft_ms", f"{load}_ttft"),
+            ("local_ttft_ms", f"{load}_local_ttft"),
+            ("gap_p99_ms", "gap_p99"),
+        ):
+            if ours and ours[what] is not None:
+                figures[f"{name}_ms_{size}"] = ours[what]
+                if theirs and theirs[what]:
+                    ratios[f"{name}_vs_nixl_{size}"] = round(ours[what] / theirs[what], 4)
+    return ratios, figures
+
+
+def result_of(rows: list[Row]) -> Row:
+    ratios, figures = summed_up(rows)
+    return {"ratios": ratios, "figures": figures, "rows": rows}
+
+
+def show(result: Row) -> None:
+    """Print the table, then ratios and figures with their targets."""
+    heads = ("TTFT", "local hit", "copy", "gap p99", "max", "local p99", "max", "quiet p99", "max")
+    names = (
+        "ttft_ms", "local_ttft_ms", "copy_ms", "gap_p99_ms", "gap_max_ms", "local_gap_p99_ms", "local_gap_max_ms",
+        "quiet_p99_ms", "quiet_max_ms",
+    )  # fmt: skip
+    print(
+        f"\n{'order':10}{'seqs':>5}{'tokens':>7}  {'ms, medians of':22}" + "".join(f"{h:>10}" for h in heads) + "  way"
+    )
+    for row in sorted(result["rows"], key=lambda r: (r["order"], r["sequences"], r["tokens"], r["connector"])):
+        cells = "".join(f"{'' if row[name] is None else format(row[name], '.2f'):>10}" for name in names)
+        who = f"{row['samples']} {row['connector']}"
+        print(f"{row['order']:10}{row['sequences']:5}{row['tokens']:7}  {who:22}{cells}  {ways_of(row)}")
+    print()
+    for kind in ("ratios", "figures"):
+        for name, value in result[kind].items():
+            limit = TARGETS.get(name)
+            verdict = "" if limit is None else f"<= {limit:g}  {'reached' if value <= limit else 'NOT REACHED'}"
+            print(f"{name:38}{value:10.3f}   {verdict}".rstrip())
+
+
+def ways_of(row: Row) -> str:
+    return ", ".join(f"{way} {count}" for way, count in row["ways"].items())

@@ -1,0 +1,250 @@
+"""What a client waits for behind a prefill/decode pair, with both legs one after the other and at once; and with NIXL.
+
+    python benchmarks/engines/streaming.py [--json FILE] [--planes tcp ucx cuda_ipc] [--cells 2000 8000]
+    sudo .venv/bin/python benchmarks/engines/streaming.py --device cpu [--json FILE] [--cells 2000@1.25 2000@3]
+    sudo .venv/bin/python benchmarks/engines/streaming.py --device cpu --small        # for CI: no figure holds
+
+On two GPUs of one host (``--gpus 0 0``: both on one, which they share in time): CUDA graphs, asynchronous scheduling,
+the form of Llama-8B with made-up weights. ``tcp`` goes over loopback. Over ``cuda_ipc`` D reads P's pages when the
+prompt is computed, so nothing leaves before. P's steps are timed by CUDA events; the bytes at D are those in its pages,
+noted by KVFerry's transfer thread on D; of NIXL they are not known.
+
+On the CPU: two network namespaces joined by a veth pair whose ends send at most so many GB/s (tc's token bucket filter;
+no delay is added): ``TOKENS@RATE`` is a cell. P is in one namespace; D, the router and the client are in the other. The
+model is small and its KV is not, so that P computes a prompt in longer than the faster links take. The executor is
+``uni``: with ``mp``, vLLM's default on the CPU, an engine core and its worker spin while they wait for each other
+(``SpinCondition.wait`` of ``shm_broadcast.py``), so a D that waits takes a core from P. The bytes at D are those that
+had come over the link, from the counters of D's end of it.
+
+The thread of P's engine, which stands for a device, has a core of its own where there are two (``--no-pin``: not).
+
+Ways, in turn, each with a prompt of its own: P alone (the client asks P, and P decodes); both legs one after the other;
+both legs at once, where P offers it. ``--variant NAME=JSON`` adds an engine pair with these settings of KVFerry.
+
+Columns, medians over the turns: the client's time to the first and to the second token; P's time from the begin of the
+prompt's first step to the end of its last one, and its ratio to that of P alone in the same turn, by the clock and by
+the time of P's engine thread on its core; the share of the bytes at D when P's last step ended; for how long bytes
+came, of which 0.5 % at each end do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
+
+import httpx
+
+from benchmarks.engines import shaped_link, streaming_figures
+from benchmarks.engines.engine_pair import LLAMA_8B
+from benchmarks.engines.streaming_pair import (
+    OURS,
+    OURS_NAME,
+    PULL,
+    PULL_NAME,
+    PUSH,
+    PUSH_NAME,
+    Engines,
+    Patience,
+    open_ways,
+    own_cores,
+    turns,
+)
+from benchmarks.harness import pages, report
+from examples.two_node.run_netns import enter, two_hosts
+from tests.support.engines import ServerGroup, python_path
+from tests.support.server import EngineError, Server
+from tests.support.tiny_model import ModelSpec, build_model
+
+ROOT = Path(__file__).resolve().parents[2]
+Hosts = tuple[str, str, str, str]
+Cell = tuple[int, float | None]
+"""Tokens of a prompt, GB/s of the link where there is one."""
+CELLS: dict[str, list[Cell]] = {
+    "cuda": [(128, None), (2000, None), (8000, None)],
+    "cpu": [(128, 1.25), (2000, 0.125), (2000, 1.25), (2000, 3.0), (8000, 1.25)],
+}
+"""At 0.125 GB/s, 2000 tokens take longer over the link than to compute."""
+EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""``uni``, which vLLM has by default for one GPU, named so that vLLM does not take ``mp`` for it on the CPU."""
+
+
+def cell_of(text: str) -> Cell:
+    tokens, at, rate = text.partition("@")
+    try:
+        cell = int(tokens), float(rate) if at else None
+    except ValueError:
+        cell = 0, 0.0
+    if cell[0] <= 0 or (cell[1] is not None and cell[1] <= 0):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no cell, expected TOKENS, or TOKENS@RATE with GB/s, such as 2000@1.25"
+        )
+    return cell
+
+
+def model_spec(args: argparse.Namespace) -> ModelSpec:
+    """P's first token must be one of the made-up tokenizer, so a model has its vocabulary."""
+    if args.device == "cuda":
+        return replace(LLAMA_8B, text_tokens=True)
+    return ModelSpec(layers=args.layers, max_tokens=max(tokens for tokens, _ in args.cells) + 64, text_tokens=True)
+
+
+def pairs_of(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
+    """Connector, name and settings of each pair."""
+    pairs: list[tuple[str, str, dict[str, Any]]] = [
+        (OURS, f"{OURS_NAME}, {plane}", {"plane": plane}) for plane in args.planes
+    ]
+    for name, _, settings in (variant.partition("=") for variant in args.variant):
+        pairs.append((OURS, f"{OURS_NAME}, {name}", {"plane": args.planes[0]} | json.loads(settings)))
+    nixl = {"num_threads": 1} if args.device == "cpu" else {}
+    return pairs + ([(PULL, PULL_NAME, nixl), (PUSH, PUSH_NAME, nixl)] if args.nixl else [])
+
+
+def start_engine(
+    group: ServerGroup, role: str, connector: str, extra: dict[str, Any], hosts: Hosts | None, args: argparse.Namespace
+) -> Server:
+    spec = model_spec(args)
+    arguments = ["--max-num-batched-tokens", str(args.chunk)]
+    arguments += ["--worker-extension-cls", "benchmarks.engines.step_probe.StepProbe"]
+    environment = {"PYTHONPATH": python_path()}
+    options: dict[str, Any] = {"max_model_len": max(tokens for tokens, _ in args.cells) + 64}
+    if args.device == "cuda":
+        model = build_model(args.folder / "model", spec, weights=False)
+        options |= {"gpus": (args.gpus[role == "decode"],), "block_size": 16, "kv_cache_bytes": args.kv_gib << 30}
+        arguments += ["--load-format", "dummy"]
+    else:
+        model = build_model(args.folder / f"model-{args.layers}", spec)
+        arguments += ["--distributed-executor-backend", args.executor]
+        kv_gib = -(-2 * spec.max_tokens * spec.kv_bytes_per_token // 2**30)  # for two prompts
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib)
+    if hosts is not None:
+        p_name, p_address, d_name, d_address = hosts
+        # D in its namespace by name, although this process is there: UCX finds network devices by a /sys of its own.
+        netns, address = (p_name, p_address) if role == "prefill" else (d_name, d_address)
+        options |= {"host": address, "netns": netns}
+        if connector == OURS:
+            environment["KVFERRY_ALLOWED_PEERS"] = f"{p_address},{d_address}"
+            extra = {"side_channel_host": address} | extra
+        else:  # shared memory would go round the link
+            environment |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": shaped_link.DEVICE}
+    return group.engine(
+        role, model, connector=connector, extra=extra, dtype=spec.dtype, kv_bytes=False, arguments=arguments,
+        environment=environment, **options,
+    )  # fmt: skip
+
+
+@contextmanager
+def started(
+    args: argparse.Namespace, hosts: Hosts | None, connector: str, name: str, extra: dict[str, Any]
+) -> Iterator[tuple[Engines, str]]:
+    """A pair and its routers, up, warm and on their cores; and which these are."""
+    with ServerGroup(args.folder / "logs" / name.replace(", ", "-").replace(" ", "-")) as group:
+        prefill, decode = (start_engine(group, role, connector, extra, hosts, args) for role in ("prefill", "decode"))
+        group.wait_ready(args.start_seconds)
+        engines = Engines(name, prefill, decode, nullcontext if hosts is None else shaped_link.LinkBytes)
+        open_ways(group, engines, "127.0.0.1" if hosts is None else hosts[3])
+        (engine_thread,) = prefill.rpc("probe_watch")
+        shared = nullcontext("all share all cores")
+        with own_cores(int(engine_thread), group.servers) if args.pin else shared as cores:
+            yield engines, cores
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all pairs that start; which do not is in ``left_out``. Raises EngineError: KVFerry on the CPU."""
+    rng = random.Random(1)
+    result: dict[str, Any] = {"rows": [], "left_out": [], "targets": [], "chunk": args.chunk}
+    result["gpus_of_p_and_d"], result["load_before"] = list(args.gpus), round(os.getloadavg()[0], 1)
+    result["kv_kib_per_token"] = model_spec(args).kv_bytes_per_token / 1024
+    with ExitStack() as stack:
+        hosts = None
+        if args.device == "cpu":
+            hosts = stack.enter_context(two_hosts())
+            enter(hosts[2])
+        for connector, name, extra in pairs_of(args):
+            try:
+                with started(args, hosts, connector, name, extra) as (engines, result["cores"]):
+                    for number, (tokens, rate) in enumerate(args.cells):
+                        if hosts is not None and rate is not None:
+                            for host in (hosts[0], hosts[2]):
+                                shaped_link.shape(host, rate)
+                        cold = number == 0 or args.device == "cuda"  # a GPU engine compiles and tunes for each length
+                        found = turns(engines, tokens, rng, args.patience if cold else args.patience.warm)
+                        result["rows"] += streaming_figures.rows_of(found, name=name, tokens=tokens, gb_per_s=rate)
+                        print(f"{name}, {tokens} tokens, {rate or '-'} GB/s: {len(found)} turns", flush=True)
+                        result["targets"] = streaming_figures.targets(result["rows"])
+                        report.save(args.json, result)  # the others take as long again
+            except (EngineError, httpx.HTTPError) as error:  # such as a plane that this machine does not have
+                if connector == OURS and args.device == "cpu":
+                    raise
+                result["left_out"].append(f"{name}: {str(error).splitlines()[0]}")
+                print(f"left out: {result['left_out'][-1]}", flush=True)
+    return result
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--planes", nargs="+", help="of KVFerry: tcp, ucx and cuda_ipc, on the CPU tcp")
+    parser.add_argument("--cells", "--tokens", type=cell_of, nargs="+", metavar="TOKENS[@RATE]", help="GB/s on the CPU")
+    parser.add_argument("--chunk", type=int, help="tokens that an engine computes in one step: 2048, on the CPU 256")
+    parser.add_argument("--layers", type=int, default=8, help="on the CPU")
+    parser.add_argument(
+        "--seconds", type=float, default=Patience.seconds, help="of a cell and a pair, 3 turns at least"
+    )
+    parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1), metavar=("P", "D"), help="0 0: both on one GPU")
+    parser.add_argument("--kv-gib", type=int, default=24, help="KV cache of each engine on a GPU")
+    parser.add_argument("--executor", default=EXECUTOR, help="--distributed-executor-backend on the CPU")
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME=JSON", help="settings of KVFerry")
+    parser.add_argument("--no-nixl", dest="nixl", action="store_false")
+    parser.add_argument("--no-pin", dest="pin", action="store_false", help="all threads share all cores")
+    parser.add_argument("--small", action="store_true", help="on the CPU: few short prompts, one rate, no NIXL")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "streaming", help="for models and logs")
+    parser.add_argument("--start-seconds", type=float, default=400, help="after which engines must be up")
+    return parser
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """What was not asked for is what suits the device."""
+    on_gpu = args.device == "cuda"
+    args.planes = args.planes or (["tcp", "ucx", "cuda_ipc"] if on_gpu else ["tcp"])
+    args.chunk = args.chunk or (2048 if on_gpu else 256)
+    args.cells = args.cells or CELLS[args.device]
+    args.patience = Patience(seconds=args.seconds)
+    if args.small:
+        args.cells, args.chunk, args.layers, args.nixl = [(400, 1.25)], 128, 4, False
+        args.patience = Patience(least=2, most=2)
+
+
+def main() -> int:
+    args = arguments().parse_args()
+    fill_in(args)
+    reason = None if args.device == "cuda" else shaped_link.why_not()
+    if reason is not None:
+        print(f"streaming.py {reason}")
+        return 2
+    try:
+        result = run(args)
+    except (EngineError, httpx.HTTPError) as error:
+        print(f"FAILED  {error}", file=sys.stderr)
+        return 1
+    if not result["rows"]:
+        print("FAILED  no pair could be measured", file=sys.stderr)
+        return 1
+    print(pages.table(result["rows"], pages.STREAMED))
+    print(pages.table(result["targets"], pages.TARGETS))
+    report.write(args.json, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""A pair of engines behind routers that ask them in different ways, and one request: for ``streaming.py``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.engines.shaped_link import LinkBytes
+from kvferry.router.identities import identity_of
+from kvferry.router.request_bodies import PREFILL_TAG
+from tests.support.engines import ServerGroup
+from tests.support.server import PATIENCE_SECONDS, EngineError, Server
+from tests.support.tiny_model import ModelSpec
+
+OURS, PULL, PUSH = "KVFerryConnector", "NixlPullConnector", "NixlPushConnector"
+OURS_NAME, PULL_NAME, PUSH_NAME = "KVFerry", "NIXL, pull", "NIXL, push"
+ALONE, SERIAL, AT_ONCE = "P alone", "serial", "at once"
+WAYS = {ALONE: None, SERIAL: ("--serial",), AT_ONCE: ()}
+"""The arguments of the router; None: the client asks P, which decodes. At once, the KV leaves while P computes."""
+ANSWER_TOKENS = 6
+SETTLE_SECONDS = 0.3
+"""After an answer, before the next one: what engines do when a request has ended."""
+
+Curve = list[tuple[float, int]]
+"""(time, bytes until then)."""
+
+
+@dataclass
+class Sample:
+    """Of one request, in seconds from its sending.
+
+    ``arrived``: when each token came to the client. ``steps``, ``decoding``: those of P for the prompt, and of D, as
+    ``step_probe`` notes them. ``curve``: what had reached D, by the link's counter where there is one, else in its
+    pages. ``empty``: by engine, its steps without a token until the last token came.
+    """
+
+    way: str
+    arrived: list[float]
+    steps: list[dict[str, Any]]
+    decoding: list[dict[str, Any]]
+    curve: Curve
+    empty: dict[str, int]
+
+    @property
+    def prefill_end(self) -> float:
+        return float(self.steps[-1]["end"])
+
+    @property
+    def prefill(self) -> float:
+        return self.prefill_end - float(self.steps[0]["begin"])
+
+    def of_prefill(self, what: str) -> float:
+        """Seconds of P's engine thread in these steps: on a ``core``, or ``queued`` for one."""
+        return float(sum(step[what] for step in self.steps))
+
+    @property
+    def before_end(self) -> float:
+        """The share of the bytes that had reached D when P's last step of the prompt ended."""
+        if not self.curve or not self.curve[-1][1]:
+            return 0.0
+        return max((count for at, count in self.curve if at <= self.prefill_end), default=0) / self.curve[-1][1]
+
+    @property
+    def moving(self) -> float:
+        """For how long the bytes came, the first and the last 0.5 % not counted."""
+        if not self.curve or not self.curve[-1][1]:
+            return 0.0
+        total = self.curve[-1][1]
+        return reached(self.curve, 0.995 * total) - reached(self.curve, 0.005 * total)
+
+
+def reached(curve: Curve, count: float) -> float:
+    """When so many bytes had come."""
+    return next(at for at, so_far in curve if so_far >= count)
+
+
+@dataclass
+class Engines:
+    """A pair, with a URL for each way that it offers. ``link``: notes bytes between the two, where this can be."""
+
+    name: str
+    prefill: Server
+    decode: Server
+    link: Callable[[], AbstractContextManager[LinkBytes | None]] = nullcontext
+    urls: dict[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def client() -> httpx.Client:
+    """One for all: making one takes tens of milliseconds. Connections are not kept, as with many clients."""
+    return httpx.Client(trust_env=False, timeout=PATIENCE_SECONDS, limits=httpx.Limits(max_keepalive_connections=0))
+
+
+def stream(url: str, prompt: list[int]) -> list[float]:
+    """When each token came, of which a chunk may hold several: time.monotonic. Raises EngineError."""
+    body = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}
+    arrived: list[float] = []
+    with client().stream("POST", f"{url}/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise EngineError(f"{url}: HTTP {response.status_code}: {response.read()[:500]!r}")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise EngineError(f"{url}: {event['error']}")
+                arrived += [time.monotonic()] * (event["usage"]["completion_tokens"] - len(arrived))
+    if len(arrived) != ANSWER_TOKENS:
+        raise EngineError(f"{url}: {len(arrived)} of {ANSWER_TOKENS} tokens came")
+    return arrived
+
+
+def measure(engines: Engines, way: str, prompt: list[int]) -> Sample:
+    """One request. Raises EngineError."""
+    for engine in (engines.prefill, engines.decode):
+        engine.rpc("probe_take")
+    with engines.link() as link:
+        began = time.monotonic()
+        arrived = stream(engines.urls[way], prompt)
+    (of_p,), (of_d,) = engines.prefill.rpc("probe_take"), engines.decode.rpc("probe_take")
+    computed, of_prompt = 0, []
+    for step in of_p["steps"]:  # P may decode after that
+        if computed < len(prompt):
+            of_prompt.append(step)
+        computed += step["tokens"]
+    if computed < len(prompt):
+        raise EngineError(f"P computed {computed} of {len(prompt)} tokens")
+    return Sample(
+        way,
+        [at - began for at in arrived],
+        [since(step, began) for step in of_prompt],
+        [since(step, began) for step in of_d["steps"]],
+        added_up(of_d["moves"], began) if link is None else [(at - began, count) for at, count in link.curve],
+        {"P": of_p["empty"], "D": of_d["empty"]},
+    )  # fmt: skip
+
+
+def since(step: dict[str, Any], began: float) -> dict[str, Any]:
+    """A step with its times from the sending of the request on."""
+    return step | {name: step[name] - began for name in ("begin", "end")}
+
+
+def added_up(moves: list[tuple[float, int]], began: float) -> Curve:
+    curve, total = [], 0
+    for at, nbytes in moves:
+        total += nbytes
+        curve.append((at - began, total))
+    return curve
+
+
+def open_ways(group: ServerGroup, engines: Engines, host: str = "127.0.0.1") -> None:
+    """A router for each way that the engines, which are up, offer; and have them note their steps."""
+    for engine in (engines.prefill, engines.decode):
+        engine.rpc("probe_watch")
+    at_once = offers_at_once(engines.prefill)
+    if not at_once:
+        print(f"{engines.name}: both legs at once are left out: P does not answer transfer_mode push", flush=True)
+    for way, options in WAYS.items():
+        if options is None:
+            engines.urls[way] = engines.prefill.url
+        elif at_once or way == SERIAL:
+            name = f"router-{way.replace(' ', '-')}"
+            router = group.router(engines.prefill, engines.decode, host=host, arguments=options, name=name)
+            engines.urls[way] = router.url
+
+
+def offers_at_once(prefill: Server) -> bool:
+    """Whether P's answer lets a router ask D at once. Its lease of 64 tokens ends by time."""
+    body = {"model": "model", "prompt": list(range(2, 66)), "max_tokens": 1, "kv_transfer_params": PREFILL_TAG}
+    return identity_of(prefill.post("/v1/completions", body).get("kv_transfer_params")) is not None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How many samples of a cell: ``least`` at least, then until ``seconds`` have passed, at most ``most``; before them
+    ``warm_ups`` that do not count."""
+
+    least: int = 3
+    most: int = 15
+    seconds: float = 60.0
+    warm_ups: int = 2
+
+    @property
+    def warm(self) -> Patience:
+        """That of a cell whose engines are warm."""
+        return replace(self, warm_ups=0)
+
+
+def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience) -> list[dict[str, Sample]]:
+    """Samples by way, of each turn, in which all ways have a prompt of their own. So a drift of the machine falls on
+    all, and figures of one turn can be compared."""
+    found: list[dict[str, Sample]] = []
+    until = time.monotonic() + patience.seconds
+    for number in range(-patience.warm_ups, patience.most):
+        if number >= patience.least and time.monotonic() > until:
+            break
+        ways = list(engines.urls)
+        turn: dict[str, Sample] = {}
+        for way in ways if number % 2 else reversed(ways):
+            prompt = [rng.randrange(2, ModelSpec.vocabulary) for _ in range(tokens)]
+            turn[way] = measure(engines, way, prompt)
+            time.sleep(SETTLE_SECONDS)
+        if number >= 0:
+            found.append({way: turn[way] for way in ways})
+    return found
+
+
+@contextmanager
+def own_cores(engine_thread: int, servers: list[Server]) -> Iterator[str]:
+    """Keep threads that stand for devices and for hosts from waiting for each other's cores. Yields what was done.
+
+    The last core is for the thread that stands for P's device. All else shares the others: these servers, with what
+    they have started, and this process. No thread has a real-time priority: one that spins would hold its core for
+    ever.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        yield "One core for all"
+        return
+    try:
+        for pid in [os.getpid(), *descendants([server.process.pid for server in servers])]:
+            for task in tasks(pid):
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(task, cores[-1:] if task == engine_thread else cores[:-1])
+        yield f"P's engine thread has a core of its own, all else shares {len(cores) - 1}"
+    finally:
+        for task in tasks(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(task, cores)
+
+
+def tasks(pid: int) -> list[int]:
+    try:
+        return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # it has ended
+        return []
+
+
+def descendants(pids: list[int]) -> list[int]:
+    """These processes, and all that they have started and that run."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(folder.name))
+    found = list(pids)
+    for pid in found:
+        found += children.get(pid, [])
+    return found

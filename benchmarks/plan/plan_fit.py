@@ -1,0 +1,149 @@
+"""The costs of a data plane, fitted to measured hand-overs: the calibration of ``kvferry plan``.
+
+    python benchmarks/plan/plan_fit.py
+
+writes ``cli/plan/calibration.json``, the default calibration, from committed results: host memory from
+``host_planes.json`` and ``empty_handover.json``, GPUs from ``gpu_planes.json``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.harness import tables
+from benchmarks.planes.points import CORE
+from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
+from kvferry.cli.plan.model import ModelShape
+from kvferry.cli.plan.time_model import Calibration, PlaneCosts
+from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
+
+PACKAGED = Path(__file__).resolve().parents[2] / "cli" / "plan" / "calibration.json"
+DIGITS = 4
+NO_SECONDS = 1e-12
+"""A shorter time is what the rounding of numbers leaves of none: its digits depend on the processor."""
+GPU_PLANES, HOST_PLANES = ("cuda_ipc", "ucx"), ("cma", "shm", "tcp", "ucx", "zmq")
+MOVED_BYTES = 64 << 20
+"""Of each move in ``host_planes.json``, by its default."""
+
+
+class Measured(NamedTuple):
+    """Hand-overs of one form: ``number`` is the middle one of ``at_once`` that begin together, or the last. ``p95`` is
+    the 99th percentile where that is what was measured."""
+
+    name: str
+    reads: Sequence[PlannedRead]
+    at_once: int
+    number: float
+    p50: float
+    p95: float
+
+
+def fitted(rows: Sequence[Measured], turn_bytes: int) -> PlaneCosts:
+    """The costs with the smallest squared relative errors, none below zero. All reads must end at one rank of D.
+    ``turn_bytes``: as in ``PlaneCosts``."""
+    form = PlaneCosts(0.0, 0.0, 0.0, {1: 1.0}, 1.0, turn_bytes)
+    sizes = sorted({read.piece_bytes for row in rows for read in row.reads})
+    several = any(row.at_once > 1 for row in rows)
+    matrix = np.zeros((len(rows), 3 + len(sizes)))
+    for place, row in enumerate(rows):
+        line = matrix[place]
+        turns = sum(form.turns(read) for read in row.reads)
+        waited = ((turns - 1) * row.at_once + row.number) / turns
+        line[:3] = 1, row.number if several else 0, waited * turns  # alone, the two parts cannot be told apart
+        for read in row.reads:
+            line[3 + sizes.index(read.piece_bytes)] += waited * read.nbytes
+        line /= row.p50
+    costs = _least_squares(matrix, np.ones(len(rows)))
+    fixed, each, message = (float(f"{cost:.{DIGITS}g}") if cost > NO_SECONDS else 0.0 for cost in costs[:3])
+    rates = {size: float(f"{1 / cost:.{DIGITS}g}") for size, cost in zip(sizes, costs[3:], strict=True) if cost > 0}
+    spread = statistics.median(row.p95 / row.p50 for row in rows if row.at_once == 1)
+    return PlaneCosts(fixed, each, message, rates, float(f"{max(1.0, spread):.{DIGITS}g}"), turn_bytes)
+
+
+def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The x >= 0 with the least ``|matrix x - wanted|``, by descent in one coordinate after the other."""
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1
+    unit = matrix / scale
+    gram, target = unit.T @ unit, unit.T @ wanted
+    x = np.zeros(matrix.shape[1])
+    for _ in range(20_000):
+        for column in range(len(x)):
+            if gram[column, column]:
+                x[column] = max(0.0, x[column] + (target[column] - gram[column] @ x) / gram[column, column])
+    return x / scale
+
+
+def slot_bytes(plane: str, device: str) -> int | None:
+    """The most bytes of a message with the default settings; ``None`` where D reads P's pages."""
+    if plane_spec(plane).load().pulls:
+        return None
+    where = torch.device(device)
+    return best_slot_bytes(plane, where, best_staging_bytes(where))
+
+
+def turn_bytes(plane: str) -> int:
+    """The most bytes of a turn where D reads P's pages, as in ``PlaneCosts``."""
+    return plane_spec(plane).load().turn_bytes
+
+
+def on_gpus(plane: str) -> list[Measured]:
+    """The hand-overs of ``gpu_planes.json`` over a plane."""
+    by_name = {point.name: point for point in CORE}
+    rows = []
+    for row in tables.load("gpu_planes")["rows"]:
+        point = by_name.get(row["point"])
+        if point is None or row["contender"] != plane:
+            continue
+        form = point.p
+        shape = ModelShape((form.kind,) * form.layers, form.heads, form.heads, form.content, "bfloat16")
+        p, d = (Deployment(block_size=side.block, layout=side.order) for side in (point.p, point.d))
+        reads = plan_handover(Pair(shape, p, d, slot_bytes(plane, "cuda")), point.tokens)
+        n = point.handovers
+        rows.append(Measured(row["point"], reads, n, n, row["ms_p50"] / 1e3, row["ms_p99"] / 1e3))
+    return rows
+
+
+def on_host(plane: str) -> list[Measured]:
+    """The moves of ``host_planes.json`` over a plane, each of which took what ``empty_handover.json`` has beside it."""
+    (empty,) = (row for row in tables.load("empty_handover")["rows"] if row["plane"] == plane)
+    rows = [_alone("empty", 0, 4096, [empty["ms_p50"] / 1e3], 0.0)]
+    for row in tables.load("host_planes")["rows"]:
+        if (row["link"], row["kind"]) == ("host", plane):
+            rows.append(_alone("", MOVED_BYTES, row["block_kib"] << 10, row["seconds"], empty["ms_p50"] / 1e3))
+    return rows
+
+
+def _alone(name: str, nbytes: int, piece: int, seconds: Sequence[float], fixed: float) -> Measured:
+    p50, p95 = np.percentile(seconds, [50, 95]).tolist()
+    read = PlannedRead((0, 0), (0, 0), "full", 0, 0, 1, 0, 1, 1, 1, nbytes, piece)  # the rate has what messages cost
+    return Measured(name, [read], 1, 1, fixed + p50, fixed + p95)
+
+
+def calibration() -> Calibration:
+    """The default calibration."""
+    host, gpu = (tables.load(name)["versions"] for name in ("host_planes", "gpu_planes"))
+    planes = {f"{plane}/host": fitted(on_host(plane), turn_bytes(plane)) for plane in HOST_PLANES}
+    planes |= {f"{plane}/gpu": fitted(on_gpus(plane), turn_bytes(plane)) for plane in GPU_PLANES}
+    measured = {
+        "host": f"benchmarks/results/host_planes.json and empty_handover.json: {host['cpus']} cores, {host['cpu']}; "
+        "what messages cost is in the rates, and what hand-overs at once add to each other was not measured",
+        "gpu": f"benchmarks/results/gpu_planes.json: {gpu['gpus']}; p95_ratio is that of the p99",
+    }
+    return Calibration("kvferry-calibration-1", measured, planes)
+
+
+def encoded(made: Calibration) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
+
+
+if __name__ == "__main__":
+    PACKAGED.write_bytes(encoded(calibration()))
+    print(PACKAGED)

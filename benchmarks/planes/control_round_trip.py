@@ -1,0 +1,284 @@
+"""The control port: a round trip of an ask and its answer, and a new connection with its first answer.
+
+    python benchmarks/planes/control_round_trip.py [--rounds 40] [--json FILE]
+
+Two processes for each wire: KVFerry's control plane (TLS 1.3), and bare TCP. Both ends sleep in ``poll``. The wires
+take turns; half of a turn is beside a thread of D that computes in Python and never gives up the GIL by itself, at a
+hand-over's switch interval. The ratios are medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+OURS, TCP = "tls", "tcp"
+ASK_BYTES, ANSWER_BYTES = 300, 1200
+"""A prompt of 4096 tokens: an ask with one span, and a grant with 256 block ids."""
+MESSAGES = 25
+"""Round trips of one round, and as many beside a thread that computes."""
+LIMIT = 8 << 20
+ASK, ANSWER = ([b"kvferry", b"\0\7", bytes(size - 9)] for size in (ASK_BYTES, ANSWER_BYTES))
+TYPING = Path(__file__).resolve().parents[2] / ".typing"
+sys.path.insert(0, str(TYPING))
+
+
+class End(Protocol):
+    """D's end of one connection."""
+
+    def connect(self, port: int) -> None: ...
+
+    def exchange(self) -> None:
+        """Send an ask, and wait for the answer."""
+
+    def close(self) -> None: ...
+
+
+# --- the wires ------------------------------------------------------------------------------------------------------
+
+
+def serve(wire: str, secret: str) -> None:
+    """P: answers every message until its stdin ends."""
+    if wire == TCP:
+        serve_tcp()
+        return
+    from kvferry.transport.control import listener as control
+    from kvferry.transport.control.keys import Keys
+
+    listener = control.Listener("127.0.0.1", 0, keys=Keys(secret), max_message_bytes=LIMIT)
+    print(listener.port, flush=True)
+    poll, stdin = select.poll(), sys.stdin.fileno()
+    poll.register(listener.fd, select.POLLIN)
+    poll.register(stdin, select.POLLIN)
+    while stdin not in dict(poll.poll()):
+        for identity, _, _ in listener.receive():
+            listener.send(identity, ANSWER)
+
+
+def serve_tcp() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    print(server.getsockname()[1], flush=True)
+    epoll, peers, stdin = select.epoll(), dict[int, socket.socket](), sys.stdin.fileno()
+    for fd in (server.fileno(), stdin):
+        epoll.register(fd, select.EPOLLIN)
+    while stdin not in (ready := dict(epoll.poll())):
+        for fd in ready:
+            if fd == server.fileno():
+                peer, _ = server.accept()
+                prepare(peer)
+                peers[peer.fileno()] = peer
+                epoll.register(peer, select.EPOLLIN)
+            elif peers[fd].recv(LIMIT):
+                peers[fd].send(bytes(ANSWER_BYTES))
+            else:
+                peers.pop(fd).close()
+
+
+def prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class TcpEnd:
+    def connect(self, port: int) -> None:
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        prepare(self._sock)
+        self._epoll = select.epoll()
+        self._epoll.register(self._sock, select.EPOLLIN)
+
+    def exchange(self) -> None:
+        self._sock.send(bytes(ASK_BYTES))
+        left = ANSWER_BYTES
+        while left:
+            self._epoll.poll()
+            left -= len(self._sock.recv(left))
+
+    def close(self) -> None:
+        self._epoll.close()
+        self._sock.close()
+
+
+class ControlEnd:
+    def __init__(self, keys: Any) -> None:
+        from kvferry.transport.control.dialer import Dialer
+
+        self._key, self._dialer = keys.fingerprint, Dialer(keys, max_message_bytes=LIMIT)
+
+    def connect(self, port: int) -> None:
+        self._connection = self._dialer.connect("127.0.0.1", port, key=self._key)
+        self._poll = select.poll()
+        self._poll.register(self._dialer.fd, select.POLLIN)
+
+    def exchange(self) -> None:
+        self._connection.send(ASK)
+        while not self._connection.receive():
+            self._poll.poll()
+            self._dialer.progress()
+            if self._connection.lost:
+                raise RuntimeError(self._connection.reason)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._dialer.close()
+
+
+# --- D --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def beside_a_computing_thread() -> Iterator[None]:
+    from kvferry.connector.engine.transfer_thread import SWITCH_SECONDS
+    from kvferry.transport.wake import ShortSwitchInterval
+
+    ended = False
+
+    def compute() -> None:
+        while not ended:
+            pass
+
+    switch, thread = ShortSwitchInterval(SWITCH_SECONDS), threading.Thread(target=compute)
+    switch.shorten()
+    thread.start()
+    try:
+        yield
+    finally:
+        ended = True
+        thread.join()
+        switch.restore()
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Microseconds."""
+    begun = time.perf_counter()
+    act()
+    return (time.perf_counter() - begun) * 1e6
+
+
+def dial(wire: str, port: int, secret: str) -> None:
+    """D: a round for each line of its stdin; the times go to its stdout."""
+    from kvferry.transport.control.keys import Keys
+    from kvferry.transport.wake import keep_time_exactly
+
+    keep_time_exactly()
+    keys = Keys(secret)
+
+    def make() -> End:
+        return TcpEnd() if wire == TCP else ControlEnd(keys)
+
+    end = make()
+    end.connect(port)
+    for _ in sys.stdin:
+        found = {"alone": [timed(end.exchange) for _ in range(MESSAGES)]}
+        with beside_a_computing_thread():
+            found["computing"] = [timed(end.exchange) for _ in range(MESSAGES)]
+        end.close()
+        end = make()
+        begun = time.perf_counter()
+        end.connect(port)
+        end.exchange()
+        found["new"] = [(time.perf_counter() - begun) * 1e6]
+        print(json.dumps(found), flush=True)
+    end.close()
+
+
+# --- both processes -------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A P and a D of one wire. ``rounds``: the times of each round, in microseconds, by what was timed."""
+
+    def __init__(self, name: str, secret: str, stack: ExitStack) -> None:
+        self.name = name
+        self.rounds: list[dict[str, list[float]]] = []
+        environment = os.environ | {"PYTHONPATH": str(TYPING)}
+
+        def start(*arguments: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, __file__, *arguments, "--wire", name, "--secret", secret], env=environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            return stack.enter_context(process)  # its end closes stdin, and waits
+
+        p = start("--serve")
+        assert p.stdout is not None
+        self._d = start("--dial", p.stdout.readline().strip())
+
+    def round(self) -> None:
+        assert self._d.stdin is not None and self._d.stdout is not None
+        self._d.stdin.write("\n")
+        self._d.stdin.flush()
+        self.rounds.append(json.loads(self._d.stdout.readline()))
+
+    def row(self) -> dict[str, Any]:
+        every = {name: [time for found in self.rounds for time in found[name]] for name in self.rounds[0]}
+        row: dict[str, Any] = {"wire": self.name}
+        for name, title in (("alone", "round_trip_us"), ("computing", "computing_us")):
+            hundredths = statistics.quantiles(every[name], n=100)
+            for number in (50, 10, 99):
+                row[f"{title}_p{number}"] = round(hundredths[number - 1], 1)
+        return row | {"new_connection_us_p50": round(statistics.median(every["new"]), 1)}
+
+
+def ratio(wire: Wire, than: Wire, what: str) -> float:
+    """The median over the rounds of the ratio of both wires' medians in that round."""
+    pairs = zip(wire.rounds, than.rounds, strict=True)
+    ratios = (statistics.median(ours[what]) / statistics.median(theirs[what]) for ours, theirs in pairs)
+    return round(statistics.median(ratios), 3)
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        from kvferry.transport.control.keys import new_secret
+
+        wires = {name: Wire(name, new_secret(), stack) for name in (OURS, TCP)}
+        for number in range(rounds + 1):
+            for wire in list(wires.values())[:: 1 if number % 2 else -1]:
+                wire.round()
+                if not number:  # to warm up
+                    wire.rounds.clear()
+    names = {"alone": "control_round_trip", "computing": "control_round_trip_computing", "new": "control_connection"}
+    return {
+        "ratios": {f"{title}_vs_{TCP}": ratio(wires[OURS], wires[TCP], what) for what, title in names.items()},
+        "figures": {},
+        "rows": [wire.row() for wire in wires.values()],
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    for name in ("--wire", "--secret", "--dial"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.wire, args.secret)
+        return
+    if args.dial:
+        dial(args.wire, int(args.dial), args.secret)
+        return
+    from benchmarks.harness import report  # it imports torch, which P and D do not need
+
+    result = measure(args.rounds)
+    for row in result["rows"]:
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    print(result["ratios"])
+    report.write(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

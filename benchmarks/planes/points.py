@@ -1,0 +1,155 @@
+"""What ``planes.py`` moves: points, from which form of cache into which. Axes [L, B, H, N, C].
+
+Plain data: the processes of a contender are told of it as JSON and come to the same block tables by themselves.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Side = Literal["p", "d"]
+
+SPARE = 2
+"""A cache holds so many times the blocks that are moved."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One side's cache; ``content`` in bytes, K and V together, ``order`` that of tokens and heads in a block."""
+
+    layers: int = 32
+    heads: int = 8
+    content: int = 512
+    block: int = 16
+    order: Literal["NHD", "HND"] = "NHD"
+    kind: Literal["full", "mla"] = "full"
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one layer, which lie together: the piece that moves without a change of form."""
+        return self.heads * self.block * self.content
+
+    @property
+    def token_bytes(self) -> int:
+        """Of all layers."""
+        return self.layers * self.heads * self.content
+
+
+@dataclass(frozen=True)
+class Point:
+    """``handovers`` prompts of ``tokens`` each, at once, in scattered blocks, from P's form into D's."""
+
+    name: str
+    p: Form
+    d: Form
+    tokens: int
+    handovers: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.handovers * self.tokens * self.p.token_bytes
+
+    @property
+    def changes(self) -> bool:
+        """Whether D's form is another than P's."""
+        return self.p != self.d
+
+    def tables(self, side: Side, form: Form, num_blocks: int) -> list[Ids]:
+        """Block ids of each hand-over in a cache of this form, int64, no block twice."""
+        each = -(-self.tokens // form.block)
+        seed = zlib.crc32(f"{self.name} {side} {form}".encode())
+        ids = np.random.default_rng(seed).permutation(num_blocks)
+        return [ids[n * each : (n + 1) * each].astype(np.int64) for n in range(self.handovers)]
+
+
+class Config(msgspec.Struct, frozen=True):
+    """What a process is started with. ``settings``: of our planes."""
+
+    kind: str
+    role: Literal["source", "target"]
+    device: Literal["cpu", "cuda"]
+    points: tuple[Point, ...]
+    settings: dict[str, Any] = {}
+
+
+def num_blocks(points: Iterable[Point], side: Side) -> dict[Form, int]:
+    """The forms that one side needs caches of, and their blocks."""
+    found: dict[Form, int] = {}
+    for point in points:
+        form = point.p if side == "p" else point.d
+        needed = SPARE * point.handovers * -(-point.tokens // form.block)
+        found[form] = max(found.get(form, 0), needed)
+    return found
+
+
+def cache_bytes(forms: dict[Form, int]) -> int:
+    """Of the largest of these caches."""
+    return max(form.layers * form.block_bytes * blocks for form, blocks in forms.items())
+
+
+LLAMA = Form()
+LLAMA_D = replace(LLAMA, block=64, order="HND")
+MAIN, LONG = "tokens_8192", "tokens_32768"
+ONE_BLOCK, SMALL, FIRST = "tokens_16", "tokens_512", "first"
+
+
+def _both(name: str, form: Form) -> Point:
+    return Point(name, form, form, 8192)
+
+
+def _changed(name: str, form: Form) -> Point:
+    """As Llama's: block 16 to 64 and NHD to HND."""
+    return Point(name, form, replace(form, block=64, order="HND"), 8192)
+
+
+CORE = (
+    *(Point(f"tokens_{tokens}", LLAMA, LLAMA_D, tokens) for tokens in (16, 128, 512, 1024, 8192, 32768)),
+    _changed("llama_70b_tp4", replace(LLAMA, layers=80, heads=2)),
+    _changed("mla", Form(layers=61, heads=1, content=1152, kind="mla")),
+    _both("identity_16", LLAMA),
+    _both("identity_32", replace(LLAMA, block=32)),
+    _both("identity_64", replace(LLAMA, block=64)),
+    _both("pieces_8k", replace(LLAMA, layers=80, heads=1)),
+    _both("pieces_32k", replace(LLAMA, heads=4)),
+    Point("at_once_4", LLAMA, LLAMA_D, 1024, handovers=4),
+    Point("at_once_16", LLAMA, LLAMA_D, 1024, handovers=16),
+)
+"""Llama-8B at several lengths (16 tokens are one block), then every other factor alone. Pieces of 8 KiB are the blocks
+of a 70B model at TP8, those of 32 KiB of Llama-8B at TP2."""
+
+FIRST_POINT = Point(FIRST, LLAMA, LLAMA_D, 4096)
+"""What the first hand-over to a new peer moves: its caches are 32 allocations of 32 MiB."""
+
+
+FEW_LAYERS = 2
+
+
+def small(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The same with few layers and tokens, to try the hand-overs of GPUs on a CPU."""
+
+    def fewer(form: Form) -> Form:
+        return replace(form, layers=min(form.layers, FEW_LAYERS))
+
+    return tuple(
+        replace(point, p=fewer(point.p), d=fewer(point.d), tokens=min(point.tokens, max(64, point.tokens // 32)))
+        for point in points
+    )
+
+
+def on_host(mib: int, sizes: Sequence[int]) -> tuple[Point, ...]:
+    """By block size in KiB: so many MiB of scattered blocks, each one run of bytes, the same form on P and D."""
+    found = []
+    for kib in sizes:
+        heads = max(1, kib // 8)
+        form = Form(heads=heads, content=(kib << 10) // heads // 16, order="HND")
+        blocks = (mib << 20) // (form.layers * form.block_bytes)
+        found.append(Point(f"{kib} KiB", form, form, blocks * form.block))
+    return tuple(found)

@@ -1,0 +1,263 @@
+"""The processes of ``planes.py``: P and D of each contender, each on the GPU that it may see."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.planes.contenders import TCP, Contender
+from benchmarks.planes.points import Config, Point
+
+HERE = Path(__file__).resolve().parent
+OPEN_SECONDS, MOVE_SECONDS, END_SECONDS = 180.0, 30.0, 5.0
+SERVES = ("channel", "raw socket")
+"""Kinds whose source works until D has everything, and whose D waits for each transfer before P begins with it; of the
+others D reads from a source that sleeps."""
+WRITES = "nixl raw write"
+"""D writes into P's memory."""
+SPINS = "nixl"
+"""The kind whose threads spin while they have nothing to do: on few cores they stop meanwhile."""
+
+
+class ProcessError(Exception):
+    """A contender could not do what it was told; one line."""
+
+
+class Process:
+    """One end; what it prints besides its answers is kept in ``printed``."""
+
+    def __init__(self, config: Config, gpus: str, environ: dict[str, str]) -> None:
+        self.config = config
+        self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        shown = {"CUDA_VISIBLE_DEVICES": gpus} if config.device == "cuda" else {}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "ends.py"), msgspec.json.encode(config).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.printed,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | shown | environ,
+        )
+        self._buffered = b""
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.process.stdout, selectors.EVENT_READ)
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise ProcessError(self._ended()) from None
+
+    def answer(self, seconds: float = MOVE_SECONDS) -> Any:
+        """Raises ProcessError where the process fails, ends, or says nothing for so long, which ends it."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffered:
+            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+                self.process.kill()
+                self.process.wait()
+                raise ProcessError(f"no answer within {seconds:g} s; {self.last_words()}")
+            data = os.read(self.process.stdout.fileno(), 1 << 20)
+            if not data:
+                raise ProcessError(self._ended())
+            self._buffered += data
+        line, self._buffered = self._buffered.split(b"\n", 1)
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ProcessError(reply["error"])
+        return reply["answer"]
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        self.tell(do, **arguments)
+        return self.answer()
+
+    def _ended(self) -> str:
+        return f"the {self.config.role} ended with status {self.process.wait()}; {self.last_words()}"
+
+    def text(self) -> str:
+        """All that it printed."""
+        self.printed.seek(0)
+        return self.printed.read().decode(errors="replace")
+
+    def last_words(self) -> str:
+        lines = self.text().strip().splitlines()
+        return f"last line printed: {lines[-1][:200]}" if lines else "it printed nothing"
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        """Ask it to end; without it, what a library printed may be lost."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def close(self) -> None:
+        """Wait for the end, or make it."""
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self._selector.close()
+        self.process.stdout.close()
+
+
+def gpus() -> list[str]:
+    """Those that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if name]
+
+
+class Pair:
+    """P and D of one kind of contender, or one process where ``alone``. ``open`` is told to all before any answers."""
+
+    def __init__(self, contender: Contender, device: Any, points: tuple[Point, ...]) -> None:
+        settings = contender.settings
+        config = Config(contender.kind, "target", device, points, settings)
+        environ = {"UCX_TLS": "tcp"} if contender.link == TCP else {}
+        if settings.get("plane") == "ucx":
+            environ["UCX_PROTO_INFO"] = "y"
+        first, second = (gpus() * 2)[:2]
+        both = f"{first},{second}" if contender.kind == "torch" else second
+        self.target = Process(config, both, environ)
+        self.ends = [self.target]
+        if not contender.alone:
+            self.ends.insert(0, Process(msgspec.structs.replace(config, role="source"), first, environ))
+        self.source = self.ends[0]
+        self._stops = contender.kind == SPINS and device == "cpu"
+        self._channel = contender.name if contender.kind == "channel" else None
+        for end in self.ends:
+            end.tell("open")
+
+    def join(self) -> None:
+        """Wait until both are ready, and introduce them."""
+        for end in self.ends:
+            end.answer(OPEN_SECONDS)
+        if self.source is not self.target:
+            introduce(self.source, self.target)
+        if self._channel is not None:  # else its connection would wait for P longer than a plane permits
+            self.move(self._channel, self.target.config.points[0].name)
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for end in self.ends if self._stops else ():
+            end.process.send_signal(number)
+
+    @property
+    def alive(self) -> bool:
+        return all(end.alive for end in self.ends)
+
+    def end(self) -> None:
+        """Ask both to end."""
+        self._signal(signal.SIGCONT)
+        for end in self.ends:
+            end.end()
+
+    def kill(self) -> None:
+        for end in self.ends:
+            end.process.kill()
+            end.end()
+            end.close()
+
+    def move(self, way: str, point: str, repeats: int = 1) -> list[float]:
+        """Seconds of each of ``repeats`` transfers, taken on D."""
+        self._signal(signal.SIGCONT)
+        seconds = move(self.source, self.target, way, point, repeats)
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def verify(self, way: str, point: str) -> float:
+        """Seconds of one transfer that is known to have brought P's bytes."""
+        self._signal(signal.SIGCONT)
+        seconds = verify(self.source, self.target, way, point)
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def on_core(self) -> tuple[float, ...]:
+        """Seconds that P and D have run on a core so far, all threads of each."""
+        tasks = (Path(f"/proc/{end.process.pid}/task").glob("*/schedstat") for end in self.ends)
+        return tuple(sum(int(task.read_text().split()[0]) for task in of_end) / 1e9 for of_end in tasks)
+
+
+def introduce(source: Any, target: Any, peer: str = "main") -> None:
+    """Blobs go to and fro until one is None."""
+    blob = source.ask("exchange", blob=None)
+    while blob is not None:
+        blob = target.ask("exchange", blob=blob, peer=peer)
+        if blob is not None:
+            blob = source.ask("exchange", blob=blob)
+
+
+def move(source: Any, target: Any, way: str, point: str, repeats: int, peer: str = "main") -> list[float]:
+    """Seconds of each of ``repeats`` transfers, taken on D."""
+    alone, serves = source is target, target.config.kind in SERVES
+    if serves and repeats > 1:
+        return [second for _ in range(repeats) for second in move(source, target, way, point, 1, peer)]
+    order = {"point": point, "way": way, "repeats": repeats}
+    ticket = None if alone else source.ask("serve", **order)
+    if serves:
+        target.ask("serve", **order)
+    target.tell("move", ticket=ticket, peer=peer, **order)
+    if serves:
+        source.tell("synchronize")
+    try:
+        seconds: list[float] = target.answer()
+    except ProcessError:
+        with contextlib.suppress(ProcessError):  # the first error tells more
+            _settle(source, alone, serves)
+        raise
+    _settle(source, alone, serves)
+    return seconds
+
+
+def _settle(source: Any, alone: bool, serves: bool) -> None:
+    if serves:
+        source.tell("rest")  # a line on its stdin ends its work
+        source.answer()
+        source.answer()
+    elif not alone:
+        source.ask("synchronize")
+
+
+def verify(source: Any, target: Any, way: str, point: str, peer: str = "main") -> float:
+    """One transfer. Raises ProcessError unless one end has the other's bytes after it, and had not before."""
+    ends = [(source, "p"), (target, "d")]
+    (giver, its_side), (taker, other) = ends[::-1] if way == WRITES else ends
+    taker.ask("scrub", point=point, way=way)
+    wanted = giver.ask("digest", point=point, way=way, side=its_side)
+    if taker.ask("digest", point=point, way=way, side=other) == wanted:
+        raise ProcessError("the bytes are there before they are moved: the check would see nothing")
+    (seconds,) = move(source, target, way, point, 1, peer)
+    if taker.ask("digest", point=point, way=way, side=other) != wanted:
+        raise ProcessError("other bytes on D than on P")
+    return seconds
+
+
+def transports(printed: str) -> list[str]:
+    """What UCX chose for large messages, out of what ``UCX_PROTO_INFO=y`` prints: operation, method, transport."""
+    found: dict[str, None] = {}
+    operation = ""
+    for line in printed.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 2:
+            operation = cells[1]
+        elif len(cells) == 3 and re.search(r"\binf$", cells[0]):
+            found[f"{operation}: {cells[1]}, {cells[2]}"] = None
+    return list(found)

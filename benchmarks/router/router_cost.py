@@ -1,0 +1,277 @@
+"""What ``kvferry router`` costs: its own time for each request, and how many requests one core serves.
+
+    python benchmarks/router/router_cost.py [--rounds 20] [--json FILE]
+
+Stub engines, the router and the client are processes of their own, with kept connections on loopback. The stubs answer
+at once. Own cost: one client, one request at a time, through the router and then, in the same round, both legs sent to
+the engines directly; the difference of the medians. Requests of one core: 16 clients at a time; requests divided by the
+time that the router's process has run on cores, because client and stubs share the machine.
+
+Waits beside a large body: ``/health`` is asked every few milliseconds, while bodies of 60 MiB of the worst shapes come
+one after the other. In each round the longest wait; the median of the rounds, because a host may stand still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
+
+from kvferry.router.request_bodies import PREFILL_TAG
+
+CHUNKS = 16
+PROMPT_TOKENS = 500
+CLIENTS = 16
+REQUESTS = 30
+"""Of each client in one round."""
+LEASE = {"do_remote_prefill": True, "remote_engine_id": "p-0", "remote_host": "127.0.0.1", "remote_port": 5600}
+LEASE |= {"remote_num_tokens": PROMPT_TOKENS, "kvferry": {"v": 1, "token": "00" * 16}}
+CASES: dict[str, tuple[bool, bool]] = {
+    "whole answer, one leg after the other": (False, False),
+    "whole answer, both legs at once": (False, True),
+    f"stream of {CHUNKS} chunks, one leg after the other": (True, False),
+    f"stream of {CHUNKS} chunks, both legs at once": (True, True),
+}
+"""Whether the answer is streamed, and whether P can be asked at once."""
+LARGE = 60 << 20
+SHAPES: dict[str, tuple[bytes, bytes, bytes]] = {
+    "a text": (b'"', b"word", b'"'),
+    "a text of escapes": (b'"', b"\\n", b'"'),
+    "empty lists": (b"[", b"[],", b"[]]"),
+    "token ids": (b"[", b"1234567,", b"1]"),
+}
+"""The beginning, the repeated part and the end of a prompt."""
+LARGE_ROUNDS = 5
+WAITS = "waits beside a large body"
+
+
+class Stub(asyncio.Protocol):
+    """An engine that answers each request with the same bytes."""
+
+    def __init__(self, whole: bytes, stream: bytes) -> None:
+        self._whole, self._stream, self._unread = whole, stream, b""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        while (end := self._unread.find(b"\r\n\r\n")) >= 0:
+            head = self._unread[:end].lower()
+            at = head.find(b"content-length:")
+            size = int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0
+            if len(self._unread) < end + 4 + size:
+                return
+            body, self._unread = self._unread[end + 4 : end + 4 + size], self._unread[end + 4 + size :]
+            self._transport.write(self._stream if b'"stream":true' in body else self._whole)
+
+
+def answer(role: str, at_once: bool) -> tuple[bytes, bytes]:
+    choice = {"index": 0, "text": "word", "finish_reason": "length", "token_ids": [7], "prompt_token_ids": None}
+    head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+    ids = {"prompt_token_ids": list(range(PROMPT_TOKENS))} if role == "prefill" else {}
+    body: dict[str, Any] = head | {"choices": [choice | ids]}
+    if role == "prefill":
+        body["kv_transfer_params"] = LEASE | ({"transfer_mode": "push"} if at_once else {})
+    content = json.dumps(body).encode()
+    lines = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    events = [json.dumps(head | {"choices": [choice | {"finish_reason": None}]}).encode() for _ in range(CHUNKS)]
+    pieces = [b"data: " + event + b"\n\n" for event in [*events, b"[DONE]"]]
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    stream = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" + chunked
+    return lines % len(content) + content, stream
+
+
+async def serve(role: str, port: int, at_once: bool) -> None:
+    whole, stream = answer(role, at_once)
+    server = await asyncio.get_running_loop().create_server(lambda: Stub(whole, stream), "127.0.0.1", port)
+    await server.serve_forever()
+
+
+class Client:
+    """One kept connection."""
+
+    async def open(self, port: int) -> Client:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
+        return self
+
+    async def ask(self, body: dict[str, Any]) -> None:
+        content = json.dumps(body, separators=(",", ":")).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        self._writer.write(head % len(content) + content)
+        answered = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        if b" 200 " not in answered[:16]:
+            raise RuntimeError(answered.decode())
+        if b"chunked" in answered:
+            await self._reader.readuntil(b"\r\n0\r\n\r\n")
+        else:
+            await self._reader.readexactly(int(answered.split(b"content-length:")[1].split(b"\r\n")[0]))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def core_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def until_open(port: int) -> None:
+    for _ in range(600):
+        with suppress(OSError):
+            return (await asyncio.open_connection("127.0.0.1", port))[1].close()
+        await asyncio.sleep(0.2)
+    raise RuntimeError(f"nothing listens on port {port}")
+
+
+async def ask_health(port: int, over: asyncio.Event) -> float:
+    """The longest wait in ms."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    longest = 0.0
+    while not over.is_set():
+        begun = time.perf_counter()
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+        longest = max(longest, time.perf_counter() - begun)
+        await asyncio.sleep(0.002)
+    writer.close()
+    return longest * 1e3
+
+
+async def waits(port: int) -> dict[str, float]:
+    """By shape of a large body."""
+    found = {}
+    for name, (begin, part, end) in SHAPES.items():
+        content = b'{"model":"m","prompt":' + begin + part * (LARGE // len(part)) + end + b"}"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        longest = []
+        for _ in range(LARGE_ROUNDS):
+            over = asyncio.Event()
+            waiting = asyncio.ensure_future(ask_health(port, over))
+            sent = await asyncio.create_subprocess_exec(
+                sys.executable, __file__, "--send", str(port), stdin=asyncio.subprocess.PIPE
+            )  # a process of its own: this one only asks
+            await sent.communicate(head % len(content) + content)
+            over.set()
+            longest.append(await waiting)
+        found[name] = round(statistics.median(longest), 1)
+    return found
+
+
+def send(port: int) -> None:
+    content = sys.stdin.buffer.read()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        with suppress(OSError):  # it may be refused before its end
+            connection.sendall(content)
+        with suppress(OSError):
+            while connection.recv(1 << 16):
+                pass
+
+
+async def measure(name: str, rounds: int) -> dict[str, Any]:
+    """One row; that of ``WAITS`` has the waits beside large bodies."""
+    stream, at_once = CASES.get(name, (False, False))
+    p, d, own = free_port(), free_port(), free_port()
+    option = ["--at-once"] if at_once else []
+    commands = [[__file__, "--serve", role, str(port), *option] for role, port in (("prefill", p), ("decode", d))]
+    router = ["-m", "kvferry.cli.main", "router", "--port", str(own)]
+    commands.append([*router, "--prefill", f"http://127.0.0.1:{p}", "--decode", f"http://127.0.0.1:{d}"])
+    processes = [subprocess.Popen([sys.executable, *command]) for command in commands]
+    try:
+        for port in (p, d, own):
+            await until_open(port)
+        if name == WAITS:
+            return {"case": name, "longest_wait_ms": await waits(own)}
+        body = {"model": "m", "prompt": "some words of a prompt " * 90, "max_tokens": 16, "stream": stream}
+        prefill = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_TAG}
+        decode = body | {"kv_transfer_params": LEASE}
+        one, to_p, to_d = [await Client().open(port) for port in (own, p, d)]
+        many = [await Client().open(own) for _ in range(CLIENTS)]
+        through, direct, per_core = [], [], []
+
+        async def load(client: Client) -> None:
+            for _ in range(REQUESTS):
+                await client.ask(body)
+
+        for number in range(-2, rounds):
+            for _ in range(REQUESTS):
+                begun = time.perf_counter()
+                await one.ask(body)
+                middle = time.perf_counter()
+                if at_once:
+                    await asyncio.gather(to_p.ask(prefill), to_d.ask(decode))
+                else:
+                    await to_p.ask(prefill)
+                    await to_d.ask(decode)
+                if number >= 0:
+                    through.append(middle - begun)
+                    direct.append(time.perf_counter() - middle)
+            before = core_seconds(processes[2].pid)
+            await asyncio.gather(*map(load, many))
+            if number >= 0:
+                per_core.append(core_seconds(processes[2].pid) - before)
+        p50 = [statistics.median(times) * 1e3 for times in (through, direct)]
+        return {
+            "case": name,
+            "through_router_ms_p50": round(p50[0], 3),
+            "direct_ms_p50": round(p50[1], 3),
+            "own_cost_ms_p50": round(p50[0] - p50[1], 3),
+            "requests_per_core_second": round(rounds * CLIENTS * REQUESTS / sum(per_core)),
+        }
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", nargs=2, metavar=("ROLE", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--send", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--at-once", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        import uvloop
+
+        uvloop.run(serve(args.serve[0], int(args.serve[1]), args.at_once))
+        return
+    if args.send:
+        return send(args.send)
+    from benchmarks.harness import report  # it imports torch, which the stubs do not need
+
+    rows = []
+    for name in CASES:
+        rows.append(asyncio.run(measure(name, args.rounds)))
+        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    large = asyncio.run(measure(WAITS, args.rounds))
+    print("  ".join(f"{key} {value}" for key, value in large.items()), flush=True)
+    figures = {
+        "longest_wait_ms": max(large["longest_wait_ms"].values()),
+        "router_own_cost_ms_p50": max(row["own_cost_ms_p50"] for row in rows),
+        "router_requests_per_core_second": min(row["requests_per_core_second"] for row in rows),
+    }
+    print(figures)
+    report.write(args.json, {"ratios": {}, "figures": figures, "rows": rows, "waits": large["longest_wait_ms"]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""Odd requests of the official client, through the router and to D alone: each answer must be the same.
+
+    python tests/engine/odd_requests.py [--only WORD] [--json FILE]
+
+A P, a D, and two routers before them: one asks both at once, the other asks D after P. Each request of the table in
+``tests/support/odd_requests.py`` goes to D directly, then through each router, with empty prefix caches. Status,
+headers and body must be equal byte for byte, but for ids, times and what belongs to a connection. Where bytes differ:
+
+- Log probabilities may differ by ``LOGPROB_DIFFERENCE``: D computes a prompt's last token alone where it has the rest
+  from P, and floating-point sums depend on what is computed together.
+- D itself may put several tokens into one event of a stream. Then the events are compared joined: all text, all log
+  probabilities, the last usage, and what follows what.
+- In ``usage``, ``created_cache_tokens`` and ``cache_write_tokens`` are what D itself computed; and ``cached_tokens`` of
+  several choices has those that the first choice left to the others. They are left out.
+
+After each request no block is held on either engine, and no lease of P has ended by time. Exit status 1: a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
+
+import httpx2
+import openai
+
+from benchmarks.harness import report
+from tests.support.odd_requests import (
+    CHAT,
+    COMPLETIONS,
+    CONTEXT,
+    ENGINE_ARGUMENTS,
+    JSON,
+    RESPONSES,
+    TABLE,
+    Odd,
+    chat_model,
+)
+from tests.support.served import PatientServerGroup, count, ended_leases
+from tests.support.server import PATIENCE_SECONDS, EngineError, Server, metric_sum
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = {"at once": (), "serial": ("--serial",)}
+LOGPROB_DIFFERENCE = 1e-3
+LEASE_SECONDS = 60
+"""Long against what a release takes on a machine that may stand still, short against a wait for it."""
+OF_A_CONNECTION = {
+    "date", "server", "connection", "content-length", "transfer-encoding", "x-request-id", "keep-alive",
+}  # fmt: skip
+IDS = re.compile(rb'"((?:item_|request_|response_)?id)": ?"[^"]*"')
+TIMES = re.compile(rb'"(created|created_at|completed_at)": ?[0-9.]+')
+CREATED = re.compile(rb'"(created_cache_tokens|cache_write_tokens)": ?[0-9]+')
+CACHED = re.compile(rb'"cached_tokens": ?[0-9]+')
+TEXTS = ("text", "content", "reasoning", "reasoning_content", "arguments", "delta")
+ORDERED = (*TEXTS, "role", "tool_calls", "finish_reason", "usage")
+OF_EVENTS = ("sequence_number", "reasoning_tokens")
+"""What D counts by events."""
+MISSING, DIFFERENT = "missing", "different"
+SHOWN = 300
+"""Characters of an answer in the table of differences."""
+
+
+class Recorded(httpx2.SyncByteStream):
+    """A response's bytes, kept beside being read; the client leaves a stream at its first error, this one does not."""
+
+    def __init__(self, stream: Any, pieces: list[bytes]) -> None:
+        self._stream, self._rest, self._pieces = stream, iter(stream), pieces
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._rest:
+            self._pieces.append(piece)
+            yield piece
+
+    def close(self) -> None:
+        self._pieces.extend(self._rest)
+        self._stream.close()
+
+
+class Recorder(httpx2.HTTPTransport):
+    """Keeps the last response's status, headers and bytes."""
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = super().handle_request(request)
+        self.pieces: list[bytes] = []
+        self.status, self.headers = response.status_code, response.headers
+        response.stream = Recorded(response.stream, self.pieces)
+        return response
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``client``: what the official client made of it: its error's class, or "". ``choices``: asked."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    client: str
+    choices: int
+
+    @property
+    def streamed(self) -> bool:
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
+    @property
+    def comparable(self) -> bytes:
+        body = CREATED.sub(rb'"\1":0', TIMES.sub(rb'"\1":0', IDS.sub(rb'"\1":""', self.body)))
+        return CACHED.sub(b'"cached_tokens":0', body) if self.choices > 1 else body
+
+    def text(self) -> str:
+        return f"{self.status} {self.headers.get('content-type', '')} {self.body.decode(errors='replace')}"
+
+
+class Client:
+    """The official client of one server."""
+
+    def __init__(self, server: Server) -> None:
+        self._url, self._recorder = server.url, Recorder()
+        self._http = httpx2.Client(transport=self._recorder, timeout=PATIENCE_SECONDS, trust_env=False)
+        self._openai = openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=self._http, timeout=PATIENCE_SECONDS
+        )
+
+    def ask(self, odd: Odd, stream: bool) -> Answer:
+        """Raises httpx2.HTTPError: no answer, or a broken one."""
+        said = ""
+        for _ in range(odd.times):
+            if isinstance(odd.content, bytes):
+                headers = {name: value for name, value in (JSON | odd.headers).items() if value}
+                self._http.request(odd.method, self._url + odd.path, content=odd.content, headers=headers)
+            else:
+                said = self._by_library(odd.path, odd.body(stream))
+        seen = self._recorder
+        headers = {name: value for name, value in seen.headers.items() if name not in OF_A_CONNECTION}
+        return Answer(seen.status, headers, b"".join(seen.pieces), said, odd.choices)
+
+    def _by_library(self, path: str, body: dict[str, Any]) -> str:
+        api = self._openai
+        required = {COMPLETIONS: "prompt", CHAT: "messages", RESPONSES: "input"}[path]
+        resource: Any = {COMPLETIONS: api.completions, CHAT: api.chat.completions, RESPONSES: api.responses}[path]
+        own = {name: body.pop(name) for name in ("model", required, "stream") if name in body}
+        try:
+            answer = resource.create(**own, extra_body=body)
+            if isinstance(answer, openai.Stream):
+                for _ in answer:
+                    pass
+        except openai.APIConnectionError:
+            raise
+        except (openai.OpenAIError, ValueError) as error:  # ValueError: no JSON
+            return type(error).__name__
+        return ""
+
+
+def difference(alone: Answer, routed: Answer) -> tuple[str, list[str]]:
+    """How they are alike, and in what they differ; one of both is empty."""
+    if alone.status != routed.status:
+        return "", [f"status {routed.status}, alone {alone.status}"]
+    found = []
+    for name in sorted({*alone.headers, *routed.headers}):
+        if alone.headers.get(name) != routed.headers.get(name):
+            found.append(f"header {name} {routed.headers.get(name)!r}, alone {alone.headers.get(name)!r}")
+    if alone.client != routed.client:
+        found.append(f"the client raises {routed.client or 'nothing'}, alone {alone.client or 'nothing'}")
+    alike = "equal"
+    if alone.comparable != routed.comparable:
+        alike, of_values = value_difference(alone, routed)
+        found += of_values
+    return ("", found) if found else (alike, [])
+
+
+def own_error(routed: Answer, status: int) -> tuple[str, list[str]]:
+    """As ``difference``, of an answer that is to be the router's own error, in OpenAI's form."""
+    try:
+        right = routed.status == json.loads(routed.body)["error"]["code"] == status
+    except (ValueError, LookupError, TypeError):
+        right = False
+    return ("the router's own error", []) if right else ("", [f"no error {status} in OpenAI's form"])
+
+
+def value_difference(alone: Answer, routed: Answer) -> tuple[str, list[str]]:
+    """As ``difference``, of bodies whose bytes differ."""
+    try:
+        if not (alone.streamed and routed.streamed):
+            return "equal but for rounding", [*unequal(json.loads(alone.comparable), json.loads(routed.comparable))]
+        of_alone, of_routed = events(alone), events(routed)
+        if not any(unequal(of_alone, of_routed)):
+            return "equal but for rounding", []
+        return "equal when its events are joined", [*unequal(joined(of_alone), joined(of_routed))]
+    except ValueError:
+        return "", ["the body"]
+
+
+def unequal(alone: Any, routed: Any, where: str = "") -> Iterator[str]:
+    """The places at which they differ; floats may by ``LOGPROB_DIFFERENCE`` where log probabilities are."""
+    if isinstance(alone, dict) and isinstance(routed, dict):
+        for key in dict.fromkeys((*alone, *routed)):
+            yield from unequal(alone.get(key, MISSING), routed.get(key, MISSING), f"{where}.{key}")
+        if alone.keys() == routed.keys() and [*alone] != [*routed]:
+            yield f"{where} the order of keys"
+    elif isinstance(alone, list) and isinstance(routed, list) and len(alone) == len(routed):
+        for number, pair in enumerate(zip(alone, routed, strict=True)):
+            yield from unequal(*pair, f"{where}[{number}]")
+    elif isinstance(alone, float) and isinstance(routed, float) and "logprob" in where:
+        if not math.isclose(alone, routed, abs_tol=LOGPROB_DIFFERENCE):
+            yield f"{where} {routed}, alone {alone}"
+    elif type(alone) is not type(routed) or alone != routed:
+        yield f"{where} {short(routed)}, alone {short(alone)}"
+
+
+def short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN // 2 else text[: SHOWN // 2] + " …"
+
+
+def events(answer: Answer) -> list[Any]:
+    """What the events hold; comments are none. ValueError: one is no JSON."""
+    found = []
+    for event in answer.comparable.replace(b"\r\n", b"\n").split(b"\n\n"):
+        data = b"\n".join(line[5:] for line in event.split(b"\n") if line.startswith(b"data:"))
+        if data:
+            found.append("[DONE]" if data.strip() == b"[DONE]" else json.loads(data))
+    return found
+
+
+def joined(found: list[Any]) -> dict[str, Any]:
+    """All events of a stream as one: texts and lists one after the other; of anything else the last that is not null;
+    and in which order each choice has what."""
+    whole: dict[str, Any] = {"last event": found[-1] if found[-1:] == ["[DONE]"] else None}
+    for event in found:
+        if isinstance(event, dict):
+            join(whole, without_counts(event))
+    joint: dict[str, Any] = in_order(whole)
+    return joint
+
+
+def in_order(value: Any) -> Any:
+    """Which event was the first with a key depends on where the engine cuts its events."""
+    return {key: in_order(inner) for key, inner in sorted(value.items())} if isinstance(value, dict) else value
+
+
+def without_counts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_counts(inner) for key, inner in value.items() if key not in OF_EVENTS}
+    return [without_counts(inner) for inner in value] if isinstance(value, list) else value
+
+
+def join(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    for key, value in part.items():
+        if key in ("choices", "tool_calls"):
+            for item in value or []:
+                join(whole.setdefault(f"{key} {item.get('index')}", {}), item)
+        elif isinstance(value, dict) and key != "usage":
+            join(whole.setdefault(key, {}), value)
+        elif isinstance(value, list) or (isinstance(value, str) and key in TEXTS):
+            whole[key] = whole.get(key) or type(value)()
+            whole[key] += value
+        elif value is not None:
+            whole[key] = value
+        if key in ORDERED and value:
+            order = whole.setdefault("order", [])
+            order += [key] if order[-1:] != [key] else []
+
+
+class Comparison:
+    """P, D and the routers, asked one request after the other."""
+
+    def __init__(self, p: Server, d: Server, routers: dict[str, Server]) -> None:
+        self._p, self._d, self._routers = p, d, routers
+        self._clients = {server.name: Client(server) for server in (d, *routers.values())}
+        self._expired = ended_leases(p)[1]
+        self.rows: list[dict[str, Any]] = []
+
+    def compare(self, odd: Odd, stream: bool, modes: Collection[str] = MODES) -> None:
+        self.until_free()
+        alone = self._clients[self._d.name].ask(odd, stream)
+        for mode in modes:
+            router = self._routers[mode]
+            self.until_free()
+            routed: Answer | None = None
+            try:
+                routed = self._clients[router.name].ask(odd, stream)
+                alike, found = difference(alone, routed) if odd.own is None else own_error(routed, odd.own)
+            except (httpx2.HTTPError, openai.APIConnectionError) as error:
+                alike, found = "", [f"no answer: {error!r}"]
+            self.until_free(router)
+            expired = ended_leases(self._p)[1]
+            held, self._expired = expired - self._expired, expired
+            row = {"name": odd.name, "path": odd.path, "streamed": stream, "mode": mode, "alike": alike}
+            row |= {"differences": found, "leases_that_ended_by_time": held, "status_alone": alone.status}
+            self.rows.append(row)
+            if found or held:
+                print(line_of(row), flush=True)
+                print(f"    alone:  {alone.text()[:SHOWN]!r}")
+                print(f"    router: {'' if routed is None else routed.text()[:SHOWN]!r}", flush=True)
+
+    def until_free(self, router: Server | None = None) -> None:
+        """Wait until the router has no leg on its way and no block is held; then the prefix caches are empty.
+
+        Raises:
+            EngineError: it takes too long.
+        """
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end:
+            idle = router is None or not self._legs(router)
+            # both, and in one round: a release may still be on its way from D to P
+            if idle and all(server.post("/reset_prefix_cache")["success"] for server in (self._p, self._d)):
+                return
+            time.sleep(0.02)
+        raise EngineError(f"blocks or requests are held for {PATIENCE_SECONDS:g} s after {self.rows[-1:]}")
+
+    @staticmethod
+    def _legs(router: Server) -> int:
+        status = httpx2.get(f"{router.url}/router/status", trust_env=False, timeout=PATIENCE_SECONDS).json()
+        return sum(engine["requests"] for engine in status["engines"])
+
+
+def line_of(row: dict[str, Any]) -> str:
+    held = f" {row['leases_that_ended_by_time']:g} leases ended by time" if row["leases_that_ended_by_time"] else ""
+    streamed = ", streamed" if row["streamed"] else ""
+    return (
+        f"{row['name']}{streamed} [{row['path']}, {row['mode']}]: {'; '.join(row['differences']) or row['alike']}{held}"
+    )
+
+
+def bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["differences"] or row["leases_that_ended_by_time"]]
+
+
+def by_path(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """How many answers are alike in which way."""
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        found.setdefault(row["path"], Counter())[DIFFERENT if bad([row]) else row["alike"]] += 1
+    return {path: dict(counted) for path, counted in found.items()}
+
+
+def measure(folder: Path, lease_seconds: float = LEASE_SECONDS, only: str = "", once: bool = False) -> dict[str, Any]:
+    """``only``: of a request's name. ``once``: streamed or not and the router by turns."""
+    began, model = time.monotonic(), chat_model(folder / "model")
+    with PatientServerGroup(folder / "logs") as group:
+        options: dict[str, Any] = {"max_model_len": CONTEXT, "kv_bytes": False, "arguments": ENGINE_ARGUMENTS}
+        extra = {"lease_seconds": lease_seconds}
+        p, d = (group.engine(name, model, extra=extra, **options) for name in ("prefill", "decode"))
+        group.wait_ready()
+        routers = {
+            mode: group.router(p, d, arguments=arguments, name=f"router {mode}") for mode, arguments in MODES.items()
+        }
+        for router in routers.values():  # the first request of each teaches it P's place
+            router.post(COMPLETIONS, {"model": "model", "prompt": [5, 6, 7], "max_tokens": 1})
+        before = count(d)
+        comparison = Comparison(p, d, routers)
+        for number, odd in enumerate(TABLE):
+            forms = (False, True) if odd.streams and isinstance(odd.content, dict) else (False,)
+            if only not in odd.name:
+                continue
+            if once:
+                comparison.compare(odd, forms[number % len(forms)], [[*MODES][number // 2 % 2]])
+            else:
+                for stream in forms:
+                    comparison.compare(odd, stream)
+        grown, rows = count(d) - before, comparison.rows
+        how: Counter[str] = Counter()
+        for router in routers.values():
+            for (name, labels), value in router.metrics().items():
+                if name == "kvferry_router_handovers_total":
+                    how[dict(labels)["how"]] += int(value)
+        p_up = metric_sum(p.metrics(), "vllm:kvferry_leases")
+    figures = {
+        "requests": len({row["name"] for row in rows}), "asked": len(rows), "differences": len(bad(rows)),
+        **{alike.replace(" ", "_"): found for alike, found in Counter(row["alike"] for row in rows).items() if alike},
+        "handovers_at_once": how["at_once"], "handovers_serial": how["serial"], "decode_only": how["decode_only"],
+        "tokens_from_p": grown.external, "failed_loads": grown.failed, "leases_at_the_end": p_up,
+    }  # fmt: skip
+    return {"ratios": {}, "figures": figures, "rows": rows, "seconds": round(time.monotonic() - began)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="requests whose name has this word")
+    parser.add_argument("--lease-seconds", type=float, default=LEASE_SECONDS)
+    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "odd_requests", help="model and logs")
+    args = parser.parse_args()
+    try:
+        result = measure(args.folder, args.lease_seconds, args.only)
+    except EngineError as error:
+        print(f"FAILED  {error}", file=sys.stderr)
+        return 1
+    for name, value in result["figures"].items():
+        print(f"{name:34}{value:>12.6g}")
+    report.write(args.json, result | {"rows": bad(result["rows"]), "answers": by_path(result["rows"])})
+    return int(bool(bad(result["rows"])))
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main())
