@@ -93,22 +93,13 @@ class Conversion:
 
 
 def unpack_converted(
-    pages: Pages,
-    address: int,
-    conversion: Conversion,
-    *,
-    num_heads: int,
-    num_tokens: int,
-    device: torch.device,
+    pages: Pages, address: int, conversion: Conversion, *, num_heads: int, num_tokens: int, device: torch.device,
     sms: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Convert contiguous wire elements ``[L, num_heads, num_tokens, C]`` at ``address`` into ``pages``, with L =
-    ``len(pages.bases)``.
-
-    The caller guarantees that all addresses are mapped and that wire and pages do not overlap, as for ``copy_pages``.
-    On ``cpu`` the unpack is done on return. On a GPU it is enqueued on the current stream of ``device``, and takes at
-    most ``sms`` of its SMs, or all if ``sms`` is None.
-    """
+    ``len(pages.bases)``. The caller guarantees that all addresses are mapped and that wire and pages do not overlap, as
+    for ``copy_pages``. On ``cpu`` the unpack is done on return. On a GPU it is enqueued on the current stream of
+    ``device``, and takes at most ``sms`` of its SMs, or all if ``sms`` is None."""
     assert len(conversion.src_scales) == len(conversion.dst_scales) == len(pages.bases)
     if num_heads == 0 or num_tokens == 0 or len(pages.bases) == 0:
         return

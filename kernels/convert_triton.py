@@ -86,12 +86,10 @@ def convert_kernel(
     DST_MAX_BITS: tl.constexpr, DST_ALIGN: tl.constexpr, DST_MAXIMUM: tl.constexpr, DST_NAN_BITS: tl.constexpr,
     CONTENT_ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Converts tiles ``program_id, program_id + num_programs, ...``.
-
-    ``table`` and scalars are as in ``paged_copy_triton``. A row has ``vectors`` vectors of CONTENT_ALIGN elements; its
-    first ``keys`` elements belong to K. At index ``scales`` of the table begin the float32 bits of the scales, four
-    numbers per layer: of K and of V of the source, of K and of V of the destination.
-    """
+    """Converts tiles ``program_id, program_id + num_programs, ...``. ``table`` and scalars are as in
+    ``paged_copy_triton``. A row has ``vectors`` vectors of CONTENT_ALIGN elements; its first ``keys`` elements belong
+    to K. At index ``scales`` of the table begin the float32 bits of the scales, four numbers per layer: of K and of V
+    of the source, of K and of V of the destination."""
     content = vectors * CONTENT_ALIGN  # tells the compiler that CONTENT_ALIGN divides it: else accesses are narrow
     tiles_t, tiles_w = tl.cdiv(tokens, BLOCK_T), tl.cdiv(content, BLOCK_W)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -135,15 +133,9 @@ _kernel = Launcher(convert_kernel)
 
 
 def unpack_converted_triton(
-    pages: Pages,
-    address: int,
-    conversion: Conversion,
-    *,
-    num_heads: int,
-    num_tokens: int,
-    device: torch.device,
+    pages: Pages, address: int, conversion: Conversion, *, num_heads: int, num_tokens: int, device: torch.device,
     sms: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """``unpack_converted`` on a GPU, enqueued on the current stream of ``device``. ``sms`` is as in
     ``copy_pages_triton``."""
     shape = launch_shape(sms)

@@ -32,15 +32,13 @@ from kvferry.transport.errors import GeometryError
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One fix-up, as transpositions of matrices of units.
-
-    ``group`` local blocks hold ``parts`` matrices (one of the two numbers is 1). P's order of a matrix is
-    ``[inner, outer]``, D's order is ``[outer, inner]``, and a group holds its matrices one after the other. In D's
-    pages, unit (o, i) of the m-th matrix lies, with ``b, within = divmod(m * outer + o, outer_per_block)``, at
+    """One fix-up, as transpositions of matrices of units. ``group`` local blocks hold ``parts`` matrices (one of the
+    two numbers is 1). P's order of a matrix is ``[inner, outer]``, D's order is ``[outer, inner]``, and a group holds
+    its matrices one after the other. In D's pages, unit (o, i) of the m-th matrix lies, with
+    ``b, within = divmod(m * outer + o, outer_per_block)``, at
     ``indices[b] * block_stride + within * outer_stride + i * inner_stride``. A unit is ``rows`` rows of ``content``
     bytes that lie ``row_stride`` apart and keep their order: any slice of any row can be moved without the rest.
-    Strides are in bytes.
-    """
+    Strides are in bytes."""
 
     group: int
     parts: int
@@ -108,28 +106,15 @@ def exchange_of(cache: torch.Tensor, block_size_ratio: int, *, relayout: bool) -
     group, parts = _ratio(block_size_ratio, tokens)
     remote_tokens = tokens // parts
     whole = Exchange(
-        group=1,
-        parts=1,
-        outer=heads,
-        inner=tokens,
-        rows=1,
-        content=elements * cache.element_size(),
-        block_stride=block,
-        outer_stride=head,
-        inner_stride=token,
-        row_stride=token,
-    )
+        group=1, parts=1, outer=heads, inner=tokens, rows=1, content=elements * cache.element_size(),
+        block_stride=block, outer_stride=head, inner_stride=token, row_stride=token,
+    )  # fmt: skip
     is_nhd = token > head
     if relayout and is_nhd:  # P's blocks [H, n, C] one after the other, each to [n, H, C]
         found = replace(
-            whole,
-            group=group,
-            parts=parts,
-            outer=group * remote_tokens,
-            inner=heads,
-            outer_stride=token,
+            whole, group=group, parts=parts, outer=group * remote_tokens, inner=heads, outer_stride=token,
             inner_stride=head,
-        )
+        )  # fmt: skip
     elif relayout:  # to [H, N, C]; P's tokens lie in one sequence at any block size
         found = whole
     elif is_nhd:
@@ -188,10 +173,8 @@ _index_out = torch.ops.aten.index.Tensor_out
 
 
 def exchange_host(cache: torch.Tensor, indices: torch.Tensor, exchange: Exchange) -> None:
-    """Perform ``exchange`` on host memory. The caller has checked ``indices``.
-
-    Whole groups of blocks go through one buffer that stays in the cache of the core: as many groups as fit are read
-    before any of them is written."""
+    """Perform ``exchange`` on host memory. The caller has checked ``indices``. Whole groups of blocks go through one
+    buffer that stays in the cache of the core: as many groups as fit are read before any of them is written."""
     pages = _pages(cache, exchange)
     groups = indices.to(torch.int64).reshape(-1, exchange.group)
     _, parts, outer, inner, rows, words = pages.shape

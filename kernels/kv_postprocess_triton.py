@@ -141,10 +141,8 @@ def exchange_through_scratch_kernel(
 def exchange_triton(
     cache: torch.Tensor, indices: torch.Tensor, exchange: Exchange, *, num_programs: int | None = None
 ) -> None:
-    """Perform ``exchange`` on the GPU of ``cache``, enqueued on its current stream.
-
-    ``num_programs`` limits the programs, which have 8 or 16 warps each. The default is four per SM.
-    """
+    """Perform ``exchange`` on the GPU of ``cache``, enqueued on its current stream. ``num_programs`` limits the
+    programs, which have 8 or 16 warps each. The default is four per SM."""
     bytes_of_vector = alignment(cache, exchange)
     dtype, lanes = WORDS[bytes_of_vector]
     vectors = exchange.content // bytes_of_vector

@@ -47,11 +47,9 @@ def use_triton_launcher_only(enabled: bool) -> bool:
 
 
 class DeviceTable:
-    """int64 arrays that a kernel reads one after the other from device memory.
-
-    The arrays must not change. On a device they lie in a slot of a ring, which later tables take over; a launch after
-    that uploads them again. One thread uses a table.
-    """
+    """int64 arrays that a kernel reads one after the other from device memory. The arrays must not change. On a device
+    they lie in a slot of a ring, which later tables take over; a launch after that uploads them again. One thread uses
+    a table."""
 
     __slots__ = ("_arrays", "_buffers", "_number", "_place", "_size")
 
@@ -168,11 +166,9 @@ def prepare(device: torch.device) -> None:
 
 
 class _CompiledKernel:
-    """A kernel that Triton has compiled and loaded on one device.
-
-    ``is_plain``: by the metadata of this Triton release the kernel takes its own arguments and ``_NO_SCRATCH``, and its
-    launch needs no attributes. Metadata that are missing count as a need for scratch memory.
-    """
+    """A kernel that Triton has compiled and loaded on one device. ``is_plain``: by the metadata of this Triton release
+    the kernel takes its own arguments and ``_NO_SCRATCH``, and its launch needs no attributes. Metadata that are
+    missing count as a need for scratch memory."""
 
     def __init__(self, kernel: Any, num_scalars: int) -> None:
         about = kernel.metadata

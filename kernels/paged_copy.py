@@ -26,11 +26,9 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """One side of a copy: L layers of blocks, strides in bytes.
-
-    Byte (l, h, t, c) lies at ``bases[l] + block_ids[(token + t) // block_size] * block_stride
-    + (head + h) * head_stride + ((token + t) % block_size) * token_stride + c``.
-    """
+    """One side of a copy: L layers of blocks, strides in bytes. Token n = ``token`` + t lies at place
+    ``n % block_size`` of block ``block_ids[n // block_size]``; byte (l, h, t, c) at ``bases[l]`` + block *
+    ``block_stride`` + (``head`` + h) * ``head_stride`` + place * ``token_stride`` + c."""
 
     bases: Int64s
     """Byte addresses, ``[L]``."""
@@ -63,23 +61,14 @@ def wire_pages(address: int, num_layers: int, num_heads: int, num_tokens: int, c
 
 
 def copy_pages(
-    dst: Pages,
-    src: Pages,
-    *,
-    num_heads: int,
-    num_tokens: int,
-    content_bytes: int,
-    device: torch.device,
-    sms: int | None = None,
-    over_link: bool = False,
-) -> None:
-    """Copy ``[L, num_heads, num_tokens, content_bytes]`` from ``src`` to ``dst``, L = ``len(bases)`` of both.
-
-    pack is ``copy_pages(wire, pages)``, unpack ``copy_pages(pages, wire)``. The caller guarantees that every address
-    that the arguments span is mapped, and that the two sides do not overlap. On ``cpu`` the copy is done on return;
-    on a GPU it is enqueued on the current stream of ``device``, and takes at most ``sms`` of its SMs, or all if ``sms``
-    is None. ``over_link``: one side lies on another GPU, and the link between them limits how many programs are of use.
-    """
+    dst: Pages, src: Pages, *, num_heads: int, num_tokens: int, content_bytes: int, device: torch.device,
+    sms: int | None = None, over_link: bool = False,
+) -> None:  # fmt: skip
+    """Copy ``[L, num_heads, num_tokens, content_bytes]`` from ``src`` to ``dst``, L = ``len(bases)`` of both. pack is
+    ``copy_pages(wire, pages)``, unpack ``copy_pages(pages, wire)``. The caller guarantees that every address that the
+    arguments span is mapped, and that the two sides do not overlap. On ``cpu`` the copy is done on return; on a GPU it
+    is enqueued on the current stream of ``device``, and takes at most ``sms`` of its SMs, or all if ``sms`` is None.
+    ``over_link``: one side lies on another GPU, and the link between them limits how many programs are of use."""
     assert len(dst.bases) == len(src.bases), (len(dst.bases), len(src.bases))
     if num_heads == 0 or num_tokens == 0 or len(src.bases) == 0:
         return
@@ -181,18 +170,10 @@ def _side(pages: Pages, num_tokens: int) -> _Side:
     low = int(np.minimum.reduce(pages.bases))
     layers = pages.bases - low
     return _Side(
-        low=low + pages.head * pages.head_stride,
-        layers=layers,
-        layer_bits=int(np.bitwise_or.reduce(layers)),
-        span=int(np.maximum.reduce(layers)),
-        block_ids=block_ids,
-        block_size=size,
-        block_stride=pages.block_stride,
-        head_stride=pages.head_stride,
-        token_stride=pages.token_stride,
-        token=token,
-        single=single,
-    )
+        low=low + pages.head * pages.head_stride, layers=layers, layer_bits=int(np.bitwise_or.reduce(layers)),
+        span=int(np.maximum.reduce(layers)), block_ids=block_ids, block_size=size, block_stride=pages.block_stride,
+        head_stride=pages.head_stride, token_stride=pages.token_stride, token=token, single=single,
+    )  # fmt: skip
 
 
 def _one_layer(side: _Side, layer: int) -> _Side:

@@ -127,13 +127,10 @@ def copy_kernel(
     lanes: tl.int64, DTYPE: tl.constexpr, WORD: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr, COPY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Copies tiles ``program_id, program_id + num_programs, ...``.
-
-    ``table`` holds addresses of layers, and block ids. Rows begin at multiples of ALIGN bytes. A row has ``vectors``
-    vectors of ALIGN bytes, in words of type DTYPE and WORD bytes. A tile has BLOCK_T tokens and BLOCK_W words.
-    ``lanes``: address of LANES numbers, uint64, that take the sums; LANES 0: there are no sums. COPY False: it stores
-    nothing.
-    """
+    """Copies tiles ``program_id, program_id + num_programs, ...``. ``table`` holds addresses of layers, and block ids.
+    Rows begin at multiples of ALIGN bytes. A row has ``vectors`` vectors of ALIGN bytes, in words of type DTYPE and
+    WORD bytes. A tile has BLOCK_T tokens and BLOCK_W words. ``lanes``: address of LANES numbers, uint64, that take the
+    sums; LANES 0: there are no sums. COPY False: it stores nothing."""
     words = vectors * (ALIGN // WORD)  # tells the compiler that ALIGN // WORD divides it
     tiles_t, tiles_w = tl.cdiv(tokens, BLOCK_T), tl.cdiv(words, BLOCK_W)
     if LANES:
@@ -198,16 +195,9 @@ _of_thread = threading.local()
 
 
 def copy_pages_triton(
-    dst: Pages,
-    src: Pages,
-    *,
-    num_heads: int,
-    num_tokens: int,
-    content_bytes: int,
-    device: torch.device,
-    sms: int | None = None,
-    over_link: bool = False,
-) -> None:
+    dst: Pages, src: Pages, *, num_heads: int, num_tokens: int, content_bytes: int, device: torch.device,
+    sms: int | None = None, over_link: bool = False,
+) -> None:  # fmt: skip
     """``copy_pages`` on a GPU. ``device`` must be able to access all addresses: they are its own, mapped ones of
     another GPU, or page-locked host memory."""
     sizes = len(dst.bases), num_heads, num_tokens, content_bytes
@@ -272,17 +262,9 @@ class DevicePages:
 
 
 def _enqueue(
-    table: DeviceTable,
-    scalars: tuple[int, ...],
-    sizes: tuple[int, int, int, int],
-    align: int,
-    device: torch.device,
-    sms: int | None,
-    shape: LaunchShape,
-    lanes: int = 0,
-    *,
-    copy: bool = True,
-) -> None:
+    table: DeviceTable, scalars: tuple[int, ...], sizes: tuple[int, int, int, int], align: int, device: torch.device,
+    sms: int | None, shape: LaunchShape, lanes: int = 0, *, copy: bool = True,
+) -> None:  # fmt: skip
     """Launch the copy. ``scalars``: of dst, then of src, in the order of ``SCALAR_ARGS``. ``lanes``: the address of the
     numbers that take the sums, 0 for no sums. ``copy`` False: only the sums."""
     layers, heads, tokens, content = sizes
@@ -295,17 +277,9 @@ def _enqueue(
 
 
 def _enqueue_sum(
-    table: DeviceTable,
-    scalars: tuple[int, ...],
-    sizes: tuple[int, int, int, int],
-    align: int,
-    device: torch.device,
-    sms: int | None,
-    wire: int,
-    check: WireCheck,
-    *,
-    copy: bool = True,
-) -> None:
+    table: DeviceTable, scalars: tuple[int, ...], sizes: tuple[int, int, int, int], align: int, device: torch.device,
+    sms: int | None, wire: int, check: WireCheck, *, copy: bool = True,
+) -> None:  # fmt: skip
     """``_enqueue`` with sums, and then the kernel that adds them up. The message lies at address ``wire``, and is one
     of the two sides."""
     nbytes = sizes[0] * sizes[1] * sizes[2] * sizes[3]
@@ -363,11 +337,9 @@ def _set_bits(bases: bytes) -> int:
 
 def tile_shape(words: int, word: int, shape: LaunchShape) -> tuple[int, int]:
     """Tokens and words of a tile for rows of ``words`` words of ``word`` bytes. Both are powers of two that depend on
-    the content alone.
-
-    A tile is as wide as leaves at most an eighth of its lanes idle, from 16 words to 1 KiB, and not wider than the
-    content: for ``ALL_SMS`` 32 x 64 for 512 bytes of bf16 K and V, and 64 x 32 for the 1152 bytes of an MLA token.
-    """
+    the content alone. A tile is as wide as leaves at most an eighth of its lanes idle, from 16 words to 1 KiB, and not
+    wider than the content: for ``ALL_SMS`` 32 x 64 for 512 bytes of bf16 K and V, and 64 x 32 for the 1152 bytes of an
+    MLA token."""
     block_w = 1024 // word
     while block_w > 16 and (-(-words // block_w) * block_w - words) * 8 > words:
         block_w //= 2

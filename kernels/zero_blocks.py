@@ -13,10 +13,8 @@ import torch
 @dataclass(frozen=True, slots=True)
 class Segments:
     """The S segments of each block: segment s of block b begins at address ``addresses[s] + b * strides[s]`` and has
-    ``sizes[s]`` bytes.
-
-    All arrays are int64 [S], in bytes. Addresses are absolute, so segments may lie in several allocations.
-    """
+    ``sizes[s]`` bytes. All arrays are int64 [S], in bytes. Addresses are absolute, so segments may lie in several
+    allocations."""
 
     addresses: npt.NDArray[np.int64]
     strides: npt.NDArray[np.int64]
@@ -24,11 +22,8 @@ class Segments:
 
 
 def zero_blocks(segments: Segments, block_ids: npt.NDArray[np.int64], *, device: torch.device) -> None:
-    """Zero all segments of the blocks ``block_ids`` (int64 [n]).
-
-    The caller guarantees that every address is mapped. On ``cpu`` the work is done on return. On a GPU it is enqueued
-    on the current stream of ``device``.
-    """
+    """Zero all segments of the blocks ``block_ids`` (int64 [n]). The caller guarantees that every address is mapped. On
+    ``cpu`` the work is done on return. On a GPU it is enqueued on the current stream of ``device``."""
     if not len(block_ids) or not len(segments.addresses):
         return
     if device.type == "cpu":

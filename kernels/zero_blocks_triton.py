@@ -26,12 +26,9 @@ def zero_kernel(
     table, segments: tl.int32, tiles: tl.int32, DTYPE: tl.constexpr, ALIGN: tl.constexpr, WORDS_ALIGN: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Zeroes one tile.
-
-    ``table`` holds the addresses of all segments, then their strides in bytes, then their sizes in words, then the
-    block ids. ``segments`` counts the segments, ``tiles`` the tiles of the largest segment. Every segment begins at a
-    multiple of ALIGN bytes and has a multiple of WORDS_ALIGN words of type DTYPE.
-    """
+    """Zeroes one tile. ``table`` holds the addresses of all segments, then their strides in bytes, then their sizes in
+    words, then the block ids. ``segments`` counts the segments, ``tiles`` the tiles of the largest segment. Every
+    segment begins at a multiple of ALIGN bytes and has a multiple of WORDS_ALIGN words of type DTYPE."""
     tile = tl.program_id(0) % tiles
     rest = tl.program_id(0) // tiles
     segment, block = rest % segments, rest // segments
@@ -49,7 +46,6 @@ _kernel = Launcher(zero_kernel)
 
 def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, device: torch.device) -> None:
     """``zero_blocks`` on a GPU, enqueued on the current stream of ``device``. On ``cpu`` it needs Triton's interpreter.
-
     Addresses and sizes may be any. The kernel is the faster, the greater the power of two that divides all of them."""
     align = alignment(segments)
     word = min(align, max(DTYPES))

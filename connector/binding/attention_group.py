@@ -21,25 +21,19 @@ from kvferry.transport.errors import GeometryError, did_you_mean
 
 
 def layers_of(source: Any, layer_names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The attention layers by name.
-
-    ``source`` is a mapping of layers, or a config as vLLM's, with ``compilation_config.static_forward_context``.
-    Entries that are no attention layers are left out, and so are names without an entry.
-    """
+    """The attention layers by name. ``source`` is a mapping of layers, or a config as vLLM's, with
+    ``compilation_config.static_forward_context``. Entries that are no attention layers are left out, and so are names
+    without an entry."""
     context = source if isinstance(source, Mapping) else source.compilation_config.static_forward_context
     names = context.keys() if layer_names is None else layer_names
     return {name: context[name] for name in names if hasattr(context.get(name), "get_kv_cache_spec")}
 
 
 def get_kv_cache_spec(source: Any, config: Any = None) -> dict[str, Any]:
-    """The spec of every layer that keeps a cache of its own, by name; its backend may have adjusted it.
-
-    If a backend takes exact block sizes only, its blocks are aligned to whole kernel blocks, unless the backend sets
-    another alignment.
-
-    ``source``: the layers, see ``layers_of``. ``config``: the argument for the layers; ``source`` itself where it is a
-    config.
-    """
+    """The spec of every layer that keeps a cache of its own, by name; its backend may have adjusted it. If a backend
+    takes exact block sizes only, its blocks are aligned to whole kernel blocks, unless the backend sets another
+    alignment. ``source``: the layers, see ``layers_of``. ``config``: the argument for the layers; ``source`` itself
+    where it is a config."""
     config = source if config is None and not isinstance(source, Mapping) else config
     specs: dict[str, Any] = {}
     for name, layer in layers_of(source).items():
@@ -73,11 +67,9 @@ def get_shared_kv_cache_layers(source: Any) -> dict[str, str]:
 
 def get_current_attn_backends(source: Any, layer_names: Iterable[str] | None = None) -> list[type]:
     """The distinct attention backends of these layers (all of them where ``None``), in order of their first layer.
-
     Backends with the same module and qualified name are the same: an engine may make the same class once per layer. The
     result has the last class made of each, as in vLLM. Raises GeometryError: none of the names is an attention layer.
-    vLLM falls back to a platform's default backend here, and an engine-neutral library has no such default.
-    """
+    vLLM falls back to a platform's default backend here, and an engine-neutral library has no such default."""
     seen: dict[tuple[str, str], type] = {}
     for layer in layers_of(source, layer_names).values():
         backend = layer.get_attn_backend()
@@ -99,11 +91,9 @@ def _class_name(backend: Any) -> tuple[str, str]:
 
 
 def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> str | None:
-    """The name of the KV cache layout that a connector asks the engine for; ``None`` for any.
-
-    ``connector``: the connector's class, with ``get_required_kvcache_layout(config)``; ``None`` for no connector.
-    ``config``: the argument for the connector.
-    """
+    """The name of the KV cache layout that a connector asks the engine for; ``None`` for any. ``connector``: the
+    connector's class, with ``get_required_kvcache_layout(config)``; ``None`` for no connector. ``config``: the argument
+    for the connector."""
     ask = getattr(connector, "get_required_kvcache_layout", None)
     layout = None if ask is None else ask(config)
     return None if layout is None else str(layout)
@@ -113,12 +103,9 @@ def select_common_block_size(
     kv_manager_block_size: int, backends: Sequence[Any], kv_cache_specs: Sequence[Any] | None = None
 ) -> int:
     """The greatest kernel block size that all backends take and that divides the manager block. Raises GeometryError:
-    no such size; names the sizes that each backend takes.
-
-    ``kv_manager_block_size``: tokens of a manager block. ``backends``: each with
-    ``get_supported_kernel_block_sizes(spec)``: sizes in tokens, exact (an ``int``) or as a ``MultipleOf`` (anything
-    with ``base``). ``kv_cache_specs``: one per backend, the argument for it.
-    """
+    no such size; names the sizes that each backend takes. ``kv_manager_block_size``: tokens of a manager block.
+    ``backends``: each with ``get_supported_kernel_block_sizes(spec)``: sizes in tokens, exact (an ``int``) or as a
+    ``MultipleOf`` (anything with ``base``). ``kv_cache_specs``: one per backend, the argument for it."""
     if kv_manager_block_size < 1:
         raise GeometryError(f"manager block of {kv_manager_block_size} tokens, expected at least 1")
     specs = list(kv_cache_specs or [None] * len(backends))
@@ -154,16 +141,11 @@ def _name(backend: Any) -> str:
 
 
 def prepare_kernel_block_sizes(kv_cache_config: Any, attn_groups: Sequence[Sequence[Any]]) -> list[int]:
-    """Tokens of a kernel block, per KV cache group that has a cache.
-
-    Blocks of attention groups are split to the sizes that their backends take. Other caches (Mamba state) stay whole.
-    Packed caches stay whole too, because other layers' pages lie between their blocks. Encoder-only groups have no
-    cache and no entry. Raises GeometryError: a group whose backends have no size in common, or whose spec is of no
-    known kind.
-
-    ``kv_cache_config``: with ``kv_cache_groups`` and ``kv_cache_tensors``. ``attn_groups``: ``AttentionGroup`` objects,
-    per KV cache group.
-    """
+    """Tokens of a kernel block, per KV cache group that has a cache. Blocks of attention groups are split to the sizes
+    that their backends take. Other caches (Mamba state) stay whole. Packed caches stay whole too, because other layers'
+    pages lie between their blocks. Encoder-only groups have no cache and no entry. Raises GeometryError: a group whose
+    backends have no size in common, or whose spec is of no known kind. ``kv_cache_config``: with ``kv_cache_groups``
+    and ``kv_cache_tensors``. ``attn_groups``: ``AttentionGroup`` objects, per KV cache group."""
     sizes: list[int] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -199,12 +181,10 @@ def _packed(kv_cache_config: Any, group: Any) -> bool:
 
 @dataclass(eq=False)
 class AttentionGroup:
-    """Layers of one KV cache group that agree in backend and spec.
-
-    ``kernel_block_size`` is set where the backend needs smaller blocks than its group is split into. Kernel block j of
-    manager block b is then number ``b * kernel_block_stride + j``. While the stride is 0 it is the number of kernel
-    blocks in a manager block; binding a packed cache sets it.
-    """
+    """Layers of one KV cache group that agree in backend and spec. ``kernel_block_size`` is set where the backend needs
+    smaller blocks than its group is split into. Kernel block j of manager block b is then number
+    ``b * kernel_block_stride + j``. While the stride is 0 it is the number of kernel blocks in a manager block; binding
+    a packed cache sets it."""
 
     backend: Any
     layer_names: list[str]
@@ -248,12 +228,10 @@ class AttentionGroup:
         return (block_table.unsqueeze(-1) * (self.kernel_block_stride or count) + within).flatten(1)
 
     def map_kv_cache_to_kernel_blocks(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """A packed compressed cache ``[B, 1, N, C]`` of manager blocks as kernel blocks; sets the stride.
-
-        The view reaches over the other layers' pages in between, which no kernel block of this group numbers. Raises
+        """A packed compressed cache ``[B, 1, N, C]`` of manager blocks as kernel blocks; sets the stride. The view
+        reaches over the other layers' pages in between, which no kernel block of this group numbers. Raises
         GeometryError: a cache that is written token by token through manager blocks, or blocks that are no whole number
-        of kernel blocks apart.
-        """
+        of kernel blocks apart."""
         if self.kernel_block_size is None:
             return kv_cache
         spec = self.kv_cache_spec
@@ -287,11 +265,9 @@ def attention_groups(
     backends: Mapping[str, Any] | None = None,
 ) -> list[list[AttentionGroup]]:
     """The attention groups of each KV cache group: layers that agree in backend, spec and query heads. Raises
-    GeometryError: a layer of a group is not among the layers.
-
-    ``kv_cache_config``: with ``kv_cache_groups``. ``source``: the layers, see ``layers_of``. ``active_layer_names``:
-    layers to take; ``None`` for all. ``backends``: by layer name, in place of the layer's own backend.
-    """
+    GeometryError: a layer of a group is not among the layers. ``kv_cache_config``: with ``kv_cache_groups``.
+    ``source``: the layers, see ``layers_of``. ``active_layer_names``: layers to take; ``None`` for all. ``backends``:
+    by layer name, in place of the layer's own backend."""
     context = layers_of(source)
     every: list[list[AttentionGroup]] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):

@@ -28,9 +28,7 @@ from kvferry.transport.errors import ConfigError, GeometryError
 
 class AttentionCGSupport(enum.Enum):
     """Batches of which a backend's kernels can be captured in a CUDA graph; the greater value includes the lesser.
-
-    Names and values are vLLM's, so that vLLM's builders can answer with their own enum.
-    """
+    Names and values are vLLM's, so that vLLM's builders can answer with their own enum."""
 
     ALWAYS = 3
     """Any batch, prefill and decode mixed."""
@@ -105,15 +103,10 @@ class CommonAttentionMetadata:
 
 
 def init_attn_backend(
-    kv_cache_config: Any,
-    source: Any,
-    device: torch.device,
-    active_layer_names: Container[str] | None = None,
-    draft_layer_names: Container[str] | None = None,
-    *,
-    config: Any = None,
+    kv_cache_config: Any, source: Any, device: torch.device, active_layer_names: Container[str] | None = None,
+    draft_layer_names: Container[str] | None = None, *, config: Any = None,
     fast_prefill_backend: Callable[[Any], Any] | None = None,
-) -> tuple[list[list[AttentionGroup]], AttentionCGSupportInfo, list[int]]:
+) -> tuple[list[list[AttentionGroup]], AttentionCGSupportInfo, list[int]]:  # fmt: skip
     """Group the layers, pick kernel block sizes, make the metadata builders.
 
     Layers that share another layer's cache join its KV cache group in ``kv_cache_config``, where they are not members
@@ -194,33 +187,17 @@ def _least_cg_support(groups: Sequence[Sequence[AttentionGroup]], config: Any) -
 
 
 def build_attn_metadata(
-    attn_groups: Sequence[Sequence[AttentionGroup]],
-    num_reqs: int,
-    num_tokens: int,
-    query_start_loc_gpu: torch.Tensor,
-    query_start_loc_cpu: torch.Tensor,
-    max_query_len: int,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    block_tables: Sequence[torch.Tensor],
-    slot_mappings: torch.Tensor | Sequence[torch.Tensor],
-    kv_cache_config: Any,
-    seq_lens_cpu_upper_bound: torch.Tensor | None = None,
-    dcp_local_seq_lens: torch.Tensor | None = None,
-    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    is_prefilling: torch.Tensor | None = None,
-    mm_req_doc_ranges: Mapping[int, list[tuple[int, int]]] | None = None,
-    model_specific_attn_metadata: Any = None,
-    for_cudagraph_capture: bool = False,
-    causal: bool | torch.Tensor | Mapping[int, bool] = True,
-    rswa_prefix_lens: torch.Tensor | None = None,
-    ubatch_idx: int = 0,
-    fast_prefill: Any = None,
-    req_idx: Any = None,
-    *,
+    attn_groups: Sequence[Sequence[AttentionGroup]], num_reqs: int, num_tokens: int, query_start_loc_gpu: torch.Tensor,
+    query_start_loc_cpu: torch.Tensor, max_query_len: int, seq_lens: torch.Tensor, max_seq_len: int,
+    block_tables: Sequence[torch.Tensor], slot_mappings: torch.Tensor | Sequence[torch.Tensor], kv_cache_config: Any,
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None, dcp_local_seq_lens: torch.Tensor | None = None,
+    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+    is_prefilling: torch.Tensor | None = None, mm_req_doc_ranges: Mapping[int, list[tuple[int, int]]] | None = None,
+    model_specific_attn_metadata: Any = None, for_cudagraph_capture: bool = False,
+    causal: bool | torch.Tensor | Mapping[int, bool] = True, rswa_prefix_lens: torch.Tensor | None = None,
+    ubatch_idx: int = 0, fast_prefill: Any = None, req_idx: Any = None, *,
     common_metadata_type: Any = CommonAttentionMetadata,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The metadata of every layer for one step, by layer name. Layers of an attention group share one object. Raises
     GeometryError: fewer attention groups, block tables, slot mappings, sequence lengths or builders than needed; a
     field that ``common_metadata_type`` lacks, or that ``model_specific_attn_metadata`` gives once more.

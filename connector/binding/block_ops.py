@@ -120,8 +120,7 @@ def _make_src_and_dst_indices(
     dst_device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Block ids as index tensors on the devices of their caches, int64 ``[len(src_block_ids)]`` and
-    ``[len(dst_block_ids)]``. Both are complete on return. Raises GeometryError: an id is no whole number; torch would
-    round it towards 0."""
+    ``[len(dst_block_ids)]``. Both are complete on return."""
     return _indices(src_block_ids, src_device), _indices(dst_block_ids, dst_device)
 
 
@@ -141,16 +140,12 @@ def copy_kv_blocks(
     direction: Literal["h2d", "d2h"],
 ) -> None:
     """Copy block ``src_block_ids[i]`` of every layer to ``dst_block_ids[i]``. Done on return for ``d2h``; for ``h2d``
-    it is ordered on the current stream of the device.
-
-    Strides may differ, shape of a block and dtype may not. No layers or no blocks: nothing to do. Raises GeometryError:
-    lists of unequal length, an id out of range or named twice as a destination, a layer that is missing or of another
-    form; nothing is copied.
-
-    ``src_kv_caches``: by layer name, ``[B, ...]``. ``dst_kv_caches``: with the same layers; may have more.
-    ``src_block_ids``: as many as ``dst_block_ids``, in the same order. ``dst_block_ids``: each at most once.
-    ``direction``: ``h2d`` from host to device, ``d2h`` from device to host.
-    """
+    it is ordered on the current stream of the device. Strides may differ, shape of a block and dtype may not. No layers
+    or no blocks: nothing to do. Raises GeometryError: lists of unequal length, an id out of range or named twice as a
+    destination, a layer that is missing or of another form; nothing is copied. ``src_kv_caches``: by layer name,
+    ``[B, ...]``. ``dst_kv_caches``: with the same layers; may have more. ``src_block_ids``: as many as
+    ``dst_block_ids``, in the same order. ``dst_block_ids``: each at most once. ``direction``: ``h2d`` from host to
+    device, ``d2h`` from device to host."""
     if direction not in ("h2d", "d2h"):
         raise GeometryError(f"direction {direction!r} is unknown{did_you_mean(str(direction), ('h2d', 'd2h'))}")
     if len(src_block_ids) != len(dst_block_ids):

@@ -72,11 +72,9 @@ class MultiModalBudget:
     ) -> list[tuple[str, Any]]:
         """Items that fill the encoder budget of a step, to measure how much memory the encoder takes. Raises
         ConfigError: a modality that does not pass through the encoder, or an item that the cache held back.
-
         ``modality``: ``None`` for the modality with the most tokens per item. ``max_items_per_batch``: ``None`` for the
         modality's own number. Returns ``(modality, item)``, the same item each time; empty where there is no budget or
-        no modality.
-        """
+        no modality."""
         if self.get_encoder_budget() <= 0 or not self.mm_max_toks_per_item:
             return []
         modality = self.get_modality_with_max_tokens() if modality is None else modality

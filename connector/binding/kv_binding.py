@@ -34,12 +34,10 @@ def reshape(
     kv_cache_config: Any, raw: torch.Tensor, layout: Any, kernel_block_sizes: Sequence[int] | None = None
 ) -> dict[str, torch.Tensor]:
     """View an allocation as one ``[B, H, N, C]`` tensor per layer. Raises GeometryError: a layer without a group, a
-    view that would leave the allocation, blocks that cannot be split.
-
-    ``kv_cache_config``: defines where each layer's blocks lie. ``raw``: of ``allocate``. ``layout``: the stride order,
-    see ``stride_order_of``; decides H and N, and whether it fits the places of L and B. ``kernel_block_sizes``: tokens
-    of a kernel block per group; B and N are then those of kernel blocks.
-    """
+    view that would leave the allocation, blocks that cannot be split. ``kv_cache_config``: defines where each layer's
+    blocks lie. ``raw``: of ``allocate``. ``layout``: the stride order, see ``stride_order_of``; decides H and N, and
+    whether it fits the places of L and B. ``kernel_block_sizes``: tokens of a kernel block per group; B and N are then
+    those of kernel blocks."""
     order = stride_order_of(layout)
     views: dict[str, torch.Tensor] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
@@ -107,11 +105,9 @@ def add_kv_sharing_layers_to_kv_cache_groups(
     runner_only_attn_layers: set[str] | None = None,
 ) -> None:
     """Put layers that share a cache into the group of the layer that owns it, so that they get its block table. Raises
-    GeometryError: a target in no group; nothing is changed then.
-
-    ``shared_kv_cache_layers``: a layer without a cache, and the layer whose cache it uses. ``kv_cache_groups``: changed
-    in place. ``runner_only_attn_layers``: the sharing layers are added here, where given.
-    """
+    GeometryError: a target in no group; nothing is changed then. ``shared_kv_cache_layers``: a layer without a cache,
+    and the layer whose cache it uses. ``kv_cache_groups``: changed in place. ``runner_only_attn_layers``: the sharing
+    layers are added here, where given."""
     groups = {name: group for group in kv_cache_groups for name in group.layer_names}
     for name, target in shared_kv_cache_layers.items():
         if target not in groups:
@@ -132,13 +128,10 @@ def initialize_kv_cache_for_kv_sharing(
     runner_only_attn_layers: set[str] | None = None,
 ) -> None:
     """Let layers without a cache use another layer's: the same tensor, and membership in its groups. Raises
-    GeometryError: a target without a cache or a group; nothing is changed then.
-
-    ``shared_kv_cache_layers``: a layer without a cache, and the layer whose cache it uses. ``kv_cache_groups``: changed
-    in place. ``kv_caches``: by layer name; the sharing layers are added. ``attn_groups``: changed in place where given:
-    a sharing layer joins its target's attention group. ``runner_only_attn_layers``: the sharing layers are added here,
-    where given.
-    """
+    GeometryError: a target without a cache or a group; nothing is changed then. ``shared_kv_cache_layers``: a layer
+    without a cache, and the layer whose cache it uses. ``kv_cache_groups``: changed in place. ``kv_caches``: by layer
+    name; the sharing layers are added. ``attn_groups``: changed in place where given: a sharing layer joins its
+    target's attention group. ``runner_only_attn_layers``: the sharing layers are added here, where given."""
     homes = {name: group for groups in attn_groups or () for group in groups for name in group.layer_names}
     for name, target in shared_kv_cache_layers.items():
         if target not in kv_caches:
@@ -155,11 +148,9 @@ def initialize_kv_cache_for_kv_sharing(
 
 
 def extract_layer_index(layer_name: str, num_attn_module: int = 1) -> int:
-    """The layer's number in its name: ``model.layers.7.self_attn.attn`` is 7.
-
-    With several attention modules to a decoder layer, ``layers.7.self_attn.1`` is ``7 * num_attn_module + 1``. Raises
-    GeometryError: no number in the name, or more than there may be.
-    """
+    """The layer's number in its name: ``model.layers.7.self_attn.attn`` is 7. With several attention modules to a
+    decoder layer, ``layers.7.self_attn.1`` is ``7 * num_attn_module + 1``. Raises GeometryError: no number in the name,
+    or more than there may be."""
     numbers = [int(part) for part in layer_name.split(".") if part.isascii() and part.isdigit()]
     modules = num_attn_module > 1 and "attn" in layer_name
     if not 1 <= len(numbers) <= (2 if modules else 1):
@@ -177,17 +168,12 @@ def bind_kv_cache(
     *,
     layer_kv_caches: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Give each layer its cache, and the runner all of them in the order of layer numbers.
-
-    Layers of one number (self- and cross-attention of a decoder layer) follow each other as ``kv_caches`` has them.
-    Raises GeometryError: the runner's list is not empty, a layer is unknown, or its name has no number; nothing is
-    bound.
-
-    ``kv_caches``: by layer name, in blocks that block ids number. ``forward_context``: the layers by name.
-    ``runner_kv_caches``: empty; filled here. ``num_attn_module``: attention modules to a decoder layer, see
-    ``extract_layer_index``. ``layer_kv_caches``: what the layers get instead, where kernels see other blocks than block
-    ids number.
-    """
+    """Give each layer its cache, and the runner all of them in the order of layer numbers. Layers of one number (self-
+    and cross-attention of a decoder layer) follow each other as ``kv_caches`` has them. Raises GeometryError: the
+    runner's list is not empty, a layer is unknown, or its name has no number; nothing is bound. ``kv_caches``: by layer
+    name, in blocks that block ids number. ``forward_context``: the layers by name. ``runner_kv_caches``: empty; filled
+    here. ``num_attn_module``: attention modules to a decoder layer, see ``extract_layer_index``. ``layer_kv_caches``:
+    what the layers get instead, where kernels see other blocks than block ids number."""
     if runner_kv_caches:
         raise GeometryError(f"runner_kv_caches holds {len(runner_kv_caches)} caches already, expected an empty list")
     by_index: defaultdict[int, list[str]] = defaultdict(list)

@@ -220,12 +220,9 @@ def layout_strides(
     block_stride: int | None = None,
 ) -> Shape:
     """Byte strides over ``[L, B, H, N, C]``, dense except for the strides that the arguments give. Raises
-    GeometryError: padding in a layout whose pages are not whole.
-
-    ``shape``: with C in bytes. ``stride_order``: the axes, outermost first. ``page_bytes``: size of a page with its
-    padding; axes outside of a page must be L, B, or of size one. ``layer_stride``: stride of L, where placement decides
-    it. ``block_stride``: stride of B, likewise.
-    """
+    GeometryError: padding in a layout whose pages are not whole. ``shape``: with C in bytes. ``stride_order``: the
+    axes, outermost first. ``page_bytes``: size of a page with its padding; axes outside of a page must be L, B, or of
+    size one. ``layer_stride``: stride of L, where placement decides it. ``block_stride``: stride of B, likewise."""
     order = tuple(stride_order)
     page_end = max(order.index(L), order.index(B)) + 1
     if page_bytes is not None and math.prod(shape[axis] for axis in order[:page_end]) != shape[L] * shape[B]:
@@ -248,11 +245,9 @@ def layout_strides(
 def get_kv_cache_config_from_groups(
     kv_cache_groups: Iterable[KVCacheGroupSpec], num_blocks: int, layout: Any
 ) -> KVCacheConfig:
-    """Place the layers of every group in one allocation; each group starts at byte 0.
-
-    With B outermost a block holds the pages of all layers of a group side by side; else each layer has a region. Raises
-    GeometryError: pages of several sizes in a layout that cannot express them, or no blocks.
-    """
+    """Place the layers of every group in one allocation; each group starts at byte 0. With B outermost a block holds
+    the pages of all layers of a group side by side; else each layer has a region. Raises GeometryError: pages of
+    several sizes in a layout that cannot express them, or no blocks."""
     groups, order = list(kv_cache_groups), stride_order_of(layout)
     if num_blocks < 1:
         raise GeometryError(f"num_blocks {num_blocks}, expected at least 1")

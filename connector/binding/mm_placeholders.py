@@ -15,11 +15,8 @@ from kvferry.transport.errors import EmbeddingError
 
 def sanity_check_mm_encoder_outputs(mm_embeddings: Any, expected_num_items: int) -> None:
     """Check that an encoder returned one ``[num_embeds, d]`` tensor per item. Raises EmbeddingError: another type,
-    another number of items, or an item that is no 2-D tensor.
-
-    ``mm_embeddings``: a list or tuple of 2-D tensors, or one 3-D tensor ``[num_items, num_embeds, d]``.
-    ``expected_num_items``: the items that the encoder was given.
-    """
+    another number of items, or an item that is no 2-D tensor. ``mm_embeddings``: a list or tuple of 2-D tensors, or one
+    3-D tensor ``[num_items, num_embeds, d]``. ``expected_num_items``: the items that the encoder was given."""
     if not isinstance(mm_embeddings, (list, tuple, torch.Tensor)):
         raise EmbeddingError(
             f"the encoder returned a {type(mm_embeddings).__name__}, "
@@ -41,12 +38,10 @@ def sanity_check_mm_encoder_outputs(mm_embeddings: Any, expected_num_items: int)
 
 def scatter_mm_placeholders(embeds: torch.Tensor, is_embed: torch.Tensor | None) -> torch.Tensor:
     """Put embeddings at their placeholder tokens; NaN at the tokens that take none. Raises EmbeddingError: ``embeds``
-    or ``is_embed`` has another form, or the numbers of embeddings and marks differ.
-
-    ``embeds``: ``[E, d]``, of a floating-point or complex dtype. ``is_embed``: bool ``[P]``, with E true elements.
-    ``None``: every token takes an embedding. Returns ``[P, d]`` of the dtype and on the device of ``embeds``;
-    ``embeds`` itself where ``is_embed`` is ``None``.
-    """
+    or ``is_embed`` has another form, or the numbers of embeddings and marks differ. ``embeds``: ``[E, d]``, of a
+    floating-point or complex dtype. ``is_embed``: bool ``[P]``, with E true elements. ``None``: every token takes an
+    embedding. Returns ``[P, d]`` of the dtype and on the device of ``embeds``; ``embeds`` itself where ``is_embed`` is
+    ``None``."""
     if is_embed is None:
         return embeds
     _check_matrix("embeds", embeds)
@@ -62,11 +57,9 @@ def scatter_mm_placeholders(embeds: torch.Tensor, is_embed: torch.Tensor | None)
 
 def gather_mm_placeholders(placeholders: torch.Tensor, is_embed: torch.Tensor | None) -> torch.Tensor:
     """Take the embeddings back from their placeholder tokens: the inverse of ``scatter_mm_placeholders``. Raises
-    EmbeddingError: ``placeholders`` or ``is_embed`` has another form, or their lengths differ.
-
-    ``placeholders``: ``[P, d]``, of any dtype. ``is_embed``: bool ``[P]``, with E true elements. ``None``: every token
-    has an embedding. Returns ``[E, d]``, a copy; ``placeholders`` itself where ``is_embed`` is ``None``.
-    """
+    EmbeddingError: ``placeholders`` or ``is_embed`` has another form, or their lengths differ. ``placeholders``:
+    ``[P, d]``, of any dtype. ``is_embed``: bool ``[P]``, with E true elements. ``None``: every token has an embedding.
+    Returns ``[E, d]``, a copy; ``placeholders`` itself where ``is_embed`` is ``None``."""
     if is_embed is None:
         return placeholders
     _check_matrix("placeholders", placeholders)

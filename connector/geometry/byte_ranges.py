@@ -20,11 +20,9 @@ Int64s = npt.NDArray[np.int64]
 
 
 def byte_ranges(to: Pages, of: Pages, num_heads: int, num_tokens: int, content_bytes: int) -> ByteRanges:
-    """The longest runs of a copy of ``num_heads`` x ``num_tokens`` in all layers of both sides.
-
-    A run is a whole block if heads are contiguous too, else a block's tokens of one head, one token's heads, or one
-    (head, token): the largest unit that is contiguous in both layouts.
-    """
+    """The longest runs of a copy of ``num_heads`` x ``num_tokens`` in all layers of both sides. A run is a whole block
+    if heads are contiguous too, else a block's tokens of one head, one token's heads, or one (head, token): the largest
+    unit that is contiguous in both layouts."""
     starts, lengths = _segments(to, of, num_tokens)
     dense_tokens = to.token_stride == of.token_stride == content_bytes
     row = num_heads * content_bytes
@@ -136,11 +134,6 @@ def pages_of(layout: PageLayout, block_ids: Int64s, span: Span, shard: TokenShar
     )  # fmt: skip
     return Pages(
         bases=row_bases(layout.bases[span.layer : span.layer + span.num_layers], layout.rows, layout.row_stride),
-        block_ids=table.ids,
-        block_size=table.size,
-        block_stride=table.stride,
-        head_stride=layout.head_stride,
-        token_stride=layout.token_stride,
-        head=span.head,
-        token=table.token,
-    )
+        block_ids=table.ids, block_size=table.size, block_stride=table.stride, head_stride=layout.head_stride,
+        token_stride=layout.token_stride, head=span.head, token=table.token,
+    )  # fmt: skip

@@ -19,13 +19,10 @@ LayerIndex = dict[tuple[str, str], tuple[int, int]]
 
 
 def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True, convert: bool = False) -> None:
-    """Whether KV can pass between two ranks at all; layouts, block sizes and parallel sizes may differ.
-
-    The order inside packed tiles, and with it their size, must agree (``RegionGeometry.packing``). Raises
-    IncompatiblePeerError: names the field and both values; GeometryError: a geometry contradicts itself.
-
-    ``local``: ours. ``consumer``: whether we are D. ``convert``: whether D converts elements.
-    """
+    """Whether KV can pass between two ranks at all; layouts, block sizes and parallel sizes may differ. The order
+    inside packed tiles, and with it their size, must agree (``RegionGeometry.packing``). Raises IncompatiblePeerError:
+    names the field and both values; GeometryError: a geometry contradicts itself. ``local``: ours. ``consumer``:
+    whether we are D. ``convert``: whether D converts elements."""
     for geometry in (local, remote):
         check_geometry(geometry)
     needs, has = (local, remote) if consumer else (remote, local)

@@ -62,11 +62,8 @@ def check_same_elements(
     name: str, ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]], *, convert: bool
 ) -> None:
     """Check that the elements of two regions mean the same, or can be converted. Raises IncompatiblePeerError: names
-    the field and both values.
-
-    ``name``: of the regions, for the error. ``places``: the index of each common layer, in ours and in theirs.
-    ``convert``: whether D converts.
-    """
+    the field and both values. ``name``: of the regions, for the error. ``places``: the index of each common layer, in
+    ours and in theirs. ``convert``: whether D converts."""
     if ours.dtype == theirs.dtype:
         if ours.content_bytes != theirs.content_bytes:
             raise IncompatiblePeerError(f"content_bytes of {name}", ours.content_bytes, theirs.content_bytes)
@@ -151,16 +148,12 @@ class WireElements:
 def layer_cache_dtype(
     spec: Any, names: Sequence[str], layers: Mapping[str, Any], cache_dtype: str, *, fnuz: bool = False
 ) -> CacheDtype | None:
-    """The cache dtype of the layers of one of vLLM's specs; ``None`` for states: their elements differ in kind.
-
-    The dtype is read from the layers: the configuration's quantisation may exclude some layers, and checkpoints contain
+    """The cache dtype of the layers of one of vLLM's specs; ``None`` for states: their elements differ in kind. The
+    dtype is read from the layers: the configuration's quantisation may exclude some layers, and checkpoints contain
     scales of their own. The scales exist once the model is loaded. The dtype of the tensors is no source, because vLLM
-    allocates fp8 caches as bytes. Raises ConfigError: K or V of a layer has more than one scale.
-
-    ``names``: the names of the layers. ``layers``: vLLM's attention layers, by name; a missing layer counts as a layer
-    with ``cache_dtype`` and no scales. ``cache_dtype``: ``--kv-cache-dtype``. ``fnuz``: whether e4m3 is the fnuz
-    variant of AMD's MI300.
-    """
+    allocates fp8 caches as bytes. Raises ConfigError: K or V of a layer has more than one scale. ``names``: the names
+    of the layers. ``layers``: vLLM's attention layers, by name; a missing layer counts as a layer with ``cache_dtype``
+    and no scales. ``cache_dtype``: ``--kv-cache-dtype``. ``fnuz``: whether e4m3 is the fnuz variant of AMD's MI300."""
     if not hasattr(spec, "head_size"):
         return None
     names_of = {str(getattr(layers.get(name), "kv_cache_dtype", cache_dtype)) for name in names} or {cache_dtype}

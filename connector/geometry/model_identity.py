@@ -53,12 +53,10 @@ _METHODS = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto
 def model_identity(
     hf_config: Any, text_config: Any, *, quantization: str | None, max_model_len: int, tag: str | None = None
 ) -> dict[str, str]:
-    """The facts of a model; facts that are not set are left out.
-
-    ``hf_config``: the model's configuration. ``text_config``: the configuration of its language model; often the same
-    object. ``quantization``: the engine's name for the quantisation of the weights. ``max_model_len``: tokens of the
-    longest sequence that the engine admits; only longrope depends on it. ``tag``: ``model_tag`` of the settings.
-    """
+    """The facts of a model; facts that are not set are left out. ``hf_config``: the model's configuration.
+    ``text_config``: the configuration of its language model; often the same object. ``quantization``: the engine's name
+    for the quantisation of the weights. ``max_model_len``: tokens of the longest sequence that the engine admits; only
+    longrope depends on it. ``tag``: ``model_tag`` of the settings."""
     facts: dict[str, Any] = {
         "architectures": ",".join(getattr(hf_config, "architectures", None) or ()),
         "head_dim": _head_dim(text_config),
@@ -82,11 +80,9 @@ def text(value: Any) -> str:
 
 
 def rope(config: Any, max_model_len: int) -> dict[str, Any] | None:
-    """Rotary positions, by layer type or for all layers. ``None``: the model has none.
-
-    Releases of transformers before 5 have ``rope_theta`` and ``rope_scaling``, Gemma 3 ``rope_local_base_freq`` for its
-    windowed layers. Later releases have ``rope_parameters``, with an entry per layer type where layers differ.
-    """
+    """Rotary positions, by layer type or for all layers. ``None``: the model has none. Releases of transformers before
+    5 have ``rope_theta`` and ``rope_scaling``, Gemma 3 ``rope_local_base_freq`` for its windowed layers. Later releases
+    have ``rope_parameters``, with an entry per layer type where layers differ."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = {name: inner for name, inner in parameters.items() if isinstance(inner, Mapping)}
     local = getattr(config, "rope_local_base_freq", None)

@@ -39,15 +39,11 @@ class PackedPart:
 
 
 def split_packed(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart, ...]:
-    """A cache with packed blocks: the whole cache, and its keys and values in the smallest tiles of the order.
-
-    A part whose tokens have bytes of their own, with channels in order, is not packed: ``packing`` is empty, though a
-    token's bytes may lie in rows. The largest tile of a part is the whole block.
-
-    ``view``: the cache, keys and values together. ``places``: [2, N, D], where channel d of the key (0) or value (1) of
-    token t lies in its (block, head). Returns the whole, ``k`` and ``v``; empty if the order cannot be divided in this
-    way.
-    """
+    """A cache with packed blocks: the whole cache, and its keys and values in the smallest tiles of the order. A part
+    whose tokens have bytes of their own, with channels in order, is not packed: ``packing`` is empty, though a token's
+    bytes may lie in rows. The largest tile of a part is the whole block. ``view``: the cache, keys and values together.
+    ``places``: [2, N, D], where channel d of the key (0) or value (1) of token t lies in its (block, head). Returns the
+    whole, ``k`` and ``v``; empty if the order cannot be divided in this way."""
     kinds, tokens, channels = places.shape
     half = tokens * channels
     item_bytes, rest = divmod(view.content_bytes, kinds * channels)
@@ -149,9 +145,7 @@ def alternatives(geometry: RankGeometry) -> dict[int, list[int]]:
 
 def excluded_regions(needs: RankGeometry, has: RankGeometry) -> set[int]:
     """D's regions that are not read from a P rank: the parts if P's blocks can be read whole, else the whole cache.
-
-    ``needs``: D's rank. ``has``: P's rank.
-    """
+    ``needs``: D's rank. ``has``: P's rank."""
     over: set[int] = set()
     for whole, parts in alternatives(needs).items():
         layers = set(needs.regions[whole].layers)
@@ -175,15 +169,11 @@ to slots [N]."""
 def element_order(
     write: Write, tokens: int, channels: int, *, given: torch.dtype, stored: torch.dtype, held: torch.dtype
 ) -> NDArray[np.int64] | None:
-    """Where ``write`` puts each element inside a (block, head), for ``packing.split_packed``.
-
-    It writes a block in which every element carries its number, one base-8 digit at a time, because these digits
-    are exact in every dtype.
-
+    """Where ``write`` puts each element inside a (block, head), for ``packing.split_packed``. It writes a block in
+    which every element carries its number, one base-8 digit at a time, because these digits are exact in every dtype.
     ``given``: the dtype of keys and values. ``stored``: the dtype of the cache as a tensor; vLLM keeps fp8 as bytes.
     ``held``: the dtype of the elements of the cache. Returns [2, N, D] for keys and values; None where the writer takes
-    other arguments.
-    """
+    other arguments."""
     numbers = torch.arange(2 * tokens * channels).view(2, tokens, 1, channels)
     found = torch.zeros(2 * tokens * channels, dtype=torch.int64)
     scratch = torch.zeros(1, 1, 2 * tokens, channels, dtype=stored)

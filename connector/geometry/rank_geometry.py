@@ -86,10 +86,8 @@ Stride = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class PageLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Where one region's pages lie in the memory of its rank, in bytes. A peer needs this to read them.
-
-    Block ids are manager block ids; each is ``blocks_per_page`` kernel blocks of ``block_size`` tokens.
-    """
+    """Where one region's pages lie in the memory of its rank, in bytes. A peer needs this to read them. Block ids are
+    manager block ids; each is ``blocks_per_page`` kernel blocks of ``block_size`` tokens."""
 
     bases: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_REGION_LAYERS)]
     num_pages: Size

@@ -32,11 +32,9 @@ computes the others (``prefill_events.LAYER_GROUPS``)."""
 
 
 class PlannedSpan(NamedTuple):
-    """A span to read, and its destination: ``region``, first ``layer`` and first ``head`` in D's numbers.
-
-    The destination has the layer count, head count and tokens of the span. ``shard`` is P's: this P rank sends only the
-    tokens of the span that the shard holds.
-    """
+    """A span to read, and its destination: ``region``, first ``layer`` and first ``head`` in D's numbers. The
+    destination has the layer count, head count and tokens of the span. ``shard`` is P's: this P rank sends only the
+    tokens of the span that the shard holds."""
 
     span: Span
     region: int
@@ -49,13 +47,10 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
     """The spans that D's rank reads from one P rank. In each region these are the heads that ``TpKVTopology.sources``
     assigns to this P rank. A packed cache is read whole or in parts, never both (``packing.excluded_regions``). Raises
     IncompatiblePeerError: P's rank does not hold the heads; GeometryError: P lists a layer twice, or the plan has more
-    than ``MAX_SPANS`` spans.
-
-    ``local``: D's rank. ``remote``: P's rank. ``tokens``: for each local region, the tokens to read as (start, stop),
-    stop excluded. In a packed region the plan widens them to whole tiles. Returns spans that do not overlap. The plan
-    leaves out layers that this P rank does not hold. ``check_complete`` takes the plans of all P ranks in
-    ``TpKVTopology.source_ranks``, of all stages, and finds missing layers and heads.
-    """
+    than ``MAX_SPANS`` spans. ``local``: D's rank. ``remote``: P's rank. ``tokens``: for each local region, the tokens
+    to read as (start, stop), stop excluded. In a packed region the plan widens them to whole tiles. Returns spans that
+    do not overlap. The plan leaves out layers that this P rank does not hold. ``check_complete`` takes the plans of all
+    P ranks in ``TpKVTopology.source_ranks``, of all stages, and finds missing layers and heads."""
     assert len(tokens) == len(local.regions)
     planned: list[PlannedSpan] = []
     for route in _routes(local, remote):
@@ -77,11 +72,8 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
 def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: Sequence[tuple[int, int]]) -> None:
     """Check that the plans of all P ranks together contain every layer and head that D needs exactly once. Raises
     IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds, or whose
-    tokens some shards lack.
-
-    ``local``: D's rank. ``planned``: the spans of the plans of all P ranks. ``tokens``: as for ``plan_reads``. A region
-    without tokens to read needs nothing.
-    """
+    tokens some shards lack. ``local``: D's rank. ``planned``: the spans of the plans of all P ranks. ``tokens``: as for
+    ``plan_reads``. A region without tokens to read needs nothing."""
     boxes: list[_Box] = []
     shared: dict[int, list[PlannedSpan]] = {}
     for item in planned:
@@ -145,11 +137,8 @@ def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wa
 
 
 def _times(region: RegionGeometry, items: Sequence[PlannedSpan], tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """How often the plans contain each (layer, head) of a region whose tokens P's ranks shard: an array ``[L, H]``.
-
-    A (layer, head) counts once if all shards that have tokens of D's rank bring it once. Raises IncompatiblePeerError:
-    one shard brings a (layer, head) more often than another shard.
-    """
+    """How often the plans contain each (layer, head) of a region whose tokens P's ranks shard: an array ``[L, H]``. A
+    (layer, head) counts once if all shards that have tokens of D's rank bring it once."""
     shardings = {item.shard.sharding for item in items}
     found = np.zeros((len(region.layers), region.num_heads), dtype=np.int64)
     for sharding in shardings:  # stages with different shardings hold different layers
@@ -170,11 +159,9 @@ def _times(region: RegionGeometry, items: Sequence[PlannedSpan], tokens: tuple[i
 
 
 class _Route(NamedTuple):
-    """Consecutive layers and heads that D's rank reads from one of P's regions, for any prompt.
-
-    ``num_layers`` layers: from number ``layer`` on in D's region ``region``, from number ``first`` on in P's region
-    ``theirs``. ``heads`` are global KV heads.
-    """
+    """Consecutive layers and heads that D's rank reads from one of P's regions, for any prompt. ``num_layers`` layers:
+    from number ``layer`` on in D's region ``region``, from number ``first`` on in P's region ``theirs``. ``heads`` are
+    global KV heads."""
 
     region: int
     layer: int
@@ -239,15 +226,12 @@ def _head_box(ours: RegionGeometry, theirs: RegionGeometry, heads: HeadRead) -> 
 def in_windows(
     planned: Sequence[PlannedSpan], remote: RankGeometry, found: int, step_tokens: int
 ) -> tuple[PlannedSpan, ...]:
-    """A plan (``plan_reads``) with the same layers, heads and tokens, in the order in which P computes the tokens.
-
-    The spans are cut at the tokens ``found``, ``found + step_tokens``, ``found + 2 * step_tokens``, and so on. The
-    parts of the first window come first. A region that is packed in tiles is cut between tiles. Where there would be
-    more than ``MAX_WINDOWS`` windows, ``MAX_SPANS`` spans or ``MAX_RANGES`` ranges of tokens, windows are longer.
-
-    ``planned``: the plan of one P rank, at most ``MAX_SPANS`` spans. ``remote``: P's rank. ``found``: tokens that P had
-    before it began to compute. ``step_tokens``: tokens that P computes in one step, more than 0.
-    """
+    """A plan (``plan_reads``) with the same layers, heads and tokens, in the order in which P computes the tokens. The
+    spans are cut at the tokens ``found``, ``found + step_tokens``, ``found + 2 * step_tokens``, and so on. The parts of
+    the first window come first. A region that is packed in tiles is cut between tiles. Where there would be more than
+    ``MAX_WINDOWS`` windows, ``MAX_SPANS`` spans or ``MAX_RANGES`` ranges of tokens, windows are longer. ``planned``:
+    the plan of one P rank, at most ``MAX_SPANS`` spans. ``remote``: P's rank. ``found``: tokens that P had before it
+    began to compute. ``step_tokens``: tokens that P computes in one step, more than 0."""
     if not planned:
         return ()
     first = min(item.span.token for item in planned)

@@ -61,18 +61,10 @@ class Section:
     def region(self, layers: tuple[str, ...], head_start: int, num_heads: int) -> RegionGeometry:
         """The region of a rank that has these heads of the section, in these layers."""
         return RegionGeometry(
-            kind="state",
-            layers=layers,
-            part=self.name,
-            block_size=self.rows,
-            head_start=head_start,
-            num_heads=num_heads,
-            total_heads=self.total_heads,
-            content_bytes=self.content_bytes,
-            dtype=self.dtype,
-            packing=self.packing,
-            tile_tokens=self.rows,
-        )
+            kind="state", layers=layers, part=self.name, block_size=self.rows, head_start=head_start,
+            num_heads=num_heads, total_heads=self.total_heads, content_bytes=self.content_bytes, dtype=self.dtype,
+            packing=self.packing, tile_tokens=self.rows,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +80,18 @@ class _Projection:
 
 
 def whole_page(nbytes: int, total_heads: int, packing: str) -> Section:
-    """The only section of a page that cannot be divided: the page's ``nbytes`` bytes are one head.
-
-    All ranks together have ``total_heads`` different pages. The section has up to 1024 rows, which mean nothing: they
-    let a message carry less than the page.
-    """
+    """The only section of a page that cannot be divided: the page's ``nbytes`` bytes are one head. All ranks together
+    have ``total_heads`` different pages. The section has up to 1024 rows, which mean nothing: they let a message carry
+    less than the page."""
     rows = math.gcd(nbytes, 1024)
     row = nbytes // rows
     return Section("", total_heads, 1, rows, row, 0, nbytes, row, "int8", packing)
 
 
 def sections(
-    family: str,
-    arrays: Sequence[StateArray],
-    tp_size: int,
-    *,
-    dim_first: bool,
-    group_counts: frozenset[int] = frozenset(),
-    order: str = "",
-) -> tuple[Section, ...]:
+    family: str, arrays: Sequence[StateArray], tp_size: int, *, dim_first: bool,
+    group_counts: frozenset[int] = frozenset(), order: str = "",
+) -> tuple[Section, ...]:  # fmt: skip
     """The sections of a page, in the order of their bytes. Empty where KVFerry does not know how ranks shard the page:
     the family or the form of its arrays is unknown, or their sizes fit no or more than one sharding. Then the page must
     stay whole (``whole_page``).
@@ -163,12 +148,9 @@ def _projections(
     family: str, channels: int, state: StateArray | None, tp_size: int, group_counts: frozenset[int]
 ) -> list[_Projection]:
     """The projections of the convolution, in the order of its channels; empty where their channels do not add up to
-    ``channels``, or where the number of groups is ambiguous.
-
-    Mamba1 and short convolutions have one projection. Mamba2 has ``x | B | C``: x has the heads of the state, B and C
-    have ``state_size`` channels per group. Gated delta nets have ``q | k | v``: v has the heads of the state, q and k
-    have ``state_size`` channels per head.
-    """
+    ``channels``, or where the number of groups is ambiguous. Mamba1 and short convolutions have one projection. Mamba2
+    has ``x | B | C``: x has the heads of the state, B and C have ``state_size`` channels per group. Gated delta nets
+    have ``q | k | v``: v has the heads of the state, q and k have ``state_size`` channels per head."""
     if family in ("MAMBA1", "SHORT_CONV"):
         total, heads = _units(channels, tp_size)
         return [_Projection("conv.x", total, heads, channels // heads if heads else 0)]
@@ -200,17 +182,12 @@ def _of_convolution(
     for part in projections:
         content = (taps if dim_first else part.channels) * conv.item
         yield Section(
-            name=part.name,
-            total_heads=part.total_heads,
-            heads=part.heads,
-            rows=part.channels if dim_first else taps,
-            content_bytes=content,
-            offset=first * conv.item * (taps if dim_first else 1),
+            name=part.name, total_heads=part.total_heads, heads=part.heads, rows=part.channels if dim_first else taps,
+            content_bytes=content, offset=first * conv.item * (taps if dim_first else 1),
             head_stride=part.channels * content if dim_first else content,
-            row_stride=content if dim_first else width * conv.item,
-            dtype=conv.dtype,
+            row_stride=content if dim_first else width * conv.item, dtype=conv.dtype,
             packing=f"{'DS' if dim_first else 'SD'} of {taps} inputs{order}",
-        )
+        )  # fmt: skip
         first += part.heads * part.channels
 
 
@@ -222,14 +199,6 @@ def _of_state(state: StateArray, offset: int, tp_size: int, order: str) -> Secti
     rows = math.prod(state.shape[:-1]) // max(1, heads)
     content = state.shape[-1] * state.item
     return Section(
-        name="ssm",
-        total_heads=total,
-        heads=heads,
-        rows=rows,
-        content_bytes=content,
-        offset=offset,
-        head_stride=rows * content,
-        row_stride=content,
-        dtype=state.dtype,
-        packing=f"dense{order}",
-    )
+        name="ssm", total_heads=total, heads=heads, rows=rows, content_bytes=content, offset=offset,
+        head_stride=rows * content, row_stride=content, dtype=state.dtype, packing=f"dense{order}",
+    )  # fmt: skip

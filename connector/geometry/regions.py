@@ -47,12 +47,9 @@ def regions(
 ) -> list[Region]:
     """The regions of one rank, in the order of ``groups``. A group without layers on this pipeline stage has no region.
     Raises GeometryError: a cache is missing, has a form that is not carried, or has another number of heads than the
-    rank should hold; names the layer.
-
-    ``groups``: the layer groups of the engine, with the layers of this rank. ``kv_caches``: by layer name,
-    ``[B, H, N, C]`` or ``[B, N, C]``. ``info``: the rank's place. ``num_blocks``: manager blocks, where known.
-    ``places``: the order of packed elements; called for one layer of each packed group.
-    """
+    rank should hold; names the layer. ``groups``: the layer groups of the engine, with the layers of this rank.
+    ``kv_caches``: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``. ``info``: the rank's place. ``num_blocks``: manager
+    blocks, where known. ``places``: the order of packed elements; called for one layer of each packed group."""
     found = []
     for group in groups:
         for tensors in _alike(group, kv_caches):
@@ -98,11 +95,8 @@ def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[
 
 
 def _parts(group: LayerGroup, view: CacheView, places: ElementOrder | None) -> tuple[PackedPart, ...]:
-    """The whole cache and, where the order of its packed blocks is known, its keys and its values.
-
-    Packed blocks whose order is not known stay whole: the tile is the kernel block, so a peer must have the same block
-    size.
-    """
+    """The whole cache and, where the order of its packed blocks is known, its keys and its values. Packed blocks whose
+    order is not known stay whole: the tile is the kernel block, so a peer must have the same block size."""
     order = places(view.layers[0]) if group.packing and places is not None else None
     parts = () if order is None else split_packed(view, order)
     return parts or (PackedPart("", view, group.packing, view.block_size if group.packing else 1),)
@@ -113,23 +107,12 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeom
     start, count = _held(view, info, group.total_heads)
     scales = cache_dtype.scales
     return RegionGeometry(
-        kind=group.kind,
-        layers=view.layers,
-        block_size=group.block_size,
-        head_start=start,
-        num_heads=count,
-        total_heads=group.total_heads,
-        content_bytes=view.content_bytes,
-        dtype=canonical(cache_dtype.dtype),
-        keys=cache_dtype.keys,
-        scales=tuple(scales.get(layer, (1.0, 1.0)) for layer in view.layers) if scales else (),
-        window=group.window,
-        part=part.part,
-        packing=part.packing,
-        tile_tokens=part.tile_tokens,
-        rows=view.rows,
+        kind=group.kind, layers=view.layers, block_size=group.block_size, head_start=start, num_heads=count,
+        total_heads=group.total_heads, content_bytes=view.content_bytes, dtype=canonical(cache_dtype.dtype),
+        keys=cache_dtype.keys, scales=tuple(scales.get(layer, (1.0, 1.0)) for layer in view.layers) if scales else (),
+        window=group.window, part=part.part, packing=part.packing, tile_tokens=part.tile_tokens, rows=view.rows,
         shard=group.sharding.shard(info.tp_rank),
-    )
+    )  # fmt: skip
 
 
 def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
@@ -153,12 +136,7 @@ def _section_view(section: Section, pages: CacheView) -> CacheView:
             f"its states need [1, 1, {section.end}] at least"
         )
     return replace(
-        pages,
-        bases=tuple(base + section.offset for base in pages.bases),
-        num_heads=section.heads,
-        block_size=section.rows,
-        content_bytes=section.content_bytes,
-        head_stride=section.head_stride,
-        token_stride=section.row_stride,
-        dtype=section.dtype,
-    )
+        pages, bases=tuple(base + section.offset for base in pages.bases), num_heads=section.heads,
+        block_size=section.rows, content_bytes=section.content_bytes, head_stride=section.head_stride,
+        token_stride=section.row_stride, dtype=section.dtype,
+    )  # fmt: skip

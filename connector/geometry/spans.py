@@ -36,11 +36,9 @@ MAX_RANGES = 256
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A box of one of P's regions, in P's own numbering: layers, heads, tokens, each (first, count).
-
-    Token numbers count in the prompt. The span contains the tokens that P holds and that are in ``shard``, D's shard.
-    Where the ranks of either side shard tokens, these are fewer than ``num_tokens``.
-    """
+    """A box of one of P's regions, in P's own numbering: layers, heads, tokens, each (first, count). Token numbers
+    count in the prompt. The span contains the tokens that P holds and that are in ``shard``, D's shard. Where the ranks
+    of either side shard tokens, these are fewer than ``num_tokens``."""
 
     region: Count
     layer: Count
@@ -166,13 +164,11 @@ class SpanCut(msgspec.Struct, frozen=True):
 def cut_span(
     span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1, shard: TokenShard = ALL_TOKENS
 ) -> SpanCut:
-    """Cut a span into messages of at most ``chunk_bytes``; the same on both sides. ``shard`` is P's.
-
-    As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
-    multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach. The
-    last chunk is smaller, see ``TAPER_BYTES``. Raises GeometryError: one token of the span does not fit into
-    ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
-    """
+    """Cut a span into messages of at most ``chunk_bytes``; the same on both sides. ``shard`` is P's. As many whole
+    layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at multiples of
+    ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach. The last chunk
+    is smaller, see ``TAPER_BYTES``. Raises GeometryError: one token of the span does not fit into ``chunk_bytes``, or
+    more than ``MAX_CHUNKS`` result."""
     first, num_tokens = span.token, span.num_tokens
     if not (shard.whole and span.shard.whole):
         places = common_tokens(shard, span.shard, span.token, span.token + span.num_tokens)

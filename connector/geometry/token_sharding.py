@@ -27,9 +27,7 @@ MAX_SHARES = 4096
 
 class TokenSharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, order=True):
     """How the ranks of an engine shard tokens: ``size`` ranks in turn, ``interleave`` tokens each, by default none.
-
-    Neighbouring tensor-parallel ranks take turns, as in vLLM: rank r of them is number ``r % size``.
-    """
+    Neighbouring tensor-parallel ranks take turns, as in vLLM: rank r of them is number ``r % size``."""
 
     size: Annotated[int, Meta(ge=1, le=MAX_SHARES)] = 1
     interleave: Annotated[int, Meta(ge=1, le=1 << 31)] = 1
@@ -44,10 +42,8 @@ UNSHARDED = (TokenSharding(),)
 
 
 class TokenShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One rank's part of a prompt: token t where ``t // interleave % size == rank``, by default all of them.
-
-    The rule of vLLM's decode context parallelism (``cp_kv_cache_interleave_size``).
-    """
+    """One rank's part of a prompt: token t where ``t // interleave % size == rank``, by default all of them. The rule
+    of vLLM's decode context parallelism (``cp_kv_cache_interleave_size``)."""
 
     size: Annotated[int, Meta(ge=1, le=MAX_SHARES)] = 1
     rank: Annotated[int, Meta(ge=0, lt=MAX_SHARES)] = 0
@@ -71,10 +67,8 @@ class TokenShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
     def meets(self, other: TokenShard) -> bool:
-        """Whether a long enough prompt has tokens in both.
-
-        Each is a run of residues, modulo its round: some pair of them is equal modulo what the rounds have in common.
-        """
+        """Whether a long enough prompt has tokens in both. Each is a run of residues, modulo its round: some pair of
+        them is equal modulo what the rounds have in common."""
         common_tokens = math.gcd(self.interleave * self.size, other.interleave * other.size)
         low = self.rank * self.interleave - (other.rank + 1) * other.interleave + 1
         return (low + self.interleave + other.interleave - 2) // common_tokens * common_tokens >= low
@@ -90,9 +84,7 @@ ALL_TOKENS = TokenShard()
 
 class TokenRuns(NamedTuple):
     """Tokens in a rank's own numbering: ``num_tokens`` in runs ``[starts[i], stops[i])`` that ascend and do not touch.
-
-    No tokens are one empty run.
-    """
+    No tokens are one empty run."""
 
     num_tokens: int
     starts: Int64s
@@ -162,14 +154,11 @@ def num_common_tokens(ours: TokenShard, theirs: TokenShard, start: int, stop: in
 
 
 def token_blocks(places: TokenRuns, ids: Int64s, block_size: int, block_stride: int, token_stride: int) -> TokenBlocks:
-    """Tokens at ``places``, in blocks as large as their runs allow.
-
-    A paged copy takes every token of its blocks, one after the other. Runs that leave tokens out are such blocks all
-    the same, only smaller ones: as large as divides where runs begin and end, and the block.
-
-    ``places``: in this rank's numbering; ``ids`` cover them. ``ids``: blocks of ``block_size`` tokens. ``block_size``:
-    tokens. ``block_stride``: bytes from id to id. ``token_stride``: bytes from token to token in a block.
-    """
+    """Tokens at ``places``, in blocks as large as their runs allow. A paged copy takes every token of its blocks, one
+    after the other. Runs that leave tokens out are such blocks all the same, only smaller ones: as large as divides
+    where runs begin and end, and the block. ``places``: in this rank's numbering; ``ids`` cover them. ``ids``: blocks
+    of ``block_size`` tokens. ``block_size``: tokens. ``block_stride``: bytes from id to id. ``token_stride``: bytes
+    from token to token in a block."""
     if places.dense:
         return TokenBlocks(ids, block_size, block_stride, int(places.starts[0]))
     size = math.gcd(block_size, int(np.gcd.reduce(places.starts[1:])), int(np.gcd.reduce(places.stops[:-1])))
@@ -184,17 +173,10 @@ def token_blocks(places: TokenRuns, ids: Int64s, block_size: int, block_stride: 
 
 
 def common_blocks(
-    ours: TokenShard,
-    theirs: TokenShard,
-    start: int,
-    stop: int,
-    ids: Int64s,
-    block_size: int,
-    block_stride: int,
+    ours: TokenShard, theirs: TokenShard, start: int, stop: int, ids: Int64s, block_size: int, block_stride: int,
     token_stride: int,
-) -> tuple[int, TokenBlocks]:
+) -> tuple[int, TokenBlocks]:  # fmt: skip
     """The number of tokens of ``[start, stop)`` that both ranks hold, and the blocks of ours that these tokens lie in.
-
     The same as ``token_blocks`` of ``common_tokens``, without arrays where the other rank holds all of our tokens."""
     if ours.size == theirs.size == 1:
         return max(0, stop - start), TokenBlocks(ids, block_size, block_stride, start)

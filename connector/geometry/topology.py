@@ -54,13 +54,10 @@ class EngineForm(Protocol):
 @dataclass
 class TpKVTopology:
     """How a rank of the local engine faces the ranks of remote engines: which ranks it reads from, which KV heads, and
-    which ranks must release a lease. ``between`` makes the one that a hand-over uses.
-
-    The first seven fields and the methods that share a name with vLLM's ``TpKVTopology`` mean the same as there.
-    Questions without an argument for the remote engine are about the only remote engine that the topology knows; those
-    without a head count are about ``total_num_kv_heads``. All methods raise ``GeometryError`` where a rank or a size is
-    out of range.
-    """
+    which ranks must release a lease. ``between`` makes the one that a hand-over uses. The first seven fields and the
+    methods that share a name with vLLM's ``TpKVTopology`` mean the same as there. Questions without an argument for the
+    remote engine are about the only remote engine that the topology knows; those without a head count are about
+    ``total_num_kv_heads``. All methods raise ``GeometryError`` where a rank or a size is out of range."""
 
     tp_rank: int
     """The local rank."""
@@ -90,31 +87,21 @@ class TpKVTopology:
 
     @classmethod
     def between(cls, local: RankGeometry, remote: EngineForm) -> TpKVTopology:
-        """The topology of D's rank ``local`` and a P engine, under the engine ids ``LOCAL`` and ``REMOTE``.
-
-        One object serves all peers of the same form, so no caller may change it. Its ``block_size`` is the block size
-        of the rank's first region, 0 for a rank without regions.
-        """
+        """The topology of D's rank ``local`` and a P engine, under the engine ids ``LOCAL`` and ``REMOTE``. One object
+        serves all peers of the same form, so no caller may change it. Its ``block_size`` is the block size of the
+        rank's first region, 0 for a rank without regions."""
         return _between(
-            local.tp_rank,
-            local.tp_size,
-            local.pp_size,
-            bool(local.regions) and all(region.kind == "mla" for region in local.regions),
-            local.head_counts,
-            local.shardings,
-            local.regions[0].block_size if local.regions else 0,
-            remote.tp_size,
-            remote.shardings,
-        )
+            local.tp_rank, local.tp_size, local.pp_size,
+            bool(local.regions) and all(region.kind == "mla" for region in local.regions), local.head_counts,
+            local.shardings, local.regions[0].block_size if local.regions else 0, remote.tp_size, remote.shardings,
+        )  # fmt: skip
 
     @staticmethod
     def head_interval(rank: int, tp_size: int, total_heads: int) -> tuple[int, int]:
-        """The global KV heads of a rank as ``(start, count)``; ``count`` is at least 1.
-
-        With H heads and T ranks, rank r holds the heads from ``r * H // T`` to ``(r + 1) * H // T``, end excluded, and
-        at least one. Where T divides H, or H divides T, this is vLLM's split (``ModelConfig.get_num_kv_heads``, and the
-        weight loader of ``QKVParallelLinear``). Other counts differ by at most one.
-        """
+        """The global KV heads of a rank as ``(start, count)``; ``count`` is at least 1. With H heads and T ranks, rank
+        r holds the heads from ``r * H // T`` to ``(r + 1) * H // T``, end excluded, and at least one. Where T divides
+        H, or H divides T, this is vLLM's split (``ModelConfig.get_num_kv_heads``, and the weight loader of
+        ``QKVParallelLinear``). Other counts differ by at most one."""
         _check(rank, tp_size, total_heads)
         start = rank * total_heads // tp_size
         return start, max(1, (rank + 1) * total_heads // tp_size - start)
@@ -170,11 +157,9 @@ class TpKVTopology:
     # --- D's rank reads -----------------------------------------------------------------------------------------
 
     def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
-        """The remote ranks that face the local rank, ascending; never empty, for any pair of sizes.
-
-        Where sizes and heads divide as vLLM requires, these are the ranks that ``tp_ratio`` gives: one rank, or a run
-        of ranks. Otherwise these are the ranks of ``overlaps``. ``source_ranks`` gives the ranks that are read.
-        """
+        """The remote ranks that face the local rank, ascending; never empty, for any pair of sizes. Where sizes and
+        heads divide as vLLM requires, these are the ranks that ``tp_ratio`` gives: one rank, or a run of ranks.
+        Otherwise these are the ranks of ``overlaps``. ``source_ranks`` gives the ranks that are read."""
         if self._divides(remote_tp_size):
             ratio = self.tp_ratio(remote_tp_size)
             if ratio > 0:
@@ -208,12 +193,10 @@ class TpKVTopology:
         sharding: TokenSharding = UNSHARDED[0],
         remote_sharding: TokenSharding = UNSHARDED[0],
     ) -> tuple[HeadRead, ...]:
-        """The reads of the local rank: each of its KV heads exactly once, in order of heads.
-
-        Where the remote engine replicates a head (``is_kv_replicated``), the local ranks that hold this head spread
-        evenly over the replicas. Where remote ranks shard the tokens of a head, each head comes once from every shard
-        that has tokens of the local rank's.
-        """
+        """The reads of the local rank: each of its KV heads exactly once, in order of heads. Where the remote engine
+        replicates a head (``is_kv_replicated``), the local ranks that hold this head spread evenly over the replicas.
+        Where remote ranks shard the tokens of a head, each head comes once from every shard that has tokens of the
+        local rank's."""
         size, heads = self._size(remote_tp_size), self._heads(total_heads)
         return head_sources(self.tp_rank, self.tp_size, size, heads, sharding, remote_sharding)
 
@@ -225,11 +208,9 @@ class TpKVTopology:
     # --- D's ranks release --------------------------------------------------------------------------------------
 
     def release_map(self, remote_engine_id: str | None = None) -> tuple[tuple[int, ...], ...]:
-        """For each remote rank, the local tensor-parallel ranks that must release a lease there: never none.
-
-        All local ranks that read from a remote rank are in its entry. A remote rank from which no rank reads (a
-        replica) gets one local rank, else its lease would last until it expires; these are spread evenly.
-        """
+        """For each remote rank, the local tensor-parallel ranks that must release a lease there: never none. All local
+        ranks that read from a remote rank are in its entry. A remote rank from which no rank reads (a replica) gets one
+        local rank, else its lease would last until it expires; these are spread evenly."""
         return release_maps(*self._pair(remote_engine_id))[0]
 
     def release_ranks(self, remote_engine_id: str | None = None) -> tuple[int, ...]:
@@ -238,10 +219,8 @@ class TpKVTopology:
         return release_maps(*self._pair(remote_engine_id))[1][self.tp_rank]
 
     def expected_consumers(self, remote_rank: int, remote_engine_id: str | None = None) -> tuple[int, ...]:
-        """The local ranks that must release at a remote rank, as ``pp_rank * tp_size + tp_rank``.
-
-        A pipeline stage cannot know which layers another stage reads. So all local stages release at all remote stages.
-        """
+        """The local ranks that must release at a remote rank, as ``pp_rank * tp_size + tp_rank``. A pipeline stage
+        cannot know which layers another stage reads. So all local stages release at all remote stages."""
         if not 1 <= self.pp_size <= MAX_RANKS:
             raise GeometryError(f"pipeline-parallel size {self.pp_size} is outside 1..{MAX_RANKS}")
         peer = self._peer(remote_engine_id)
@@ -294,18 +273,10 @@ def _between(
     remote_shardings: tuple[TokenSharding, ...],
 ) -> TpKVTopology:  # fmt: skip
     return TpKVTopology(
-        tp_rank=tp_rank,
-        remote_tp_size={LOCAL: tp_size, REMOTE: remote_tp_size},
-        is_mla=is_mla,
-        total_num_kv_heads=max(head_counts),
-        attn_backend=None,
-        engine_id=LOCAL,
-        remote_block_size={LOCAL: block_size},
-        head_counts=head_counts,
-        shardings=shardings,
-        remote_shardings={REMOTE: remote_shardings},
-        pp_size=pp_size,
-    )
+        tp_rank=tp_rank, remote_tp_size={LOCAL: tp_size, REMOTE: remote_tp_size}, is_mla=is_mla,
+        total_num_kv_heads=max(head_counts), attn_backend=None, engine_id=LOCAL, remote_block_size={LOCAL: block_size},
+        head_counts=head_counts, shardings=shardings, remote_shardings={REMOTE: remote_shardings}, pp_size=pp_size,
+    )  # fmt: skip
 
 
 def _known(ratio: Callable[[int], int], remote: int) -> str:
@@ -341,11 +312,9 @@ def _check(rank: int, size: int, total_heads: int) -> None:
 
 
 def _holders(head: int, size: int, total_heads: int) -> tuple[int, int]:
-    """The ranks that hold a head as ``(first, count)``. ``count`` is above 1 only where heads are replicated.
-
-    The inverse of ``TpKVTopology.head_interval``. ``last`` is the greatest rank r with ``r * H // T <= head``. Without
-    replicas it is the only holder; with replicas the first holder is the smallest r with ``r * H // T >= head``.
-    """
+    """The ranks that hold a head as ``(first, count)``. ``count`` is above 1 only where heads are replicated. The
+    inverse of ``TpKVTopology.head_interval``. ``last`` is the greatest rank r with ``r * H // T <= head``. Without
+    replicas it is the only holder; with replicas the first holder is the smallest r with ``r * H // T >= head``."""
     last = ((head + 1) * size - 1) // total_heads
     first = min(last, -(-head * size // total_heads))
     return first, last - first + 1
@@ -373,11 +342,9 @@ def head_sources(
 
 
 def _replica(head: int, d_rank: int, d_size: int, p_size: int, total_heads: int) -> int:
-    """The P rank that D's rank reads a head from, where each holder of the head has all of its tokens.
-
-    The D ranks that hold the head (readers) spread evenly over the P ranks that hold it (replicas): reader i of n reads
-    from replica ``i * replicas // n``.
-    """
+    """The P rank that D's rank reads a head from, where each holder of the head has all of its tokens. The D ranks that
+    hold the head (readers) spread evenly over the P ranks that hold it (replicas): reader i of n reads from replica
+    ``i * replicas // n``."""
     first_reader, num_readers = _holders(head, d_size, total_heads)
     first_replica, num_replicas = _holders(head, p_size, total_heads)
     return first_replica + (d_rank - first_reader) * num_replicas // num_readers
@@ -388,13 +355,11 @@ def _shard_holders(
     p_sharding: TokenSharding,
 ) -> list[int]:  # fmt: skip
     """The P ranks that D's rank reads a head from, where ranks shard its tokens: one for each of P's shards that has
-    tokens of D's rank, in the order of the shards.
-
-    The rank of P's shard s is s modulo P's sharding size, so every ``p_sharding.size``-th holder is a replica of the
-    same shard. As in ``_replica``, the readers of a shard spread evenly over its replicas. Readers are the D ranks that
-    hold the head and whose own shard has tokens in common with s (``meeting``). ``before``, ``place`` and ``beyond``
-    count such ranks below the first reader, below D's rank, and below the end of the readers.
-    """
+    tokens of D's rank, in the order of the shards. The rank of P's shard s is s modulo P's sharding size, so every
+    ``p_sharding.size``-th holder is a replica of the same shard. As in ``_replica``, the readers of a shard spread
+    evenly over its replicas. Readers are the D ranks that hold the head and whose own shard has tokens in common with s
+    (``meeting``). ``before``, ``place`` and ``beyond`` count such ranks below the first reader, below D's rank, and
+    below the end of the readers."""
     first_reader, num_readers = _holders(head, d_size, total_heads)
     first_replica, num_replicas = _holders(head, p_size, total_heads)
     found, meets = [], _meeting(d_sharding, p_sharding)

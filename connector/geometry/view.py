@@ -35,14 +35,11 @@ class TensorLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """Where one region lies in the memory of its rank: layers with the same strides and a base address each.
-
-    Byte c of (layer, block, head, token) lies at
-    ``bases[layer] + block * block_stride + head * head_stride + token * token_stride + c``.
-
-    The content of a (head, token) may lie in ``rows`` pieces of ``row_bytes`` bytes each, ``row_stride`` bytes apart.
-    Then byte c is byte ``c % row_bytes`` of row ``c // row_bytes``.
-    """
+    """Where one region lies in the memory of its rank: layers with the same strides and a base address each. Byte c of
+    (layer, block, head, token) lies at
+    ``bases[layer] + block * block_stride + head * head_stride + token * token_stride + c``. The content of a (head,
+    token) may lie in ``rows`` pieces of ``row_bytes`` bytes each, ``row_stride`` bytes apart. Then byte c is byte
+    ``c % row_bytes`` of row ``c // row_bytes``."""
 
     layers: tuple[str, ...]
     bases: tuple[int, ...]
@@ -95,13 +92,10 @@ class CacheView:
 def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int | None = None) -> CacheView:
     """The view of layers with the same form, from the tensors that the engine registers. Raises GeometryError: no
     layer; a tensor without this form, whose elements overlap, or that differs from the first tensor; a block count or
-    ``page_tokens`` that does not fit. Names the layer.
-
-    ``tensors``: by layer name, in order: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``. C is contiguous and counts
-    elements; the other strides are free. ``page_tokens``: of a manager block; a multiple of N. ``num_pages``: manager
-    blocks, where known. It distinguishes a manager block that is split into kernel blocks from a state that stands for
-    several tokens: the shapes are the same.
-    """
+    ``page_tokens`` that does not fit. Names the layer. ``tensors``: by layer name, in order: ``[B, H, N, C]`` or, for
+    MLA, ``[B, N, C]``. C is contiguous and counts elements; the other strides are free. ``page_tokens``: of a manager
+    block; a multiple of N. ``num_pages``: manager blocks, where known. It distinguishes a manager block that is split
+    into kernel blocks from a state that stands for several tokens: the shapes are the same."""
     if not tensors:
         raise GeometryError("a layer group has no layers, expected at least one")
     names = tuple(tensors)
@@ -128,31 +122,10 @@ def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int 
             f"for manager blocks of {page_tokens} tokens"
         )
     return CacheView(
-        layers=names,
-        bases=tuple(int(tensors[name].data_ptr()) for name in names),
-        num_blocks=blocks,
-        num_heads=heads,
-        block_size=tokens,
-        content_bytes=content,
-        block_stride=strides[0],
-        head_stride=strides[1],
-        token_stride=strides[2],
-        blocks_per_page=per_page,
-        dtype=dtype,
-        device=device,
-    )
-
-
-def check_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Manager block ids as an array ``[n]``, after a check that each of them is in the cache. Raises GeometryError: the
-    ids are not a flat list, or an id is out of range; names the first one."""
-    ids = np.asarray(block_ids, dtype=np.int64)
-    if ids.ndim != 1:
-        raise GeometryError(f"block ids have {ids.ndim} dimensions, expected a flat list")
-    bad = first_outside(ids, view.num_pages)
-    if bad is not None:
-        raise GeometryError(f"block id {bad} is outside 0..{view.num_pages - 1} of this cache")
-    return ids
+        layers=names, bases=tuple(int(tensors[name].data_ptr()) for name in names), num_blocks=blocks, num_heads=heads,
+        block_size=tokens, content_bytes=content, block_stride=strides[0], head_stride=strides[1],
+        token_stride=strides[2], blocks_per_page=per_page, dtype=dtype, device=device,
+    )  # fmt: skip
 
 
 def first_outside(ids: NDArray[np.int64], bound: int) -> int | None:
@@ -175,7 +148,13 @@ def split_pages(ids: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int6
 def kernel_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
     """The kernel block ids of manager blocks, in the order of the tokens: ``[len(block_ids) * blocks_per_page]``.
     Raises GeometryError: the ids are not a flat list, or an id is out of range; names the first one."""
-    return split_pages(check_block_ids(view, block_ids), view.blocks_per_page)
+    ids = np.asarray(block_ids, dtype=np.int64)
+    if ids.ndim != 1:
+        raise GeometryError(f"block ids have {ids.ndim} dimensions, expected a flat list")
+    bad = first_outside(ids, view.num_pages)
+    if bad is not None:
+        raise GeometryError(f"block id {bad} is outside 0..{view.num_pages - 1} of this cache")
+    return split_pages(ids, view.blocks_per_page)
 
 
 @lru_cache(maxsize=256)
@@ -226,8 +205,7 @@ def _form(name: str, tensor: TensorLike) -> tuple[tuple[int, ...], tuple[int, ..
 
 def _check_distinct(name: str, dims: Sequence[tuple[int, int]], content: int) -> None:
     """Check that no two (block, head, token) share a byte: each stride must be at least as long as all that the axes of
-    smaller strides cover together. ``dims``: length and stride of each axis; ``content``: C, in bytes. Raises
-    GeometryError: the elements overlap."""
+    smaller strides cover together. ``dims``: length and stride of each axis; ``content``: C, in bytes."""
     reach = content
     for size, stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1]):
         if stride < reach:

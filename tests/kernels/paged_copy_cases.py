@@ -64,15 +64,9 @@ class Arena:
         first = start + -start % 16 + GUARD + layout.shift
         ids = np.arange(1, 1 + used) if layout.consecutive else rng.permutation(blocks)[:used]
         self.pages = Pages(
-            bases=first + layer_step * places,
-            block_ids=ids.astype(np.int64),
-            block_size=size,
-            block_stride=block_stride,
-            head_stride=head_stride,
-            token_stride=token_stride,
-            head=head,
-            token=token,
-        )
+            bases=first + layer_step * places, block_ids=ids.astype(np.int64), block_size=size,
+            block_stride=block_stride, head_stride=head_stride, token_stride=token_stride, head=head, token=token,
+        )  # fmt: skip
 
     def on(self, device: torch.device) -> tuple[Pages, torch.Tensor]:
         """The pages and the memory on a device, on the CPU these themselves."""

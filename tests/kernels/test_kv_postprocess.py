@@ -18,7 +18,6 @@ from kvferry.kernels.kv_postprocess import (
     kv_postprocess_blksize_on_receive,
     kv_postprocess_layout_on_receive,
 )
-from kvferry.kernels.paged_copy import Pages, copy_pages
 from kvferry.transport.errors import GeometryError
 from tests.kernels.kv_postprocess_cases import BOTH, CASES, Arena, Case, fix_up
 
@@ -34,19 +33,13 @@ def test_bytes_are_those_of_the_oracle(name: str) -> None:
 
 
 cases = st.builds(
-    Case,
-    kind=st.sampled_from(["blksize", "layout", BOTH]),
-    layout=st.sampled_from(["HND", "NHD"]),
-    heads=st.integers(1, 5),
-    tokens=st.integers(1, 4),
-    content=st.sampled_from([1, 2, 3, 4, 8, 13, 16]),
+    Case, kind=st.sampled_from(["blksize", "layout", BOTH]), layout=st.sampled_from(["HND", "NHD"]),
+    heads=st.integers(1, 5), tokens=st.integers(1, 4), content=st.sampled_from([1, 2, 3, 4, 8, 13, 16]),
     dtype=st.sampled_from([torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2]),
-    ratio=st.sampled_from([1, 2, 3, 4, 8, -2, -3, -5, -8]),
-    groups=st.integers(1, 4),
-    pad=st.tuples(*[st.sampled_from([0, 0, 0, 1, 4, 8])] * 3),
-    shift=st.sampled_from([0, 0, 1, 2, 4]),
+    ratio=st.sampled_from([1, 2, 3, 4, 8, -2, -3, -5, -8]), groups=st.integers(1, 4),
+    pad=st.tuples(*[st.sampled_from([0, 0, 0, 1, 4, 8])] * 3), shift=st.sampled_from([0, 0, 1, 2, 4]),
     ids=st.sampled_from([torch.int64, torch.int32]),
-)
+)  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
@@ -130,14 +123,6 @@ def test_the_order_of_indices_is_free_between_remote_blocks() -> None:
         np.testing.assert_array_equal(arena.memory, want)
 
 
-def test_indices_need_not_be_contiguous() -> None:
-    case = Case("layout", "NHD")
-    arena = Arena(case)
-    want = arena.expected()
-    fix_up(case, arena.cache(), torch.stack([arena.indices(), arena.indices()], dim=1)[:, 0])
-    np.testing.assert_array_equal(arena.memory, want)
-
-
 def test_a_cache_that_was_made_in_inference_mode_is_fixed_outside_of_it() -> None:
     with torch.inference_mode():
         cache = torch.randn(3, 4, 2, 8).transpose(1, 2)
@@ -162,23 +147,6 @@ def test_a_storage_that_begins_at_an_odd_address_below_an_aligned_cache() -> Non
     np.testing.assert_array_equal(
         np.delete(buffer, slice(start, start + size)), np.delete(before, slice(start, start + size))
     )
-
-
-def test_on_host_memory_the_pages_and_a_wire_give_the_same_as_the_paged_copy() -> None:
-    """Two of our own ways from P's large blocks to D's small ones: staged, and in place."""
-    case = Case("blksize", ratio=-4, tokens=4, heads=2)
-    arena = Arena(case)
-    size, content = case.heads * case.tokens * case.content * 2, case.content * 2
-    sent = np.concatenate([arena.memory[arena.start + i * size :][:size] for i in arena.ids])
-    base = np.array([arena.memory.ctypes.data + arena.start], dtype=np.int64)
-    small = Pages(base, arena.ids.astype(np.int64), 4, size, 4 * content, content)
-    large = Pages(np.array([sent.ctypes.data]), np.arange(2), 16, 4 * size, 16 * content, content)
-    staged = arena.memory.copy()
-    fix_up(case, arena.cache(), arena.indices())
-    fixed = arena.memory.copy()
-    arena.memory[:] = staged
-    copy_pages(small, large, num_heads=2, num_tokens=32, content_bytes=content, device=torch.device("cpu"))
-    np.testing.assert_array_equal(arena.memory, fixed)
 
 
 GOOD = torch.zeros(4, 2, 6, 8)

@@ -28,28 +28,16 @@ def test_bytes_are_those_of_the_oracle(name: str) -> None:
 
 
 layouts = st.builds(
-    Layout,
-    order=st.sampled_from(["HND", "NHD"]),
-    block_size=st.sampled_from([1, 2, 3, 4, 8, 12, 16, 32]),
-    pad=st.tuples(*[st.sampled_from([0, 0, 0, 1, 8, 16])] * 3),
-    interleaved=st.booleans(),
-    shift=st.sampled_from([0, 0, 1, 4, 8]),
-    consecutive=st.booleans(),
+    Layout, order=st.sampled_from(["HND", "NHD"]), block_size=st.sampled_from([1, 2, 3, 4, 8, 12, 16, 32]),
+    pad=st.tuples(*[st.sampled_from([0, 0, 0, 1, 8, 16])] * 3), interleaved=st.booleans(),
+    shift=st.sampled_from([0, 0, 1, 4, 8]), consecutive=st.booleans(),
     places=st.permutations(range(6)).map(tuple) | st.just(()),
-)
+)  # fmt: skip
 cases = st.builds(
-    Case,
-    dst=layouts,
-    src=layouts,
-    layers=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    tokens=st.integers(1, 40),
-    content=st.sampled_from([1, 2, 3, 4, 8, 16, 24, 32]),
-    dst_head=st.integers(0, 2),
-    src_head=st.integers(0, 2),
-    dst_token=st.integers(0, 20),
-    src_token=st.integers(0, 20),
-)
+    Case, dst=layouts, src=layouts, layers=st.integers(1, 3), heads=st.integers(1, 3), tokens=st.integers(1, 40),
+    content=st.sampled_from([1, 2, 3, 4, 8, 16, 24, 32]), dst_head=st.integers(0, 2), src_head=st.integers(0, 2),
+    dst_token=st.integers(0, 20), src_token=st.integers(0, 20),
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -97,13 +85,9 @@ def test_wire_is_contiguous_layers_heads_tokens_content() -> None:
     src = np.arange(2 * 3 * 5 * 4, dtype=np.uint8)
     dst = np.zeros_like(src)
     copy_pages(
-        wire_pages(dst.ctypes.data, 2, 3, 5, 4),
-        wire_pages(src.ctypes.data, 2, 3, 5, 4),
-        num_heads=3,
-        num_tokens=5,
-        content_bytes=4,
-        device=CPU,
-    )
+        wire_pages(dst.ctypes.data, 2, 3, 5, 4), wire_pages(src.ctypes.data, 2, 3, 5, 4), num_heads=3, num_tokens=5,
+        content_bytes=4, device=CPU,
+    )  # fmt: skip
     np.testing.assert_array_equal(dst, src)
 
 

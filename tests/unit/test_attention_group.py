@@ -21,7 +21,6 @@ from kvferry.connector.binding.kv_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MultipleOf,
-    UniformTypeKVCacheSpecs,
 )
 from kvferry.transport.errors import GeometryError
 from tests.unit.kv_layers import Layer, backend, spec
@@ -72,42 +71,12 @@ def test_backends_in_order_and_once() -> None:
         get_current_attn_backend(layers, ["nowhere"])
 
 
-def test_groups_agree_in_backend_spec_and_query_heads() -> None:
-    layers = {f"a.{n}": Layer(spec(), ANY) for n in range(4)}
-    layers["a.1"] = Layer(spec(), backend(16, name="Other"))
-    vars(layers["a.3"])["num_heads"] = 8
-    layers["s.4"] = Layer(None, ANY, target="b.5")
-    specs = {"b.5": spec(heads=1), "b.6": spec()}
-    layers |= {name: Layer(each, ANY) for name, each in specs.items()}
-    config = KVCacheConfig(1, [], [
-        KVCacheGroupSpec([f"a.{n}" for n in range(4)], spec()),
-        KVCacheGroupSpec(["b.5", "b.6", "s.4"], UniformTypeKVCacheSpecs(16, specs)),
-    ])  # fmt: skip
-    found = attention_groups(config, layers)
-    assert [[group.layer_names for group in each] for each in found] == [
-        [["a.0", "a.2"], ["a.1"], ["a.3"]],
-        [["b.5", "s.4"], ["b.6"]],
-    ]
-    assert [group.kv_cache_group_id for each in found for group in each] == [0, 0, 0, 1, 1]
-    assert found[1][0].kv_cache_spec == spec(heads=1)
-    config.kv_cache_groups[0].layer_names.append("a.9")
+def test_layers_and_builders_that_are_not_there() -> None:
+    config = KVCacheConfig(1, [], [KVCacheGroupSpec(["a.0", "a.9"], spec())])
     with pytest.raises(GeometryError, match=r"layer 'a.9' of group 0 is no attention layer"):
-        attention_groups(config, layers)
-
-
-def test_builders_get_the_spec_of_a_kernel_block() -> None:
-    made: list[tuple] = []
-    picky = backend(16)
-    picky.get_builder_cls = staticmethod(lambda: lambda *given: made.append(given) or len(made))
-    group = AttentionGroup(picky, ["a.0"], spec(block=48), 0)
+        attention_groups(config, {"a.0": Layer(spec(), ANY)})
     with pytest.raises(GeometryError, match="metadata builder 0 of 0"):
-        group.get_metadata_builder()
-    group.create_metadata_builders("config", torch.device("cpu"), 48, 2)
-    assert [each[0].block_size for each in made] == [16, 16] and made[0][1:] == (["a.0"], "config", torch.device("cpu"))
-    assert group.kernel_block_size == 16 and group.get_metadata_builder(1) == 2
-    table = group.map_to_kernel_block_table(torch.tensor([[2, 0], [1, 3]], dtype=torch.int32))
-    assert table.dtype == torch.int32
-    assert table.tolist() == [[6, 7, 8, 0, 1, 2], [3, 4, 5, 9, 10, 11]]
+        AttentionGroup(ANY, ["a.0"], spec(), 0).get_metadata_builder()
 
 
 def test_packed_token_caches_do_not_split() -> None:
@@ -133,26 +102,10 @@ def test_odd_questions() -> None:
         select_common_block_size(96, [backend(32, name="Some"), backend(24, name="Other")])
 
 
-def group(number: int, sizes: list, group_spec: object) -> AttentionGroup:
-    return AttentionGroup(backend(*sizes), [f"layers.{number}"], group_spec, number)
-
-
-def test_every_group_by_its_kind() -> None:
-    state = SimpleNamespace(block_size=64, shapes=((2,),))
-    raw = SimpleNamespace(block_size=128, has_layer_views=False)
-    both = UniformTypeKVCacheSpecs(48, {"layers.0": spec(block=48)})
-    specs = [both, state, spec(encoder_only=True), raw, spec(block=32)]
-    config = KVCacheConfig(2, [], [KVCacheGroupSpec([f"layers.{n}"], each) for n, each in enumerate(specs)])
-    groups = [
-        [group(0, [16], spec(block=48)), group(0, [MultipleOf(8)], spec(block=48))],
-        [],
-        [],
-        [],
-        [group(4, [8], spec())],
-    ]
-    assert prepare_kernel_block_sizes(config, groups) == [16, 64, 128, 8]
-    with pytest.raises(GeometryError, match="group 4 has no attention groups, 4 were given"):
-        prepare_kernel_block_sizes(config, groups[:4])
-    config.kv_cache_groups.append(KVCacheGroupSpec(["x"], SimpleNamespace(block_size=1)))
-    with pytest.raises(GeometryError, match="group 5: a KV cache spec of type SimpleNamespace is of no known kind"):
-        prepare_kernel_block_sizes(config, groups)
+def test_groups_whose_blocks_have_no_size() -> None:
+    config = KVCacheConfig(2, [], [KVCacheGroupSpec(["layers.0"], spec(block=32))])
+    with pytest.raises(GeometryError, match="group 0 has no attention groups, 0 were given"):
+        prepare_kernel_block_sizes(config, [])
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=1)
+    with pytest.raises(GeometryError, match="group 0: a KV cache spec of type SimpleNamespace is of no known kind"):
+        prepare_kernel_block_sizes(config, [[]])

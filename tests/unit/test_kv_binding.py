@@ -13,7 +13,6 @@ from kvferry.connector.binding.kv_binding import (
     add_kv_sharing_layers_to_kv_cache_groups,
     allocate,
     bind_kv_cache,
-    extract_layer_index,
     init_kv_cache,
     initialize_kv_cache_for_kv_sharing,
     reshape,
@@ -57,21 +56,6 @@ def test_reshape_puts_every_element_where_the_stride_order_says(layout: KVCacheL
     again = reshape(placed, raw, layout.stride_order)
     assert all(again[name].stride() == views[name].stride() for name in names)
     assert view_of(views, 16, BLOCKS).layers == tuple(names)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_layers_of_a_group_share_no_byte(layout: KVCacheLayout) -> None:
-    """Padding and a second group beside it included; what a group writes leaves no element of its own twice."""
-    one_head = spec(heads=1, page_size_padded=512)
-    placed = config(layout, (one_head, ["layers.0", "layers.1"]), (one_head, ["layers.2"]))
-    raw = allocate(placed, "cpu")
-    views = reshape(placed, raw, layout)
-    for names in (["layers.0", "layers.1"], ["layers.2"]):
-        raw.zero_()
-        for name in names:
-            views[name].view(torch.int16).add_(1)
-        touched = raw.view(torch.int16)
-        assert touched.max() == 1 and int(touched.sum()) == sum(views[name].numel() for name in names)
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC", "LHBNC"])
@@ -132,12 +116,6 @@ def test_bind_binds_all_or_nothing(names: list[str], filled: bool, message: str)
     with pytest.raises(GeometryError, match=message):
         bind_kv_cache({name: torch.zeros(1) for name in names}, layers, runner)
     assert len(runner) == filled and all(layer.kv_cache is None for layer in layers.values())
-
-
-def test_layer_index_of_an_odd_name() -> None:
-    for name, modules in (("layers", 1), ("layers.1.mlp.2", 2), ("layers.1.attn.2.3", 2)):
-        with pytest.raises(GeometryError, match="numbers, expected one"):
-            extract_layer_index(name, modules)
 
 
 def groups_of_two() -> list[KVCacheGroupSpec]:

@@ -65,23 +65,6 @@ def test_pages_are_padded_where_they_are_whole() -> None:
             layout_strides((2, 5, 3, 16, 16), layout.value, page_bytes=1024)
 
 
-@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
-def test_places_are_disjoint_and_fill_the_allocation(layout: KVCacheLayout) -> None:
-    """Pages of whole-page layouts, painted one by one."""
-    names = [f"layers.{n}" for n in range(3)]
-    placed = get_kv_cache_config_from_groups([KVCacheGroupSpec(names, spec())], 5, layout)
-    assert placed.num_blocks == 5 and [tensor.layers for tensor in placed.kv_cache_tensors] == [names]
-    (tensor,) = placed.kv_cache_tensors
-    assert tensor.size == 3 * 5 * 768
-    if layout.name not in ("LHBNC", "BHLNC"):
-        paint = torch.zeros(tensor.size, dtype=torch.int8)
-        for layer in range(3):
-            for block in range(5):
-                start = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
-                paint[start : start + 768] += 1
-        assert bool((paint == 1).all())
-
-
 def test_blocks_are_aligned() -> None:
     placed = get_kv_cache_config_from_groups(
         [KVCacheGroupSpec(["a.0", "a.1"], spec(block_stride_alignment=500))], 5, "BLHNC"

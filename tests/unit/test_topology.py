@@ -32,15 +32,9 @@ def topology(
     local: int, remote: int, total: int, rank: int = 0, is_mla: bool = False, blocks=(16, 16), **more
 ) -> TpKVTopology:
     return TpKVTopology(
-        tp_rank=rank,
-        remote_tp_size={"d": local, "p": remote},
-        is_mla=is_mla,
-        total_num_kv_heads=total,
-        attn_backend=None,
-        engine_id="d",
-        remote_block_size={"d": blocks[0], "p": blocks[1]},
-        **more,
-    )
+        tp_rank=rank, remote_tp_size={"d": local, "p": remote}, is_mla=is_mla, total_num_kv_heads=total,
+        attn_backend=None, engine_id="d", remote_block_size={"d": blocks[0], "p": blocks[1]}, **more,
+    )  # fmt: skip
 
 
 @given(sizes, heads)
