@@ -21,7 +21,7 @@ class SlotPool:
     """Slots of ``slot_bytes`` out of at most ``limit_bytes`` of memory, allocated when first needed.
 
     A slot is free, in use, or retired. A retired slot belongs to a request that can neither be cancelled nor waited
-    for. So ``take`` does not return it until ``revive``, and it still counts against the limit.
+    for: it is in use until the request ends after all.
 
     The slots lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use. ``in_one_piece``: all
     are allocated together, as they always are on a GPU. ``slab``: or they lie there, uint8 [limit_bytes].
@@ -74,8 +74,9 @@ class SlotPool:
         return slot
 
     def put(self, slot: Slot) -> None:
-        """Put a slot from ``take`` back."""
+        """Put a slot from ``take`` back, also a retired one."""
         assert slot is self._slots[slot.index] and slot not in self._free
+        self._retired.discard(slot.index)
         self._free.append(slot)
 
     def retire(self, slot: Slot) -> None:
@@ -86,11 +87,6 @@ class SlotPool:
     def clear(self) -> None:
         """Forget the memory: it is freed once no slot that was taken is left."""
         self._free, self._slots, self._slab = [], [], None
-
-    def revive(self, slot: Slot) -> None:
-        """The request that held a retired slot has ended after all."""
-        self._retired.remove(slot.index)
-        self.put(slot)
 
     @property
     def slab(self) -> torch.Tensor | None:

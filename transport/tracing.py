@@ -63,15 +63,21 @@ class RecordedSpan(msgspec.Struct):
 class OpenSpan:
     """A span that has not ended. ``headers``: the trace context of what is sent within it."""
 
-    def __init__(self, tracer: Tracer, span: SdkSpan, context: Context) -> None:
-        self._tracer, self._span, self._context = tracer, span, context
-        self.headers = tracer.headers_of(context)
+    def __init__(
+        self, tracer: Tracer, name: str, kind: SpanKind, context: Context, attributes: Attributes | None
+    ) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        self._tracer, self._span = tracer, tracer.native.start_span(name, context, kind, attributes)
+        self._context = set_span_in_context(self._span)
+        self.headers: dict[str, str] = {}
+        tracer.propagator.inject(self.headers, self._context)
 
     def child(self, name: str, attributes: Attributes | None = None) -> OpenSpan:
         """Begin the span of a request that this process sends within this span."""
         from opentelemetry.trace import SpanKind
 
-        return self._tracer.open(name, SpanKind.CLIENT, self._context, attributes)
+        return OpenSpan(self._tracer, name, SpanKind.CLIENT, self._context, attributes)
 
     def end(self, attributes: Attributes | None = None, error: str = "") -> None:
         """Only the first call counts. ``error``: why what the span stands for failed."""
@@ -88,18 +94,18 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.provider = provider
-        self._tracer = provider.get_tracer("kvferry")
-        self._propagator = TraceContextTextMapPropagator()
+        self.native = provider.get_tracer("kvferry")
+        self.propagator = TraceContextTextMapPropagator()
 
     def record(self, span: RecordedSpan, traceparent: str, zero: int) -> None:
         """Make a span and its children, within the span that ``traceparent`` names. ``zero``: ``time_of_zero`` of the
         clock of their times."""
-        self._record(span, self._propagator.extract({TRACEPARENT: traceparent}), zero)
+        self._record(span, self.propagator.extract({TRACEPARENT: traceparent}), zero)
 
     def _record(self, span: RecordedSpan, context: Any, zero: int) -> None:
         from opentelemetry.trace import set_span_in_context
 
-        made = self._tracer.start_span(
+        made = self.native.start_span(
             span.name, context, attributes=span.attributes, start_time=zero + int(span.begin * 1e9)
         )
         _set_error(made, span.error)
@@ -115,18 +121,7 @@ class Tracer:
         trace."""
         from opentelemetry.trace import SpanKind
 
-        return self.open(name, SpanKind.SERVER, self._propagator.extract(headers or {}), attributes)
-
-    def open(self, name: str, kind: SpanKind, context: Context, attributes: Attributes | None) -> OpenSpan:
-        from opentelemetry.trace import set_span_in_context
-
-        span = self._tracer.start_span(name, context, kind, attributes)
-        return OpenSpan(self, span, set_span_in_context(span))
-
-    def headers_of(self, context: Context) -> dict[str, str]:
-        headers: dict[str, str] = {}
-        self._propagator.inject(headers, context)
-        return headers
+        return OpenSpan(self, name, SpanKind.SERVER, self.propagator.extract(headers or {}), attributes)
 
     def close(self) -> None:
         """Send what is left, for ``CLOSE_SECONDS`` at most."""

@@ -252,11 +252,11 @@ def test_the_lease_takes_the_posted_grant_over(pair: tuple[Rank, Rank]) -> None:
     producer = halves(p)[0]
     assert wait(is_posted(p, engine))
     (place,) = board_of(producer).posted
-    counter = int(board_of(producer)._counters[place // 8])
+    counter = int(board_of(producer).counters[place // 8])
     engine.grant()
     assert wait(lambda: engine.token in leases_of(producer))
     assert leases_of(producer)[engine.token].posted == place
-    assert int(board_of(producer)._counters[place // 8]) == counter
+    assert int(board_of(producer).counters[place // 8]) == counter
 
 
 def test_an_error_behind_the_grant_frees_no_blocks(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:

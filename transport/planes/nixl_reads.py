@@ -428,7 +428,7 @@ class NixlReads:
                 channel.fetched(fetch.slot, fetch.ready)
                 return
             channel.fail("nixl: the producer gave the slot of a message to another one")
-        (self._pool.revive if fetch.retired else self._pool.put)(fetch.slot)
+        self._pool.put(fetch.slot)
         if not ok:
             self._break(source, "nixl: a READ failed: the producer is gone")
         self._leave(source)
@@ -436,6 +436,6 @@ class NixlReads:
     def end_all(self) -> None:
         """NIXL has ended all READs."""
         for fetch in self.fetches:
-            self._pool.revive(fetch.slot)
+            self._pool.put(fetch.slot)
         self.fetches.clear()
         self.sources.clear()

@@ -90,7 +90,7 @@ class UcxReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: _Checksum
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class UcxTransfer:
     """A message that UCX sends or receives, with its slot; ``channel`` is None for a message to be dropped."""
 
@@ -99,7 +99,6 @@ class UcxTransfer:
     channel: UcxSendChannel | UcxRecvChannel | None
     tag: int
     nbytes: int
-    retired: bool = False
 
 
 class UcxSendChannel(WindowedSender):
@@ -364,8 +363,7 @@ class UcxPlane(PushPlane):
         self.channels.pop(channel, None)
         self._by_close_message.pop(channel.close_message, None)
         for transfer in self.transfers:
-            if transfer.channel is channel and not transfer.retired:
-                transfer.retired = True
+            if transfer.channel is channel:
                 (self.send_pool if isinstance(channel, UcxSendChannel) else self.recv_pool).retire(transfer.slot)
         if channel.link is None:  # P's channel ends with D's session
             return
@@ -413,11 +411,10 @@ class UcxPlane(PushPlane):
         if channel is not None:
             try:
                 channel.check_size(message.tag, message.nbytes)
-                channel.forget(message.tag)
             except ProtocolError as error:
-                channel.forget(message.tag)
                 channel.fail(str(error))
-                channel = None
+            channel.forget(message.tag)
+            channel = channel if channel.error is None else None
         if message.nbytes > self.slot_bytes:
             return  # not ours, and too large to receive and drop; its sender waits for ever
         slot: Slot | None = None
@@ -437,28 +434,23 @@ class UcxPlane(PushPlane):
 
     def _reap(self) -> bool:
         """Finish the transfers that UCX has completed."""
-        waiting = []
-        for transfer in self.transfers:
-            if transfer.request.completed:
-                self._finish(transfer)
-            else:
-                waiting.append(transfer)
-        moved = len(waiting) < len(self.transfers)
-        self.transfers = waiting
-        return moved
+        ended = [transfer for transfer in self.transfers if transfer.request.completed]
+        if ended:
+            self.transfers = [transfer for transfer in self.transfers if transfer not in ended]
+        for transfer in ended:
+            self._finish(transfer)
+        return bool(ended)
 
     def _finish(self, transfer: UcxTransfer) -> None:
         ok, channel, slot = transfer.request.status == DONE, transfer.channel, transfer.slot
         if isinstance(channel, UcxSendChannel):
-            del channel.sent[slot.index]
-            (self.send_pool.revive if transfer.retired else self.send_pool.put)(slot)
+            channel.free(slot.index)
         elif channel is None or not ok or channel.closed or channel.error is not None:
-            (self.recv_pool.revive if transfer.retired else self.recv_pool.put)(slot)
+            self.recv_pool.put(slot)
         else:
             release = partial(self._release, slot)
-            channel.arrived.append(
-                Received(transfer.tag, slot.address, transfer.nbytes, release, device=slot.tensor.device)
-            )
+            message = Received(transfer.tag, slot.address, transfer.nbytes, release, device=slot.tensor.device)
+            channel.arrived.append(message)
         if isinstance(channel, UcxRecvChannel):
             channel.receiving.discard(transfer.tag)
         if channel is not None and not ok:
