@@ -150,13 +150,12 @@ def _row(memory: torch.Tensor) -> tuple[int, int, int]:
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
     """Set variables while UCX reads its settings; other users of UCX in this process have their own."""
-    before = {name: os.environ.get(name) for name in settings}
+    before = {name: os.environ.get(name, "") for name in settings}
+    new = [name for name in settings if name not in os.environ]
     os.environ.update(settings)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.update(before)
+        for name in new:
+            del os.environ[name]

@@ -1,9 +1,8 @@
 """The TCP data plane: scattered pages of P to scattered pages of D, with no staging in between.
 
-P passes a vector of its pages to the kernel, D passes a vector of its own pages, and one stream carries the messages. A
-raw socket is as fast as UCX over TCP, and a pack and an unpack cost as much as the link: without them 64 MiB in blocks
-of 8 KiB move at 4.4 GB/s over loopback, through UCX and staging slots at 2.9 GB/s. Where the pieces of a page are too
-short for a vector, either side uses a slot, independently of the other side.
+P passes a vector of its pages to the kernel, D passes a vector of its own pages, and one stream carries the messages.
+Without a pack and an unpack 64 MiB in blocks of 8 KiB move at 4.4 GB/s over loopback, through UCX and staging slots at
+2.9 GB/s. Where the pieces of a page are too short for a vector, either side uses a slot, independently of the other.
 
 D connects to P and sends the secret of P's offer and the channel's id. The stream has no other authentication, unless
 the engine of P or of D wants its bytes encrypted. Then every message goes through slots, see ``Cipher``.
@@ -43,8 +42,8 @@ from kvferry.transport.planes.tcp_messages import (
     Cipher,
     Outgoing,
     Vector,
+    aead,
     byte,
-    check_available,
     new_key,
     repeated,
     together,
@@ -263,7 +262,7 @@ class TcpRecvChannel(ConnectingReceiver):
                     assert self._arriving is not None
                     got = self._arriving.vector.receive(self.sock)
                 if got == 0:
-                    self.fail("tcp: the producer closed the channel or died")
+                    self._gone()
                     return
                 left -= got
                 self._received_at = time.monotonic()
@@ -298,14 +297,14 @@ class TcpRecvChannel(ConnectingReceiver):
         else:
             slot = self._plane.recv_pool.take()
             if slot is None:
-                self._plane.sockets.watch(self.sock, self._on_end, ENDED)
+                self._plane.sockets.watch(self.sock, self._gone, ENDED)
                 return False
             pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
         self.expected.pop(tag, None)
         self._arriving = Arriving(tag, Vector(together(pieces, byte(self._whole))), slot, reported)
         return True
 
-    def _on_end(self) -> None:
+    def _gone(self) -> None:
         self.fail("tcp: the producer closed the channel or died")
 
     def _finish(self) -> None:
@@ -314,16 +313,15 @@ class TcpRecvChannel(ConnectingReceiver):
         self._head = self._new_head()
         if self.cipher is not None and not self._decrypted(self.cipher, arriving):
             return
-        if arriving.reported is None:
-            if arriving.slot is not None:
-                self._plane.recv_pool.put(arriving.slot)
-            return
-        nbytes = arriving.reported if self._whole[0] else 0
-        if arriving.slot is None:
-            self.arrived.append(Received(arriving.tag, 0, nbytes, lambda: None, placed=True))
-        else:
+        release: Callable[[], None] = lambda: None  # noqa: E731 (of a message in place)
+        if arriving.slot is not None:
             release = partial(self._plane.recv_pool.put, arriving.slot)
-            self.arrived.append(Received(arriving.tag, arriving.slot.address, nbytes, release))
+        if arriving.reported is None:
+            release()
+            return
+        address = arriving.slot.address if arriving.slot is not None else 0
+        nbytes = arriving.reported if self._whole[0] else 0
+        self.arrived.append(Received(arriving.tag, address, nbytes, release, placed=arriving.slot is None))
 
     def _decrypted(self, cipher: Cipher, arriving: Arriving) -> bool:
         """Decrypt a message in its slot; False where it is not what P sent, which ends the channel."""
@@ -344,8 +342,8 @@ class TcpRecvChannel(ConnectingReceiver):
 
 
 class TcpPlane(SocketPlane):
-    """One TCP connection per channel. For caches of a GPU, whose pages no socket
-    reads, every message goes through page-locked slots. In host memory only messages of short pieces need slots."""
+    """For caches of a GPU, whose pages no socket reads, every message goes through page-locked slots. In host memory
+    only messages of short pieces need slots."""
 
     name: ClassVar[str] = "tcp"
 
@@ -354,7 +352,7 @@ class TcpPlane(SocketPlane):
         slot_bytes, staging_bytes = context.slot_bytes, context.staging_bytes
         super().__init__(slot_bytes)
         if context.encrypt:
-            check_available()
+            aead()
         self.window = _GPU_WINDOW if gpu else 1
         self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
         self.recv_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)

@@ -200,7 +200,7 @@ class Cipher:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._aead = _aead()(key)
+        self._aead = aead()(key)
         self._messages = 0
 
     def seal(self, slot: Slot, nbytes: int, header: bytes) -> int:
@@ -229,12 +229,8 @@ class Cipher:
         return self._messages.to_bytes(12, "big")
 
 
-def check_available() -> None:
+def aead() -> type[AESGCM]:
     """Raises PlaneUnavailableError where this machine cannot encrypt."""
-    _aead()
-
-
-def _aead() -> type[AESGCM]:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:

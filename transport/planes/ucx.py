@@ -1,10 +1,9 @@
 """The UCX data plane: tagged messages between UCX workers, from staging slot to staging slot.
 
-Both sides make an endpoint to the other's worker address, so that each notices the other's death. There is no UCX
-listener: UCXX's binds to all interfaces. UCX still listens for every worker; whoever reaches that port writes memory of
-this process, and UCX crashes on a forged worker address. So there is no worker before D attaches the plane, one worker
-serves the peers on this host and has no port beyond it, and KVFerry uses the plane only where the control connection,
-by which the addresses come, is authenticated.
+Both sides make an endpoint to the other's worker address, so that each notices the other's death. UCX listens for every
+worker, and crashes on a forged worker address ("What UCX trusts" in docs/data-planes.md). So there is no worker before
+D attaches the plane, one worker serves the peers on this host and has no port beyond it, and the addresses come by the
+control connection, which is authenticated.
 
 D posts no receive for a message that may never come. It probes for arrived messages, and receives each by its handle
 into a slot. Of all but small messages only the sender's announcement has arrived by then. So no receive has to be
@@ -24,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -301,9 +301,7 @@ class UcxPlane(PushPlane):
         """Whether messages are on their way, or will soon be."""
         if self.transfers or self.by_tag:
             return True
-        return any(
-            isinstance(channel, UcxSendChannel) and channel.in_use for channel in self._by_close_message.values()
-        )
+        return any(isinstance(channel, UcxSendChannel) and channel.in_use for channel in self.channels)
 
     def _close(self) -> None:
         # UCX does not complete the messages in flight when their endpoint closes, and these keep the worker alive, with
@@ -373,7 +371,8 @@ class UcxPlane(PushPlane):
 
     def _receive(self) -> bool:
         """Probe for announced messages, and begin to receive as many as there are free slots."""
-        while len(self._pending) < _MAX_PENDING and (message := self._probe()) is not None:
+        probes = chain.from_iterable(iter(worker.probe, None) for worker in list(self._workers.values()))
+        while len(self._pending) < _MAX_PENDING and (message := next(probes, None)) is not None:
             if message.nbytes > _CLOSE_MESSAGE_BYTES or message.tag in self.by_tag:
                 self._pending.append(message)
                 continue
@@ -396,9 +395,6 @@ class UcxPlane(PushPlane):
         waiting.extend(self._pending)
         self._pending = waiting
         return len(waiting) < before
-
-    def _probe(self) -> UcxAnnouncement | None:
-        return next((found for worker in self._workers.values() if (found := worker.probe()) is not None), None)
 
     def _drop(self, close_message: UcxAnnouncement) -> None:
         """Receive and drop a close message, without a slot: on a GPU a P that receives nothing else would allocate all

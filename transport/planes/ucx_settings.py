@@ -27,11 +27,8 @@ RDMA_LANES = frozenset(
 )
 """What ``UCX_TLS`` may list of RDMA."""
 DEFAULTS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
-"""KVFerry's UCX settings. Each is used where the environment has no ``UCX_<name>``.
-
-TCP segments of 512 KiB, not 8 KiB: 4.5 against 1.4 GB/s over loopback with messages of 4 MiB; 256 KiB to 1 MiB
-measure alike, 128 KiB and 4 MiB are slower.
-"""
+"""KVFerry's UCX settings, each where the environment has no ``UCX_<name>``. TCP segments of 512 KiB, not 8 KiB: 4.5
+against 1.4 GB/s over loopback with messages of 4 MiB; 256 KiB to 1 MiB measure alike, others are slower."""
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 _SIOCGIFADDR = 0x8915
 _MUTEX = {"UCX_USE_MT_MUTEX": "y"}
@@ -201,11 +198,7 @@ def _has_gpudirect() -> bool:
 
 
 def nixl_release() -> tuple[str, str]:
-    """NIXL's package, and its release.
-
-    Raises:
-        PlaneUnavailableError: it is not installed.
-    """
+    """NIXL's package, and its release. Raises PlaneUnavailableError where it is not installed."""
     for package in PACKAGES:
         if find_spec(package) is not None:
             with contextlib.suppress(PackageNotFoundError):
@@ -214,12 +207,8 @@ def nixl_release() -> tuple[str, str]:
 
 
 def refuse_nixl(host: str, environ: Mapping[str, str], others: Collection[str]) -> None:
-    """``others``: ``PlaneContext.others`` of ``nixl``, ``host`` its local address.
-
-    Raises:
-        PlaneUnavailableError: the process has the UCX of the plane ``ucx``; or the reason why it could not have
-            ``nixl`` anyway, which says more.
-    """
+    """Raises PlaneUnavailableError: the process has the UCX of the plane ``ucx``; or the reason why it could not have
+    ``nixl`` anyway, which says more. ``others``: ``PlaneContext.others`` of ``nixl``, ``host`` its local address."""
     if "ucx" in others:
         nixl_release()
         choose_lanes(host, environ)
@@ -227,11 +216,7 @@ def refuse_nixl(host: str, environ: Mapping[str, str], others: Collection[str]) 
 
 
 def refuse_ucx(host: str, environ: Mapping[str, str], others: Collection[str]) -> None:
-    """``others``: ``PlaneContext.others`` of ``ucx``, ``host`` its local address.
-
-    Raises:
-        PlaneUnavailableError: ``nixl`` will have RDMA, and this UCX has none.
-    """
+    """Raises PlaneUnavailableError: ``nixl`` will have RDMA, and this UCX has none. The arguments are as there."""
     if "nixl" not in others or uses_rdma(environ):
         return
     try:
