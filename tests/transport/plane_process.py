@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import random
 import select
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.fork_server import fork_server
@@ -114,6 +117,27 @@ def join(p: Peer, d: Peer, id: str = "a") -> None:
 def announce(p: Peer, d: Peer, messages: list[tuple[int, int]], id: str = "a") -> None:
     d("expect", id=id, messages=messages)
     p("send", id=id, messages=messages)
+
+
+def damaged(payload: bytes) -> list[str]:
+    """Payloads that are none, in base 64."""
+    rng = random.Random(2)
+    wrong: tuple[Any, ...] = ({}, [], None, {"address": 1}, {"name": "x" * 1000})
+    made = [b"", b"\x00", b"\x81" * 50_000, rng.randbytes(300), bytes(70_000), payload[:-1], payload + b"\0"]
+    made += [msgspec.msgpack.encode(x) for x in wrong]
+    made += [payload[: rng.randrange(len(payload))] for _ in range(20) if payload]
+    return [base64.b64encode(x).decode() for x in made if x != payload]
+
+
+def flipped(payload: bytes) -> list[str]:
+    """The payload with one bit of each byte changed. One bit of a random name or a number cannot be told from another
+    one: such a payload may be accepted, and leads nowhere."""
+    made = [payload[:i] + bytes([payload[i] ^ 0x80]) + payload[i + 1 :] for i in range(len(payload))]
+    return [base64.b64encode(x).decode() for x in made]
+
+
+REFUSALS = {"ProtocolError", "TransportError", "PlaneUnavailableError", "PeerUnreachableError"}
+"""What malformed payloads raise."""
 
 
 def all_good(tags: list[int], id: str = "a") -> Callable[[dict[str, Any]], bool]:
