@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import engines
 from tests.support.engines import ServerGroup
-from tests.support.server import EngineError, metric_sum, parse_metrics
+from tests.support.server import EngineError
 
 # An "engine" as bad as vLLM's: it ignores SIGTERM, has a child that does too, and one that left the session.
 STUBBORN = """
@@ -138,12 +138,6 @@ def test_an_engine_that_never_answers_is_told(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match=r"mute did not answer on http://127.0.0.1:1/health within 10 s"):
             group.wait_ready(10)
     assert any("mute: starting" in line for line in said)
-
-
-def test_metrics_are_read_by_name_and_label() -> None:
-    samples = parse_metrics('# HELP x y\nx_total{a="1",b="q\\"}"} 2.0\nx_total{a="2"} 3e0\nx_total_created{a="1"} 9\n')
-    assert metric_sum(samples, "x_total") == 5 and metric_sum(samples, "x_total", a="2") == 3
-    assert metric_sum(samples, "missing") is None and metric_sum(samples, "x_total", a="7") is None
 
 
 @pytest.mark.engines
