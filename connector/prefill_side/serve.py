@@ -92,7 +92,7 @@ class Producer:
         if self.sends.waiting:
             self.sends.resume(token)
         if answers := self.named.grant(grant):
-            self._answer(answers)
+            self.answer(answers)
         if self.early.votes.cost:
             for release in self.early.take_votes(token):
                 self._release(None, release, now)
@@ -115,13 +115,13 @@ class Producer:
         if prompt.streams:
             self.leases.prepare(prompt, now)
             self._serve_held(prompt.token, now)
-        self._answer(self.named.begin(prompt))
+        self.answer(self.named.begin(prompt))
 
     def stop_prefill(self, stop: PrefillStop, now: float) -> None:
         """The engine has taken back the blocks of a prompt. ``stop.ended``: no lease will cover it."""
         token, lease = stop.token, self._computing(stop.token)
         if stop.ended:
-            self._answer(self.named.end(token, now))
+            self.answer(self.named.end(token, now))
             self.leases.remember_end(token)
             self.early.take_votes(token)
         else:
@@ -204,7 +204,7 @@ class Producer:
                 self.replies.send(read.session.identity, read.lease.answer(read.number, read.chunks))
         for held in self.early.take_late(now, self.named):
             self.deny(held.identity, held.request.read, "unknown", "no such lease was granted here in time")
-        self._answer(self.named.take_late(now))
+        self.answer(self.named.take_late(now))
         for session in self.sessions.gone(now):
             self._end_session(session, now)
         self.replies.flush()
@@ -262,7 +262,7 @@ class Producer:
             case messages.Release():
                 self._release(session, request, now)
             case messages.Resolve():
-                self._answer(self.named.resolve(identity, request, now))
+                self.answer(self.named.resolve(identity, request, now))
             case messages.LeaveName():
                 self.named.leave(identity, request.number)
             case _ if session is None:
@@ -403,7 +403,7 @@ class Producer:
         """D takes some milliseconds from the answer until it reads, and waits for the rest in its step."""
         # The first stage of a pipeline does not know of the others.
         if self.leases.posts_grants and self._rank_context.caches.geometry.pp_size == 1:
-            self._answer(self.named.offer(lease.grant.token))
+            self.answer(self.named.offer(lease.grant.token))
 
     def _post(self, lease: Lease, now: float) -> None:
         """A prompt is computed, which P's engine has not said yet. A D that reads P's pages by itself need not wait for
@@ -429,7 +429,7 @@ class Producer:
         self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(request_id)
         if answers := self.named.end(token, now):
-            self._answer(answers)
+            self.answer(answers)
         if reason == "reset":
             logger.info("kvferry: lease of %s has ended: this engine was paused, or its caches were reset", request_id)
         elif reason != "released":
@@ -499,9 +499,10 @@ class Producer:
         self.replies.kept.drop(session.identity)
         self.sessions.end(session)
 
-    def _answer(self, answers: list[Answer]) -> None:
-        for identity, message in answers:
-            self.replies.send(identity, message)
+    def answer(self, answers: list[Answer]) -> None:
+        """Send answers to questions for prompts."""
+        for to, message in answers:
+            self.replies.send(to, message)
 
 
 class Replies:

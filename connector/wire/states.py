@@ -27,8 +27,7 @@ S = TypeVar("S", bound=_State)
 E = TypeVar("E")
 F = TypeVar("F")
 Outcome = tuple[S, tuple[F, ...]]
-Transition = Callable[[S, Any, float], Outcome[S, F]]
-"""Its event is of the types that its rows name."""
+Transition = Callable[[S, Any, float], Outcome[S, F]]  # the event is of the types that its rows name
 
 
 class Tick(msgspec.Struct, frozen=True):

@@ -443,7 +443,7 @@ def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
     ours, answers = halves(p)[0], list[messages.Reply]()
     replies_of(ours).send = lambda identity, message: answers.append(message)
     ask = messages.Resolve(number=1, name=engine.request_id, until="granted")
-    ours._answer(ours.named.resolve(b"d", ask, 0.0))
+    ours.answer(ours.named.resolve(b"d", ask, 0.0))
     engine.plan(0, STEP)
     engine.hook(range(len(p.layers)))
     engine.end()
