@@ -1,4 +1,4 @@
-"""A connector that does nothing: what vLLM itself does in a step where it has any connector, for ``idle_step.py``."""
+"""A connector that does nothing: what vLLM itself does in a step where it has any connector."""
 
 from __future__ import annotations
 

@@ -164,7 +164,8 @@ class PlaneTarget(PlaneEnd):
                     assert self.checksum is None or self.placed.pop(message.tag).fits(message.tag)
                 else:
                     if self.checksum is not None:
-                        check = Verdict(CPU).check(self.checksum, message.tag)
+                        verdict = Verdict(CPU)  # the check writes into its memory
+                        check = verdict.check(self.checksum, message.tag)
                         assert trailer_fits(check, message.address, nbytes_of(it, chunk))
                     copy(it, chunk, pages, message.address, to_wire=False)
                 message.release()
