@@ -9,7 +9,7 @@ results again, ``make bench-gpu`` with the same option the GPU results.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.harness.tables import (
+    CPU_PACKAGES,
     GPU_PACKAGES,
     NO_POLICY,
     Columns,
@@ -74,7 +75,7 @@ def rate_of(contender: str) -> Callable[[dict[str, Row]], str]:
 
 
 def mib(rows: dict[str, Row]) -> str:
-    return f"{next(iter(rows.values()))['bytes'] / 2**20:.0f}"
+    return f"{rows['cuda_ipc']['bytes'] / 2**20:.0f}"
 
 
 def figure() -> str:
@@ -329,14 +330,13 @@ TARGETS: Columns = {
 }  # fmt: skip
 
 
-def streaming(name: str, packages: tuple[str, ...] | None, how: str) -> str:
+def streaming(name: str, packages: Iterable[str], how: str) -> str:
     """What a client waits for, by way, and how much of the targets is met."""
     result = load(name)
     samples = [row["samples"] for row in result["rows"]]
     met = sum(one["met"] for one in result["targets"])
-    on = machine(result) if packages is None else machine(result, packages)
     return page(
-        f"{policy_sentence('recompute')} {on}",
+        f"{policy_sentence('recompute')} {machine(result, packages)}",
         f"{how}: {result['kv_kib_per_token']:.0f} KiB of KV per token, steps of {result['chunk']} tokens, medians of "
         f"{min(samples)} to {max(samples)} turns in which all ways have a prompt each. P's prefill is compared with "
         "that of P alone in the same turn: by the clock, and by the time of the thread of P's engine on its core. The "
@@ -344,22 +344,6 @@ def streaming(name: str, packages: tuple[str, ...] | None, how: str) -> str:
         table(result["rows"], STREAMED),
         f"{met} of the {len(result['targets'])} targets that the benchmark prints are met.",
     )
-
-
-def gpu_streaming() -> str:
-    return streaming(
-        "gpu_streaming", (*GPU_PACKAGES, "vllm"),
-        "Two vLLM engines per row, each on its own GPU of one host, `benchmarks/engines/streaming.py`, the form of "
-        "Llama-8B, CUDA graphs, `tcp` over loopback",
-    )  # fmt: skip
-
-
-def cpu_streaming() -> str:
-    return streaming(
-        "streaming", None,
-        "Two vLLM engines in two network namespaces whose link sends at most so many GB/s, "
-        "`benchmarks/engines/streaming.py --device cpu`, KVFerry over `tcp`",
-    )  # fmt: skip
 
 
 # --- all tokens -------------------------------------------------------------------------------------------------------
@@ -550,13 +534,23 @@ def systems() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-bandwidth": gpu_bandwidth,
     "gpu-busy": gpu_busy,
-    "gpu-streaming": gpu_streaming,
+    "gpu-streaming": lambda: streaming(
+        "gpu_streaming",
+        (*GPU_PACKAGES, "vllm"),
+        "Two vLLM engines per row, each on its own GPU of one host, `benchmarks/engines/streaming.py`, the form of "
+        "Llama-8B, CUDA graphs, `tcp` over loopback",
+    ),
 }
 """Of docs/benchmarks.md."""
 MORE: dict[str, Callable[[], str]] = {
     "gpu-busy-one-gpu": busy_one_gpu,
     "gpu-quiet-step": quiet_step,
-    "cpu-streaming": cpu_streaming,
+    "cpu-streaming": lambda: streaming(
+        "streaming",
+        CPU_PACKAGES,
+        "Two vLLM engines in two network namespaces whose link sends at most so many GB/s, "
+        "`benchmarks/engines/streaming.py --device cpu`, KVFerry over `tcp`",
+    ),
     "cpu-bandwidth": cpu_bandwidth,
     "encrypted": encrypted,
     "cpu-checksum": checksums,

@@ -98,9 +98,7 @@ class Ranks:
             name = f"r{self.count}"
             token = self.p[0].grant(name, theirs[n].tolist(), case.tokens)
             for rank in self.p[1:]:
-                rank.call(
-                    "grant", request_id=name, block_ids=theirs[n].tolist(), tokens=case.tokens, token=_text(token)
-                )
+                rank.grant(name, theirs[n].tolist(), case.tokens, token)
             plans[name] = load_plan(name, token, remote_peer(self.p), ours[n].tolist(), 0, case.tokens)
         time.sleep(0.002)  # P's step that grants has ended
         took: dict[str, float] = {}
@@ -120,12 +118,6 @@ class Ranks:
         for rank in self.p:
             rank.close()
         self.d.close()
-
-
-def _text(token: bytes) -> str:
-    import base64
-
-    return base64.b64encode(token).decode()
 
 
 def measure(plane: str, rounds: int) -> dict[Case, list[list[float]]]:

@@ -83,9 +83,7 @@ def chosen(known: Sequence[Contender], names: Sequence[str] | None) -> list[Cont
     """Contenders by name; all, or the usual ones of a GPU, where none is named."""
     if names is None:
         return [one for one in known if one.kind != "plane" or one.name in USUAL]
-    unknown = set(names) - {one.name for one in known}
-    if unknown:
-        raise SystemExit(
-            f"--only: {', '.join(sorted(unknown))} unknown; known are {', '.join(dict.fromkeys(c.name for c in known))}"
-        )
+    if unknown := set(names) - {one.name for one in known}:
+        listed = ", ".join(dict.fromkeys(one.name for one in known))
+        raise SystemExit(f"--only: {', '.join(sorted(unknown))} unknown; known are {listed}")
     return [one for one in known if one.name in names]

@@ -129,17 +129,16 @@ FIRST_POINT = Point(FIRST, LLAMA, LLAMA_D, 4096)
 """What the first hand-over to a new peer moves: its caches are 32 allocations of 32 MiB."""
 
 
-FEW_LAYERS = 2
-
-
 def small(points: Sequence[Point]) -> tuple[Point, ...]:
     """The same with few layers and tokens, to try the hand-overs of GPUs on a CPU."""
 
-    def fewer(form: Form) -> Form:
-        return replace(form, layers=min(form.layers, FEW_LAYERS))
-
     return tuple(
-        replace(point, p=fewer(point.p), d=fewer(point.d), tokens=min(point.tokens, max(64, point.tokens // 32)))
+        replace(
+            point,
+            p=replace(point.p, layers=2),
+            d=replace(point.d, layers=2),
+            tokens=min(point.tokens, max(64, point.tokens // 32)),
+        )
         for point in points
     )
 

@@ -58,9 +58,9 @@ class HostedRank:
     def where(self) -> tuple[RankAddress, float]:
         return self.rank.address, self.rank.settings.lease_seconds
 
-    def grant(self, request_id: str, block_ids: Sequence[int], tokens: int) -> bytes:
-        """Lease a prompt; the token."""
-        return grant([self.rank], request_id, block_ids, tokens)
+    def grant(self, request_id: str, block_ids: Sequence[int], tokens: int, token: bytes | None = None) -> bytes:
+        """Lease a prompt; the token, which other ranks of an engine get from the first."""
+        return grant([self.rank], request_id, block_ids, tokens, token)
 
     def compute(self, request_id: str, block_ids: Sequence[int], tokens: int, salt: int, step: int) -> Iterator[bytes]:
         """Compute a prompt, which may be read meanwhile, in steps of ``step`` tokens, and lease it at the end. The

@@ -179,9 +179,11 @@ def peer(ranks: Sequence[Rank], lease_seconds: float | None = None, engine_id: s
     return PeerEngine(engine_id, len(ranks), 1, term, tuple(rank.address for rank in ranks))
 
 
-def grant(ranks: Sequence[Rank], request_id: str, block_ids: Sequence[int], tokens: int) -> bytes:
+def grant(
+    ranks: Sequence[Rank], request_id: str, block_ids: Sequence[int], tokens: int, token: bytes | None = None
+) -> bytes:
     """Lease a prompt on every rank; the token."""
-    token = secrets.token_bytes(16)
+    token = token or secrets.token_bytes(16)
     for rank in ranks:
         lease = LeaseGrant(request_id, token, tokens, (pack_ids(list(block_ids)),))
         rank.worker.post(StepPlan(leases=(lease,)))
