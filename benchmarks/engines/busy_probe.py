@@ -235,7 +235,7 @@ class CopyProbe(KVBytes):
         """Start to note KVFerry's copies. Idempotent; False where KVFerry is not loaded or has no such copies."""
         if "busy_copies" in self.__dict__:
             return True
-        receiver = sys.modules.get("kvferry.connector.decode_side.receiver")
+        receiver = sys.modules.get("kvferry.connector.decode_side.read")
         if receiver is None:
             return False
         self.busy_copies = CopyNotes()
@@ -250,23 +250,23 @@ class CopyProbe(KVBytes):
 
 
 def watch_reads(module: Any, notes: CopyNotes) -> None:
-    """``module``: of KVFerry's receiver. A read begins with its request to the plane, or with its first page write."""
-    receiver, page_write = module.Receiver, module.PageWrite
+    """``module``: of KVFerry's reads. A read begins with its request to the plane, or with its first page write."""
+    receiver, page_write = module.Reads, module.PageWrite
     begin, finished = receiver.begin_pull, receiver.finished_writes
 
-    def begin_pull(self: Any, read: Any, grant: Any) -> Iterator[Any]:
-        if read.link.channel is not None and read.link.channel.pulls:
-            notes.note(read, "begun")
-        yield from begin(self, read, grant)
+    def begin_pull(self: Any, read: Any, *rest: Any) -> Any:
+        notes.note(read, "begun")
+        return begin(self, read, *rest)
 
     def writing(read: Any, *args: Any) -> Any:
         notes.note(read, "begun")
         return page_write(read, *args)
 
-    def finished_writes(self: Any) -> Iterator[Any]:
-        for read, event in finished(self):
+    def finished_writes(self: Any, now: float) -> Iterator[Any]:
+        ended = [write.read for write in self.writes if write.copy.done]
+        yield from finished(self, now)
+        for read in ended:
             notes.note(read, "ended", last=True)
-            yield read, event
 
     receiver.begin_pull, receiver.finished_writes, module.PageWrite = begin_pull, finished_writes, writing
 

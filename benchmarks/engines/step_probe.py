@@ -109,17 +109,16 @@ class StepProbe:
 
 def watch_moves(moves: list[tuple[float, int]]) -> None:
     """Note what KVFerry's transfer thread of this process has put into pages."""
-    from kvferry.connector.decode_side.receiver import Happening, Receiver
+    from kvferry.connector.decode_side.read import Happening, Reads
 
-    collected = Receiver.collect
+    collected = Reads.collect
     placed: dict[Any, int] = {}  # bytes of each load
 
-    def collect(self: Receiver) -> Iterator[Happening]:
-        for read, event in collected(self):
-            load = read.active_load
+    def collect(self: Reads, now: float) -> Iterator[Happening]:
+        for load, event in collected(self, now):
             if load.nbytes > (before := placed.get(load, 0)):
                 moves.append((time.monotonic(), load.nbytes - before))
                 placed[load] = load.nbytes
-            yield read, event
+            yield load, event
 
-    Receiver.collect = collect  # type: ignore[method-assign]
+    Reads.collect = collect  # type: ignore[method-assign]

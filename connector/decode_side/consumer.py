@@ -1,77 +1,40 @@
-"""D's half of the transfer thread: the leases that D keeps, its links to the ranks of P, and its hand-overs.
-
-This file handles commands and messages. ``active_loads`` performs the hand-overs.
-"""
+"""D's half of the transfer thread, where everything arrives: commands, messages, copies that end, deadlines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 
-from kvferry.connector.decode_side.active_loads import ActiveLoads
-from kvferry.connector.decode_side.lease_keeper import LeaseKeeper
-from kvferry.connector.decode_side.link import Link
-from kvferry.connector.decode_side.link_state import LinkPhase
+from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.links import Links
-from kvferry.connector.decode_side.load_reports import FinishedLoad, LoadReports, OnBegun
-from kvferry.connector.decode_side.receiver import Receiver
+from kvferry.connector.decode_side.load import Loads
+from kvferry.connector.decode_side.lookup import Lookup, Lookups
+from kvferry.connector.decode_side.read import ActiveLoad, Happening, Reads, SourceRead
+from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
+from kvferry.connector.decode_side.report import EngineResults, LoadReports
+from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire.states import Tick
-from kvferry.connector.wire.step_plan import KeepLease, PeerEngine, RemoteLease, UnneededLease
+
+Waiting = ActiveLoad | SourceRead | LeaseRenewal | Lookup
+"""What waits for a time, in one heap."""
 
 
 class Consumer:
-    """D's side of this rank. Used by the transfer thread only."""
+    """D's side of this rank. Used by the transfer thread only. ``now`` of all methods is in seconds of a
+    ``RunningClock``."""
 
-    def __init__(
-        self,
-        rank_context: RankContext,
-        begun: OnBegun,
-        moved: Callable[[], None],
-        finished: Callable[[FinishedLoad], None],
-    ) -> None:
-        """
-        Args:
-            rank_context: this rank.
-            begun, moved, finished: as ``LoadReports`` takes them.
-
-        ``now`` of all methods is in seconds of a ``RunningClock``.
-        """
-        self._rank_context = rank_context
-        self._log = rank_context.log
-        reports = LoadReports(rank_context.stats, begun, moved, finished, rank_context.clock)
-        self._receiver = Receiver(rank_context.caches)
-        self._links = Links(rank_context, self._receiver.links)
-        self._lease_keeper = LeaseKeeper(rank_context, self._links.get)
-        self.loads = ActiveLoads(rank_context, self._links, self._receiver, self._lease_keeper, reports)
-
-    # --- commands from the engine -------------------------------------------------------------------------------
-
-    def identify(self, consumer: bytes) -> None:
-        """``consumer`` names this life of this engine, the same on all of its ranks."""
-        self._lease_keeper.consumer = consumer
-
-    def keep(self, keep: KeepLease, now: float) -> None:
-        """Keep a lease alive until its request is loaded or released."""
-        self._lease_keeper.keep(keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
-
-    def release(self, release: UnneededLease, now: float) -> None:
-        """The request loads nothing under this lease."""
-        self._lease_keeper.release(release.token, release.request_id, now)
-
-    def release_for_all(self, lease: RemoteLease, now: float) -> None:
-        """Release a lease under which no rank of this engine reads."""
-        self._lease_keeper.release_for_all(lease, now)
-
-    def links_to(self, peer: PeerEngine, now: float) -> list[Link]:
-        """The links to the ranks of P that this rank reads from. May raise KVFerryError."""
-        return [self._links.get(address, now) for address in self._links.source_addresses(peer)]
+    def __init__(self, rank_context: RankContext, results: EngineResults, wake: Callable[[], None]) -> None:
+        """``wake``: has this thread take another turn; any thread may call it."""
+        self._rank_context, self._log = rank_context, rank_context.log
+        self._deadlines = deadlines = Deadlines[Waiting](lambda waiting: waiting.due)
+        self.links = Links(rank_context)
+        self.leases = LeaseRenewals(rank_context, self.links, deadlines)
+        self.reads = Reads(rank_context, self.leases, deadlines)
+        reports = LoadReports(rank_context, results)
+        self.loads = Loads(rank_context, self.links, self.reads, self.leases, reports, deadlines)
+        self.lookups = Lookups(rank_context, self.links, self.leases, results, deadlines, wake)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
-
-    def finished_writes(self, now: float) -> None:
-        """Handle the copies into D's pages whose end this thread awaited when they began."""
-        if self._receiver.writing:
-            self.loads.reads.step_all(self._receiver.finished_writes(), now)
 
     def serve(self, now: float, ready: Set[object] | None = None) -> bool:
         """Handle the messages that have arrived. Returns whether there is more to do at once. ``ready``: the readable
@@ -79,55 +42,75 @@ class Consumer:
         dialer = self._rank_context.dialer
         if ready is None or dialer.fd in ready:
             dialer.progress()
-        for link in self._links.to_serve(all_of_them=ready is None):
+        for link in self.links.to_serve(all_of_them=ready is None):
             try:
                 for reply in link.serve(now):
-                    self.loads.reads.reply(link, reply, now)
+                    self._give(self.reads.reply(link, reply, now), now)
             except Exception as error:  # an error with one peer must not reach the others
                 self._log.exception("link", "kvferry: unexpected error with %s", link.name)
                 link.fail("internal", repr(error))
             if link.phase is not link.handled_phase:
                 link.handled_phase = link.phase
-                self._link_changed(link, now)
-            self._links.served(link)
-        return self._collect(now)
+                self._link_moved(link, now)
+            self.links.served(link)
+        if self.lookups.has_work:
+            self.lookups.serve(now)
+        return self.collect(now)
+
+    def finished_writes(self, now: float) -> None:
+        """Handle the copies into D's pages whose end this thread awaited when they began."""
+        if self.reads.writes:
+            self._give(self.reads.finished_writes(now), now)
 
     def tick(self, now: float) -> None:
         """Check deadlines, renew leases, close links that have failed long enough or that are not used."""
-        self.loads.tick(now)
-        for read in self._receiver.late(now):
-            self.loads.reads.step(read, Tick(), now)
-        self._lease_keeper.tick(now)
-        self._links.close_unused(now)
-
-    def renew_now(self) -> None:
-        """Renew at the next tick: this thread was delayed while P's deadlines went on."""
-        self._lease_keeper.renew_now()
+        for waiting in self._deadlines.due(now):
+            match waiting:
+                case ActiveLoad():
+                    self.loads.give(waiting, (Tick(),), now)
+                case SourceRead():
+                    self.reads.on_due(waiting, now)
+                case LeaseRenewal():
+                    self.leases.on_due(waiting, now)
+                case Lookup():
+                    self.lookups.give(waiting, Tick(), now)
+        self.leases.send_renewals(now)
+        self.lookups.close_unused(now)
+        self.links.close_unused(now)
 
     @property
     def live(self) -> bool:
-        """Whether a deadline is running, or something is left for the next tick."""
-        loads = self.loads.later or self.loads.running
-        return bool(loads or self._lease_keeper or self._receiver or self._links.live)
+        """Whether a deadline is running."""
+        return bool(
+            self.loads.running or self.leases.kept or self.reads.by_number or self.links.live or self.lookups.live
+        )
 
     def close(self, now: float, reason: str) -> None:
         """Release every lease and close the links; loads that still run are reported as failed for ``reason``."""
         self.loads.cancel_all(reason, now)
-        self._collect(now)  # handle the copies that have just ended
-        self.loads.catch_up()
-        self._lease_keeper.close_all(now)
-        self._links.close()
+        self.collect(now)  # handle the copies that have just ended
+        self.loads.close(now)
+        self.leases.close(now)
+        self.links.close()
+        self.lookups.close()
 
-    def _link_changed(self, link: Link, now: float) -> None:
-        for read in self._receiver.through(link):
-            self.loads.apply_link_phase(read, now)
+    def _give(self, happenings: Iterable[Happening], now: float) -> None:
+        for active_load, event in happenings:
+            self.loads.give(active_load, (event,), now)
+
+    def _link_moved(self, link: Link, now: float) -> None:
+        reads = self.reads.through(link)
+        for read in reads:
+            if (event := read.link_moved()) is not None:
+                self.loads.give(read.active_load, (event,), now)
         if link.phase is LinkPhase.FAILED:
-            self._links.failed(link, now)
-            for read in self._receiver.through(link):
-                self._receiver.forget(read)
+            self.links.failed(link, now)
+            for read in reads:
+                self.reads.forget(read)
             link.detach()
 
-    def _collect(self, now: float) -> bool:
-        if self._receiver or self._receiver.writing or self._receiver.backlog:
-            self.loads.reads.step_all(self._receiver.collect(), now)
-        return self._receiver.backlog
+    def collect(self, now: float) -> bool:
+        """Unpack messages with bytes, and look at the copies under way. Returns whether there is more to do at once."""
+        if self.reads.by_number or self.reads.writes or self.reads.arrived:
+            self._give(self.reads.collect(now), now)
+        return self.reads.backlog

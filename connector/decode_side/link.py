@@ -1,32 +1,24 @@
-"""D's link to one rank of P: connection, handshake, data plane. Driven by polling; nothing here blocks."""
+"""D's link to one life of one P rank: connection, handshake, data plane. Driven by polling; nothing here blocks.
+
+First its life as a table, which is pure; then ``Link``, which performs what the table decides. ::
+
+    CONNECTED ─▶ GREETING ─▶ ATTACHING ─▶ MAPPING ─▶ ATTACHED          (each ─▶ FAILED)
+                    │          ▲ ▲ └─────────┴── the next plane where P or the memory refuses one
+                    └─▶ GREETED ─┘   where D only releases a lease: that needs a session at P, but no data plane
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import enum
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Literal, get_args
 
-from kvferry.connector.decode_side.handover import Blame, Reason
-from kvferry.connector.decode_side.link_state import (
-    LINK,
-    ChoosePlane,
-    DropPlane,
-    GreetingWanted,
-    HandshakeWanted,
-    LinkBroken,
-    LinkEvent,
-    LinkPhase,
-    LinkState,
-    MemoryMapped,
-    PeerWelcomed,
-    PlaneAttached,
-    PlaneChosen,
-    PlaneLost,
-    PlaneRejected,
-    ReportBroken,
-    SendHello,
-)
-from kvferry.connector.decode_side.plane_choice import Needs, PlaneChoice
+import msgspec
+from msgspec.structs import replace
+
+from kvferry.connector.decode_side.plane_choice import FailedPlanes, Needs, PlaneChoice
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.dtypes import converted_pairs
@@ -48,7 +40,7 @@ from kvferry.connector.wire.messages import (
     encode,
 )
 from kvferry.connector.wire.metrics import FailureKind
-from kvferry.connector.wire.states import Lifetime, Tick
+from kvferry.connector.wire.states import Lifetime, Tick, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.kernels.checksum import ChecksumName, checksums_on
 from kvferry.transport.channels import DChannel
@@ -66,6 +58,248 @@ from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
 
+Blame = Literal["", "plane", "peer"]
+"""What must not be used again: nothing that is known, the data plane of the link, or this life of P."""
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Why a link or a load failed: a kind to count, one line for the log, and what another attempt should avoid."""
+
+    kind: FailureKind
+    text: str
+    blames: Blame = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+# --- phases and state -------------------------------------------------------------------------------------------
+
+
+class LinkPhase(enum.Enum):
+    CONNECTED = "connected"  # control messages only; no handshake was needed yet
+    GREETING = "waiting for the answer to the handshake"
+    GREETED = "known to P"  # control messages only
+    ATTACHING = "waiting for the data plane"
+    MAPPING = "waiting for P's memory to be mapped"
+    ATTACHED = "attached"
+    FAILED = "failed"
+
+
+class LinkState(msgspec.Struct, frozen=True):
+    """``timeout``: seconds that a handshake may take. ``plane_wanted``: a read needs a data plane. ``plane``: the data
+    plane under negotiation or in use."""
+
+    timeout: float
+    phase: LinkPhase = LinkPhase.CONNECTED
+    deadline: float = float("inf")
+    plane: str = ""
+    reason: Reason | None = None
+    plane_wanted: bool = False
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+class GreetingWanted(msgspec.Struct, frozen=True):
+    """A message needs a session at P."""
+
+
+class HandshakeWanted(msgspec.Struct, frozen=True):
+    """A read needs the link."""
+
+
+class PeerWelcomed(msgspec.Struct, frozen=True):
+    """P's Welcome was checked and fits."""
+
+
+class PlaneChosen(msgspec.Struct, frozen=True):
+    """D has connected its end of this data plane, and asks P for the other end."""
+
+    plane: str
+
+
+class PlaneAttached(msgspec.Struct, frozen=True):
+    """P's end of this data plane is ready. ``ready``: D's end is ready too; else D is mapping P's memory."""
+
+    plane: str
+    ready: bool
+
+
+class MemoryMapped(msgspec.Struct, frozen=True):
+    """D can address P's memory."""
+
+
+class PlaneRejected(msgspec.Struct, frozen=True):
+    """This data plane cannot be used; the event contains the reason."""
+
+    plane: str
+    why: str
+
+
+class PlaneLost(msgspec.Struct, frozen=True):
+    """The data plane broke; the event contains the reason."""
+
+    why: str
+
+
+class LinkBroken(msgspec.Struct, frozen=True):
+    """The peer does not fit, broke the protocol, or is gone."""
+
+    reason: Reason
+
+
+LinkEvent = (
+    GreetingWanted
+    | HandshakeWanted
+    | PeerWelcomed
+    | PlaneChosen
+    | PlaneAttached
+    | MemoryMapped
+    | PlaneRejected
+    | PlaneLost
+    | LinkBroken
+    | Tick
+)
+
+# --- effects ----------------------------------------------------------------------------------------------------
+
+
+class SendHello(msgspec.Struct, frozen=True):
+    """Begin the handshake."""
+
+
+class ChoosePlane(msgspec.Struct, frozen=True):
+    """Choose the best data plane that is left; answer with ``PlaneChosen`` or ``LinkBroken``."""
+
+
+class DropPlane(msgspec.Struct, frozen=True):
+    """Close D's end of this plane and do not choose it again."""
+
+    plane: str
+    why: str
+
+
+class ReportBroken(msgspec.Struct, frozen=True):
+    """Write the failure to the log; the reads over the link fail."""
+
+    reason: Reason
+
+
+LinkEffect = SendHello | ChoosePlane | DropPlane | ReportBroken
+Outcome = tuple[LinkState, tuple[LinkEffect, ...]]
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+_P = LinkPhase
+
+
+def _greet(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    plane_wanted = isinstance(event, HandshakeWanted)
+    return replace(state, phase=_P.GREETING, deadline=now + state.timeout, plane_wanted=plane_wanted), (SendHello(),)
+
+
+def _want_plane(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return replace(state, plane_wanted=True), ()
+
+
+def _welcomed(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    if state.plane_wanted:
+        return replace(state, phase=_P.ATTACHING), (ChoosePlane(),)
+    return replace(state, phase=_P.GREETED, deadline=float("inf")), ()
+
+
+def _attach(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.ATTACHING, deadline=now + state.timeout, plane_wanted=True), (ChoosePlane(),)
+
+
+def _chosen(state: LinkState, event: PlaneChosen, now: float) -> Outcome:
+    return replace(state, plane=event.plane), ()
+
+
+def _attached(state: LinkState, event: PlaneAttached, now: float) -> Outcome:
+    if event.plane != state.plane:
+        return state, ()  # D has rejected this plane in the meantime
+    return _mapped(state, event, now) if event.ready else (replace(state, phase=_P.MAPPING), ())
+
+
+def _mapped(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.ATTACHED, deadline=float("inf")), ()
+
+
+def _rejected(state: LinkState, event: PlaneRejected, now: float) -> Outcome:
+    if event.plane != state.plane:
+        return state, ()
+    return _next_plane(state, event.why)
+
+
+def _lost_while_attaching(state: LinkState, event: PlaneLost, now: float) -> Outcome:
+    # P closes a channel that it refuses, and the close arrives before P's answer.
+    return _next_plane(state, event.why)
+
+
+def _next_plane(state: LinkState, why: str) -> Outcome:
+    return replace(state, phase=_P.ATTACHING, plane=""), (DropPlane(state.plane, why), ChoosePlane())
+
+
+def _lost(state: LinkState, event: PlaneLost, now: float) -> Outcome:
+    return _fail(state, Reason("peer_lost", event.why, blames="plane"))
+
+
+def _broken(state: LinkState, event: LinkBroken, now: float) -> Outcome:
+    return _fail(state, event.reason)
+
+
+def _unanswered(state: LinkState, event: LinkBroken, now: float) -> Outcome:
+    # Nobody is there, or D may not connect there: another attempt would find the same.
+    return _fail(state, replace(event.reason, blames="peer"))
+
+
+def _late(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    if now < state.deadline:
+        return state, ()
+    text = f"no answer to the handshake in {state.timeout:g} s ({state.phase.value})"
+    return _fail(state, Reason("timeout", text, blames="peer"))
+
+
+def _out_of_place(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return _fail(state, Reason("data", f"{type(event).__name__} came while {state.phase.value}"))
+
+
+def _fail(state: LinkState, reason: Reason) -> Outcome:
+    failed = replace(state, phase=_P.FAILED, reason=reason, deadline=float("inf"))
+    return failed, (ReportBroken(reason),)
+
+
+_HANDSHAKE = (_P.GREETING, _P.ATTACHING, _P.MAPPING)
+
+LINK: TransitionTable[LinkState, LinkEvent, LinkEffect] = TransitionTable(
+    "link",
+    LinkPhase,
+    get_args(LinkEvent),
+    (
+        ((_P.FAILED,), get_args(LinkEvent), ignore),
+        ((_P.CONNECTED,), (GreetingWanted, HandshakeWanted), _greet),
+        ((_P.GREETING,), (HandshakeWanted,), _want_plane),
+        ((_P.GREETED,), (HandshakeWanted,), _attach),
+        ((_P.GREETING,), (PeerWelcomed,), _welcomed),
+        ((_P.ATTACHING,), (PlaneChosen,), _chosen),
+        ((_P.ATTACHING,), (PlaneAttached,), _attached),
+        ((_P.MAPPING,), (MemoryMapped,), _mapped),
+        ((_P.ATTACHING, _P.MAPPING), (PlaneRejected,), _rejected),
+        ((_P.ATTACHING, _P.MAPPING), (PlaneLost,), _lost_while_attaching),
+        ((_P.ATTACHED,), (PlaneLost,), _lost),
+        (_HANDSHAKE, (Tick,), _late),
+        ((_P.GREETING,), (LinkBroken,), _unanswered),
+        (LinkPhase, (LinkBroken,), _broken),
+        (LinkPhase, (GreetingWanted, HandshakeWanted, PlaneRejected, Tick, PlaneLost), ignore),
+        (LinkPhase, (PeerWelcomed, PlaneAttached, PlaneChosen, MemoryMapped), _out_of_place),
+    ),
+)
+
+
+# --- the link ---------------------------------------------------------------------------------------------------
+
 Place = tuple[str, int, str]
 """Host and port of a rank of P, and the fingerprint of its key: the connection proves them. What else a request says
 of the rank may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
@@ -80,7 +314,7 @@ _ATTACHED, _MAPPING = LinkPhase.ATTACHED, LinkPhase.MAPPING
 class Link:
     """One connection to one life of one P rank: control connection, handshake, data plane.
 
-    ``link_state`` decides; this class performs its effects. A failed link is replaced, never used again.
+    A failed link is replaced, never used again.
     """
 
     def __init__(
@@ -90,25 +324,26 @@ class Link:
         log: RateLimitedLog,
         *,
         place: Place,
-        avoid: Callable[[Life, float], Mapping[str, str]],
-        on_work: Callable[[Link], None],
+        failed_planes: FailedPlanes,
+        pending: dict[Link, None],
     ) -> None:
-        """``avoid``: returns the data planes that broke on a link to a P rank, and why each did. They come last.
-        ``on_work``: called where the link becomes ``pending``."""
+        """``failed_planes``: those that broke on links to the P rank come last. ``pending``: the link adds itself where
+        it becomes ``pending``."""
         settings = rank_context.settings
         self._rank_context = rank_context
         self._log = log
-        self._on_work = on_work
+        self._all_pending = pending
         self.place = place
         self._host, self._port = address.host, address.port
         self._incarnation = b""  # P's, once it has answered
-        self._avoid = avoid
+        self._failed_planes = failed_planes
         self._now = 0.0  # the time that the last call passed
         self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
         self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
         self.failed_at = 0.0
         self.used = True  # a message was sent since the owner last looked
         self.used_at = 0.0
+        self.users = 0  # reads that use it
         self.channel: DChannel | None = None
         self.plane: Plane | None = None
         self.slot_bytes = 0  # of a chunk in a slot, beside its checksum
@@ -126,9 +361,9 @@ class Link:
             key=address.key,
             timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
         )
-        self.connection.on_news = partial(on_work, self)
+        self.connection.on_news = partial(pending.__setitem__, self, None)
         if self.connection.news:
-            on_work(self)
+            pending[self] = None
 
     @property
     def life(self) -> Life:
@@ -282,6 +517,7 @@ class Link:
         """Close the sockets and free the staging memory. Idempotent."""
         self.detach()
         self.connection.close()
+        self.board = None
 
     # --- effects ------------------------------------------------------------------------------------------------
 
@@ -299,7 +535,7 @@ class Link:
                     text = "kvferry: link to %s failed: %s [%s]"
                     self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
         if self.pending:
-            self._on_work(self)
+            self._all_pending[self] = None
 
     def _hello(self) -> Hello:
         rank_context = self._rank_context
@@ -372,7 +608,7 @@ class Link:
         if self.phase is not LinkPhase.GREETING:
             return  # the table refuses it
         self._incarnation = welcome.incarnation
-        self._choice.avoid = self._avoid(self.life, self._now)
+        self._choice.avoid = self._failed_planes.of(self.life, self._now)
         check_model(self._rank_context.model, welcome.model)
         ours = self._rank_context.caches.geometry
         compatible(ours, welcome.geometry, convert=self._rank_context.settings.convert_dtype)

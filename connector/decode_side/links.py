@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 
-from kvferry.connector.decode_side.failed_planes import FailedPlanes, avoided_seconds
-from kvferry.connector.decode_side.link import Link, Place
-from kvferry.connector.decode_side.link_state import LinkPhase
+from kvferry.connector.decode_side.link import Link, LinkPhase, Place
+from kvferry.connector.decode_side.plane_choice import FailedPlanes, avoided_seconds
 from kvferry.connector.pages.rank_context import P_ENGINES, RankContext
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
@@ -25,14 +24,10 @@ MAX_LINKS = 4096
 
 
 class Links:
-    """At most one link to each place. Iteration is over a copy: links may be opened and closed meanwhile.
+    """At most one link to each place. Iteration is over a copy: links may be opened and closed meanwhile."""
 
-    ``in_use``: the links that reads use.
-    """
-
-    def __init__(self, rank_context: RankContext, in_use: Callable[[], Container[Link]]) -> None:
+    def __init__(self, rank_context: RankContext) -> None:
         self._rank_context = rank_context
-        self._in_use = in_use
         self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.link"))
         self._links: dict[Place, Link] = {}
         self._pending: dict[Link, None] = {}
@@ -65,8 +60,10 @@ class Links:
             if len(self._links) >= MAX_LINKS:
                 self._make_room()
             try:
-                avoid, on_work = self._failed_planes.of, self._has_work
-                link = Link(self._rank_context, address, self._log, place=place, avoid=avoid, on_work=on_work)
+                link = Link(
+                    self._rank_context, address, self._log,
+                    place=place, failed_planes=self._failed_planes, pending=self._pending,
+                )  # fmt: skip
                 self._links[place], link.used_at = link, now
             except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
                 raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
@@ -74,8 +71,7 @@ class Links:
 
     def _make_room(self) -> None:
         """Close the link without reads that was not used for the longest time, if possible one without data plane."""
-        in_use = self._in_use()
-        unused = [link for link in self._links.values() if link not in in_use]
+        unused = [link for link in self._links.values() if not link.users]
         if not unused:
             raise TransportError(f"{len(self._links)} links to ranks of P are in use, limit {MAX_LINKS}")
         self._close(min(unused, key=lambda link: (link.phase is LinkPhase.ATTACHED, link.used_at)))
@@ -85,9 +81,6 @@ class Links:
         del self._links[link.place]
         self._pending.pop(link, None)
         self._failed.pop(link, None)
-
-    def _has_work(self, link: Link) -> None:
-        self._pending[link] = None
 
     def to_serve(self, *, all_of_them: bool) -> list[Link]:
         """The links that have work. ``all_of_them``: also those that have failed, or whose time may be over, which no
@@ -108,11 +101,10 @@ class Links:
         Raises:
             KVFerryError: there is none, or P has named no address for one.
         """
-        p_ranks = self._rank_context.topology(peer).source_ranks()
-        if not p_ranks:
+        wanted = list(product(range(peer.pp_size), self._rank_context.topology(peer).source_ranks()))
+        if not wanted:
             raise KVFerryError(f"none of P's {peer.tp_size} tensor-parallel ranks holds tokens of ours")
         by_rank = {(rank.pp_rank, rank.tp_rank): rank for rank in peer.ranks}
-        wanted = list(product(range(peer.pp_size), p_ranks))
         missing = [rank for rank in wanted if rank not in by_rank]
         if missing:
             raise KVFerryError("P named no address for its rank pp{} tp{}".format(*missing[0]))
@@ -135,18 +127,16 @@ class Links:
     def close_unused(self, now: float) -> None:
         """Close the links that have failed long enough ago, those that were not used for long, and those that avoid a
         data plane which may be used again."""
-        self._failed_planes.expire(now)
         for link in [link for link in self._failed if now >= link.failed_at + FAILED_LINK_SECONDS]:
             self._close(link)
         if now < self._next_look:
             return
         self._next_look = now + UNUSED_LOOK_SECONDS
-        in_use = self._in_use()
         for link in self:
-            if link.used or link in in_use:
+            if link.used or link.users:
                 link.used, link.used_at = False, now
             idle = now >= link.used_at + messages.IDLE_LINK_SECONDS
-            worse = link.avoids and not self._failed_planes.of(link.life, now) and link not in in_use
+            worse = link.avoids and not link.users and not self._failed_planes.of(link.life, now)
             if idle or worse:
                 self._close(link)
 

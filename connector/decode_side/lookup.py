@@ -1,43 +1,301 @@
-"""D's questions to P for leases that D knows by name only. On one rank of D, its first; the others do nothing here.
+"""Lookups: D asks P for leases that D knows by name only. On one rank of D, its first; the others do nothing here.
 
-``rendezvous.RENDEZVOUS`` decides; this file performs its effects and gives it events. No link to P can be made before
-the answer, because a link is made to one life of one rank, and that life is part of the answer.
+First the life of one lookup as a table, which is pure; then ``Lookups``, which performs what the table decides. ::
+
+    LOCATING ──▶ FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ FOUND ──▶ ENDED
+                    └──────▶ LEFT ──────────────────────────────────────▶  ▲
+    every state ── P failed, or the request has ended ─────────────────────┘
+
+D's engine gives the request no blocks meanwhile. In LOCATING, P's bootstrap page is fetched, where the request names
+that page and not the address of a rank. In FINDING, P has not begun to compute the prompt. Where P sends bytes while
+it computes them, the request goes on as soon as P has begun: CONNECTING finds out whether P sends over the data plane.
+Otherwise D could use no block before P has computed the whole prompt, so the request waits for the grant, and the load
+then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``. It begins anew where P says that its
+engine has the prompt. In FOUND, D's engine has not taken the answer yet.
+
+A request that does not need its lease any more must not leave it to P's clock. Where P has answered, D releases the
+lease at once. Where P does not know the prompt yet, P may have it already in its engine: the question stays open, LEFT.
+
+No link to P can be made before the answer, because a link is made to one life of one rank, and that life is part of the
+answer.
 """
 
 from __future__ import annotations
 
+import enum
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, get_args
 
+import msgspec
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side import lookup_state as rendezvous
-from kvferry.connector.decode_side.link import Link
-from kvferry.connector.decode_side.link_state import LinkPhase
-from kvferry.connector.decode_side.lookup_state import (
-    RendezvousEffect,
-    RendezvousEvent,
-    RendezvousPhase,
-    RendezvousState,
-)
+from kvferry.connector.decode_side.link import Link, LinkPhase
+from kvferry.connector.decode_side.links import Links
+from kvferry.connector.decode_side.renew import LeaseRenewals
+from kvferry.connector.decode_side.report import EngineResults
 from kvferry.connector.decode_side.traces import rendezvous_span
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.pages.traces import record
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.states import Lifetime, Tick
-from kvferry.connector.wire.step_plan import LeftAnswer, PeerEngine, RemoteLease, Rendezvous, RendezvousResult
+from kvferry.connector.wire.states import Lifetime, Tick, TransitionTable, ignore
+from kvferry.connector.wire.step_plan import LeftAnswer, Rendezvous, RendezvousResult
 from kvferry.transport.blocking_calls import BlockingCall
 from kvferry.transport.bootstrap.fetch import fetch_page
 from kvferry.transport.bootstrap.page import first_rank
 from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import KVFerryError, ProtocolError, TransportError, shortened
 
+RETRY_SECONDS = 0.2
+"""Seconds until D asks again after P has said that it does not know the name yet. P holds a question for long."""
+LEFT_SECONDS = 5.0
+"""How long a question stays open whose request has ended. A router ends P's leg together with D's, so that P either has
+finished the prompt by then or never does."""
 MAX_CONTACTS = 256
 """Addresses of P engines that D asks at one time. Requests name the addresses, and clients may send any."""
 IDLE_CONTACT_SECONDS = 30.0
 """D closes a connection over which it has asked nothing for this time."""
+
+
+class LookupPhase(enum.Enum):
+    LOCATING = "locating"
+    FINDING = "finding"
+    CONNECTING = "connecting"
+    AWAITING_GRANT = "awaiting the grant"
+    FOUND = "found"
+    LEFT = "left"
+    ENDED = "ended"
+
+
+_P = LookupPhase
+_ASKING = (_P.FINDING, _P.AWAITING_GRANT)
+_WAITING = (_P.LOCATING, *_ASKING, _P.CONNECTING)
+
+
+class LookupState(msgspec.Struct, frozen=True):
+    phase: LookupPhase = LookupPhase.FINDING
+    retry_at: float | None = None
+    """When D asks again, in seconds as ``now``; ``None`` while a question is open, or none is needed."""
+    until: float = 0.0
+    """When LEFT ends."""
+    lost: bool = False
+    """The connection to P was lost since P has last answered."""
+
+    @property
+    def due(self) -> float:
+        """When a Tick changes something."""
+        retry_at = math.inf if self.retry_at is None else self.retry_at
+        if self.phase is LookupPhase.LEFT:
+            return min(self.until, retry_at)
+        return retry_at if self.phase in _ASKING else math.inf
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+class PeerLocated(msgspec.Struct, frozen=True):
+    """The address of P's rank is known."""
+
+
+class NameResolved(msgspec.Struct, frozen=True):
+    """P knows the prompt. ``granted``, ``streams``: as in ``messages.Resolved``."""
+
+    granted: bool
+    streams: bool
+
+
+class NameUnresolved(msgspec.Struct, frozen=True):
+    """What D asked for has not happened. ``final``, ``known``: as in ``messages.Unresolved``."""
+
+    final: bool
+    detail: str = ""
+    known: bool = False
+
+
+class PlaneFound(msgspec.Struct, frozen=True):
+    """The handshakes with P's ranks have ended. ``p_sends``: on all data planes P sends the bytes."""
+
+    p_sends: bool
+
+
+class PeerFailed(msgspec.Struct, frozen=True):
+    """P cannot be found, or D cannot use what P has sent."""
+
+    why: str
+
+
+class ContactLost(msgspec.Struct, frozen=True):
+    """The connection to P could not be made, or has ended. A busy P may have ended it: D connects once more."""
+
+    why: str
+
+
+class AnswerTaken(msgspec.Struct, frozen=True):
+    """D's engine keeps the lease of P's answer."""
+
+
+class NameLeft(msgspec.Struct, frozen=True):
+    """The request does not need the answer any more."""
+
+
+LookupEvent = (
+    PeerLocated | NameResolved | NameUnresolved | PlaneFound | PeerFailed | ContactLost | AnswerTaken | NameLeft | Tick
+)
+
+# --- effects ----------------------------------------------------------------------------------------------------
+
+
+class AskName(msgspec.Struct, frozen=True):
+    """Ask P."""
+
+    until: Literal["begun", "granted"]
+
+
+class BeginLinks(msgspec.Struct, frozen=True):
+    """Begin the handshakes with P's ranks; ``PlaneFound`` follows in CONNECTING."""
+
+
+class ReportFound(msgspec.Struct, frozen=True):
+    """Report P's last answer. ``streams``: P computes the prompt, and sends it meanwhile."""
+
+    streams: bool
+
+
+class ReportLost(msgspec.Struct, frozen=True):
+    """Report that D must prefill."""
+
+    why: str
+
+
+class ReportKnown(msgspec.Struct, frozen=True):
+    """Report that P's engine has the prompt, so that D may wait on."""
+
+
+class ReleaseUnneeded(msgspec.Struct, frozen=True):
+    """Release the lease of P's last answer."""
+
+
+class SendLeave(msgspec.Struct, frozen=True):
+    """Tell P that a question is not needed any more."""
+
+
+LookupEffect = AskName | BeginLinks | ReportFound | ReportLost | ReportKnown | ReleaseUnneeded | SendLeave
+Outcome = tuple[LookupState, tuple[LookupEffect, ...]]
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+
+def _ended(*effects: LookupEffect) -> Outcome:
+    return LookupState(_P.ENDED), effects
+
+
+def _located(state: LookupState, event: PeerLocated, now: float) -> Outcome:
+    return LookupState(), (AskName("begun"),)
+
+
+def _found(state: LookupState, event: NameResolved, now: float) -> Outcome:
+    if event.granted:
+        return LookupState(_P.FOUND), (ReportFound(streams=False),)
+    if event.streams:
+        return LookupState(_P.CONNECTING), (BeginLinks(),)
+    return LookupState(_P.AWAITING_GRANT), (BeginLinks(), AskName("granted"))
+
+
+def _plane_found(state: LookupState, event: PlaneFound, now: float) -> Outcome:
+    if event.p_sends:
+        return LookupState(_P.FOUND), (ReportFound(streams=True),)
+    return LookupState(_P.AWAITING_GRANT), (AskName("granted"),)
+
+
+def _granted(state: LookupState, event: NameResolved, now: float) -> Outcome:
+    if event.granted:
+        return LookupState(_P.FOUND), (ReportFound(streams=False),)
+    return replace(state, retry_at=now + RETRY_SECONDS), ()
+
+
+def _unresolved(state: LookupState, event: NameUnresolved, now: float) -> Outcome:
+    if event.final:
+        return _ended(ReportLost(event.detail or "P does not hand the prompt over"))
+    return replace(state, retry_at=now + RETRY_SECONDS, lost=False), (ReportKnown(),) if event.known else ()
+
+
+def _retry(state: LookupState, event: Tick, now: float) -> Outcome:
+    if state.retry_at is None or now < state.retry_at:
+        return state, ()
+    return replace(state, retry_at=None), (AskName("granted" if state.phase is _P.AWAITING_GRANT else "begun"),)
+
+
+def _contact_lost(state: LookupState, event: ContactLost, now: float) -> Outcome:
+    if state.lost:
+        return _ended(ReportLost(event.why))
+    return replace(state, lost=True, retry_at=now + RETRY_SECONDS), ()
+
+
+def _failed(state: LookupState, event: PeerFailed, now: float) -> Outcome:
+    return _ended(ReportLost(event.why))
+
+
+def _end(state: LookupState, event: LookupEvent, now: float) -> Outcome:
+    return _ended()
+
+
+def _leave(state: LookupState) -> tuple[LookupEffect, ...]:
+    return () if state.retry_at is not None else (SendLeave(),)
+
+
+def _left(state: LookupState, event: NameLeft, now: float) -> Outcome:
+    return replace(state, phase=_P.LEFT, until=now + LEFT_SECONDS), ()
+
+
+def _left_grant(state: LookupState, event: NameLeft, now: float) -> Outcome:
+    return _ended(*_leave(state), ReleaseUnneeded())
+
+
+def _left_known(state: LookupState, event: NameLeft | NameResolved, now: float) -> Outcome:
+    return _ended(ReleaseUnneeded())
+
+
+def _left_unresolved(state: LookupState, event: NameUnresolved, now: float) -> Outcome:
+    return _ended() if event.final else (replace(state, retry_at=now + RETRY_SECONDS), ())
+
+
+def _left_tick(state: LookupState, event: Tick, now: float) -> Outcome:
+    return _ended(*_leave(state)) if now >= state.until else _retry(state, event, now)
+
+
+LOOKUP: TransitionTable[LookupState, LookupEvent, LookupEffect] = TransitionTable(
+    "lookup",
+    LookupPhase,
+    get_args(LookupEvent),
+    (
+        ((_P.LOCATING,), (PeerLocated,), _located),
+        ((_P.FINDING,), (NameResolved,), _found),
+        ((_P.CONNECTING,), (PlaneFound,), _plane_found),
+        ((_P.AWAITING_GRANT,), (NameResolved,), _granted),
+        (_ASKING, (NameUnresolved,), _unresolved),
+        (_ASKING, (Tick,), _retry),
+        (_ASKING, (ContactLost,), _contact_lost),
+        (_WAITING, (PeerFailed,), _failed),
+        ((_P.LOCATING,), (NameLeft,), _end),
+        ((_P.FINDING,), (NameLeft,), _left),
+        ((_P.AWAITING_GRANT,), (NameLeft,), _left_grant),
+        ((_P.CONNECTING, _P.FOUND), (NameLeft,), _left_known),
+        ((_P.LEFT,), (NameResolved,), _left_known),
+        ((_P.LEFT,), (NameUnresolved,), _left_unresolved),
+        ((_P.LEFT,), (Tick,), _left_tick),
+        ((_P.LEFT,), (PeerFailed, ContactLost), _end),
+        ((_P.FOUND,), (AnswerTaken,), _end),
+        # An answer may come twice, or late; links may be ready before they are needed.
+        (LookupPhase, get_args(LookupEvent), ignore),
+    ),
+)
+
+
+# --- the lookups of a rank --------------------------------------------------------------------------------------
 
 _Address = tuple[str, int, str]
 """Host, port, and the fingerprint of P's key."""
@@ -53,63 +311,59 @@ class _Contact:
 
 
 @dataclass(slots=True, eq=False)
-class _Search:
-    """The search for the prompt of one request. ``page``: P's bootstrap page, until ``contact`` is made. ``number``: of
-    the open question. ``answer``: P's last answer. ``begun_at``: by ``RankContext.clock``."""
+class Lookup:
+    """The lookup of one request."""
 
-    rendezvous: Rendezvous
-    lifetime: Lifetime[RendezvousState, RendezvousEvent, RendezvousEffect]
+    wanted: Rendezvous
+    lifetime: Lifetime[LookupState, LookupEvent, LookupEffect]
+    begun_at: float
+    """By ``RankContext.clock``."""
     page: BlockingCall[bytes] | None = None
+    """P's bootstrap page, until ``contact`` is made."""
     contact: _Contact | None = None
     number: int = 0
+    """Of the open question."""
     answer: messages.Resolved | None = None
+    """P's last one."""
     links: Sequence[Link] = ()
-    begun_at: float = 0.0
 
     @property
     def where(self) -> str:
-        wanted = self.rendezvous
-        return f"P at {wanted.host}:{wanted.port}" if wanted.port else f"P by {wanted.host}"
+        return f"P at {self.wanted.host}:{self.wanted.port}" if self.wanted.port else f"P by {self.wanted.host}"
+
+    @property
+    def due(self) -> float:
+        return self.lifetime.state.due
 
 
-class PromptFinder:
-    """The searches of all requests of D that wait for P to tell their lease. Used by the transfer thread only."""
+class Lookups:
+    """The lookups of all requests of D that wait for P's answer. Used by the transfer thread only."""
 
     def __init__(
         self,
         rank_context: RankContext,
-        links: Callable[[PeerEngine, float], list[Link]],
-        report: Callable[[str, RendezvousResult], None],
-        release: Callable[[RemoteLease, float], None],
+        links: Links,
+        leases: LeaseRenewals,
+        results: EngineResults,
+        deadlines: Deadlines[Any],
         wake: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            rank_context: of this rank.
-            links: the links to the ranks of a P engine that this rank reads from, opened where necessary. May raise
-                KVFerryError.
-            report: called with the id and the result of each request, once, unless it was left. Before that it may be
-                called with results that are ``known``.
-            release: releases a lease for all ranks of D, unless one of its requests needs it.
-            wake: has this thread call ``serve``; any thread may call it.
-        """
-        self._rank_context = rank_context
-        self._links, self._report, self._release, self._wake = links, report, release, wake
-        self._log = rank_context.log
-        geometry = rank_context.caches.geometry
-        self._asks = geometry.tp_rank == geometry.pp_rank == 0
+        """``wake``: has this thread call ``serve``; any thread may call it."""
+        self._rank_context, self._log = rank_context, rank_context.log
+        self._links, self._leases, self._results = links, leases, results
+        self._deadlines, self._wake = deadlines, wake
+        self._asks = leases.rank == 0
         self.contacts: dict[_Address, _Contact] = {}
-        self._news: dict[_Address, _Contact] = {}
-        """The contacts whose connections have news. D may have hundreds of contacts."""
-        self.open: dict[str, _Search] = {}
+        self._news: dict[_Address, _Contact] = {}  # those whose connections have news: D may have hundreds
+        self.open: dict[str, Lookup] = {}
         """By the ids of the requests that wait, or whose answer D's engine has not taken yet."""
-        self._looked_at: dict[_Search, None] = {}
-        """Those that wait for their bootstrap page or for links: ``serve`` looks at each."""
-        self.left: dict[_Search, None] = {}
+        self._looked_at: dict[Lookup, None] = {}  # those that wait for their bootstrap page or for links
+        self.left: dict[Lookup, None] = {}
         """Of requests that have ended, while P does not know their prompt; the oldest first."""
-        self._deadlines = Deadlines[_Search](lambda search: search.lifetime.state.due)
-        self._by_number: dict[int, _Search] = {}
-        self._last = 0
+        self.by_number: dict[int, Lookup] = {}
+        """By the numbers of the open questions."""
+        self.asked = 0
+        """How many questions D has asked, modulo 2^32."""
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -118,34 +372,35 @@ class PromptFinder:
         if not self._asks:
             return
         self.leave(LeftAnswer(wanted.request_id), now)  # an id comes again
-        state, effects = rendezvous.begin(located=wanted.port > 0)
-        lifetime = Lifetime(rendezvous.RENDEZVOUS, state, now)
-        search = _Search(wanted, lifetime, begun_at=self._rank_context.clock())
-        self.open[wanted.request_id] = search
-        for effect in effects:
-            self._perform(search, effect, now)
+        lifetime = Lifetime(LOOKUP, LookupState(LookupPhase.LOCATING), now)
+        lookup = self.open[wanted.request_id] = Lookup(wanted, lifetime, self._rank_context.clock())
+        if wanted.port:
+            self.give(lookup, PeerLocated(), now)
+        else:
+            self._looked_at[lookup] = None
+            lookup.page = fetch_page(wanted.host, self._rank_context.allowed_peers.refusal_without_keys, self._wake)
         if wanted.ended is not None:
             self.leave(wanted.ended, now)
 
     def leave(self, left: LeftAnswer, now: float) -> None:
         """A request does not need its lease any more."""
-        search = self.open.get(left.request_id)
-        if search is not None:
-            search.rendezvous = replace(search.rendezvous, ended=left)
-            self._step(search, rendezvous.NameLeft(), now)
+        lookup = self.open.get(left.request_id)
+        if lookup is not None:
+            lookup.wanted = replace(lookup.wanted, ended=left)
+            self.give(lookup, NameLeft(), now)
 
     def taken(self, request_id: str, now: float) -> None:
         """D's engine keeps the lease of a request from now on."""
-        search = self.open.get(request_id)
-        if search is not None:
-            self._step(search, rendezvous.AnswerTaken(), now)
+        lookup = self.open.get(request_id)
+        if lookup is not None:
+            self.give(lookup, AnswerTaken(), now)
+
+    # --- the loop's calls ---------------------------------------------------------------------------------------
 
     @property
     def live(self) -> bool:
         """Whether a deadline is running."""
         return bool(self.open or self.left)
-
-    # --- the loop's calls ---------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -169,24 +424,22 @@ class PromptFinder:
                     self._reply(contact, messages.decode_reply(frames), now)
                 except ProtocolError as error:
                     self._rank_context.stats.dropped("malformed reply")
-                    self._fail(contact, str(error), now, rendezvous.PeerFailed)
+                    self._fail(contact, str(error), now, PeerFailed)
             if contact.connection.lost:
-                self._fail(contact, contact.connection.reason or "the peer is gone", now)
-        for search in list(self._looked_at):
-            if search.page is not None and search.page.done:
-                self._located(search, search.page, now)
-            elif search.lifetime.state.phase is RendezvousPhase.CONNECTING:
-                self._look_at_links(search, now)
-            elif search.lifetime.state.phase is not RendezvousPhase.LOCATING:
-                del self._looked_at[search]
+                self._lost(contact, now)
+        for lookup in list(self._looked_at):
+            if lookup.page is not None and lookup.page.done:
+                self._located(lookup, lookup.page, now)
+            elif lookup.lifetime.state.phase is LookupPhase.CONNECTING:
+                self._look_at_links(lookup, now)
+            elif lookup.lifetime.state.phase is not LookupPhase.LOCATING:
+                del self._looked_at[lookup]
 
-    def tick(self, now: float) -> None:
-        """Ask again where that is due; notice connections that could not be made; close those that are not used."""
-        for search in self._deadlines.due(now):
-            self._step(search, Tick(), now)
+    def close_unused(self, now: float) -> None:
+        """Notice connections that could not be made; close those that are not used."""
         for address, contact in list(self.contacts.items()):
             if contact.connection.lost:
-                self._fail(contact, contact.connection.reason or "the peer is gone", now)
+                self._lost(contact, now)
             if not contact.open and (contact.connection.lost or now >= contact.used_at + IDLE_CONTACT_SECONDS):
                 contact.connection.close()
                 del self.contacts[address]
@@ -195,35 +448,132 @@ class PromptFinder:
         """Close all connections. What waits is not reported."""
         for contact in self.contacts.values():
             contact.connection.close()
-        self.contacts.clear()
-        self._news.clear()
-        self.open.clear()
-        self.left.clear()
-        self._by_number.clear()
+        for table in (self.contacts, self._news, self.open, self.left, self.by_number):
+            table.clear()
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def _located(self, search: _Search, page: BlockingCall[bytes], now: float) -> None:
-        search.page = None
-        wanted = search.rendezvous
+    def _located(self, lookup: Lookup, page: BlockingCall[bytes], now: float) -> None:
+        lookup.page = None
         try:
             if page.error:
                 raise ProtocolError(page.error)
-            host, port = first_rank(page.result or b"", wanted.engine_id)
+            host, port = first_rank(page.result or b"", lookup.wanted.engine_id)
         except ProtocolError as error:
-            self._step(search, rendezvous.PeerFailed(f"{search.where} cannot be found: {error}"), now)
+            self.give(lookup, PeerFailed(f"{lookup.where} cannot be found: {error}"), now)
             return
-        search.rendezvous = replace(wanted, host=host, port=port)
-        self._step(search, rendezvous.PeerLocated(), now)
+        lookup.wanted = replace(lookup.wanted, host=host, port=port)
+        self.give(lookup, PeerLocated(), now)
+
+    def _look_at_links(self, lookup: Lookup, now: float) -> None:
+        phases = {link.phase for link in lookup.links}
+        if LinkPhase.FAILED in phases:
+            self.give(lookup, PlaneFound(p_sends=False), now)
+        elif phases <= {LinkPhase.ATTACHED}:
+            self.give(lookup, PlaneFound(not any(link.pulls for link in lookup.links)), now)
+
+    def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
+        if isinstance(reply, messages.Refused):  # of another version; it has no number
+            why = f"its {reply.field} is {shortened(reply.ours)}, ours {shortened(reply.theirs)}"
+            self._fail(contact, why, now, PeerFailed)
+            return
+        if not isinstance(reply, messages.Resolved | messages.Unresolved):
+            return
+        lookup = self.by_number.get(reply.number)
+        if lookup is None or lookup.contact is not contact:
+            return  # an answer that nobody waits for
+        if isinstance(reply, messages.Unresolved):
+            detail = f"{lookup.where} says: {shortened(reply.detail)!r}" if reply.detail else ""
+            self.give(lookup, NameUnresolved(reply.final, detail, reply.known), now)
+        else:
+            lookup.answer = reply
+            self.give(lookup, NameResolved(reply.granted, reply.streams), now)
+
+    def _lost(self, contact: _Contact, now: float) -> None:
+        self._fail(contact, contact.connection.reason or "the peer is gone", now, ContactLost)
+
+    def _fail(self, contact: _Contact, why: str, now: float, event: type[PeerFailed | ContactLost]) -> None:
+        for lookup in [each for each in (*self.open.values(), *self.left) if each.contact is contact]:
+            self.give(lookup, event(f"{lookup.where} cannot be asked for the lease: {why}"), now)
+
+    def give(self, lookup: Lookup, event: LookupEvent, now: float) -> None:
+        """Give a lookup an event. What it decides is performed, and may be followed by other events."""
+        queue = deque((event,))
+        while queue:
+            event = queue.popleft()
+            before = lookup.lifetime.state.phase
+            effects = lookup.lifetime.step(event, now)
+            self._deadlines.note(lookup, lookup.due)
+            phase = lookup.lifetime.state.phase
+            if phase in (LookupPhase.LEFT, LookupPhase.ENDED):
+                if self.open.get(lookup.wanted.request_id) is lookup:
+                    del self.open[lookup.wanted.request_id]
+                if phase is LookupPhase.LEFT:
+                    self.left[lookup] = None
+                else:
+                    self.left.pop(lookup, None)
+            for effect in effects:
+                queue.extend(self._perform(lookup, effect, now))
+            answered = phase is not before and phase in (LookupPhase.FOUND, LookupPhase.ENDED)
+            if answered or isinstance(event, ContactLost):
+                self._forget_question(lookup)
+            if answered and before is not LookupPhase.FOUND and lookup.wanted.traceparent:
+                error = event.why if isinstance(event, PeerFailed | ContactLost) else ""
+                span = partial(rendezvous_span, lookup.wanted, lookup.begun_at, error, self._rank_context.clock())
+                record(self._rank_context, lookup.wanted.traceparent, span)
+
+    def _forget_question(self, lookup: Lookup) -> None:
+        self.by_number.pop(lookup.number, None)
+        if lookup.contact is not None:
+            lookup.contact.open -= 1
+            lookup.contact = None
+
+    # --- effects ------------------------------------------------------------------------------------------------
+
+    def _perform(self, lookup: Lookup, effect: LookupEffect, now: float) -> Sequence[LookupEvent]:
+        request_id = lookup.wanted.request_id
+        match effect:
+            case AskName(until):
+                return self._ask(lookup, until, now)
+            case BeginLinks():
+                return self._begin_links(lookup, now)
+            case ReportFound(streams):
+                self._report_found(lookup, streams)
+            case ReportLost(why):
+                self._results.looked_up(request_id, RendezvousResult(error=why))
+            case ReportKnown():
+                self._results.looked_up(request_id, RendezvousResult(known=True))
+            case ReleaseUnneeded():
+                self._release_unneeded(lookup, now)
+            case SendLeave():
+                assert lookup.contact is not None
+                lookup.contact.connection.send(messages.encode(messages.LeaveName(number=lookup.number)))
+        return ()
+
+    def _ask(self, lookup: Lookup, until: Literal["begun", "granted"], now: float) -> Sequence[LookupEvent]:
+        if lookup.contact is None:
+            try:
+                lookup.contact = self._contact(lookup.wanted, now)
+            except KVFerryError as error:
+                return (PeerFailed(str(error)),)
+            lookup.contact.open += 1
+        self.by_number.pop(lookup.number, None)
+        self.asked = lookup.number = (self.asked + 1) % (1 << 32)
+        self.by_number[lookup.number] = lookup
+        wanted, connection = lookup.wanted, lookup.contact.connection
+        question = messages.Resolve(number=lookup.number, name=wanted.name, engine_id=wanted.engine_id, until=until)
+        if connection.send(messages.encode(question)):
+            return ()
+        why = connection.reason or "its control connection takes no more messages"
+        return (ContactLost(f"{lookup.where} cannot be asked for the lease: {why}"),)
 
     def _contact(self, wanted: Rendezvous, now: float) -> _Contact:
         """Raises TransportError: D asks too many P engines."""
-        keys = self._rank_context.keys
-        key = wanted.key or ("" if keys is None else keys.fingerprint)
+        key = wanted.key or self._rank_context.keys.fingerprint
         address = (wanted.host, wanted.port, key)
         contact = self.contacts.get(address)
         if contact is not None and contact.connection.lost:
-            self._fail(contact, contact.connection.reason, now)
+            self._lost(contact, now)
             contact.connection.close()
             contact = None
         if contact is None:
@@ -248,146 +598,39 @@ class PromptFinder:
         if not found:
             raise TransportError(f"{len(self.contacts)} P engines are asked for leases already, limit {MAX_CONTACTS}")
         contact = self.contacts.pop(min(found)[2])
-        self._fail(contact, "it has not answered, and others are asked", now, rendezvous.PeerFailed)
+        self._fail(contact, "it has not answered, and others are asked", now, PeerFailed)
         contact.connection.close()
 
-    def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
-        if isinstance(reply, messages.Refused):  # of another version; it has no number
-            why = f"its {reply.field} is {shortened(reply.ours)}, ours {shortened(reply.theirs)}"
-            self._fail(contact, why, now, rendezvous.PeerFailed)
-            return
-        if not isinstance(reply, messages.Resolved | messages.Unresolved):
-            return
-        search = self._by_number.get(reply.number)
-        if search is None or search.contact is not contact:
-            return  # an answer that nobody waits for
-        if isinstance(reply, messages.Unresolved):
-            detail = f"{search.where} says: {shortened(reply.detail)!r}" if reply.detail else ""
-            self._step(search, rendezvous.NameUnresolved(reply.final, detail, reply.known), now)
-        else:
-            search.answer = reply
-            self._step(search, rendezvous.NameResolved(reply.granted, reply.streams), now)
-
-    def _fail(
-        self,
-        contact: _Contact,
-        why: str,
-        now: float,
-        event: type[rendezvous.PeerFailed | rendezvous.ContactLost] = rendezvous.ContactLost,
-    ) -> None:
-        for search in [each for each in (*self.open.values(), *self.left) if each.contact is contact]:
-            self._step(search, event(f"{search.where} cannot be asked for the lease: {why}"), now)
-
-    def _look_at_links(self, search: _Search, now: float) -> None:
-        phases = {link.phase for link in search.links}
-        if LinkPhase.FAILED in phases:
-            self._step(search, rendezvous.PlaneFound(p_sends=False), now)
-        elif phases <= {LinkPhase.ATTACHED}:
-            self._step(search, rendezvous.PlaneFound(not any(link.pulls for link in search.links)), now)
-
-    def _step(self, search: _Search, event: RendezvousEvent, now: float) -> None:
-        before = search.lifetime.state.phase
-        effects = search.lifetime.step(event, now)
-        self._deadlines.note(search, search.lifetime.state.due)
-        phase = search.lifetime.state.phase
-        if phase in (RendezvousPhase.LEFT, RendezvousPhase.ENDED):
-            if self.open.get(search.rendezvous.request_id) is search:
-                del self.open[search.rendezvous.request_id]
-            if phase is RendezvousPhase.LEFT:
-                self.left[search] = None
-            else:
-                self.left.pop(search, None)
-        for effect in effects:
-            self._perform(search, effect, now)
-        answered = phase is not before and phase in (RendezvousPhase.FOUND, RendezvousPhase.ENDED)
-        if answered or isinstance(event, rendezvous.ContactLost):
-            self._forget_question(search)
-        if answered and before is not RendezvousPhase.FOUND and search.rendezvous.traceparent:
-            self._record(search, event)
-
-    def _forget_question(self, search: _Search) -> None:
-        self._by_number.pop(search.number, None)
-        if search.contact is not None:
-            search.contact.open -= 1
-            search.contact = None
-
-    def _record(self, search: _Search, event: RendezvousEvent) -> None:
-        error = event.why if isinstance(event, rendezvous.PeerFailed | rendezvous.ContactLost) else ""
-        span = partial(rendezvous_span, search.rendezvous, search.begun_at, error, self._rank_context.clock())
-        record(self._rank_context, search.rendezvous.traceparent, span)
-
-    # --- effects ------------------------------------------------------------------------------------------------
-
-    def _perform(self, search: _Search, effect: RendezvousEffect, now: float) -> None:
-        match effect:
-            case rendezvous.FetchPage():
-                self._looked_at[search] = None
-                refusal = self._rank_context.allowed_peers.refusal_without_keys
-                search.page = fetch_page(search.rendezvous.host, refusal, self._wake)
-            case rendezvous.AskName():
-                self._ask(search, effect, now)
-            case rendezvous.BeginLinks():
-                self._looked_at[search] = None
-                self._begin_links(search, now)
-            case rendezvous.ReportFound(streams):
-                self._found(search, streams)
-            case rendezvous.ReportLost(why):
-                self._report(search.rendezvous.request_id, RendezvousResult(error=why))
-            case rendezvous.ReportKnown():
-                self._report(search.rendezvous.request_id, RendezvousResult(known=True))
-            case rendezvous.ReleaseUnneeded():
-                self._release_unneeded(search, now)
-            case rendezvous.SendLeave():
-                assert search.contact is not None
-                search.contact.connection.send(messages.encode(messages.LeaveName(number=search.number)))
-
-    def _ask(self, search: _Search, ask: rendezvous.AskName, now: float) -> None:
-        if search.contact is None:
-            try:
-                search.contact = self._contact(search.rendezvous, now)
-            except KVFerryError as error:
-                self._step(search, rendezvous.PeerFailed(str(error)), now)
-                return
-            search.contact.open += 1
-        self._by_number.pop(search.number, None)
-        self._last = (self._last + 1) % (1 << 32)
-        search.number = self._last
-        self._by_number[search.number] = search
-        wanted = search.rendezvous
-        question = messages.Resolve(number=search.number, name=wanted.name, engine_id=wanted.engine_id, until=ask.until)
-        connection = search.contact.connection
-        if not connection.send(messages.encode(question)):
-            why = connection.reason or "its control connection takes no more messages"
-            self._step(search, rendezvous.ContactLost(f"{search.where} cannot be asked for the lease: {why}"), now)
-
-    def _release_unneeded(self, search: _Search, now: float) -> None:
-        """Release the lease for all ranks of D, unless it is another prompt's, or another request of the same prompt
-        needs it (``n > 1``)."""
-        wanted = search.rendezvous
-        if any(other.rendezvous.name == wanted.name for other in self.open.values()):
-            return
-        assert search.answer is not None and wanted.ended is not None
-        try:
-            lease = self._rank_context.lease_of(search.answer.params)
-            if lease.prompt in wanted.ended.prompts:
-                self._release(lease, now)
-        except KVFerryError as error:  # of an answer that D could not use either
-            self._log.warning("unneeded", "kvferry: the lease of %s ends by time: %s", wanted.request_id, error)
-
-    def _begin_links(self, search: _Search, now: float) -> None:
+    def _begin_links(self, lookup: Lookup, now: float) -> Sequence[LookupEvent]:
         """Begin the handshakes, so that they are out of the way when the load begins."""
-        assert search.answer is not None
+        assert lookup.answer is not None
+        self._looked_at[lookup] = None
         try:
-            search.links = self._links(self._rank_context.lease_of(search.answer.params).peer, now)
+            peer = self._rank_context.lease_of(lookup.answer.params).peer
+            lookup.links = [self._links.get(address, now) for address in self._links.source_addresses(peer)]
         except KVFerryError as error:
-            self._step(search, rendezvous.PeerFailed(str(error)), now)
-            return
-        for link in search.links:
+            return (PeerFailed(str(error)),)
+        for link in lookup.links:
             link.start_handshake(now)
+        return ()
 
-    def _found(self, search: _Search, streams: bool) -> None:
-        answer = search.answer
+    def _report_found(self, lookup: Lookup, streams: bool) -> None:
+        answer = lookup.answer
         assert answer is not None
         found, step_tokens = (answer.found, answer.step_tokens) if streams else (0, 0)
         result = RendezvousResult(answer.params, streams=streams, found=found, step_tokens=step_tokens)
-        self._report(search.rendezvous.request_id, result)
+        self._results.looked_up(lookup.wanted.request_id, result)
+
+    def _release_unneeded(self, lookup: Lookup, now: float) -> None:
+        """Release the lease for all ranks of D, unless it is another prompt's, or another request of the same prompt
+        needs it (``n > 1``)."""
+        wanted = lookup.wanted
+        if any(other.wanted.name == wanted.name for other in self.open.values()):
+            return
+        assert lookup.answer is not None and wanted.ended is not None
+        try:
+            lease = self._rank_context.lease_of(lookup.answer.params)
+            if lease.prompt in wanted.ended.prompts:
+                self._leases.release_for_all(lease, now)
+        except KVFerryError as error:  # of an answer that D could not use either
+            self._log.warning("unneeded", "kvferry: the lease of %s ends by time: %s", wanted.request_id, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvferry.connector.decode_side.active_load import ActiveLoad
+from kvferry.connector.decode_side.read import ActiveLoad
 from kvferry.connector.pages.traces import MAX_TEXT
 from kvferry.connector.wire.step_plan import Load, Rendezvous
 from kvferry.transport.tracing import RecordedSpan
@@ -13,11 +13,10 @@ from kvferry.transport.tracing import RecordedSpan
 def attempt_span(attempt: ActiveLoad, error: str, end: float) -> RecordedSpan:
     """An attempt of a hand-over that has ended. Its reads must not be forgotten yet."""
     load = attempt.load
-    planes = sorted({read.link.plane.name for read in attempt.reads if read.link.plane is not None})
     attributes = {
         "kvferry.attempt": attempt.number,
         "kvferry.peer": load.peer.engine_id[:MAX_TEXT],
-        "kvferry.plane": "+".join(planes) or "none",
+        "kvferry.plane": attempt.planes,
         "kvferry.bytes": attempt.nbytes,
         "kvferry.reads": len(attempt.reads),
     }

@@ -11,8 +11,7 @@ from itertools import zip_longest
 import msgspec
 
 from kvferry.connector.decode_side.consumer import Consumer
-from kvferry.connector.decode_side.load_reports import StepLoadListener
-from kvferry.connector.decode_side.lookup import PromptFinder
+from kvferry.connector.decode_side.report import StepLoadListener
 from kvferry.connector.engine.results import Results
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import DeviceEvent
@@ -45,14 +44,13 @@ class PostedPlans:
         rank_context: RankContext,
         producer: Producer,
         consumer: Consumer,
-        finder: PromptFinder,
         results: Results,
         yield_to_engine: Callable[[StepLoadListener], None],
     ) -> None:
         """``yield_to_engine``: leaves the interpreter to the engine's thread, whose step computes with loads."""
         self._rank_context = rank_context
         self._log = rank_context.log
-        self._producer, self._consumer, self._finder = producer, consumer, finder
+        self._producer, self._consumer = producer, consumer
         self._results = results
         self._yield_to_engine = yield_to_engine
         self.posted: deque[PostedPlan] = deque()
@@ -60,12 +58,13 @@ class PostedPlans:
 
     def run(self, now: float) -> None:
         """Run the commands of all plans that have been posted."""
+        loads, leases, lookups = self._consumer.loads, self._consumer.leases, self._consumer.lookups
         for _ in range(len(self.posted)):
             posted = self.posted.popleft()
             plan, listener, step = posted.plan, posted.listener, posted.step
             if listener is not None:
                 self._results.listen(listener)
-            self._consumer.identify(plan.consumer)
+            leases.consumer = plan.consumer
             self.computing += zip_longest(plan.leases, posted.computed)
             if plan.queued or plan.prefills or plan.stops:
                 self._begin_and_stop(plan, now)
@@ -74,26 +73,27 @@ class PostedPlans:
             if step is not None:
                 self._try("the prompts of a step", partial(self._producer.plan_step, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
-                self._try(request_id, partial(self._consumer.loads.cancel, request_id, now))
-            if self._finder.open:
+                self._try(request_id, partial(loads.cancel, request_id, now))
+            if lookups.open:
                 for keep in plan.keeps:
-                    self._finder.taken(keep.request_id, now)
+                    lookups.taken(keep.request_id, now)
             for keep in plan.keeps:
-                self._try(keep, partial(self._consumer.keep, keep, now))
+                begin = partial(leases.keep, keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
+                self._try(keep, begin)
             for left in plan.left:
-                self._try(left, partial(self._finder.leave, left, now))
+                self._try(left, partial(lookups.leave, left, now))
             for wanted in plan.rendezvous:
-                self._try(wanted, partial(self._finder.begin, wanted, now))
-            loads = plan.loads if self._copies_wait(posted.event, plan.loads, now) else ()
-            alone = len(loads) == 1 and not self.posted
-            for load in loads:
+                self._try(wanted, partial(lookups.begin, wanted, now))
+            ready = plan.loads if self._copies_wait(posted.event, plan.loads, now) else ()
+            alone = len(ready) == 1 and not self.posted
+            for load in ready:
                 order = listener.layer_order if listener is not None and load.now else ()
-                begin = partial(self._consumer.loads.begin, load, now, alone=alone, layer_order=order)
-                self._try(load, begin, partial(self._consumer.loads.fail, load, now))
+                begin = partial(loads.begin, load, now, alone=alone, layer_order=order)
+                self._try(load, begin, partial(loads.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
             for release in plan.releases:
-                self._try(release, partial(self._consumer.release, release, now))
+                self._try(release, partial(leases.release, release.token, release.request_id, now))
             if listener is not None and not self.posted and not any(p.active for p in self._rank_context.planes):
                 self._yield_to_engine(listener)
 

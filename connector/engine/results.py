@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
-from kvferry.connector.decode_side.load_reports import FinishedLoad, StepLoadListener
-from kvferry.connector.wire.step_plan import RendezvousResult
+from kvferry.connector.decode_side.report import Check, FinishedLoad, StepLoadListener
+from kvferry.connector.wire.step_plan import Load, RendezvousResult
+from kvferry.transport.channels import Copy
 
 
 class Results:
@@ -29,6 +31,16 @@ class Results:
     def listen(self, listener: StepLoadListener) -> None:
         self._listeners.append(listener)
 
+    def begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
+        """All copies of a load are under way: tell the listener of its step."""
+        for listener in self._listeners:
+            listener.begun(load, stands, copies)
+
+    def moved(self) -> None:
+        """A copy that is under way has moved bytes."""
+        for listener in self._listeners:
+            listener.moved()
+
     def finished(self, finished: FinishedLoad) -> None:
         """Add a load that has ended, and tell the listener of its step."""
         self._finished.append(finished)
@@ -43,7 +55,7 @@ class Results:
         self._freed.append(request_id)
         self._set_ready()
 
-    def rendezvous_told(self, request_id: str, result: RendezvousResult) -> None:
+    def looked_up(self, request_id: str, result: RendezvousResult) -> None:
         """P has told its lease to a request, or that its engine has the prompt; or the request must prefill."""
         self._rendezvous.append((request_id, result))
         self._set_ready()
@@ -71,7 +83,7 @@ class Results:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def take_rendezvous(self) -> list[tuple[str, RendezvousResult]]:
-        """The requests of which ``rendezvous_told`` was called, in that order."""
+        """The requests of which ``looked_up`` was called, in that order."""
         return [self._rendezvous.popleft() for _ in range(len(self._rendezvous))]
 
     def take_freed(self) -> list[str]:

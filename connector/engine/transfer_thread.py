@@ -16,16 +16,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvferry.connector.decode_side.consumer import Consumer
-from kvferry.connector.decode_side.load_reports import Check, StepLoadListener
-from kvferry.connector.decode_side.lookup import PromptFinder
+from kvferry.connector.decode_side.report import StepLoadListener
 from kvferry.connector.engine.posted_plans import PostedPlan, PostedPlans
 from kvferry.connector.engine.results import Results
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.prefill_side.serve import Producer
-from kvferry.connector.wire.step_plan import Load, StepPlan
-from kvferry.transport.channels import Copy
+from kvferry.connector.wire.step_plan import StepPlan
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
@@ -73,15 +71,9 @@ class TransferThread:
         self._stopping = False
         self._closing = ""
         self._next_tick = self._next_look = 0.0
-        self._consumer = Consumer(rank_context, self._report_begun, self._report_moved, self.results.finished)
+        self._consumer = Consumer(rank_context, self.results, self.wake)
         self._producer = Producer(rank_context, listener, self.results.freed)
-        consumer = self._consumer
-        self._finder = PromptFinder(
-            rank_context, consumer.links_to, self.results.rendezvous_told, consumer.release_for_all, self.wake
-        )
-        self._plans = PostedPlans(
-            rank_context, self._producer, consumer, self._finder, self.results, self._yield_to_engine
-        )
+        self._plans = PostedPlans(rank_context, self._producer, self._consumer, self.results, self._yield_to_engine)
         self._steps = self._producer.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
@@ -220,7 +212,7 @@ class TransferThread:
     @property
     def sleep_seconds(self) -> float:
         """How long the thread may sleep if nothing happens."""
-        live = self._consumer.live or self._producer.live or self._finder.live
+        live = self._consumer.live or self._producer.live
         return COMPUTING_SECONDS if self._plans.computing else TICK_SECONDS if live else IDLE_SECONDS
 
     def _relax(self) -> None:
@@ -247,7 +239,7 @@ class TransferThread:
                 self._plans.grant_computed(now)
         finally:
             if self._time.late:
-                self._consumer.renew_now()
+                self._consumer.leases.renew_now()
         # Messages that have arrived come first: after a delay of this thread they count before any deadline.
         ready, self._ready_sockets = self._ready_sockets, set()
         for plane in self._rank_context.planes:
@@ -256,8 +248,6 @@ class TransferThread:
         if ready is None or self._producer.arrived or self._listener.fd in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
-        if self._finder.has_work:
-            self._finder.serve(now)
         busy |= self._producer.pump(now)
         # After the reads that wait are known to ``step_advanced``, so that nothing is missed that did not wake us.
         return busy or bool(self._plans.posted) or (bool(self._steps.flights) and self._steps.has_news)
@@ -276,7 +266,6 @@ class TransferThread:
 
     def _tick(self, now: float) -> None:
         self._consumer.tick(now)
-        self._finder.tick(now)
         self._producer.tick(now)
         self._rank_context.stats.dropped_so_far("listener", self._listener.dropped)
 
@@ -302,14 +291,6 @@ class TransferThread:
         """A copy on a GPU has ended. Any thread may call this."""
         if not self._yielding:  # else this thread looks at the copies right after the wait
             self.wake()
-
-    def _report_begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
-        for listener in self.results.listeners:
-            listener.begun(load, stands, copies)
-
-    def _report_moved(self) -> None:
-        for listener in self.results.listeners:
-            listener.moved()
 
     def _sleep(self) -> None:
         if self._wake_pending:  # drained only here, so that the turn after the wake-up starts without this delay
@@ -357,7 +338,6 @@ class TransferThread:
             lambda: self._producer.say_closing(self._closing),
             self._rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn(), self._closing),
-            self._finder.close,
             self._rank_context.dialer.close,
             self._producer.close,
             *(plane.close for plane in self._rank_context.planes),

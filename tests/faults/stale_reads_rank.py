@@ -21,11 +21,11 @@ import msgspec
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side import link, source_reads
-from kvferry.connector.decode_side.source_read import CheckPostedGrant, CommitAnswered, SendCommit
+from kvferry.connector.decode_side import link, read
 from kvferry.connector.wire.step_plan import LeaseGrant, PeerEngine, StepPlan, pack_ids
 from kvferry.transport.channels import ByteRanges, Copy
 from kvferry.transport.planes import cma
+from tests.support.inside import consumer_of
 from tests.support.ranks import Rank, load_plan, peer
 
 POOL, BLOCKS, BLOCK_SIZE = 24, 7, 16
@@ -121,7 +121,7 @@ class Decoder:
         self._copies: dict[str, Copy] = {}
         self._read_as = ""
         thread: Any = rank.worker._transfer_thread
-        self._receiver = thread._consumer._receiver
+        self._receiver = consumer_of(thread).reads
         self._slow_down()
 
     def serve(self, engine: PeerEngine) -> None:
@@ -151,13 +151,13 @@ class Decoder:
         """Make the copies take as long as each order says. They are real, and of real memory of P."""
         begin, receiver = self._receiver.begin_pull, self._receiver
 
-        def begin_pull(read: Any, grant: Any) -> Any:
+        def begin_pull(read: Any, *rest: Any) -> Any:
             name = read.active_load.load.request_id
             self._begun[name] = time.monotonic()
             with self._of(name):
-                events = list(begin(read, grant))
-            self._copies[name] = next(reversed(receiver._writing)).copy
-            return iter(events)
+                event = begin(read, *rest)
+            self._copies[name] = next(reversed(receiver.writes)).copy
+            return event
 
         receiver.begin_pull = begin_pull
         if self._device == "cuda":
@@ -188,7 +188,7 @@ class Decoder:
         rank = self
 
         def slow_turn(self: cma.CmaCopy) -> None:
-            with rank._of(next(w.read.active_load.load.request_id for w in rank._receiver._writing if w.copy is self)):
+            with rank._of(next(w.read.active_load.load.request_id for w in rank._receiver.writes if w.copy is self)):
                 turn(self)
                 self.ended_at = time.monotonic()
 
@@ -212,15 +212,12 @@ class Decoder:
 
 def take_every_read_for_good() -> None:
     """The planted fault: D does not ask whether the lease stood until the end of its read."""
-    perform = source_reads.SourceReads._perform_read_effect
+    commit = read.SourceRead.commit
 
-    def unfenced(self: Any, read: Any, effect: Any, now: float) -> None:
-        if isinstance(effect, SendCommit | CheckPostedGrant):
-            self.step(read, CommitAnswered(True), now)
-        else:
-            perform(self, read, effect, now)
+    def unfenced(self: Any, now: float) -> Any:
+        return commit(self, now) or self.answered(True, now)
 
-    source_reads.SourceReads._perform_read_effect = unfenced  # type: ignore[method-assign]
+    read.SourceRead.commit = unfenced  # type: ignore[method-assign]
 
 
 def find_no_board(*_: object) -> None:

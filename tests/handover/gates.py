@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.inside import producer_of
+from tests.support.inside import consumer_of, producer_of
 from tests.support.ranks import Rank
 
 PATIENT: dict[str, Any] = {
@@ -34,4 +34,4 @@ class Gate:
 
 def halves(rank: Rank) -> tuple[Any, Any]:
     """(producer, consumer) of a rank's transfer thread."""
-    return producer_of(rank.thread), rank.thread._consumer
+    return producer_of(rank.thread), consumer_of(rank.thread)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.failed_planes import avoided_seconds
-from kvferry.connector.decode_side.handover import HandoverPhase
-from kvferry.connector.decode_side.load_attempts import LoadPhase
+from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.decode_side.plane_choice import avoided_seconds
 from tests.handover.gates import halves
 from tests.handover.opening import THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
@@ -45,9 +44,9 @@ class Reports:
 
     def __init__(self, d: Rank) -> None:
         self.ok: list[bool] = []
-        reports = halves(d)[1].loads._reports
-        self._real = reports._on_finished
-        reports._on_finished = self._note
+        results: Any = d.thread.results
+        self._real = results.finished
+        results.finished = self._note
 
     def _note(self, finished: Any) -> None:
         self.ok.append(finished.ok)
@@ -85,7 +84,7 @@ def loads_of(d: Rank) -> list[Any]:
 def moving(d: Rank, count: int) -> bool:
     """Whether D has so many loads, and P has granted all of them."""
     loads = loads_of(d)
-    return len(loads) == count and all(load.lifetime.state.phase is HandoverPhase.MOVING for load in loads)
+    return len(loads) == count and all(load.lifetime.state.phase is LoadPhase.MOVING for load in loads)
 
 
 def in_the_middle(d: Rank) -> bool:
@@ -94,12 +93,11 @@ def in_the_middle(d: Rank) -> bool:
 
 
 def waits_for_the_next(d: Rank) -> bool:
-    attempts = load_of(d).attempts
-    return attempts is not None and attempts.state.phase is LoadPhase.WAITING
+    return bool(load_of(d).lifetime.state.phase is LoadPhase.WAITING)
 
 
 def cut(d: Rank, port: int | None = None) -> None:
     """Cut the connection of the data plane; that of control messages stands."""
-    for link in halves(d)[1]._links:
+    for link in halves(d)[1].links:
         if port in (None, link._port):
             link.channel.sock.shutdown(socket.SHUT_RDWR)

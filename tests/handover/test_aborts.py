@@ -115,7 +115,7 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
     p.fill(THEIRS, TOKENS)
     producer, consumer = halves(p)[0], halves(d)[1]
     if held == "in flight":
-        gate = Gate(consumer, "_collect", lambda now: False)
+        gate = Gate(consumer, "collect", lambda now: False)
     elif held == "granted":
         gate = Gate(producer, "pump", lambda now: False)
     else:
@@ -123,7 +123,7 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
         gate = Gate(producer, "pump", lambda now: gate.calls <= 2 and real(now))
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(consumer.loads.running), gate)
-    assert wait(lambda: not consumer._receiver and not sends_of(producer).turns, [p, d]), (
+    assert wait(lambda: not consumer.reads.by_number and not sends_of(producer).turns, [p, d]), (
         "reads that nobody waits for were kept"
     )
 
@@ -155,14 +155,14 @@ def test_while_d_reads_by_itself(group: RankGroup) -> None:
     consumer = halves(d)[1]
     gate = Gate(consumer._rank_context.plane("cma"), "progress", lambda: False)
     begin(p, d)
-    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._receiver), gate)
-    assert wait(lambda: not consumer._receiver, [p, d])
+    give_up(p, d, lambda: gate.calls > 5 and bool(consumer.reads.by_number), gate)
+    assert wait(lambda: not consumer.reads.by_number, [p, d])
 
 
 def test_unpacked_while_committing(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     consumer = halves(d)[1]
-    gate = Gate(consumer.loads, "_commit", lambda active_load, now: None)
+    gate = Gate(consumer.reads, "commit", lambda read, now: None)
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 0, gate)
 

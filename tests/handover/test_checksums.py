@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side import link, load_attempts
+from kvferry.connector.decode_side import link, load_state
 from kvferry.connector.geometry.engine_types import CacheDtype
 from kvferry.connector.pages.checksums import NO_CHECKSUM
 from kvferry.connector.wire import messages
@@ -36,7 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def one_attempt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """No attempt follows one that failed, so that a fault shows."""
     if "retried" not in request.node.name:
-        monkeypatch.setattr(load_attempts, "ATTEMPTS_PER_PEER", 1)
+        monkeypatch.setattr(load_state, "ATTEMPTS_PER_PEER", 1)
 
 
 def ranks(group: RankGroup, plane: str, form: str = "slots", **of_d: Any) -> tuple[Rank, Rank]:

@@ -125,13 +125,13 @@ def test_p_answers_no_commit_of_blocks_that_are_lost(
     monkeypatch.setattr(grant_board, "SLOT_BYTES", 64)
     counts = asked(p)
     engine = computed(p, 2 * STEP)
-    gate = Gate(halves(d)[1]._receiver, "collect", lambda: iter(()))
+    gate = Gate(halves(d)[1].reads, "collect", lambda now: iter(()))
     engine.load(d, OURS)
     assert wait(lambda: bool(early_asks(p)), [p, d])
     engine.step(2 * STEP, TOKENS)
     assert wait(lambda: bool(prompts_of(p)[engine.token].readers), [p])
-    read = next(iter(halves(d)[1]._receiver._reads.values()))
-    assert wait(lambda: not read.state.awaits_grant, [d])
+    read = next(iter(halves(d)[1].reads.by_number.values()))
+    assert wait(lambda: not read.awaits_grant, [d])
     engine.take_back(ELSEWHERE, ended=again == "aborted")
     if again in ("computed again", "leased"):
         engine.step(0, STEP, restarts=True)
@@ -340,10 +340,10 @@ def read_under_way(p: Rank, d: Rank) -> tuple[PrefillingEngine, Gate]:
     """D has copied the prompt before its lease, and has not looked at the grant again."""
     engine = computed(p)
     assert wait(is_posted(p, engine))
-    reads = halves(d)[1]._receiver
-    gate = Gate(reads, "collect", lambda: iter(()))
+    reads = halves(d)[1].reads
+    gate = Gate(reads, "collect", lambda now: iter(()))
     engine.load(d, OURS)
-    assert wait(lambda: any(read.note for read in reads._reads.values()), [d]), "it began to"
+    assert wait(lambda: any(read.note for read in reads.by_number.values()), [d]), "it began to"
     return engine, gate
 
 

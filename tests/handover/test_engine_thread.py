@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.load_reports import FinishedLoad
+from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.engine import worker
 from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS
 from kvferry.connector.wire.step_plan import LeaseGrant, Load, PeerEngine, StepPlan, pack_ids

@@ -35,7 +35,7 @@ def breaks(*_: Any, **__: Any) -> Any:
 def test_chunks_that_cannot_be_announced(group: RankGroup, monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
     """Some chunks are announced already: P must be told to stop, and the channel must write D's pages no more."""
     p, d = two(group, plane, layers=8, content=8192)
-    receiver = halves(d)[1]._receiver
+    receiver = halves(d)[1].reads
     expect = receiver.expect
 
     def half(read: Any) -> None:
@@ -48,7 +48,7 @@ def test_chunks_that_cannot_be_announced(group: RankGroup, monkeypatch: pytest.M
     assert d.failed == {"req-d"}
     for name in d.layers:
         d.caches[name].fill_(-7)  # the engine has the blocks back
-    assert wait(lambda: not receiver, [p, d]), "P accounts for the messages, and the read is forgotten"
+    assert wait(lambda: not receiver.by_number, [p, d]), "P accounts for the messages, and the read is forgotten"
     assert all((d.caches[name] == -7).all() for name in d.layers)
     monkeypatch.undo()
     another_works(p, d)
@@ -59,7 +59,7 @@ def test_a_count_that_breaks(group: RankGroup, monkeypatch: pytest.MonkeyPatch, 
     p, d = two(group, "shm")
     stats, consumer = d.context.stats, halves(d)[1]
     if not ok:
-        monkeypatch.setattr(consumer._receiver, "check_grant", breaks)
+        monkeypatch.setattr(consumer.reads, "check_grant", breaks)
     name = "finished" if ok else "failed"
     real, calls = getattr(stats, name), []
 
@@ -73,7 +73,7 @@ def test_a_count_that_breaks(group: RankGroup, monkeypatch: pytest.MonkeyPatch, 
     begin(p, d)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert (d.failed == set()) == ok and calls
-    assert wait(lambda: not consumer._receiver and not consumer._lease_keeper, [p, d])
+    assert wait(lambda: not consumer.reads.by_number and not consumer.leases.kept, [p, d])
 
 
 def test_copies_that_cannot_wait_for_the_engine(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_load_that_breaks_before_it_begins_releases_its_lease(
     group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = two(group, "shm")
-    monkeypatch.setattr(halves(d)[1]._links, "source_addresses", breaks)
+    monkeypatch.setattr(halves(d)[1].links, "source_addresses", breaks)
     begin(p, d)
     assert wait(lambda: d.received == d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d]), "P has its blocks back"
     monkeypatch.undo()
@@ -102,17 +102,16 @@ def test_a_read_whose_last_message_is_bad_does_not_wait_for_p(
     """No message of it can arrive any more, so it is forgotten also where P never answers the Cancel."""
     p, d = two(group, "shm")
     consumer = halves(d)[1]
-    reply = consumer.loads.reads.reply
+    reply = consumer.reads.reply
 
-    def all_but_stopped(link: Any, message: Any, now: float) -> None:
-        if not isinstance(message, messages.Stopped):
-            reply(link, message, now)
+    def all_but_stopped(link: Any, message: Any, now: float) -> Any:
+        return () if isinstance(message, messages.Stopped) else reply(link, message, now)
 
-    monkeypatch.setattr(consumer.loads.reads, "reply", all_but_stopped)
-    monkeypatch.setattr(type(consumer._receiver._caches), "unpack", breaks)
+    monkeypatch.setattr(consumer.reads, "reply", all_but_stopped)
+    monkeypatch.setattr(type(d.context.caches), "unpack", breaks)
     begin(p, d)
     assert wait(lambda: d.received == d.failed == {"req-d"}, [p, d])
-    assert wait(lambda: not consumer._receiver, [p, d], SOON)
+    assert wait(lambda: not consumer.reads.by_number, [p, d], SOON)
 
 
 def test_encrypted_kv_bytes_in_full_slots(group: RankGroup) -> None:

@@ -6,6 +6,7 @@ import errno
 import logging
 import select
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
         transfer_thread._plans.posted.append(PostedPlan(plan))
     else:
         d.worker.post(plan)
-        assert wait(lambda: bool(halves(d)[1]._lease_keeper), [p, d])
+        assert wait(lambda: bool(halves(d)[1].leases.kept), [p, d])
     hold_up(transfer_thread, STOP)
     assert wait(lambda: leases_of(p)[token].lifetime.state.deadline > before, [p, d])
 
@@ -122,7 +123,7 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     p = group.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
     d = group.rank(engine_id="engine-d")
     tokens = [grant([p], name, THEIRS, TOKENS) for name in ("good", "bad", "odd")]
-    claims = halves(d)[1]._lease_keeper
+    claims = halves(d)[1].leases
     assert wait(lambda: len(leases_of(p)) == 3, [p])
     before = leases_of(p)[tokens[0]].lifetime.state.deadline
     good = peer([p])
@@ -132,16 +133,16 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
         KeepLease(f"{n}-d", token, who, False)
         for n, (token, who) in enumerate(zip(tokens, (good, bad, odd), strict=True))
     ]
-    real = claims._link
+    real = claims.links.get
 
     def link(address: RankAddress, now: float) -> Any:
         if address.host == "127.0.0.2":
             raise OSError(errno.EMFILE, "planted")
         return real(address, now)
 
-    monkeypatch.setattr(claims, "_link", link)
+    monkeypatch.setattr(claims, "links", SimpleNamespace(get=link))
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=tuple(keeps[::-1] if bad_first else keeps)))
-    assert wait(lambda: len(claims._kept) == 2, [p, d]), "what cannot be never comes in"
+    assert wait(lambda: len(claims.kept) == 2, [p, d]), "what cannot be never comes in"
     hold_up(d.worker._transfer_thread, STOP)
     assert wait(lambda: leases_of(p)[tokens[0]].lifetime.state.deadline > before, [p, d])
     monkeypatch.undo()

@@ -62,7 +62,7 @@ def test_p_is_killed(group: RankGroup, plane: str, when: str) -> None:
     p.fill(THEIRS, TOKENS)
     warm_up(p, d)
     token = p.grant("req-p", THEIRS, TOKENS)
-    gate = Gate(halves(d)[1], "_collect", lambda now: False) if when == "in flight" else None
+    gate = Gate(halves(d)[1], "collect", lambda now: False) if when == "in flight" else None
     if when == "idle":
         p.kill()
     d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
@@ -83,7 +83,7 @@ def test_a_p_that_stops_is_read_all_the_same(group: RankGroup) -> None:
     p.fill(THEIRS, TOKENS)
     warm_up(p, d)
     token = p.grant("req-p", THEIRS, TOKENS)
-    (link,) = halves(d)[1]._links
+    (link,) = halves(d)[1].links
     assert link.board is not None and wait(lambda: link.board.find(token) is not None, [d])
     p.signal(signal.SIGSTOP)
     d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))

@@ -127,7 +127,7 @@ def test_a_token_that_no_message_holds(group: RankGroup, plane: str) -> None:
     begin(p, d)
     assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
     assert reason_of(d) == "incompatible"
-    assert wait(lambda: not halves(d)[1]._receiver and not sends_of(p).turns, [p, d], SOON)
+    assert wait(lambda: not halves(d)[1].reads.by_number and not sends_of(p).turns, [p, d], SOON)
 
 
 @pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
@@ -149,7 +149,7 @@ def test_a_read_that_d_cannot_cut(group: RankGroup, monkeypatch: pytest.MonkeyPa
         patch.setattr(RankCaches, "cut", cut_once)
         begin(p, d)
         assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
-        assert wait(lambda: not halves(d)[1]._receiver and not sends_of(p).turns, [p, d], SOON)
+        assert wait(lambda: not halves(d)[1].reads.by_number and not sends_of(p).turns, [p, d], SOON)
     assert reason_of(d) == "incompatible"
     another_works(p, d)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side import load_attempts
+from kvferry.connector.decode_side import load_state
 from kvferry.transport.errors import GeometryError
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
@@ -32,9 +32,9 @@ def boards() -> int:
 def test_the_boards_of_dead_producers_are_unmapped(
     group: RankGroup, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    monkeypatch.setattr(load_attempts, "SAME_PEER_SECONDS", 0.0)
+    monkeypatch.setattr(load_state, "SAME_PEER_SECONDS", 0.0)
     d = group.rank(engine_id="engine-d", settings=Settings(plane="cma"))
-    links, receiver = halves(d)[1]._links, halves(d)[1]._receiver
+    links, receiver = halves(d)[1].links, halves(d)[1].reads
     check = receiver.check_grant
 
     def damaged_once(read: Any, given: Any) -> None:

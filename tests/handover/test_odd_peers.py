@@ -202,7 +202,7 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
 ) -> None:
     p, d = pair
     half = halves(d)[1]
-    owner = half._links if where == "get" else half.loads
+    owner = half.links if where == "get" else half.loads
     real = getattr(owner, where)
     calls: list[Any] = []
 
@@ -242,9 +242,9 @@ def test_a_grant_that_comes_twice_counts_once(pair: tuple[Rank, Rank]) -> None:
     """A second copy into D's pages would go on when the load has ended."""
     p, d = pair
     half = halves(d)[1]
-    grant, checked, calls = half.loads.reads._take_grant, half._receiver.check_grant, []
-    half.loads.reads._take_grant = lambda *args: (grant(*args), grant(*args))
-    half._receiver.check_grant = lambda *args: (calls.append(args), checked(*args))
+    grant, checked, calls = half.reads.take_grant, half.reads.check_grant, []
+    half.reads.take_grant = lambda *args: [*grant(*args), *grant(*args)]
+    half.reads.check_grant = lambda *args: (calls.append(args), checked(*args))
     another_works(p, d)
     assert len(calls) == 1
 
@@ -377,7 +377,7 @@ def test_a_lease_of_another_prompt_is_not_loaded(group: RankGroup, prompt: str, 
     assert d.failed == (set() if loaded else {"req-d"})
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) == loaded
     if not loaded:
-        assert wait(lambda: not halves(d)[1]._lease_keeper, [p, d])
+        assert wait(lambda: not halves(d)[1].leases.kept, [p, d])
         d.worker.post(load_plan("honest", b"t" * 16, peer([p]), OURS, 0, TOKENS))
         assert wait(lambda: "honest" in d.received, [p, d]) and "honest" not in d.failed
     assert wait(lambda: p.sent == {"req-p"}, [p, d])

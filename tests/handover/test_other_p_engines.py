@@ -36,15 +36,15 @@ def test_a_killed_p_is_followed_by_the_other_one(group: RankGroup) -> None:
     other, d = pair(group, plane="tcp")
     reports = Reports(d)
     token, second = first.grant("req-first", THEIRS, TOKENS), grant([other], "req-other", THEIRS, TOKENS)
-    collect = Gate(halves(d)[1], "_collect", lambda now: False)
+    collect = Gate(halves(d)[1], "collect", lambda now: False)
     d.worker.post(both("req-d", token, remote_peer([first]), second, peer([other])))
     assert wait(lambda: collect.calls > 3 and load_of(d) is not None, [d])
-    assert set(halves(d)[1]._lease_keeper._kept) == {token, second}, "both leases are kept alive"
+    assert set(halves(d)[1].leases.kept) == {token, second}, "both leases are kept alive"
     first.kill()
     collect.open()
     assert wait(lambda: d.received == {"req-d"} and other.sent == {"req-other"}, [other, d])
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and not d.failed and reports.ok == [True]
-    assert not halves(d)[1]._lease_keeper and figures(other)["leases"] == {"released": 1}
+    assert not halves(d)[1].leases.kept and figures(other)["leases"] == {"released": 1}
 
 
 def test_without_a_failure_both_leases_are_released_once(group: RankGroup) -> None:
@@ -61,7 +61,7 @@ def test_an_error_at_one_lease_does_not_keep_the_other(group: RankGroup, monkeyp
     p, d = pair(group)
     other = group.rank(settings=Settings(**LONG), engine_id="engine-other", **WIDE)
     token, second = grant([p], "req-p", THEIRS, TOKENS), grant([other], "req-other", THEIRS, TOKENS)
-    keeper = halves(d)[1]._lease_keeper
+    keeper = halves(d)[1].leases
     release = keeper.release
 
     def breaks(lease: bytes, *rest: Any) -> None:
@@ -72,7 +72,7 @@ def test_an_error_at_one_lease_does_not_keep_the_other(group: RankGroup, monkeyp
     monkeypatch.setattr(keeper, "release", breaks)
     d.worker.post(both("req-d", token, peer([p]), second, peer([other])))
     assert wait(lambda: d.received == {"req-d"} and other.sent == {"req-other"}, [p, d, other])
-    assert not d.failed and set(keeper._kept) == {token} and figures(d)["failed"] == {"internal": 1}
+    assert not d.failed and set(keeper.kept) == {token} and figures(d)["failed"] == {"internal": 1}
 
 
 def test_a_lease_that_is_over_is_followed_by_the_other_p(group: RankGroup) -> None:
@@ -101,5 +101,5 @@ def test_a_first_attempt_that_cannot_begin_is_followed_by_the_other_p(
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(both("req-d", secrets.token_bytes(16), gone, token, peer([p])))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert not d.failed and not halves(d)[1]._lease_keeper
+    assert not d.failed and not halves(d)[1].leases.kept
     assert figures(d)["retried"] == {"peer_lost" if how == "no link" else "incompatible": 1}

@@ -40,7 +40,7 @@ class Late:
 
 def all_here(d: Rank) -> bool:
     """Whether every chunk of D's hand-overs lies in its pages."""
-    return all(read.state.landed for job in list(halves(d)[1].loads.running) for read in job.reads)
+    return all(read.landed for job in list(halves(d)[1].loads.running) for read in job.reads)
 
 
 def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGroup) -> None:

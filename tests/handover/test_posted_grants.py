@@ -65,11 +65,11 @@ def test_what_was_read_under_a_grant_that_fell_is_not_loaded(pair: Pair, when: s
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)
     posted(p, token)
-    reads = halves(d)[1]._receiver
+    reads = halves(d)[1].reads
     collect, held = reads.collect, []
 
-    def shut(links: Any) -> Any:
-        held.append(links)
+    def shut(now: float) -> Any:
+        held.append(now)
         return iter(())
 
     if when == "while it reads":
@@ -79,7 +79,7 @@ def test_what_was_read_under_a_grant_that_fell_is_not_loaded(pair: Pair, when: s
         assert wait(lambda: "req-p" in p.sent, [p])
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     if when == "while it reads":
-        assert wait(lambda: any(read.note for read in reads._reads.values()), [d]), "it began to"
+        assert wait(lambda: any(read.note for read in reads.by_number.values()), [d]), "it began to"
         let_time_pass(p, 10_000)
         assert wait(lambda: "req-p" in p.sent, [p])
         for name in p.layers:
@@ -147,7 +147,7 @@ def test_a_transfer_thread_that_ends_leaves_no_note(pair: Pair, monkeypatch: pyt
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)
     posted(p, token)
-    (theirs,) = halves(d)[1]._links
+    (theirs,) = halves(d)[1].links
     note = theirs.board.find(token)
     assert note is not None and note.is_current
 
@@ -166,14 +166,14 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
     GPU, so that the hand-over ends in the turn that it began in."""
     p, d = pair
     consumer, reported = halves(d)[1], []
-    reads = consumer._receiver
-    begin_pull, tell, close = reads.begin_pull, consumer.loads._reports._on_finished, consumer._lease_keeper.release
+    reads = consumer.reads
+    begin_pull, tell, close = reads.begin_pull, d.thread.results.finished, consumer.leases.release
 
-    def copied(read: Any, grant: Any) -> Any:
-        happenings = list(begin_pull(read, grant))
+    def copied(read: Any, *args: Any) -> Any:
+        event = begin_pull(read, *args)
         read.link.plane.progress()
-        assert next(reversed(reads._writing)).copy.done
-        return happenings
+        assert next(reversed(reads.writes)).copy.done
+        return event
 
     def broken(*args: Any) -> None:
         close(*args)
@@ -184,8 +184,8 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
         tell(finished)
 
     for owner, name, value in (
-        (reads, "begin_pull", copied), (consumer.loads._reports, "_on_finished", noted),
-        (consumer._lease_keeper, "release", broken),
+        (reads, "begin_pull", copied), (d.thread.results, "finished", noted),
+        (consumer.leases, "release", broken),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     token = grant([p], "req-p", THEIRS, TOKENS)

@@ -183,7 +183,7 @@ def test_a_process_that_has_p_s_number_by_now_is_not_taken_for_p(
     p.fill(THEIRS, TOKENS)
     warm_up(p, d)
     token = p.grant("req-p", THEIRS, TOKENS)
-    (link,) = halves(d)[1]._links
+    (link,) = halves(d)[1].links
     assert link.board is not None and wait(lambda: link.board.find(token) is not None, [d])
     read, planted, lock = cma.read_memory, [], threading.Lock()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side import load_attempts
+from kvferry.connector.decode_side import load_state
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.gates import PATIENT, halves
@@ -60,7 +60,7 @@ def test_a_plane_that_breaks_is_left_for_the_next(
     another_works(p, d)
     assert list(figures(d)["finished"]) == [then], "for some time"
     let_time_pass(d, AVOIDED + 1)
-    assert wait(lambda: not list(halves(d)[1]._links))
+    assert wait(lambda: not list(halves(d)[1].links))
     for rank in (p, d):
         rank.sent.clear()
         rank.received.clear()
@@ -217,7 +217,7 @@ def test_the_deadline_passes_while_copies_end(group: RankGroup, monkeypatch: pyt
 
 @pytest.mark.parametrize("how", ["cancelled", "at the deadline"])
 def test_a_load_ends_between_attempts(group: RankGroup, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(load_attempts, "SAME_PEER_SECONDS", 60.0)
+    monkeypatch.setattr(load_state, "SAME_PEER_SECONDS", 60.0)
     p, d = pair(group)
     trickle, reports = Trickle(p, 3), Reports(d)
     begin(p, d)
@@ -265,7 +265,7 @@ def test_one_source_of_two_fails_on_one_of_two_ranks(group: RankGroup) -> None:
         rank.worker.post(load_plan("req-d", token, peer(ps), OURS, 0, TOKENS))
     everyone = [*ps, *ds]
     assert wait(lambda: all(map(in_the_middle, ds)), everyone)
-    links = {link._port: link for link in halves(ds[0])[1]._links}
+    links = {link._port: link for link in halves(ds[0])[1].links}
     cut(ds[0], ps[1].address.port)
     for trickle in trickles:
         trickle.turns = float("inf")
@@ -274,7 +274,7 @@ def test_one_source_of_two_fails_on_one_of_two_ranks(group: RankGroup) -> None:
         assert not rank.failed and report.ok == [True] and torch.equal(rank.read(OURS, TOKENS), rank.wanted(TOKENS))
     assert [figures(rank)["retried"] for rank in ds] == [{"peer_lost": 1}, {}]
     assert all(figures(rank)["leases"] == {"released": 1} for rank in ps)
-    now = {link._port: link for link in halves(ds[0])[1]._links}
+    now = {link._port: link for link in halves(ds[0])[1].links}
     kept, replaced = ps[0].address.port, ps[1].address.port
     assert now[kept] is links[kept] and now[replaced] is not links[replaced], "the sound link is used again"
 
@@ -290,9 +290,9 @@ def test_a_lost_stopped_leaves_nothing(group: RankGroup) -> None:
     assert wait(lambda: in_the_middle(d), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.failed == {"req-d"}, [p, d]), "the engine does not wait for it"
-    assert halves(d)[1]._receiver
+    assert halves(d)[1].reads.by_number
     let_time_pass(d, 31)
-    assert wait(lambda: not halves(d)[1]._receiver and p.sent == {"req-p"}, [p, d])
+    assert wait(lambda: not halves(d)[1].reads.by_number and p.sent == {"req-p"}, [p, d])
     replies.send, trickle.turns = reply, float("inf")
     let_time_pass(d, 40)
     another_works(p, d)

@@ -61,7 +61,7 @@ def test_the_end_of_the_first_is_not_that_of_the_second(pair: Pair, one_plan: bo
     p.worker.post(StepPlan(leases=(lease,)))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p", "again-p"}, [p, d])
     assert not d.failed and torch.equal(d.read(OTHERS, TOKENS), d.wanted(TOKENS))
-    assert wait(lambda: not halves(d)[1]._lease_keeper, [p, d])
+    assert wait(lambda: not halves(d)[1].leases.kept, [p, d])
 
 
 def test_the_second_fails_by_itself_where_it_cannot_start(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_the_second_fails_by_itself_where_it_cannot_start(pair: Pair, monkeypatc
     def breaks(*_: object) -> None:
         raise OSError(24, "planted")
 
-    monkeypatch.setattr(halves(d)[1]._links, "source_addresses", breaks)
+    monkeypatch.setattr(halves(d)[1].links, "source_addresses", breaks)
     lease = load_again(p, d, one_plan=False)
     assert wait(lambda: d.received == d.failed == {"req-d"}, [p, d]), "its report does not wait for the first"
     assert copies.running and len(halves(d)[1].loads.running) == 1
@@ -95,12 +95,12 @@ def test_the_release_of_the_first_is_not_that_of_the_second(group: RankGroup) ->
     )
     engine.on_new_request(first)
     d.worker.post(engine.take_plan())
-    keeper = halves(d)[1]._lease_keeper
-    assert wait(lambda: bool(keeper), [p, d])
+    keeper = halves(d)[1].leases
+    assert wait(lambda: bool(keeper.kept), [p, d])
     engine.request_finished(first, ((),), completed=False)
     engine.on_new_request(second)
     d.worker.post(engine.take_plan())
     assert wait(lambda: p.sent == {"first-p"}, [p, d]), "the second still needs its lease"
     engine.request_finished(second, ((),), completed=False)
     d.worker.post(engine.take_plan())
-    assert wait(lambda: p.sent == {"first-p", "second-p"} and not keeper, [p, d])
+    assert wait(lambda: p.sent == {"first-p", "second-p"} and not keeper.kept, [p, d])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.link_state import LinkPhase
+from kvferry.connector.decode_side.link import LinkPhase
 from kvferry.connector.engine import worker
 from kvferry.connector.prefill_side.serve import Producer
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
@@ -52,14 +52,14 @@ def wipe(rank: Rank, value: int) -> None:
 
 def held_in_flight(d: Rank) -> Gate:
     """Stops D where it takes what has arrived, or what it has copied."""
-    return Gate(halves(d)[1], "_collect", lambda now: False)
+    return Gate(halves(d)[1], "collect", lambda now: False)
 
 
 def test_a_p_with_leases_sleeps_and_wakes(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     another_works(p, d)
     token, before = grant([p], "held-p", THEIRS, TOKENS), peer([p])
-    (link,) = halves(d)[1]._links
+    (link,) = halves(d)[1].links
     p.worker.unregister()
     assert p.worker.address is None
     p.poll()
@@ -100,7 +100,7 @@ def test_a_copy_that_began_before_the_sleep_is_not_loaded(group: RankGroup) -> N
     p, d = (group.rank(settings=Settings(**settings("cma")), engine_id=name, **WIDE) for name in ("engine", "engine-d"))
     p.fill(THEIRS, TOKENS)
     another_works(p, d)
-    (link,) = halves(d)[1]._links
+    (link,) = halves(d)[1].links
     plane = d.worker.rank_context.plane("cma")  # type: ignore[union-attr]
     gate = Gate(plane, "progress", lambda: False)
     token = grant([p], "req-p", THEIRS, TOKENS)
@@ -262,7 +262,7 @@ def test_the_end_of_its_leases_is_told(group: RankGroup, monkeypatch: pytest.Mon
     p, d = group.rank(), group.rank(engine_id="engine-d", settings=Settings(**PATIENT))
     p.fill(THEIRS, TOKENS)
     another_works(p, d)
-    (link,) = halves(d)[1]._links
+    (link,) = halves(d)[1].links
     told, say = threading.Event(), Producer.say_closing
 
     def say_and_wait(producer: Any, reason: str) -> None:  # as long as a slow host may take

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.source_read import ReadPhase
+from kvferry.connector.decode_side.read import ReadPhase
 from kvferry.connector.pages.copies import DeviceEvent, WaitPolicy
 from kvferry.connector.step_loads import step_hold
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
@@ -23,6 +22,7 @@ from tests.handover import opening
 from tests.handover.gates import halves
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import SlowCopies, install
+from tests.support.inside import consumer_of
 from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, standing, wait
 from tests.transport.plane_list import PUSH, host_planes
 
@@ -76,8 +76,8 @@ def test_d_hears_that_its_read_is_granted_before_anything_is_packed(
     """P may be held up there for long, and a D that hears nothing does not know whether P has its request."""
     p, d = pair
     begin_and_stop_at(copies[0], p, d)
-    reads = halves(d)[1]._receiver._reads
-    assert wait(lambda: [read.state.phase for read in reads.values()] == [ReadPhase.MOVING], [p, d])
+    reads = halves(d)[1].reads.by_number
+    assert wait(lambda: [read.phase for read in reads.values()] == [ReadPhase.MOVING], [p, d])
     assert copies[0].running
     copies[0].gate.set()
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
@@ -296,9 +296,9 @@ def test_a_step_hears_of_a_lease_that_ended_while_its_device_waited(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    (read,) = halves(d)[1]._receiver._reads.values()
+    (read,) = halves(d)[1].reads.by_number.values()
     read.note = SimpleNamespace(is_current=False)
-    read.lifetime.state = msgspec.structs.replace(read.state, fence="posted")
+    read.fence = "posted"
     copies[1].gate.set()
     assert not standing(d)
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
@@ -336,7 +336,7 @@ def test_a_load_that_begins_after_it_was_given_up_fails_though_all_of_it_arrives
     p, d = pair
     transfer_thread = d.worker._transfer_thread
     assert transfer_thread is not None
-    monkeypatch.setattr(transfer_thread._consumer.loads, "cancel", lambda *_: None)  # it comes too late
+    monkeypatch.setattr(consumer_of(transfer_thread).loads, "cancel", lambda *_: None)  # it comes too late
     copies[0].gate.clear()
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
@@ -405,7 +405,7 @@ def test_of_copies_that_end_at_once_nobody_is_told(group: RankGroup) -> None:
     p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     begun: list[object] = []
-    halves(d)[1].loads._reports._on_begun = begun.append
+    d.thread.results.begun = lambda *args: begun.append(args)  # type: ignore[method-assign]
     begin_inside(p, d)
     assert standing(d) == {"req-d"} and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not begun

@@ -207,8 +207,8 @@ def test_a_d_that_is_gone_lets_the_lease_expire(group: RankGroup) -> None:
     engine.load(d, OURS, step=STEP)
     engine.step(0, STEP)
     assert wait(lambda: has(d, 0, STEP), [p, d])
-    keeper = halves(d)[1]._lease_keeper  # D says nothing, as when its process is killed
-    keeper.release = keeper.close_all = lambda *arguments: None
+    keeper = halves(d)[1].leases  # D says nothing, as when its process is killed
+    keeper.release = keeper.close = lambda *arguments: None
     d.close()
     engine.step(STEP, TOKENS)
     engine.grant()

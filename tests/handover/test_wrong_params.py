@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side import lease_keeper, links
+from kvferry.connector.decode_side import links, renew
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.transport.allowed_peers import AllowedPeers
 from tests.handover.gates import PATIENT, halves
@@ -43,7 +44,7 @@ def test_a_real_p_under_a_wrong_form(pair: tuple[Rank, Rank], wrong: str) -> Non
         d.worker.post(load_plan(f"{number}", token, engine, OURS, 0, TOKENS))
     assert wait(lambda: d.received == {"0", "1", "2", "3"}, [p, d])
     assert d.failed == (set() if wrong == "engine_id" else {"0", "2"})
-    assert len(halves(d)[1]._links) == 1
+    assert len(halves(d)[1].links) == 1
     another_works(p, d)
 
 
@@ -59,7 +60,7 @@ def test_many_addresses_do_not_make_many_links(pair: tuple[Rank, Rank], monkeypa
                 StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(UnneededLease(f"r{number}", keep.token),))
             )
         another_works(p, d)
-        assert 2 <= len(halves(d)[1]._links) <= 8, "of 31"
+        assert 2 <= len(halves(d)[1].links) <= 8, "of 31"
 
 
 def test_made_up_incarnations_of_p_do_not_cost_the_first_honest_link(group: RankGroup) -> None:
@@ -74,7 +75,7 @@ def test_made_up_incarnations_of_p_do_not_cost_the_first_honest_link(group: Rank
     d.worker.post(load_plan("honest", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: len(d.received) == 21, [p, d])
     assert d.failed == {f"{number}" for number in range(20)}
-    assert len(halves(d)[1]._links) == 1
+    assert len(halves(d)[1].links) == 1
     another_works(p, d)
 
 
@@ -99,9 +100,9 @@ def test_no_link_can_be_opened(pair: tuple[Rank, Rank], monkeypatch: pytest.Monk
 
 
 def test_renewals_of_many_ranks_are_spread_over_ticks(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_keeper, "RENEWED_PER_TICK", 3)
+    monkeypatch.setattr(renew, "RENEWED_PER_TICK", 3)
     p, d = group.rank(settings=Settings(**PATIENT)), group.rank(settings=Settings(**PATIENT), engine_id="engine-d")
-    keeper, asked = halves(d)[1]._lease_keeper, []
+    keeper, asked = halves(d)[1].leases, []
     ranks = tuple(replace(peer([p]).ranks[0], tp_rank=n, port=20000 + n) for n in range(16))
     engine = replace(peer([p]), tp_size=16, ranks=ranks, lease_seconds=1e-9)
 
@@ -110,15 +111,15 @@ def test_renewals_of_many_ranks_are_spread_over_ticks(group: RankGroup, monkeypa
         raise OSError(24, "planted")
 
     ticks: list[int] = []
-    tick = keeper.tick
+    tick = keeper.send_renewals
 
     def counted(now: float) -> None:
         before = len(asked)
         tick(now)
         ticks.append(len(asked) - before)
 
-    monkeypatch.setattr(keeper, "_link", link)
-    monkeypatch.setattr(keeper, "tick", counted)
+    monkeypatch.setattr(keeper, "links", SimpleNamespace(get=link))
+    monkeypatch.setattr(keeper, "send_renewals", counted)
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("r", b"t" * 16, engine, False),)))
     assert wait(lambda: len(asked) >= 32, [d])
     assert max(ticks) == 3

@@ -34,7 +34,6 @@ CONFIG = "geometry transport"
 TOPS = ("connector", "cli", "transport", "kernels", "router")
 MOST_FILES = 15
 CROWDED = {
-    "connector/decode_side": 20,
     "connector/engine": 21,
 }
 """Folders that have more files than they should. None may grow."""

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.active_load import SourceRead
+from kvferry.connector.decode_side.read import SourceRead
 from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
@@ -29,7 +29,7 @@ from tests.handover.slow_copies import SlowCopies
 from tests.ranks.caches import RankCaches, Table, layer_name
 from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank
 from tests.ranks.state_caches import StateCaches
-from tests.support.inside import producer_of
+from tests.support.inside import consumer_of, producer_of
 from tests.support.lanes import LANES
 
 SLOT_BYTES = 64 << 10
@@ -101,24 +101,14 @@ class HostedRank:
         """Note what D asks for and what P is released by; everything goes its way."""
         thread = self.worker._transfer_thread
         assert thread is not None
-        ask, producer, stats = thread._consumer.loads.reads.ask, producer_of(thread), thread._rank_context.stats
-        handle, lease_ended = producer.handle, stats.lease_ended
-        find_posted = thread._consumer.loads.reads.use_posted_grant
+        reads, producer, stats = consumer_of(thread).reads, producer_of(thread), thread._rank_context.stats
+        ask, handle, lease_ended = reads.ask, producer.handle, stats.lease_ended
 
-        def note(read: SourceRead) -> None:
+        def asked(read: SourceRead, now: float) -> Any:
             address = read.address
             spans = [msgspec.to_builtins(item.span) for item in read.planned]
             self.asks.append(((address.pp_rank, address.tp_rank), spans))
-
-        def asked(read: SourceRead, now: float) -> None:
-            note(read)
-            ask(read, now)
-
-        def found(read: SourceRead, now: float, *, asked: bool = False) -> bool:
-            posted = find_posted(read, now, asked=asked)
-            if posted and not asked:
-                note(read)
-            return posted
+            return ask(read, now)
 
         def handled(identity: bytes, request: messages.Request, now: float, address: str) -> None:
             if isinstance(request, messages.Release):
@@ -129,8 +119,7 @@ class HostedRank:
             self.released_when_freed, self.why_freed = list(self.released), reason
             lease_ended(reason)
 
-        thread._consumer.loads.reads.ask = asked  # type: ignore[method-assign]
-        thread._consumer.loads.reads.use_posted_grant = found  # type: ignore[method-assign]
+        reads.ask = asked
         producer.handle = handled
         stats.lease_ended = ended  # type: ignore[method-assign]
 

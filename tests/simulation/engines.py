@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.load_reports import Check
+from kvferry.connector.decode_side.report import Check
 from kvferry.connector.wire.metrics import Figures, add, no_figures
 from kvferry.connector.wire.step_plan import (
     KeepLease,

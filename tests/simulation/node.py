@@ -9,10 +9,9 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.handover import HandoverPhase
-from kvferry.connector.decode_side.load_attempts import LoadPhase
-from kvferry.connector.decode_side.load_reports import Check, FinishedLoad
-from kvferry.connector.decode_side.lookup_state import RendezvousPhase
+from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.decode_side.lookup import LookupPhase
+from kvferry.connector.decode_side.report import Check, FinishedLoad
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.rendezvous_params import lease_of_answer
 from kvferry.connector.engine.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
@@ -29,6 +28,7 @@ from tests.simulation.push_planes import PlacePlane, PushPlane
 from tests.simulation.timeline import Violation
 from tests.support.inside import (
     board_of,
+    consumer_of,
     early_asks,
     early_votes,
     leases_of,
@@ -258,7 +258,7 @@ class Node:
         board = board_of(self.thread)  # no other process opens a dead process's descriptor
         os.close(board.fd)
         board.fd = -1
-        for link in self.thread._consumer._links:  # the system unmaps what a dead process has mapped
+        for link in consumer_of(self.thread).links:  # the system unmaps what a dead process has mapped
             link.board = None
         self.network.ended(self, silently=silently)
 
@@ -291,27 +291,24 @@ class Node:
         if self.timeline.now < self._stands_still_until + 1.0:
             return
         late = self._clock.now - 5 * TICK_SECONDS
-        consumer, producer = self.thread._consumer, producer_of(self.thread)
+        consumer, producer = consumer_of(self.thread), producer_of(self.thread)
         for load in consumer.loads.running:
             state = load.lifetime.state
-            if load.attempts is not None and load.attempts.state.phase is LoadPhase.WAITING:
-                if min(load.attempts.state.begin_at, state.end) < late:
-                    yield f"attempt of load {load.load.request_id}"
-            elif state.phase is not HandoverPhase.DRAINING and min(state.deadline, state.end) < late:
+            if state.phase is not LoadPhase.DRAINING and min(state.deadline, state.end) < late:
                 yield f"load {load.load.request_id}, {state.phase.value}, by {late - state.deadline:.3f} s"
-        for link in consumer._links:
+        for link in consumer.links:
             # Only a release waits for this handshake, and the release is sent already.
             unhurried = IDLE_SECONDS if not link.lifetime.state.plane_wanted else 0.0
             if link.lifetime.state.deadline + unhurried < late:
                 yield f"link to {link.name}, {link.phase.value}"
-        for kept in consumer._lease_keeper._kept.values():
-            if kept.lifetime.state.renew_at < late:
-                yield f"renewal of {kept.token.hex()[:8]}"
-        for search in (*self.thread._finder.open.values(), *self.thread._finder.left):
-            rendezvous = search.lifetime.state
-            until = rendezvous.until if rendezvous.phase is RendezvousPhase.LEFT else rendezvous.retry_at
+        for renewal in consumer.leases.kept.values():
+            if renewal.renew_at < late:
+                yield f"renewal of {renewal.token.hex()[:8]}"
+        for lookup in (*consumer.lookups.open.values(), *consumer.lookups.left):
+            asked = lookup.lifetime.state
+            until = asked.until if asked.phase is LookupPhase.LEFT else asked.retry_at
             if until is not None and until < late:
-                yield f"question of {search.rendezvous.request_id}, {rendezvous.phase.value}, by {late - until:.3f} s"
+                yield f"question of {lookup.wanted.request_id}, {asked.phase.value}, by {late - until:.3f} s"
         for question in producer.named.held.values():
             if question.deadline < late:
                 yield f"held question {question.resolve.number}"
@@ -329,18 +326,17 @@ class Node:
 
     def left(self) -> Iterator[str]:
         """What is still in a table."""
-        consumer, producer = self.thread._consumer, producer_of(self.thread)
-        receiver, finder = consumer._receiver, self.thread._finder
+        consumer, producer = consumer_of(self.thread), producer_of(self.thread)
+        reads, lookups = consumer.reads, consumer.lookups
         tables: dict[str, Any] = {
             "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer.loads.running],
-            "reads": [f"{r.number} of {r.active_load.load.request_id} {r.lifetime.story()} {sorted(r.tags)}"
-                      for r in receiver._reads.values()],
-            "writes": receiver._writing,
-            "messages": receiver._arrived,
-            "kept leases": [kept.lifetime.story() for kept in consumer._lease_keeper._kept.values()],
-            "renewals": list(consumer._lease_keeper._due),
-            "links": [f"{link.name} {link.lifetime.story()}" for link in consumer._links],
-            "later": consumer.loads.later,
+            "reads": [f"{r.number} of {r.active_load.load.request_id} {r.story()} {sorted(r.tags)}"
+                      for r in reads.by_number.values()],
+            "writes": reads.writes,
+            "messages": reads.arrived,
+            "kept leases": list(consumer.leases.kept.values()),
+            "renewals": list(consumer.leases.to_renew),
+            "links": [f"{link.name} {link.lifetime.story()}" for link in consumer.links],
             "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in leases_of(producer).values()],
             "prompts that are computed": prompts_of(producer),
             "steps that compute them": producer.steps.flights,
@@ -348,9 +344,9 @@ class Node:
             "named prompts": producer.named.prompts,
             "names": producer.named.tokens,
             "questions of D": producer.named.held.values(),
-            "searches": [each.lifetime.story() for each in (*finder.open.values(), *finder.left)],
-            "open questions": finder._by_number,
-            "connections to ask over": finder.contacts,
+            "lookups": [each.lifetime.story() for each in (*lookups.open.values(), *lookups.left)],
+            "open questions": lookups.by_number,
+            "connections to ask over": lookups.contacts,
             "asks": early_asks(producer).values(),
             "early releases": early_votes(producer).values(),
             "replies": replies_of(producer).kept.values(),
@@ -381,4 +377,4 @@ class Node:
     @property
     def draining(self) -> int:
         """Loads whose copies must end before they are reported."""
-        return sum(load.lifetime.state.phase is HandoverPhase.DRAINING for load in self.thread._consumer.loads.running)
+        return sum(load.lifetime.state.phase is LoadPhase.DRAINING for load in consumer_of(self.thread).loads.running)

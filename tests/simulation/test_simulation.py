@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.decode_side.lookup import PromptFinder
+from kvferry.connector.decode_side.lookup import Lookups
+from kvferry.connector.engine.results import Results
+from kvferry.connector.wire.step_plan import RendezvousResult
 from tests.simulation import run
 from tests.support.streaming_faults import FAULTS
 
@@ -77,20 +79,21 @@ def test_a_fault_planted_into_streamed_prompts_is_seen(fault: str) -> None:
 
 
 def test_a_rendezvous_that_is_reported_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = PromptFinder._found
+    looked_up = Results.looked_up
 
-    def twice(finder: PromptFinder, search: Any, streams: bool) -> None:
-        found(finder, search, streams)
-        found(finder, search, streams)
+    def twice(results: Results, request_id: str, result: RendezvousResult) -> None:
+        looked_up(results, request_id, result)
+        if result.params:
+            looked_up(results, request_id, result)
 
-    monkeypatch.setattr(PromptFinder, "_found", twice)
+    monkeypatch.setattr(Results, "looked_up", twice)
     assert "once more" in run.simulate(3, 200, 4)["violation"]
 
 
 def test_a_question_that_keeps_its_connection_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(finder: PromptFinder, search: Any) -> None:
-        finder._by_number.pop(search.number, None)
-        search.contact = None
+    def forget(lookups: Lookups, lookup: Any) -> None:
+        lookups.by_number.pop(lookup.number, None)
+        lookup.contact = None
 
-    monkeypatch.setattr(PromptFinder, "_forget_question", forget)
+    monkeypatch.setattr(Lookups, "_forget_question", forget)
     assert "connections to ask over" in run.simulate(3, 200, 4)["violation"]

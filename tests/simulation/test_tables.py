@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side.lease_keeper import SIBLING_SECONDS
+from kvferry.connector.decode_side.renew import SIBLING_SECONDS
 from kvferry.connector.prefill_side.session import SILENT_SECONDS
 from kvferry.connector.wire.states import Lifetime, Tick
 from tests.simulation.engines import Engine
@@ -17,7 +17,7 @@ from tests.simulation.memory import Form
 from tests.simulation.network import Packet
 from tests.simulation.prompts import Request
 from tests.simulation.world import World
-from tests.support.inside import sessions_of
+from tests.support.inside import consumer_of, sessions_of
 
 FORM = Form(1, 2, 128)
 
@@ -91,10 +91,10 @@ def test_a_read_whose_end_is_lost_does_not_stay(world: World, what: str) -> None
             world.network.lose(packet)
     world.run(1.0)
     assert request.phase == "ended", "the engine does not wait for it"
-    receiver = d.nodes[0].thread._consumer._receiver
-    assert receiver
+    receiver = consumer_of(d.nodes[0].thread).reads
+    assert receiver.by_number
     world.run(world.settings.transfer_timeout_seconds)
-    assert not receiver
+    assert not receiver.by_number
     world.run(2.0)
     hand_over(p, d)
     world.run(2.0)

@@ -22,7 +22,7 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from tests.support.inside import leases_of, producer_of, sends_of, sessions_of
+from tests.support.inside import consumer_of, leases_of, producer_of, sends_of, sessions_of
 from tests.support.ranks import Rank, labels
 from tests.support.remote import tell
 from tests.support.turns import LongestTurn
@@ -221,7 +221,7 @@ class SoakEngine:
     def sample(self) -> None:
         """Tell what this process holds now."""
         thread: Any = self.rank.worker._transfer_thread
-        producer, consumer = producer_of(thread), thread._consumer
+        producer, consumer = producer_of(thread), consumer_of(thread)
         longest, self.turn.seconds = self.turn.seconds, 0.0
         rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
         held = {
@@ -231,9 +231,9 @@ class SoakEngine:
             "rss_mib": int(rollup["Rss:"]) / 1024,
             "pss_mib": int(rollup["Pss:"]) / 1024,
             "leases": len(leases_of(producer)) + self.scheduler.leases_held,
-            "kept": len(consumer._lease_keeper._kept),
+            "kept": len(consumer.leases.kept),
             "sessions": len(sessions_of(producer)),
-            "links": len(consumer._links),
+            "links": len(consumer.links),
             "reads": len(sends_of(producer).live),
             "blocks": self.blocks - len(self.free),
             "requests": len(self.requests),

@@ -72,6 +72,13 @@ def sends_of(of: Any) -> Any:
 
 # --- decode side --------------------------------------------------------------------------------------------------
 
+
+def consumer_of(of: Any) -> Any:
+    """The decode side of a rank, or of its transfer thread; or itself."""
+    of = getattr(of, "thread", of)
+    return getattr(of, "_consumer", of)
+
+
 # --- engine halves and the transfer thread ------------------------------------------------------------------------
 
 # --- vLLM ---------------------------------------------------------------------------------------------------------

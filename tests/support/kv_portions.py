@@ -16,7 +16,7 @@ from tests.support.kv_heads import KVHeads
 class _Portions:
     def kv_portions(self, nbytes: str = "") -> list[int]:
         """Begin to count. ``nbytes``: in place of the bounds of ``geometry.portions``."""
-        from kvferry.connector.decode_side import receiver
+        from kvferry.connector.decode_side import read
         from kvferry.connector.decode_side.span_read import cut_read
         from kvferry.connector.geometry import portions
 
@@ -29,7 +29,7 @@ class _Portions:
             seen.append(len(found))
             return found
 
-        mock.patch.object(receiver, "cut_read", counted).start()
+        mock.patch.object(read, "cut_read", counted).start()
         self._portions_seen = seen
         return []
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.link_state import LinkPhase
+from kvferry.connector.decode_side.link import LinkPhase
 from kvferry.connector.engine.transfer_thread import TransferThread
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
@@ -29,7 +29,7 @@ from kvferry.connector.wire.step_plan import (
     pack_ids,
 )
 from tests.support.clocks import put_forward
-from tests.support.inside import early_asks, early_votes, leases_of, producer_of, prompts_of, sends_of
+from tests.support.inside import consumer_of, early_asks, early_votes, leases_of, producer_of, prompts_of, sends_of
 from tests.support.lanes import lanes_of
 
 SOON = 20.0
@@ -232,8 +232,8 @@ def let_time_pass(rank: Rank, seconds: float) -> None:
 
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
-    claims = d.thread._consumer._lease_keeper
-    assert wait(lambda: bool(leases_of(p)) and bool(claims)), "what is claimed later is renewed later"
+    claims = consumer_of(d.thread).leases
+    assert wait(lambda: bool(leases_of(p)) and bool(claims.kept)), "what is claimed later is renewed later"
     before = {token: held.lifetime.state.deadline for token, held in leases_of(p).items()}
     let_time_pass(d, seconds)
     assert wait(lambda: all(leases_of(p)[token].lifetime.state.deadline > then for token, then in before.items()))
@@ -243,19 +243,19 @@ def renew_after(p: Rank, d: Rank, seconds: float) -> None:
 def left_in_tables(rank: Rank) -> dict[str, int]:
     """The lengths of the transfer thread's tables. All but the links are empty when nothing goes on."""
     thread = rank.thread
-    producer, consumer = producer_of(thread), thread._consumer
+    producer, consumer = producer_of(thread), consumer_of(thread)
     early = early_asks(producer).cost + early_votes(producer).cost
     return {
         "leases": len(leases_of(producer)), "early requests": int(early),
         "outgoing reads": len(sends_of(producer).turns),
         "computing prompts": len(prompts_of(producer)) + len(producer.steps.flights),
-        "loads": len(consumer.loads.running), "reads": len(consumer._receiver._reads),
+        "loads": len(consumer.loads.running), "reads": len(consumer.reads.by_number),
         "named prompts": len(producer.named.prompts) + len(producer.named.tokens) + len(producer.named.held),
-        "rendezvous": len(thread._finder.open) + len(thread._finder.left) + len(thread._finder._by_number),
-        "kept leases": int(bool(consumer._lease_keeper)), "links": len(list(consumer._links)),
+        "lookups": sum(map(len, (consumer.lookups.open, consumer.lookups.left, consumer.lookups.by_number))),
+        "kept leases": int(bool(consumer.leases.kept)), "links": len(list(consumer.links)),
     }  # fmt: skip
 
 
 def no_failed_link(d: Rank) -> bool:
     """Whether D would try anew: a failed link answers for a second."""
-    return all(link.phase is not LinkPhase.FAILED for link in d.thread._consumer._links)
+    return all(link.phase is not LinkPhase.FAILED for link in consumer_of(d.thread).links)

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side import handover, kept_lease, load_attempts, source_read
-from kvferry.connector.decode_side import lookup_state as rendezvous
+from kvferry.connector.config import Settings
+from kvferry.connector.decode_side import load_state, lookup
+from kvferry.connector.decode_side.link import Reason
 from kvferry.connector.pages.deadlines import SWEEP, Deadlines
 from kvferry.connector.prefill_side.lease import LEASE, LeasePhase, LeaseState
 from kvferry.connector.wire.states import Tick, TransitionTable
@@ -80,21 +81,15 @@ PHASES_THAT_WAIT = (LeasePhase.PREEMPTED, LeasePhase.GRANTED)
 def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
     """Every phase of every lifetime that waits for a time, with its times in each order."""
     times = list(product((3.0, 4.0, 5.0), repeat=2))
-    timeouts = handover.Timeouts(1.0, 1.0, 1.0)
-    reason = handover.Reason("timeout", "planted")
+    reason = Reason("timeout", "planted")
     found: list[tuple[TransitionTable[Any, Any, Any], Any]] = []
     for first, second in times:
         found += [
-            (kept_lease.KEPT_LEASE,
-             kept_lease.KeptLease(kept_lease.KeptLeasePhase.NEEDED, 1.0, 0.5, first, frozenset(), release_at=second)),
-            (handover.HANDOVER, handover.Handover(
-                handover.HandoverPhase.READY, 1, frozenset({0}), min(first, second), second, timeouts, reason)),
-            (load_attempts.LOAD_ATTEMPTS, load_attempts.LoadAttempts(
-                load_attempts.LoadPhase.WAITING, second, (1,), 0, begin_at=first, reason=reason)),
-            (source_read.SOURCE_READ, source_read.ReadState(0, left=1, timeout=1.0, deadline=first)),
-            (source_read.SOURCE_READ, source_read.ReadState(0, left=0, timeout=1.0, deadline=first)),
-            (rendezvous.RENDEZVOUS, rendezvous.RendezvousState(retry_at=first, until=second)),
-            (rendezvous.RENDEZVOUS, rendezvous.RendezvousState(retry_at=None, until=second)),
+            (load_state.LOAD, load_state.LoadState(
+                load_state.LoadPhase.READY, 1, frozenset({0}), min(first, second), second, Settings(), (1,), 0,
+                reason=reason)),
+            (lookup.LOOKUP, lookup.LookupState(retry_at=first, until=second)),
+            (lookup.LOOKUP, lookup.LookupState(retry_at=None, until=second)),
         ]  # fmt: skip
     leases = [LeaseState(phase, deadline=at, cap=cap) for at, cap in times for phase in PHASES_THAT_WAIT]
     leases += [LeaseState(phase) for phase in LeasePhase]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.decode_side import link_state as k
-from kvferry.connector.decode_side.handover import Reason
+from kvferry.connector.decode_side import link as k
+from kvferry.connector.decode_side.link import Reason
 from kvferry.connector.wire.states import Tick
 
 GONE, AGAIN = Reason("peer_lost", "gone"), Reason("peer_lost", "again")

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.decode_side import lookup_state as r
+from kvferry.connector.decode_side import lookup as r
 from kvferry.connector.prefill_side import lookup
 from kvferry.connector.prefill_side.lookup import NamedPrompts
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Tick
 from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, QueuedPrompt
 
-PHASE = r.RendezvousPhase
+PHASE = r.LookupPhase
 BEGUN, GRANTED = r.AskName("begun"), r.AskName("granted")
 
 
-def run(*events: r.RendezvousEvent, now: float = 0.0) -> tuple[PHASE, list[r.RendezvousEffect]]:
-    state = r.RendezvousState()
-    effects: list[r.RendezvousEffect] = [BEGUN]
+def run(*events: r.LookupEvent, now: float = 0.0) -> tuple[r.LookupPhase, list[r.LookupEffect]]:
+    state = r.LookupState()
+    effects: list[r.LookupEffect] = [BEGUN]
     for event in events:
-        state, new = r.RENDEZVOUS.step(state, event, now)
+        state, new = r.LOOKUP.step(state, event, now)
         effects += new
     return state.phase, effects
 
@@ -51,17 +51,17 @@ def test_a_granted_prompt_needs_one_question() -> None:
 @pytest.mark.parametrize("asked", [BEGUN, GRANTED])
 def test_an_open_question_is_repeated_after_a_pause(asked: r.AskName) -> None:
     way = () if asked == BEGUN else (r.NameResolved(granted=False, streams=False),)
-    state = r.RendezvousState()
+    state = r.LookupState()
     for event in (*way, r.NameUnresolved(final=False)):
-        state, _ = r.RENDEZVOUS.step(state, event, 1.0)
-    assert r.RENDEZVOUS.step(state, Tick(), 1.0 + r.RETRY_SECONDS / 2)[1] == ()
-    state, effects = r.RENDEZVOUS.step(state, Tick(), 1.0 + r.RETRY_SECONDS)
+        state, _ = r.LOOKUP.step(state, event, 1.0)
+    assert r.LOOKUP.step(state, Tick(), 1.0 + r.RETRY_SECONDS / 2)[1] == ()
+    state, effects = r.LOOKUP.step(state, Tick(), 1.0 + r.RETRY_SECONDS)
     assert effects == (asked,)
-    assert r.RENDEZVOUS.step(state, Tick(), 100.0)[1] == (), "P holds the question"
+    assert r.LOOKUP.step(state, Tick(), 100.0)[1] == (), "P holds the question"
 
 
 @pytest.mark.parametrize("way", [(), (r.NameResolved(False, False),)], ids=["begun", "granted"])
-def test_d_hears_that_p_s_engine_has_the_prompt(way: tuple[r.RendezvousEvent, ...]) -> None:
+def test_d_hears_that_p_s_engine_has_the_prompt(way: tuple[r.LookupEvent, ...]) -> None:
     phase, effects = run(*way, r.NameUnresolved(final=False, known=True))
     assert effects[-1] == r.ReportKnown() and (phase, effects[:-1]) == run(*way), "and waits on"
     assert r.ReportKnown() not in run(*way, r.NameUnresolved(final=True, detail="why", known=True))[1]
@@ -69,25 +69,24 @@ def test_d_hears_that_p_s_engine_has_the_prompt(way: tuple[r.RendezvousEvent, ..
 
 
 def test_a_p_that_must_be_found_first_is_asked_then() -> None:
-    state, effects = r.begin(located=False)
-    assert (state.phase, effects) == (PHASE.LOCATING, (r.FetchPage(),))
-    assert r.RENDEZVOUS.step(state, r.PeerLocated(), 0.0) == r.begin(located=True) == (r.RendezvousState(), (BEGUN,))
-    assert r.RENDEZVOUS.step(state, r.NameLeft(), 0.0) == (r.RendezvousState(PHASE.ENDED), ()), "nobody was asked"
-    assert r.RENDEZVOUS.step(state, r.PeerFailed("why"), 0.0)[1] == (r.ReportLost("why"),)
+    state = r.LookupState(PHASE.LOCATING)
+    assert r.LOOKUP.step(state, r.PeerLocated(), 0.0) == (r.LookupState(), (BEGUN,))
+    assert r.LOOKUP.step(state, r.NameLeft(), 0.0) == (r.LookupState(PHASE.ENDED), ()), "nobody was asked"
+    assert r.LOOKUP.step(state, r.PeerFailed("why"), 0.0)[1] == (r.ReportLost("why"),)
 
 
 @pytest.mark.parametrize("way", [(), (r.NameResolved(False, False),)])
-def test_a_connection_that_is_lost_once_is_made_again(way: tuple[r.RendezvousEvent, ...]) -> None:
-    state = r.RendezvousState()
+def test_a_connection_that_is_lost_once_is_made_again(way: tuple[r.LookupEvent, ...]) -> None:
+    state = r.LookupState()
     for event in way:
-        state, _ = r.RENDEZVOUS.step(state, event, 0.0)
-    lost, effects = r.RENDEZVOUS.step(state, r.ContactLost("busy"), 1.0)
+        state, _ = r.LOOKUP.step(state, event, 0.0)
+    lost, effects = r.LOOKUP.step(state, r.ContactLost("busy"), 1.0)
     assert (lost.phase, effects) == (state.phase, ())
-    again, effects = r.RENDEZVOUS.step(lost, Tick(), 1.0 + r.RETRY_SECONDS)
+    again, effects = r.LOOKUP.step(lost, Tick(), 1.0 + r.RETRY_SECONDS)
     assert effects == ((GRANTED,) if way else (BEGUN,))
-    assert r.RENDEZVOUS.step(again, r.ContactLost("gone"), 2.0)[1] == (r.ReportLost("gone"),)
-    answered, _ = r.RENDEZVOUS.step(again, r.NameUnresolved(False), 2.0)
-    assert r.RENDEZVOUS.step(answered, r.ContactLost("later"), 600.0)[1] == (), "once since P has last answered"
+    assert r.LOOKUP.step(again, r.ContactLost("gone"), 2.0)[1] == (r.ReportLost("gone"),)
+    answered, _ = r.LOOKUP.step(again, r.NameUnresolved(False), 2.0)
+    assert r.LOOKUP.step(answered, r.ContactLost("later"), 600.0)[1] == (), "once since P has last answered"
 
 
 EVENTS: Any = st.sampled_from(
@@ -101,7 +100,7 @@ EVENTS: Any = st.sampled_from(
 
 
 @given(st.lists(EVENTS, max_size=12))
-def test_its_end_is_reported_once_and_its_lease_taken_or_released(events: list[r.RendezvousEvent]) -> None:
+def test_its_end_is_reported_once_and_its_lease_taken_or_released(events: list[r.LookupEvent]) -> None:
     phase, effects = run(*events)
     reports = [effect for effect in effects if isinstance(effect, r.ReportFound | r.ReportLost)]
     released = effects.count(r.ReleaseUnneeded())
@@ -116,7 +115,7 @@ KNOWN = (r.NameResolved(False, True),), (r.NameResolved(False, False),), (r.Name
 
 
 @pytest.mark.parametrize("answers", [*KNOWN, (r.NameResolved(False, True), r.PlaneFound(True))])
-def test_the_lease_of_a_request_that_ends_is_released(answers: tuple[r.RendezvousEvent, ...]) -> None:
+def test_the_lease_of_a_request_that_ends_is_released(answers: tuple[r.LookupEvent, ...]) -> None:
     phase, effects = run(*answers, r.NameLeft())
     assert phase is PHASE.ENDED and effects[-1] == r.ReleaseUnneeded()
     assert (r.SendLeave() in effects) == (answers == KNOWN[1]), "a question is open only while the grant is awaited"
@@ -128,17 +127,17 @@ def test_the_lease_of_a_request_that_ends_is_released(answers: tuple[r.Rendezvou
 
 def test_a_question_outlives_its_request_while_p_does_not_know_the_prompt() -> None:
     """P may have the prompt already: the lease must not stay until it ends by time."""
-    left, effects = r.RENDEZVOUS.step(r.RendezvousState(), r.NameLeft(), 1.0)
+    left, effects = r.LOOKUP.step(r.LookupState(), r.NameLeft(), 1.0)
     assert (left.phase, effects) == (PHASE.LEFT, ())
     for answer in KNOWN:
-        assert r.RENDEZVOUS.step(left, *answer, 2.0) == (r.RendezvousState(PHASE.ENDED), (r.ReleaseUnneeded(),))
+        assert r.LOOKUP.step(left, *answer, 2.0) == (r.LookupState(PHASE.ENDED), (r.ReleaseUnneeded(),))
     for end in (r.PeerFailed("p"), r.NameUnresolved(final=True)):
-        assert r.RENDEZVOUS.step(left, end, 2.0) == (r.RendezvousState(PHASE.ENDED), ())
-    again, _ = r.RENDEZVOUS.step(left, r.NameUnresolved(final=False), 2.0)
-    assert r.RENDEZVOUS.step(again, Tick(), 2.0 + r.RETRY_SECONDS)[1] == (BEGUN,)
+        assert r.LOOKUP.step(left, end, 2.0) == (r.LookupState(PHASE.ENDED), ())
+    again, _ = r.LOOKUP.step(left, r.NameUnresolved(final=False), 2.0)
+    assert r.LOOKUP.step(again, Tick(), 2.0 + r.RETRY_SECONDS)[1] == (BEGUN,)
     late = 1.0 + r.LEFT_SECONDS
-    assert r.RENDEZVOUS.step(left, Tick(), late)[1] == (r.SendLeave(),)
-    assert r.RENDEZVOUS.step(again, Tick(), late) == (r.RendezvousState(PHASE.ENDED), ()), "no question is open"
+    assert r.LOOKUP.step(left, Tick(), late)[1] == (r.SendLeave(),)
+    assert r.LOOKUP.step(again, Tick(), late) == (r.LookupState(PHASE.ENDED), ()), "no question is open"
 
 
 # --- P ------------------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from kvferry.connector.decode_side.handover import HandoverPhase
+from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.prefill_side import serve
 from kvferry.transport.planes import cma
-from tests.support.inside import producer_of
+from tests.support.inside import consumer_of, producer_of
 from tests.vllm.stepped import Engine, eventually, transfer_thread_of
 
 
@@ -78,13 +78,11 @@ class PausedTransfer:
 
 def job_of(engine: Engine, request_id: str) -> Any:
     """D's hand-over of a request, or None."""
-    loads = transfer_thread_of(engine)._consumer.loads.running
+    loads = consumer_of(transfer_thread_of(engine)).loads.running
     return next((each for each in list(loads) if each.load.request_id == request_id), None)
 
 
-def in_phase(
-    engine: Engine, request_id: str, phase: HandoverPhase, also: Callable[[Any], bool] = lambda job: True
-) -> None:
+def in_phase(engine: Engine, request_id: str, phase: LoadPhase, also: Callable[[Any], bool] = lambda job: True) -> None:
     """Wait, without stepping, until D's hand-over is in this phase."""
 
     def reached() -> bool:

@@ -38,7 +38,7 @@ from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
 from tests.support.clocks import put_forward
-from tests.support.inside import leases_of
+from tests.support.inside import consumer_of, leases_of
 from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS
 from tests.vllm.stepped_config import engine_config
 from tests.vllm.stepped_forward import Forward, Origins
@@ -386,7 +386,7 @@ def renew_after(p: Engine, d: Engine, seconds: float) -> None:
     def deadlines() -> list[float]:
         return [held.lifetime.state.deadline for held in list(leases_of(transfer_thread_of(p)).values())]
 
-    eventually(lambda: bool(transfer_thread_of(d)._consumer._lease_keeper))  # what is claimed later is renewed later
+    eventually(lambda: bool(consumer_of(transfer_thread_of(d)).leases.kept))  # what is claimed later is renewed later
     before = deadlines()
     assert before, "there is a lease to renew"
     let_time_pass(d, seconds)

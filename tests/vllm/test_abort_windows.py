@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.decode_side import link
-from kvferry.connector.decode_side.handover import HandoverPhase
+from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.engine import worker
 from kvferry.connector.wire import messages
 from tests.support.inside import early_asks, leases_of
@@ -69,19 +69,19 @@ def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
     request_id = d.add(IDS, prefill(p, IDS))  # P has not stepped since: its worker knows of no lease
     loading(d, request_id)
     eventually(lambda: bool(early_asks(transfer_thread_of(p))))
-    in_phase(d, request_id, HandoverPhase.READY)
+    in_phase(d, request_id, LoadPhase.READY)
     d.abort(request_id)
     run([d], lambda: d.idle)
     settle(p, d)
 
 
-STAGES: dict[str, tuple[Callable[[Engine, Engine], PausedTransfer], HandoverPhase]] = {
-    "handshaking": (lambda p, d: PausedTransfer(p, messages.Hello), HandoverPhase.HANDSHAKING),
-    "attaching": (lambda p, d: PausedTransfer(p, messages.Attach), HandoverPhase.HANDSHAKING),
-    "asked": (lambda p, d: PausedTransfer(p, messages.Ask), HandoverPhase.READY),
-    "granted": (lambda p, d: PausedTransfer(p, reader=d, chunks=0), HandoverPhase.MOVING),
-    "in flight": (lambda p, d: PausedTransfer(p, reader=d, chunks=1), HandoverPhase.MOVING),
-    "committing": (lambda p, d: PausedTransfer(p, messages.Commit), HandoverPhase.COMMITTING),
+STAGES: dict[str, tuple[Callable[[Engine, Engine], PausedTransfer], LoadPhase]] = {
+    "handshaking": (lambda p, d: PausedTransfer(p, messages.Hello), LoadPhase.HANDSHAKING),
+    "attaching": (lambda p, d: PausedTransfer(p, messages.Attach), LoadPhase.HANDSHAKING),
+    "asked": (lambda p, d: PausedTransfer(p, messages.Ask), LoadPhase.READY),
+    "granted": (lambda p, d: PausedTransfer(p, reader=d, chunks=0), LoadPhase.MOVING),
+    "in flight": (lambda p, d: PausedTransfer(p, reader=d, chunks=1), LoadPhase.MOVING),
+    "committing": (lambda p, d: PausedTransfer(p, messages.Commit), LoadPhase.COMMITTING),
 }
 
 
@@ -102,7 +102,7 @@ def test_while(pair: Pair, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, 
     in_phase(d, request_id, phase, lambda job: stage != "in flight" or job.nbytes > 0)
     if stage == "in flight":
         read = job_of(d, request_id).reads[0]
-        assert read.tags or read.state.writing, "more is to come"
+        assert read.tags or read.writes, "more is to come"
     d.abort(request_id)
     assert request_id in d.scheduler.requests, "its blocks stay until nothing can write them"
     run([d], lambda: d.idle)  # P is still held: D does not need it for this

@@ -12,8 +12,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from kvferry.connector.decode_side import lease_keeper
-from kvferry.connector.decode_side.load_reports import FinishedLoad
+from kvferry.connector.decode_side import renew
+from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.wire.step_plan import Load, PeerEngine
 from tests.support.inside import leases_of
 from tests.vllm.engine_group import EngineGroup
@@ -174,7 +174,7 @@ def vllms_ids(given: str, samples: int = 1) -> list[str]:
 def test_a_client_that_chooses_an_id_like_that_of_a_sample_delays_no_release(
     pair: Pair, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_keeper, "SIBLING_SECONDS", 600.0)
+    monkeypatch.setattr(renew, "SIBLING_SECONDS", 600.0)
     p, d = pair
     ids = prompt(100)
     (name,) = vllms_ids(server.format("7_abc"))
@@ -188,7 +188,7 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
     pair: Pair, gap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ``n=3`` vLLM makes three requests with the same parameters; P may free after the last one only."""
-    monkeypatch.setattr(lease_keeper, "SIBLING_SECONDS", 600.0)
+    monkeypatch.setattr(renew, "SIBLING_SECONDS", 600.0)
     p, d = pair
     ids = prompt(100)
     params = prefill(p, ids)

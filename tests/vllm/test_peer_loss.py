@@ -7,10 +7,10 @@ import time
 import pytest
 
 from kvferry.connector.decode_side import link
-from kvferry.connector.decode_side.handover import HandoverPhase
+from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.engine.transfer_thread import QUIET_SECONDS
 from kvferry.connector.wire import messages
-from tests.support.inside import leases_of
+from tests.support.inside import consumer_of, leases_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, no_board
@@ -76,7 +76,7 @@ def test_p_goes_in_mid_transfer(group: EngineGroup, policy: str, plane: str) -> 
     p.step()
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
+    in_phase(d, request_id, LoadPhase.MOVING, lambda job: job.nbytes > 0)
     p.close()
     ended(d, request_id, policy)
     paused.open()
@@ -153,7 +153,7 @@ def test_the_lease_ends_while_d_reads(group: EngineGroup, plane: str) -> None:
     paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
+    in_phase(d, request_id, LoadPhase.MOVING, lambda job: job.nbytes > 0)
     let_time_pass(p, 1000)
     run([p], lambda: p.idle)
     other = p.add(prompt(500, 6), max_tokens=5)
@@ -172,7 +172,7 @@ def test_the_lease_ends_before_the_commit(group: EngineGroup, monkeypatch: pytes
     paused = PausedTransfer(p, messages.Commit)
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, HandoverPhase.COMMITTING)
+    in_phase(d, request_id, LoadPhase.COMMITTING)
     let_time_pass(p, 1000)
     run([p], lambda: p.idle)
     paused.open()
@@ -188,7 +188,7 @@ def test_d_goes_in_mid_transfer(group: EngineGroup, plane: str) -> None:
     paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
+    in_phase(d, request_id, LoadPhase.MOVING, lambda job: job.nbytes > 0)
     d.close()
     paused.open()
     let_time_pass(p, 1000)
@@ -282,7 +282,7 @@ def test_a_dead_p_does_not_hold_up_another(group: EngineGroup) -> None:
 def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: Lines) -> None:
     """Deadlines pass all the same: the request is recomputed, and the log is not flooded."""
     p, d = group.pair(extra={"handshake_timeout_seconds": 1.0})
-    consumer = transfer_thread_of(d)._consumer
+    consumer = consumer_of(transfer_thread_of(d))
 
     def broken(now: float) -> bool:
         raise RuntimeError("planted")
@@ -294,7 +294,7 @@ def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: L
     assert d.computed[request_id] == len(IDS)
     assert len(lines("unexpected error")) <= 2 + (time.monotonic() - began) / QUIET_SECONDS
     del consumer.serve
-    eventually(lambda: not consumer._links)  # the one whose handshake nobody looked at fails, and is closed
+    eventually(lambda: not consumer.links)  # the one whose handshake nobody looked at fails, and is closed
     for seed in range(5, 25):  # a handshake may take longer than 1 s, on a host that stands still
         again = d.add(prompt(60, seed), prefill(p, prompt(60, seed)))
         run([p, d], lambda again=again: d.answers[again].finish is not None)
@@ -313,7 +313,7 @@ def test_shutting_down_with_leases_and_loads_open(group: EngineGroup, plane: str
     PausedTransfer(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, HandoverPhase.MOVING)
+    in_phase(d, request_id, LoadPhase.MOVING)
     d.close()
     p.close()  # neither waits for more than its thread to end
     assert not transfer_thread_of(p).alive and not transfer_thread_of(d).alive

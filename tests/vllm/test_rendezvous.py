@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.decode_side import lookup as rendezvous
-from kvferry.connector.decode_side import lookup_state as rendezvous_states
+from kvferry.connector.decode_side import lookup
 from kvferry.connector.engine.request_lifetime import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.wire import messages
 from kvferry.transport.bootstrap import page as bootstrap_page
 from kvferry.transport.bootstrap.server import BootstrapServer
-from tests.support.inside import producer_of, replies_of, sends_of
+from tests.support.inside import consumer_of, producer_of, replies_of, sends_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, run, settle, transfer_thread_of
@@ -128,15 +127,15 @@ def test_a_d_that_is_aborted_asks_no_more_after_a_while(group: EngineGroup) -> N
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
     abort_and_wait(p, d, request_id)
-    assert not transfer_thread_of(d)._finder.live
+    assert not consumer_of(transfer_thread_of(d)).lookups.live
 
 
 def abort_and_wait(p: Engine, d: Engine, request_id: str) -> None:
     """Abort a request of D whose prompt P does not know; and let the time pass after which D does not ask for it."""
     d.abort(request_id)
     settle(d)
-    eventually(lambda: bool(transfer_thread_of(d)._finder.left))
-    let_time_pass(d, rendezvous_states.LEFT_SECONDS)
+    eventually(lambda: bool(consumer_of(transfer_thread_of(d)).lookups.left))
+    let_time_pass(d, lookup.LEFT_SECONDS)
     eventually(lambda: questions(p) == 0)
 
 
@@ -154,19 +153,19 @@ def test_a_d_that_is_aborted_before_p_has_begun_releases_the_lease(
     leg = p.add(IDS, TO_P)
     run([p], lambda: p.answers[leg].finish is not None)
     settle(p)  # the lease is longer than any test
-    eventually(lambda: not transfer_thread_of(d)._finder.live)
+    eventually(lambda: not consumer_of(transfer_thread_of(d)).lookups.live)
 
 
 def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "IDLE_CONTACT_SECONDS", math.inf)
+    monkeypatch.setattr(lookup, "IDLE_CONTACT_SECONDS", math.inf)
     p, d, params = legs(group)
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
     (held,) = producer_of(transfer_thread_of(p)).named.held.values()
     abort_and_wait(p, d, request_id)
-    finder = transfer_thread_of(d)._finder
+    finder = consumer_of(transfer_thread_of(d)).lookups
     (contact,) = finder.contacts.values()
     assert not finder.open
     producer = producer_of(transfer_thread_of(p))
@@ -206,7 +205,11 @@ def test_a_d_that_is_aborted_after_p_has_begun_releases_the_lease(group: EngineG
     request_id = ask(d, params)
     leg = p.add(IDS, TO_P)
     p.step()
-    eventually(lambda: any(meeting.answer for meeting in transfer_thread_of(d)._finder.open.values()) or stalled(d))
+    eventually(
+        lambda: (
+            any(meeting.answer for meeting in consumer_of(transfer_thread_of(d)).lookups.open.values()) or stalled(d)
+        )
+    )
     d.abort(request_id)
     while d.scheduler.has_requests():
         d.step()
@@ -273,10 +276,10 @@ def test_the_time_in_p_s_queue_does_not_count(group: EngineGroup) -> None:
 
 def test_a_p_whose_engine_stands_still_vouches_for_nothing(group: EngineGroup, lines: Lines) -> None:
     p, d, _, request_id = behind_another(group)
-    asked = transfer_thread_of(d)._finder._last
+    asked = consumer_of(transfer_thread_of(d)).lookups.asked
     put_deadline_forward(d, 500.0)
     let_time_pass(p, 700.0)
-    eventually(lambda: transfer_thread_of(d)._finder._last > asked)  # P's answer has come
+    eventually(lambda: consumer_of(transfer_thread_of(d)).lookups.asked > asked)  # P's answer has come
     d.step()
     assert phase(d, request_id) is RequestPhase.AWAITED
     put_deadline_forward(d, 700.0)
@@ -289,12 +292,12 @@ def test_a_p_whose_engine_stands_still_vouches_for_nothing(group: EngineGroup, l
 def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:
     p, d, params = legs(group)
     request_id = ask(d, params)
-    finder = transfer_thread_of(d)._finder
+    finder = consumer_of(transfer_thread_of(d)).lookups
     for asked in (1, 2):
         eventually(lambda: questions(p) == 1)
-        assert finder._last == asked
+        assert finder.asked == asked
         let_time_pass(p, 700.0 * asked)  # P has held the question long enough
-        eventually(lambda before=asked: finder._last > before)
+        eventually(lambda before=asked: finder.asked > before)
     leg = p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert p.answers[leg].finish and d.origins[request_id].theirs == len(IDS) - 1
@@ -317,7 +320,7 @@ def test_a_p_that_ends_the_connection_is_asked_once_more(group: EngineGroup) -> 
     p, d, params = legs(group)
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
-    finder = transfer_thread_of(d)._finder
+    finder = consumer_of(transfer_thread_of(d)).lookups
     (contact,) = finder.contacts.values()
     contact.connection.lose("ended by P")
     eventually(lambda: contact not in finder.contacts.values() and questions(p) == 2)  # P has not noticed the end
@@ -355,7 +358,7 @@ def test_made_up_addresses_do_not_keep_d_from_asking_p(
     group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody answers there, and requests waited for all the places that D has for P engines."""
-    monkeypatch.setattr(rendezvous, "MAX_CONTACTS", 3)
+    monkeypatch.setattr(lookup, "MAX_CONTACTS", 3)
     p, d, params = legs(group)
     leg = p.add(IDS, TO_P)
     run([p], lambda: p.answers[leg].finish is not None)
@@ -482,7 +485,7 @@ def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines
         if end == "rejected":
             d.add([0], params, rejected=True)  # as vLLM submits it
         settle(d)
-        eventually(lambda: not transfer_thread_of(d)._finder.live)
+        eventually(lambda: not consumer_of(transfer_thread_of(d)).lookups.live)
     honest = d.add(theirs, params, max_tokens=4)
     run([p, d], lambda: d.answers[honest].finish is not None)
     assert d.origins[honest].theirs == len(theirs) - 1
@@ -529,8 +532,8 @@ def test_one_rank_asks_for_all(group: EngineGroup, tp: tuple[int, int]) -> None:
     p, d = group.engine(0, tp=tp[0]), group.engine(1, tp=tp[1])
     request_id = d.add(IDS, to_d(p, transfer_id="tx"), max_tokens=4)
     d.step()
-    eventually(lambda: bool(transfer_thread_of(d)._finder.open))
-    assert not any(transfer_thread_of(d, rank)._finder.open for rank in range(1, d.tp))
+    eventually(lambda: bool(consumer_of(transfer_thread_of(d)).lookups.open))
+    assert not any(consumer_of(transfer_thread_of(d, rank)).lookups.open for rank in range(1, d.tp))
     p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == len(IDS) - 1
@@ -602,7 +605,7 @@ def test_a_request_that_ends_while_the_page_is_fetched(group: EngineGroup) -> No
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         request_id = ask(d, by_page(p, SimpleNamespace(port=1), remote_bootstrap_addr=address))  # type: ignore[arg-type]
-        eventually(lambda: bool(transfer_thread_of(d)._finder.open))
+        eventually(lambda: bool(consumer_of(transfer_thread_of(d)).lookups.open))
         d.abort(request_id)
         settle(d)
-        eventually(lambda: not transfer_thread_of(d)._finder.open)
+        eventually(lambda: not consumer_of(transfer_thread_of(d)).lookups.open)

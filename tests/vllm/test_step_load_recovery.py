@@ -13,6 +13,7 @@ import torch
 from kvferry.connector.vllm import compat, step_load_recovery
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.transport.grant_board import PostedGrant
+from tests.support.inside import consumer_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import Engine, let_time_pass, run, settle, transfer_thread_of
@@ -41,7 +42,7 @@ class Failing:
 
     def __init__(self, d: Engine, how: str, rank: int = 0) -> None:
         self._patch = pytest.MonkeyPatch()
-        consumer = transfer_thread_of(d, rank)._consumer
+        consumer = consumer_of(transfer_thread_of(d, rank))
         match how:
             case "revoked":  # P has taken the grant back, or used the pages again, by the time the copy has ended
 
@@ -58,7 +59,7 @@ class Failing:
                 def broken(*_: Any) -> Any:
                     raise RuntimeError("planted")
 
-                self._patch.setattr(consumer._receiver, "begin_pull", broken)
+                self._patch.setattr(consumer.reads, "begin_pull", broken)
             case "late":  # the transfer thread comes to a load only after the engine has given it up
                 self._patch.setattr(d.workers[rank].connector._worker.step_hold, "patience", 0.0)
                 load, cancel = consumer.loads.begin, consumer.loads.cancel

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.active_loads import ActiveLoads
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
@@ -21,7 +20,7 @@ from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, UnneededLe
 from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferEstimates
 from kvferry.transport import grant_board
 from tests.handover.slow_copies import install
-from tests.support.inside import leases_of
+from tests.support.inside import consumer_of, leases_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer
@@ -110,7 +109,7 @@ def test_a_load_is_counted_with_its_tokens(group: EngineGroup, monkeypatch: pyte
     meet(p, d)
     d.stats.clear()
     with monkeypatch.context() as held:
-        held.setattr(ActiveLoads, "catch_up", lambda loads: None)  # what the transfer thread leaves for later
+        held.setattr(consumer_of(transfer_thread_of(d)), "tick", lambda now: None)  # what is left for the next tick
         request_id = add(p, d, prompt(60, 2))
         to_the_end(d, request_id)
         assert d.step_loads[request_id] == 1
@@ -411,7 +410,7 @@ def test_on_one_rank_of_two(group: EngineGroup, monkeypatch: pytest.MonkeyPatch,
     def broken(*_: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(transfer_thread._consumer._receiver, "begin_pull", broken)
+    monkeypatch.setattr(consumer_of(transfer_thread).reads, "begin_pull", broken)
     assert to_the_end(d, request_id) == "error"
     monkeypatch.undo()
     settle(p, d)

@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -26,10 +26,10 @@ from unittest import mock
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvferry.connector.decode_side import load_reports, source_reads
+from kvferry.connector.decode_side import read as reads
 from kvferry.connector.wire.step_plan import unpack_ids
 from kvferry.transport.planes import cma
-from tests.support.inside import expire_lease, leases_of, producer_of
+from tests.support.inside import consumer_of, expire_lease, leases_of, producer_of
 from tests.support.kv_bytes import Cached, cached_layer
 
 NAME = re.compile(r"wt\d+-\d+")
@@ -153,17 +153,17 @@ class FaultProbe:
         self._wt_due: dict[int, tuple[Any, str, str]] = {}  # by the identity of a copy: it, the request, the fault
         self._wt_fired: list[str] = []
         thread = _transfer_thread()
-        receiver: Any = thread._consumer._receiver
+        receiver: Any = consumer_of(thread).reads
         plane: Any = thread._rank_context.plane("cma")
         begin_pull, progress = receiver.begin_pull, plane.progress
 
-        def begin(read: Any, grant: Any) -> Iterator[Any]:
+        def begin(read: Any, *rest: Any) -> Any:
             name = name_of(read.active_load.load.request_id)
             kind = self._wt_planted.get(name or "")
-            for happening in begin_pull(read, grant):
-                if kind is not None and plane.copies:
-                    self._wt_due[id(plane.copies[-1])] = plane.copies[-1], name or "", kind
-                yield happening
+            event = begin_pull(read, *rest)
+            if kind is not None and plane.copies:
+                self._wt_due[id(plane.copies[-1])] = plane.copies[-1], name or "", kind
+            return event
 
         def half() -> bool:
             copy = plane.copies[0] if plane.copies else None
@@ -202,8 +202,7 @@ class FaultProbe:
 
     def wt_trust_all(self) -> None:
         """Break D: it takes every grant for one that stands. The benchmark must see wrong tokens then."""
-        for module in (load_reports, source_reads):
-            module.grant_stands = lambda read: True  # type: ignore[attr-defined]
+        reads.SourceRead.grant_stands = property(lambda read: True)  # type: ignore[assignment]
 
     # --- P ------------------------------------------------------------------------------------------------------
 
@@ -251,8 +250,8 @@ class FaultProbe:
         thread = _transfer_thread()
         return {
             "leases at P": len(leases_of(thread)) + len(thread._plans.computing),
-            "loads at D": len(thread._consumer.loads.running) + len(thread._consumer._receiver._reads),
-            "leases kept by D": len(thread._consumer._lease_keeper._kept),
+            "loads at D": len(consumer_of(thread).loads.running) + len(consumer_of(thread).reads.by_number),
+            "leases kept by D": len(consumer_of(thread).leases.kept),
         }
 
 

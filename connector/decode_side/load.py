@@ -1,0 +1,293 @@
+"""All loads of a rank of D: their begin, their attempts, and what the table ``load_state.LOAD`` decides."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from kvferry.connector.decode_side.link import Link, Reason
+from kvferry.connector.decode_side.links import Links
+from kvferry.connector.decode_side.load_state import (
+    LOAD,
+    AskSources,
+    BeginAttempt,
+    CancelLoad,
+    CommitSources,
+    LeaveAttempt,
+    LoadEffect,
+    LoadEvent,
+    LoadPhase,
+    RecordLoad,
+    ReleaseLeases,
+    ReportLoad,
+    SourceFailed,
+    StopSources,
+    first_attempt,
+    next_attempt,
+)
+from kvferry.connector.decode_side.read import ActiveLoad, Reads
+from kvferry.connector.decode_side.renew import LeaseRenewals
+from kvferry.connector.decode_side.report import LoadReports, short_name
+from kvferry.connector.decode_side.traces import attempt_span, handover_span
+from kvferry.connector.geometry.read_plan import check_complete, plan_reads
+from kvferry.connector.pages.deadlines import Deadlines
+from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.pages.traces import record
+from kvferry.connector.wire.states import Lifetime, Tick
+from kvferry.connector.wire.step_plan import Load, RankAddress, RemoteLease, unpack_ids
+from kvferry.transport.errors import KVFerryError, TransportError
+
+
+class Loads:
+    """All hand-overs into this rank that have begun and are not reported. Used by the transfer thread only.
+
+    ``running``: two of them may have one request id, see ``FinishedLoad``.
+    """
+
+    def __init__(
+        self,
+        rank_context: RankContext,
+        links: Links,
+        reads: Reads,
+        leases: LeaseRenewals,
+        reports: LoadReports,
+        deadlines: Deadlines[Any],
+    ) -> None:
+        self._rank_context, self._log = rank_context, rank_context.log
+        self._links, self._reads, self._leases = links, reads, leases
+        self._reports, self._deadlines = reports, deadlines
+        self.running: dict[ActiveLoad, None] = {}
+
+    # --- commands from the engine -------------------------------------------------------------------------------
+
+    def begin(self, load: Load, now: float, *, alone: bool = False, layer_order: Sequence[str] = ()) -> None:
+        """Start a hand-over. ``alone``: no other hand-over is about to begin. ``layer_order``: see ``ActiveLoad``."""
+        for lease in _leases(load):
+            with suppress(KVFerryError):  # an attempt at this P finds the same
+                self._leases.keep(lease.token, lease.peer, load.request_id, now)
+        caches, started = self._rank_context.caches, self._rank_context.clock()
+        try:
+            ids = [caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
+            for region, (start, stop) in enumerate(load.tokens):
+                if stop > start:
+                    caches.check_held(region, ids[region], start, stop)
+        except KVFerryError as error:
+            self._reports.failed(load, Reason("incompatible", str(error)))
+            self._release(load, now)
+            record(self._rank_context, load.traceparent, partial(handover_span, load, [], str(error), started))
+            return
+        sources = self._sources(load, now)
+        peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
+        state = first_attempt(len(sources), peers, planes, self._rank_context.settings, now, inside=load.now)
+        # A step that computes with the load begins once its copies are under way, so this thread waits for none.
+        alone = alone and not load.now
+        active_load = ActiveLoad(load, load, Lifetime(LOAD, state, now), started, ids, alone, layer_order)
+        if load.traceparent:
+            active_load.phases.append((started, state.phase.value))
+        self.running[active_load] = None
+        self._deadlines.note(active_load, state.deadline)
+        self.give(active_load, self._begin_attempt(active_load, sources, now), now)
+
+    def cancel(self, request_id: str, now: float) -> None:
+        """Cancel the loads of a request. They are still reported, once nothing can write their blocks."""
+        for active_load in [each for each in self.running if each.load.request_id == request_id]:
+            self.give(active_load, (CancelLoad(),), now)
+
+    def fail(self, load: Load, now: float) -> None:
+        """Fail a load whose start raised an error. Copies that have begun must end before it is reported."""
+        for active_load in self.running:
+            if active_load.posted is load:
+                self.give(active_load, (CancelLoad(),), now)
+                return
+        self._reports.not_started(load)
+        self._release(load, now)
+
+    def cancel_all(self, reason: str, now: float) -> None:
+        """Cancel every load; those that still run are reported as failed for ``reason``."""
+        for active_load in list(self.running):
+            self.give(active_load, (CancelLoad(Reason("cancelled", reason)),), now)
+
+    def close(self, now: float) -> None:
+        """Forget the loads that are reported, without a wait for the next tick."""
+        for active_load in list(self.running):
+            self.give(active_load, (Tick(),), now)
+
+    # --- the machine --------------------------------------------------------------------------------------------
+
+    def give(self, active_load: ActiveLoad, events: Iterable[LoadEvent], now: float) -> None:
+        """Give a load events. What it decides is performed, and may be followed by other events."""
+        queue = deque(events)
+        while queue:
+            before = active_load.lifetime.state
+            effects = active_load.lifetime.step(queue.popleft(), now)
+            state = active_load.lifetime.state
+            if state.deadline < before.deadline:
+                self._deadlines.note(active_load, state.deadline)
+            if active_load.phases and state.phase is not before.phase and before.phase is not LoadPhase.REPORTED:
+                active_load.phases.append((self._rank_context.clock(), state.phase.value))
+            for effect in effects:
+                self._perform(active_load, effect, queue, now)
+        if active_load.load.now:
+            self._reports.begun(active_load)
+
+    def _perform(self, active_load: ActiveLoad, effect: LoadEffect, queue: deque[LoadEvent], now: float) -> None:
+        """Perform an effect, and add the events that follow. After an error in one effect the others are performed all
+        the same: a load must be reported, and its lease released."""
+        try:
+            match effect:
+                case AskSources():
+                    for event in self._ask(active_load, now):
+                        queue.append(event)  # one by one: those before an error count
+                case CommitSources():
+                    for read in active_load.reads:
+                        if (committed := self._reads.commit(read, now)) is not None:
+                            queue.append(committed)
+                case StopSources():
+                    for read in active_load.reads:
+                        if (drained := self._reads.stop(read, now)) is not None:
+                            queue.append(drained)
+                case ReportLoad(reason):
+                    self._report(active_load, reason)
+                case RecordLoad(reason):
+                    self._record(active_load, reason)
+                case ReleaseLeases():
+                    self._release(active_load.posted, now)
+                case LeaveAttempt(reason):
+                    self._leave_attempt(active_load, reason)
+                case BeginAttempt():
+                    queue.extend(self._begin_again(active_load, now))
+        except Exception as error:
+            name = type(effect).__name__
+            self._log.exception(name, "kvferry: unexpected error in %s of %s", name, active_load.load.request_id)
+            self._rank_context.stats.failed("internal")
+            if isinstance(effect, AskSources | CommitSources | BeginAttempt):
+                queue.append(SourceFailed(0, Reason("internal", f"{name}: {error!r}")))
+
+    # --- attempts -----------------------------------------------------------------------------------------------
+
+    def _sources(
+        self, load: Load, now: float, *, redial: bool = False
+    ) -> list[tuple[Link, RankAddress]] | list[Reason]:
+        """The ranks of P that an attempt reads from, or why it cannot begin."""
+        try:
+            if redial:  # it may be that the lease could not be kept before
+                self._leases.keep(load.token, load.peer, load.request_id, now)
+            addresses = self._links.source_addresses(load.peer)
+            return [(self._links.get(address, now, redial=redial), address) for address in addresses]
+        except KVFerryError as error:
+            return [Reason("peer_lost" if isinstance(error, TransportError) else "incompatible", str(error))]
+
+    def _begin_attempt(
+        self, active_load: ActiveLoad, sources: list[tuple[Link, RankAddress]] | list[Reason], now: float
+    ) -> list[LoadEvent]:
+        for source in sources:
+            if isinstance(source, Reason):
+                return [SourceFailed(0, source)]
+            link, address = source
+            self._reads.new(active_load, link, address, now)
+            link.start_handshake(now)
+        return [event for read in active_load.reads if (event := read.link_moved()) is not None]
+
+    def _ask(self, active_load: ActiveLoad, now: float) -> Iterator[LoadEvent]:
+        ours, tokens = self._rank_context.caches.geometry, active_load.load.tokens
+        try:
+            planned = [plan_reads(ours, read.link.theirs, tokens) for read in active_load.reads]
+            check_complete(ours, [span for spans in planned for span in spans], tokens)
+        except KVFerryError as error:
+            yield SourceFailed(0, Reason("incompatible", str(error)))
+            return
+        for read, spans in zip(active_load.reads, planned, strict=True):
+            moved = read.plan(spans, now)
+            for event in self._reads.ask(read, now) if moved is None else (moved,):
+                yield event
+                if isinstance(event, SourceFailed):
+                    return
+
+    def _leave_attempt(self, active_load: ActiveLoad, reason: Reason) -> None:
+        state = active_load.lifetime.state
+        if active_load.phases:
+            active_load.ended.append(attempt_span(active_load, str(reason), self._rank_context.clock()))
+        if reason.kind == "timeout" and reason.blames == "plane":
+            # End the links over which the reads moved no bytes in time: the next attempt, or the next load, takes
+            # another data plane. A link over which bytes of other reads still come is kept.
+            for read in active_load.reads:
+                if read.planned and not read.landed and not self._reads.others_move(read):
+                    read.link.lose_plane(reason.text)
+        if state.phase is LoadPhase.WAITING:
+            self._end_reads(active_load)
+            self._rank_context.stats.retried(reason.kind, short_name(active_load.load.peer))
+            load, peer = active_load.posted, short_name(_at(active_load.posted, state.peer).peer)
+            text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
+            self._log.info("retry", text, load.request_id, state.number + 1, peer, reason)
+
+    def _begin_again(self, active_load: ActiveLoad, now: float) -> list[LoadEvent]:
+        """Begin the next attempt. Of the last one nothing writes D's pages any more."""
+        before = active_load.lifetime.state
+        active_load.load = _at(active_load.posted, before.peer)
+        sources = self._sources(active_load.load, now, redial=True)
+        state = next_attempt(before, len(sources), now)
+        active_load.lifetime = Lifetime(LOAD, state, now)
+        active_load.alone, active_load.layer_order = False, ()
+        active_load.nbytes, active_load.copied_at, active_load.granted_at = 0, 0.0, 0.0
+        if active_load.phases:
+            active_load.phases = [(self._rank_context.clock(), state.phase.value)]
+        self._deadlines.note(active_load, state.deadline)
+        return self._begin_attempt(active_load, sources, now)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _report(self, active_load: ActiveLoad, reason: Reason | None) -> None:
+        active_load.ended_at = self._rank_context.clock()
+        try:
+            if reason is None:
+                self._reports.succeeded(active_load)
+            else:
+                self._reports.failed(active_load.posted, reason, active_load)
+        finally:
+            for read in active_load.reads:
+                self._reads.end(read)
+
+    def _record(self, active_load: ActiveLoad, reason: Reason | None) -> None:
+        del self.running[active_load]
+        try:
+            if reason is None:
+                self._reports.log_succeeded(active_load)
+            if active_load.phases:
+                if reason is None:
+                    active_load.ended.append(attempt_span(active_load, "", active_load.ended_at))
+                load, error = active_load.posted, "" if reason is None else str(reason)
+                span = partial(handover_span, load, active_load.ended, error, active_load.ended_at)
+                record(self._rank_context, load.traceparent, span)
+        finally:
+            active_load.reads = []
+
+    def _end_reads(self, active_load: ActiveLoad) -> None:
+        for read in active_load.reads:
+            self._reads.end(read)
+        active_load.reads = []
+
+    def _release(self, load: Load, now: float) -> None:
+        """The request reads no more under any of its leases."""
+        for lease in _leases(load):
+            try:
+                self._leases.release(lease.token, load.request_id, now)
+            except Exception:  # the others hold blocks of P, too
+                self._log.exception("release", "kvferry: unexpected error in a release of %s", load.request_id)
+                self._rank_context.stats.failed("internal")
+
+
+def _leases(load: Load) -> tuple[RemoteLease, ...]:
+    return RemoteLease(load.token, load.peer), *load.alternatives
+
+
+def _at(load: Load, peer: int) -> Load:
+    """The load from the P engine with this number among those that it names."""
+    if peer == 0:
+        return load
+    lease = load.alternatives[peer - 1]
+    return replace(load, token=lease.token, peer=lease.peer)

@@ -1,0 +1,131 @@
+"""D's read from one P rank: every way to the commit, every way to stop, and no report while a copy may write."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connector.decode_side import load_state as h
+from kvferry.connector.decode_side.link import Reason
+from kvferry.connector.decode_side.read import Fence, PageWrite, ReadPhase, SourceRead
+from kvferry.connector.wire.step_plan import RankAddress
+from kvferry.transport.channels import Copy
+
+GONE = Reason("peer_lost", "gone")
+ADDRESS = RankAddress(0, 0, "host", 1, b"")
+
+
+class Read:
+    """A read, and how its copies begin and end."""
+
+    def __init__(self, left: int = 0, fence: Fence = "pushed") -> None:
+        anything: Any = SimpleNamespace()
+        self.it = SourceRead(1, 7, anything, anything, ADDRESS, [(0.0, ReadPhase.WAITING)])
+        self.it.tags = set(range(left))
+        self.it.asked(left, fence, 0.0)
+
+    def begin(self) -> h.LoadEvent:
+        self.it.tags -= {max(self.it.tags, default=0)}
+        return self.it.write_began(PageWrite(self.it, Copy(done=True), 1), 0.0)
+
+    def end(self, failure: Reason | None = None) -> h.LoadEvent | None:
+        return self.it.write_ended(next(iter(self.it.writes)), failure, 0.0)
+
+
+def landed(fence: Fence = "pushed", *, granted: bool = True) -> Read:
+    read = Read(1 if fence == "pushed" else 0, fence)
+    if granted:
+        assert read.it.take_grant(0.0) == h.SourceProgress()
+    read.begin()
+    assert read.end() == h.SourceMoved(7) and read.it.landed
+    return read
+
+
+def test_a_pushed_read() -> None:
+    read = Read(2)
+    assert read.it.take_grant(0.0) == read.begin() == read.end() == read.begin() == h.SourceProgress()
+    assert read.end() == h.SourceMoved(7) and read.it.commit(0.0) == h.SourceCommitted(7)
+
+
+def test_chunks_that_arrive_before_the_grant() -> None:
+    read = Read(2)
+    assert read.begin() == read.end() == h.SourceProgress() and read.it.awaits_grant
+    assert read.it.take_grant(0.0) == h.SourceProgress() and not read.it.awaits_grant
+
+
+def test_all_chunks_arrive_before_the_grant() -> None:
+    read = landed(granted=False)
+    assert read.it.awaits_grant and read.it.take_grant(0.0) == h.SourceProgress()
+    assert read.it.commit(0.0) == h.SourceCommitted(7)
+    read = landed(granted=False)
+    assert read.it.commit(0.0) is None, "without the grant the read must not be committed"
+    assert read.it.answered(True, 0.0) is None
+    assert read.it.take_grant(0.0) == h.SourceCommitted(7)
+
+
+@pytest.mark.parametrize("fence", ["asked", "posted"])
+def test_a_pulled_read_is_committed_by_its_fence(fence: Fence) -> None:
+    read = landed(fence)
+    assert read.it.answered(True, 0.0) is None, "not before it is asked"
+    assert read.it.commit(0.0) is None
+    failed = read.it.answered(False, 0.0)
+    assert isinstance(failed, h.SourceFailed) and failed.reason.kind == "expired"
+    assert read.it.answered(True, 0.0) == h.SourceCommitted(7)
+    assert read.it.answered(True, 0.0) is None
+
+
+def test_nothing_to_read() -> None:
+    read = Read().it
+    read.link = SimpleNamespace(slot_bytes=1)  # type: ignore[assignment]
+    read.active_load = SimpleNamespace(load=None)  # type: ignore[assignment]
+    assert (read.plan((), 0.0), read.commit(0.0)) == (h.SourceMoved(7), h.SourceCommitted(7))
+
+
+def test_stopped_while_copies_write() -> None:
+    read = Read(2)
+    read.begin()
+    read.begin()
+    assert read.it.stop(0.0, 3.0) and not read.it.stop(0.0, 3.0)
+    assert read.end() is None, "one copy still writes"
+    assert read.end(GONE) == h.SourceDrained(7)
+    assert read.it.failed("data", "late") is None
+
+
+def test_a_stopped_read_is_due_while_messages_of_it_can_come() -> None:
+    read = Read(2).it
+    assert read.stop(1.0, 3.0) and read.due == 4.0
+    read.left = 0
+    assert read.due == float("inf")
+
+
+CALLS = st.sampled_from(["grant", "begin", "end", "fail", "commit", "answer", "stop"])
+
+
+@given(st.sampled_from(get_args(Fence)), st.integers(0, 3), st.lists(CALLS, max_size=30))
+def test_nothing_is_drained_or_landed_while_a_copy_writes(fence: Fence, left: int, calls: list[str]) -> None:
+    read, committed, stopped = Read(left, fence), 0, False
+    for call in calls:
+        event: h.LoadEvent | None = None
+        match call:
+            case "grant" if read.it.awaits_grant:
+                event = read.it.take_grant(0.0)
+            case "begin" if not (read.it.stopped or read.it.landed):
+                event = read.begin()
+            case "end" | "fail" if read.it.writes:
+                event = read.end(GONE if call == "fail" else None)
+            case "commit" if read.it.phase is ReadPhase.LANDED:
+                event = read.it.commit(0.0)
+            case "answer":
+                event = read.it.answered(True, 0.0)
+            case "stop":
+                read.it.stop(0.0, 1.0)
+        if isinstance(event, h.SourceMoved | h.SourceDrained | h.SourceCommitted):
+            assert not read.it.writes
+        committed += isinstance(event, h.SourceCommitted)
+        assert committed <= 1 and (committed == 1) == (read.it.phase is ReadPhase.COMMITTED)
+        assert read.it.stopped or not stopped
+        stopped = read.it.stopped
