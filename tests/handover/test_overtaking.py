@@ -22,20 +22,22 @@ class Late:
 
     def __init__(self, d: Rank, *kinds: type) -> None:
         self._consumer, self._kinds = halves(d)[1], kinds
-        self._real = self._consumer.loads.reads.reply
+        self._real = self._consumer.reads.reply
         self.held: list[tuple[Any, ...]] = []
-        self._consumer.loads.reads.reply = self._reply
+        self._consumer.reads.reply = self._reply
 
-    def _reply(self, link: Any, reply: Any, now: float) -> None:
-        if isinstance(reply, self._kinds):
-            self.held.append((link, reply, now))
-        else:
-            self._real(link, reply, now)
+    def _reply(self, link: Any, reply: Any, now: float) -> Any:
+        if not isinstance(reply, self._kinds):
+            return self._real(link, reply, now)
+        self.held.append((link, reply, now))
+        return ()
 
     def come(self) -> None:
-        self._consumer.loads.reads.reply = self._real
+        self._consumer.reads.reply = self._real
         while self.held:
-            self._real(*self.held.pop(0))
+            *reply, now = self.held.pop(0)
+            for load, event in list(self._real(*reply, now)):
+                self._consumer.loads.give(load, (event,), now)
 
 
 def all_here(d: Rank) -> bool:

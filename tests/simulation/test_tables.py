@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side.renew import SIBLING_SECONDS
+from kvferry.connector.decode_side.renew import SIBLING_SECONDS, LeaseRenewals
 from kvferry.connector.prefill_side.session import SILENT_SECONDS
 from kvferry.connector.wire.states import Lifetime, Tick
 from tests.simulation.engines import Engine
@@ -133,12 +133,19 @@ def test_a_tick_costs_nothing_while_nothing_is_due(world: World, monkeypatch: py
         ticks[type(lifetime.state).__name__] += isinstance(event, Tick)
         return step(lifetime, event, now)
 
+    on_due = LeaseRenewals.on_due
+
+    def renewed(leases: LeaseRenewals, renewal: Any, now: float) -> None:
+        ticks["LeaseRenewal"] += 1
+        on_due(leases, renewal, now)
+
     monkeypatch.setattr(Lifetime, "step", counted)
+    monkeypatch.setattr(LeaseRenewals, "on_due", renewed)
     world.run(0.2)
     del ticks["LinkState"]  # the one link whose handshake is under way
     assert not ticks.total()
     world.run(1.0)
-    assert ticks["KeptLease"] >= 40, "their renewals come at their time"
+    assert ticks["LeaseRenewal"] >= 40, "their renewals come at their time"
 
 
 def test_a_lease_waits_for_siblings_no_longer_than_it_should(world: World) -> None:

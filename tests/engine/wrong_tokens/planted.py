@@ -202,7 +202,7 @@ class FaultProbe:
 
     def wt_trust_all(self) -> None:
         """Break D: it takes every grant for one that stands. The benchmark must see wrong tokens then."""
-        reads.SourceRead.grant_stands = property(lambda read: True)  # type: ignore[assignment]
+        mock.patch.object(reads.SourceRead, "grant_stands", True).start()
 
     # --- P ------------------------------------------------------------------------------------------------------
 
