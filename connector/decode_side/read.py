@@ -31,8 +31,7 @@ from kvferry.connector.decode_side.load_state import (
 from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.span_read import Side, SpanRead, cut_read
 from kvferry.connector.geometry.byte_ranges import pages_of
-from kvferry.connector.geometry.read_plan import PlannedSpan
-from kvferry.connector.geometry.read_windows import in_windows, part_bytes
+from kvferry.connector.geometry.read_plan import PlannedSpan, in_windows, part_bytes
 from kvferry.connector.geometry.spans import check_spans
 from kvferry.connector.pages.caches import Ids, PageBox
 from kvferry.connector.pages.checksums import PlacedMessage, Verdict, takes_pieces, trailer_bytes
