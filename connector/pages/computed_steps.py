@@ -24,11 +24,11 @@ class PromptBlocks:
     has the same proof: a grant that is posted before the lease is withdrawn by the engine's thread together with it.
     """
 
-    __slots__ = ("_lock", "_posted", "lost")
+    __slots__ = ("_lock", "lost", "posted")
 
     def __init__(self) -> None:
         self.lost = False
-        self._posted: tuple[GrantBoard, int, bytes] | None = None
+        self.posted: tuple[GrantBoard, int, bytes] | None = None
         self._lock = threading.Lock()
 
     def lose(self) -> None:
@@ -42,23 +42,23 @@ class PromptBlocks:
         """Post a grant of the blocks, unless they are lost. Returns whether it is posted."""
         with self._lock:
             place = None if self.lost else board.post(key, text)
-            self._posted = None if place is None else (board, place, text)
+            self.posted = None if place is None else (board, place, text)
             return place is not None
 
     def take_posted(self, text: bytes) -> int | None:
         """The lease holds the blocks from now on. Returns the place of the grant that was posted, if it is this one;
         another one is withdrawn."""
         with self._lock:
-            if self._posted is None or self._posted[2] != text:
+            if self.posted is None or self.posted[2] != text:
                 self._withdraw()
                 return None
-            place, self._posted = self._posted[1], None
+            place, self.posted = self.posted[1], None
             return place
 
     def _withdraw(self) -> None:
-        if self._posted is not None:
-            self._posted[0].withdraw(self._posted[1])
-            self._posted = None
+        if self.posted is not None:
+            self.posted[0].withdraw(self.posted[1])
+            self.posted = None
 
 
 class ComputedStep:

@@ -61,7 +61,7 @@ def computed(p: Rank, tokens: int = TOKENS) -> PrefillingEngine:
 def is_posted(p: Rank, engine: PrefillingEngine) -> Callable[[], bool]:
     def posted() -> bool:
         prompt = prompts_of(p).get(engine.token)
-        return prompt is not None and prompt.blocks is not None and prompt.blocks._posted is not None
+        return prompt is not None and prompt.blocks is not None and prompt.blocks.posted is not None
 
     p.thread.wake()  # nobody waits for this prompt by name
     return posted

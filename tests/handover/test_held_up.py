@@ -21,7 +21,7 @@ from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin
 from tests.handover.rank_group import RankGroup
 from tests.support.clocks import hold_up, put_forward
-from tests.support.inside import leases_of
+from tests.support.inside import leases_of, listener_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 LIMIT, STOP = 120.0, 600.0
@@ -37,7 +37,7 @@ class Deaf:
         self.open = Gate(self._producer, "serve", self._look).open
 
     def _look(self, now: float) -> bool:
-        self.spoken_to = bool(select.select([self._producer._listener.fd], [], [], 0)[0])
+        self.spoken_to = bool(select.select([listener_of(self._producer).fd], [], [], 0)[0])
         return False
 
 

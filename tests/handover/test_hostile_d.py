@@ -23,7 +23,7 @@ from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
 from tests.handover.test_odd_peers import RawD
-from tests.support.inside import early_asks, early_votes, leases_of, replies_of, sends_of, sessions_of
+from tests.support.inside import early_asks, early_votes, leases_of, listener_of, replies_of, sends_of, sessions_of
 from tests.support.ranks import grant, wait
 from tests.support.turns import MOST_BYTES, MOST_TURN_LINES, TurnLines, resident_bytes
 
@@ -238,7 +238,7 @@ def test_a_d_that_does_not_read_gets_its_replies_later(peers: Peers, monkeypatch
     """Its connection holds a thousand; the others were dropped, and with them the end of reads that D waits for."""
     slow = peers.raw()
     producer = peers.producer
-    listener = producer._listener
+    listener = listener_of(producer)
     real: Callable[[bytes, list[bytes]], Delivery] = listener.send
     full = [True]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -172,17 +173,15 @@ def test_an_error_of_the_copy_is_one_requests_failure(group: RankGroup) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("planted")
 
-    for rank_context, kind in ((d.worker.rank_context, "internal"), (p.worker.rank_context, "data")):
-        copies = object.__getattribute__(rank_context, "caches")
-        real = type(copies)._copy
+    for rank, kind, name in ((d, "internal", "unpack"), (p, "data", "pack")):
+        caches, real = rank.context.caches, getattr(RankCaches, name)
         token = grant([p], f"{kind}-p", THEIRS, TOKENS)
-        type(copies)._copy = lambda self, *a, real=real, copies=copies, **k: (
-            fail() if self is copies else real(self, *a, **k)
-        )
-        try:
+
+        def planted(self: RankCaches, *args: Any, caches: Any = caches, real: Any = real, **more: Any) -> Any:
+            return fail() if self is caches else real(self, *args, **more)
+
+        with mock.patch.object(RankCaches, name, planted):
             d.worker.post(load_plan(f"{kind}-d", token, peer([p]), OURS, 0, TOKENS))
             assert wait(lambda kind=kind: f"{kind}-d" in d.failed and f"{kind}-p" in p.sent, [p, d], SOON)
-        finally:
-            type(copies)._copy = real
         assert reason_of(d) == kind
     another_works(p, d)

@@ -6,7 +6,6 @@ from typing import Any
 
 from kvferry.connector.wire.states import Tick
 from kvferry.transport import cuda
-from kvferry.transport.fair_table import FairTable
 
 # --- prefill side -------------------------------------------------------------------------------------------------
 
@@ -15,6 +14,11 @@ def producer_of(of: Any) -> Any:
     """The prefill side of a rank, or of its transfer thread; or itself."""
     of = getattr(of, "thread", of)
     return getattr(of, "_producer", of)
+
+
+def listener_of(of: Any) -> Any:
+    """P's end of the control plane."""
+    return producer_of(of)._listener
 
 
 def leases_of(of: Any) -> dict[bytes, Any]:
@@ -37,16 +41,14 @@ def board_of(of: Any) -> Any:
     return producer_of(of).leases.board
 
 
-def early_asks(of: Any) -> FairTable[Any, Any]:
+def early_asks(of: Any) -> Any:
     """The asks that wait for their lease."""
-    asks: FairTable[Any, Any] = producer_of(of).early.asks
-    return asks
+    return producer_of(of).early.asks
 
 
-def early_votes(of: Any) -> FairTable[Any, Any]:
+def early_votes(of: Any) -> Any:
     """The releases that wait for their lease, by token and consumer."""
-    votes: FairTable[Any, Any] = producer_of(of).early.votes
-    return votes
+    return producer_of(of).early.votes
 
 
 def early_of(of: Any) -> Any:
@@ -54,10 +56,9 @@ def early_of(of: Any) -> Any:
     return producer_of(of).early
 
 
-def sessions_of(of: Any) -> dict[bytes, Any]:
+def sessions_of(of: Any) -> Any:
     """P's sessions by identity: the table itself."""
-    sessions: dict[bytes, Any] = producer_of(of).sessions.table
-    return sessions
+    return producer_of(of).sessions.table
 
 
 def replies_of(of: Any) -> Any:
