@@ -60,7 +60,7 @@ def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGro
         return any(push.reading and push.all_begun for push in list(pushes.turns))
 
     # From P's first byte on D reads none: there is one message, which is more than sockets hold.
-    stuck = Gate(plane, "progress", lambda: False if pushes else real())
+    stuck = Gate(plane, "progress", lambda: False if pushes.turns else real())
     late = Late(d, messages.Deny)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(last, [d], SOON), "it must be caught in the middle of the last message"

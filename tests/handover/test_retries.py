@@ -140,12 +140,12 @@ def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
     trickle, sender = Trickle(p, 0), sends_of(p)
     stuck, turn = [begin(p, d, "one")], sender.turn
 
-    def passes_over_one(now: float) -> Any:
+    def passes_over_one() -> Any:
         outgoing = sender.turns[0]
-        if outgoing.token not in stuck:
-            return turn(now)
+        if outgoing.ask.token not in stuck:
+            return turn()
         sender.turns.rotate(-1)
-        return outgoing, False, None
+        return outgoing, False, ""
 
     sender.turn = passes_over_one
     assert wait(lambda: moving(d, 1), [p, d])
