@@ -99,5 +99,5 @@ def waits_for_the_next(d: Rank) -> bool:
 def cut(d: Rank, port: int | None = None) -> None:
     """Cut the connection of the data plane; that of control messages stands."""
     for link in halves(d)[1].links:
-        if port in (None, link._port):
+        if port in (None, link.place[1]):
             link.channel.sock.shutdown(socket.SHUT_RDWR)

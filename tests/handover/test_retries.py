@@ -265,7 +265,7 @@ def test_one_source_of_two_fails_on_one_of_two_ranks(group: RankGroup) -> None:
         rank.worker.post(load_plan("req-d", token, peer(ps), OURS, 0, TOKENS))
     everyone = [*ps, *ds]
     assert wait(lambda: all(map(in_the_middle, ds)), everyone)
-    links = {link._port: link for link in halves(ds[0])[1].links}
+    links = {link.place[1]: link for link in halves(ds[0])[1].links}
     cut(ds[0], ps[1].address.port)
     for trickle in trickles:
         trickle.turns = float("inf")
@@ -274,7 +274,7 @@ def test_one_source_of_two_fails_on_one_of_two_ranks(group: RankGroup) -> None:
         assert not rank.failed and report.ok == [True] and torch.equal(rank.read(OURS, TOKENS), rank.wanted(TOKENS))
     assert [figures(rank)["retried"] for rank in ds] == [{"peer_lost": 1}, {}]
     assert all(figures(rank)["leases"] == {"released": 1} for rank in ps)
-    now = {link._port: link for link in halves(ds[0])[1].links}
+    now = {link.place[1]: link for link in halves(ds[0])[1].links}
     kept, replaced = ps[0].address.port, ps[1].address.port
     assert now[kept] is links[kept] and now[replaced] is not links[replaced], "the sound link is used again"
 
