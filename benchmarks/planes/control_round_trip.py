@@ -139,7 +139,7 @@ class ControlEnd:
 
 @contextmanager
 def beside_a_computing_thread() -> Iterator[None]:
-    from kvferry.connector.engine.transfer_thread import SWITCH_SECONDS
+    from kvferry.connector.engine.loop import SWITCH_SECONDS
     from kvferry.transport.wake import ShortSwitchInterval
 
     ended = False

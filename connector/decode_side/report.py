@@ -55,10 +55,7 @@ class StepLoadListener(Protocol):
 
     def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
         """Wait while the engine's threads have more urgent work, for some milliseconds at most. ``wait``: waits for so
-        many seconds, or until ``wake`` is called; returns whether a control message has arrived."""
-
-    def interrupt(self) -> None:
-        """End ``yield_to_engine``: there is new work."""
+        many seconds, or until ``wake`` is called; returns whether there is a plan to run, or a control message."""
 
     @property
     def final(self) -> bool:

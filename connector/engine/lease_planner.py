@@ -1,73 +1,128 @@
-"""P's part of the scheduler half: which prompts to hand over, and the leases. Pure."""
+"""P's part of the scheduler half: the prompts that are handed over from here, from their arrival to the lease. Pure.
+
+P's ranks learn of a prompt with the first step that computes it, so a D may ask for it, and read it, before its lease
+exists. They know it from its ``Prefill`` on, until its ``LeaseGrant`` or a ``PrefillStop`` that ends it: exactly one of
+these two follows. Between two chunks of a prompt that streams, a ``PrefillStop`` that does not end it takes back the
+blocks of all chunks before.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.connector.engine.block_contents import covers, first_held, used_blocks
-from kvferry.connector.engine.held_blocks import HeldBlocks
-from kvferry.connector.engine.plan_builder import StepPlanBuilder
-from kvferry.connector.engine.prefills import Prefills
-from kvferry.connector.engine.transfer_params import wants_prefill
-from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
-from kvferry.connector.wire.step_plan import ID_BYTES, PeerEngine, pack_ids
+import msgspec
+
+from kvferry.connector.engine.engine_facts import EngineFacts
+from kvferry.connector.engine.params import (
+    TRANSFER_ID,
+    RemotePrompt,
+    prompt_digest,
+    prompt_names,
+    to_transfer_params,
+    usable_name,
+    wants_prefill,
+)
+from kvferry.connector.engine.plan_builder import StepPlanBuilder, covers, first_held, used_blocks
+from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
+from kvferry.connector.geometry.rank_geometry import CacheKind
+from kvferry.connector.wire.step_plan import (
+    ID_BYTES,
+    LeaseGrant,
+    PeerEngine,
+    Prefill,
+    PrefillChunk,
+    PrefillStop,
+    QueuedPrompt,
+    pack_ids,
+)
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
 PAUSE_SECONDS = 1.0
 """How long a paused engine holds its leases. vLLM does not end a pause, nor reset caches in it, while one is held; and
 a D that is paused too would renew it up to ``lease_cap_seconds``. A D that is not loads meanwhile what it was told."""
-
-
 STALE = "the engine's caches were reset while it computed the prompt"
+
+_Kept = tuple[CacheKind, int, int]
+
+
+class PromptPhase(enum.Enum):
+    """Of a prompt: ``WAITING ─▶ COMPUTING ◀─▶ PREEMPTED``, and from each ``─▶ ENDED``."""
+
+    WAITING = "waiting"
+    """The engine has computed no token. The ranks know at most that it is in the queue."""
+    COMPUTING = "computing"
+    PREEMPTED = "preempted"
+    """The engine has taken its blocks. One that is preempted twice has lost them once."""
+    ENDED = "ended"
+
+
+_BEGUN = (PromptPhase.COMPUTING, PromptPhase.PREEMPTED)
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt from the request's arrival on."""
+
+    view: RequestView
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    """Of the lease that follows."""
+    phase: PromptPhase = PromptPhase.WAITING
+    queued: bool = False
+    """The ranks know that it waits."""
+    streams: bool = False
+    """The ranks get its blocks chunk by chunk."""
+    digest: str = ""
+    params: bytes = b""
+    """``kv_transfer_params`` in MessagePack, and before it the digest: from its first step on."""
+    reached: int = 0
+    """The first token that no step has computed."""
+    blocks: list[int] = field(default_factory=list)
+    """For each table, how many blocks the ranks know."""
+    computed_in: int = 0
+    """The last step that computed tokens of it; 0 for none."""
+    stale: bool = False
+    """It has tokens that were computed before a reset of the caches."""
 
 
 class LeasePlanner:
-    """The requests that are handed over from here, and their leases."""
+    """The requests that are handed over from here, and their leases. ``us``: this engine as D sees it, once its ranks
+    are known."""
 
-    def __init__(
-        self,
-        tables: Sequence[BlockTable],
-        plan: StepPlanBuilder,
-        *,
-        produces: bool,
-        lookahead: int,
-        may_stream: Callable[[str], bool],
-        is_paused: Callable[[], bool],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, engine: EngineFacts, plan: StepPlanBuilder, may_stream: Callable[[str], bool]) -> None:
         """
         Args:
+            engine: whose prompts these are.
             plan: where the leases go.
             may_stream: whether the tokens of a request stand once they are computed.
-            tables, produces, lookahead, is_paused, clock: as ``SchedulerHalf`` takes them.
         """
-        self._tables = tuple(tables)
+        self._engine, self._plan, self._may_stream = engine, plan, may_stream
+        self._tables = tuple(engine.tables)
+        self._whole = all(table.whole for table in self._tables)
         self._has_states = any(table.kind == "state" for table in self._tables)
-        self._plan = plan
-        self._produces = produces
-        self._lookahead = lookahead
-        self._prompts = Prefills(self._tables, plan, clock)
-        self._may_stream = may_stream
-        self._prefills: dict[str, int] = {}  # by request: the last step that computed tokens of it
-        self.held = HeldBlocks(clock)
+        self._prompts: dict[str, _Prompt] = {}
+        self._new: list[str] = []  # since the last step
+        self.us: PeerEngine | None = None
+        self.held = HeldBlocks(engine.clock)
         """The leases that some rank holds."""
         self._draining = False
-        self._clock, self._is_paused = clock, is_paused
         self._paused_at: float | None = None
-        self._stale: set[str] = set()  # requests with tokens that were computed before a reset
 
-    def set_engine(self, us: PeerEngine) -> None:
-        """Take the addresses of this engine, which D is given."""
-        self._prompts.us = us
+    # --- requests -----------------------------------------------------------------------------------------------
 
     def new_request(self, request: RequestView) -> None:
         """Follow the request until its end, where it is to be handed over."""
-        if self._produces and wants_prefill(request.params):
-            self._prefills[request.request_id] = 0
-            self._prompts.add(request)
+        if self._engine.produces and wants_prefill(request.params):
+            self._add(_Prompt(request))
+
+    def _add(self, prompt: _Prompt) -> None:
+        self._prompts[prompt.view.request_id] = prompt
+        self._new.append(prompt.view.request_id)
 
     def num_tokens_for_d(self, request: RequestView) -> int:
         """How many of a new request's last prompt tokens P must not compute, because D computes them.
@@ -76,9 +131,10 @@ class LeasePlanner:
         outside the window of the *next* token: where a block ends there, D lacks it to compute the last prompt token.
         """
         prompt = request.num_prompt_tokens
-        if not (self._produces and wants_prefill(request.params)) or request.whole_prompt or request.rejected:
+        hands_over = self._engine.produces and wants_prefill(request.params)
+        if not hands_over or request.whole_prompt or request.rejected:
             return 0
-        count = max(self._lookahead, 1 if self._has_states else 0)
+        count = max(self._engine.lookahead, 1 if self._has_states else 0)
         for table in self._tables:
             if table.first_needed(prompt) // table.block_size != table.first_needed(prompt - 1) // table.block_size:
                 count = max(count, 1)
@@ -88,29 +144,82 @@ class LeasePlanner:
         self, request: RequestView, block_ids: Sequence[Sequence[int]], *, completed: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; its blocks are still its own. As ``SchedulerHalf.request_finished``."""
-        computed_in = self._prefills.pop(request.request_id, self._plan.step)
-        stale = request.request_id in self._stale
-        self._stale.discard(request.request_id)
-        params = None
-        if self._produces and completed and wants_prefill(request.params):
-            params = self._lease(request, block_ids, computed_in, stale=stale)
-        if params is None:
-            self._prompts.give_up(request.request_id)
-        return params is not None, params
-
-    def _lease(
-        self, request: RequestView, block_ids: Sequence[Sequence[int]], computed_in: int, *, stale: bool
-    ) -> dict[str, Any] | None:
-        why = STALE if stale else self._cannot_lease(request, block_ids)
-        if why is not None:
+        prompt = self._prompts.pop(request.request_id, None)
+        if self._engine.produces and completed and wants_prefill(request.params):
+            stale = prompt is not None and prompt.stale
+            why = STALE if stale else self._cannot_lease(request, block_ids)
+            if why is None:
+                return True, self._lease(prompt, request, block_ids)
             logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
-            return None
-        num_tokens = request.num_prompt_tokens
+        if prompt is not None:  # a D that asks for it must not wait
+            if prompt.phase is PromptPhase.WAITING:
+                self._begin(prompt, offers=False)
+            self._give_up(prompt)
+        return False, None
+
+    def _cannot_lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> str | None:
+        tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
+        if self._draining:
+            return "this engine hands nothing over any more, it is being drained"
+        if self._pause_lasts:
+            return "this engine is paused"
+        if self.us is None:
+            return "the workers' addresses are unknown"
+        if request.prompt_token_ids is None:
+            return "its prompt is given as embeddings"
+        if computed < tokens:
+            return f"{computed} of its {tokens} prompt tokens are computed"
+        if self._has_states and computed > tokens:
+            return f"its state is that after {computed} tokens, its prompt has {tokens}"
+        if any(not covers(table, ids, tokens) for table, ids in zip(self._tables, block_ids, strict=True)):
+            return f"its blocks do not cover its {tokens} prompt tokens"
+        return None
+
+    def _lease(self, prompt: _Prompt | None, view: RequestView, block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The prompt is computed, and the engine holds its blocks. Returns the ``kv_transfer_params`` of P's answer."""
+        computed_in = self._plan.step if prompt is None else prompt.computed_in
+        if prompt is not None and self._changed(prompt, view):
+            self._give_up(prompt)
+            prompt = None
+        if prompt is None:
+            prompt = _Prompt(view)
+        if prompt.phase is PromptPhase.WAITING:  # the engine has not told of its steps
+            prompt.view = view
+            self._begin(prompt, offers=True)
         tables = list(zip(self._tables, block_ids, strict=True))
-        packed = tuple(pack_ids(used_blocks(table, ids, num_tokens)) for table, ids in tables)
-        self.held.add(request.request_id, sum(map(len, packed)) // ID_BYTES)
+        packed = tuple(pack_ids(used_blocks(table, ids, view.num_prompt_tokens)) for table, ids in tables)
+        self.held.add(view.request_id, sum(map(len, packed)) // ID_BYTES)
         kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
-        return self._prompts.lease(request, packed, kept, computed_in)
+        params, encoded = self._params(view, prompt, kept)
+        prompt.phase = PromptPhase.ENDED
+        self._plan.parts.leases.append(
+            LeaseGrant(
+                view.request_id,
+                prompt.token,
+                view.num_prompt_tokens,
+                packed,
+                prompt.digest,
+                computed_in,
+                encoded if encoded != prompt.params else b"",
+                view.traceparent,
+            )
+        )
+        return params
+
+    @staticmethod
+    def _changed(prompt: _Prompt, view: RequestView) -> bool:
+        """Whether D was, or would be, told of another prompt than the one that was computed."""
+        first = prompt.view
+        if prompt.phase is PromptPhase.WAITING:
+            return False
+        if prompt.phase is PromptPhase.ENDED or not prompt.params:
+            return True
+        if first.num_prompt_tokens != view.num_prompt_tokens or first.extra != view.extra:
+            return True
+        ours, theirs = first.prompt_token_ids, view.prompt_token_ids
+        return ours is not theirs and list(ours or ()) != list(theirs or ())
+
+    # --- drain, pause, reset ------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Give no more leases."""
@@ -123,73 +232,193 @@ class LeasePlanner:
         self._draining = False
 
     def reset(self) -> bool:
-        """The engine's caches were reset. As ``SchedulerHalf.reset_caches``. Returns whether no lease is held."""
-        self._stale.update(request_id for request_id, step in self._prefills.items() if step)
-        self._plan.urgent |= self._prompts.reset()
+        """The engine's caches were reset: prompts of which tokens are computed are given up, and wait to be begun anew,
+        under another token. As ``SchedulerHalf.reset_caches``. Returns whether no lease is held."""
+        for prompt in list(self._prompts.values()):
+            prompt.stale |= prompt.computed_in > 0
+            if prompt.phase in _BEGUN:
+                self._give_up(prompt)
+                self._add(_Prompt(prompt.view, computed_in=prompt.computed_in, stale=prompt.stale))
+                self._plan.urgent = True
         self._end_leases()
         return not self.held
 
     def _end_leases(self) -> None:
         if self.held:
-            self._plan.end_leases()
+            self._plan.ends_leases = True
 
     @property
     def _pause_lasts(self) -> bool:
-        return self._paused_at is not None and self._clock() >= self._paused_at + PAUSE_SECONDS
+        return self._paused_at is not None and self._engine.clock() >= self._paused_at + PAUSE_SECONDS
 
-    def _may_lease(self, request_id: str) -> bool:
-        return not (self._draining or self._pause_lasts or request_id in self._stale)
-
-    def _cannot_lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> str | None:
-        tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
-        if self._draining:
-            return "this engine hands nothing over any more, it is being drained"
-        if self._pause_lasts:
-            return "this engine is paused"
-        if self._prompts.us is None:
-            return "the workers' addresses are unknown"
-        if request.prompt_token_ids is None:
-            return "its prompt is given as embeddings"
-        if computed < tokens:
-            return f"{computed} of its {tokens} prompt tokens are computed"
-        if self._has_states and computed > tokens:
-            return f"its state is that after {computed} tokens, its prompt has {tokens}"
-        if any(not covers(table, ids, tokens) for table, ids in zip(self._tables, block_ids, strict=True)):
-            return f"its blocks do not cover its {tokens} prompt tokens"
-        return None
+    # --- every step ---------------------------------------------------------------------------------------------
 
     def computed_any(self, step: int) -> bool:
         """Whether this step was the last one that computed tokens of a request that is to be handed over."""
-        return step in self._prefills.values()
+        return any(prompt.computed_in == step for prompt in self._prompts.values())
 
     @property
     def prefills(self) -> Set[str]:
         """The requests whose prompts are handed over from here."""
-        return self._prefills.keys()
-
-    @property
-    def follows_prompts(self) -> bool:
-        """Whether ``plan_step`` has something to do."""
-        return self._prompts.any or len(self.held) > 0
+        return self._prompts.keys()
 
     def plan_step(self, scheduled: Iterable[ScheduledTokens], preempted: Iterable[str], *, alone: bool) -> None:
         """Add to the plan what the next step does with these prompts. As ``SchedulerHalf.take_plan``. ``alone``: the
         step computes tokens of one request only."""
-        if not self._is_paused():
+        if not (self._prompts or self._new or self.held):
+            return
+        if not self._engine.is_paused():
             self._paused_at = None
         elif self._paused_at is None:
-            self._paused_at = self._clock()
+            self._paused_at = self._engine.clock()
         elif self._pause_lasts:
             self._end_leases()
-        if self._stale:
-            scheduled = list(scheduled)
-            self._stale.difference_update(tokens.request_id for tokens in scheduled if tokens.all_blocks)
-        self._prompts.step(
-            scheduled, preempted, streams=self._may_stream, may_lease=self._may_lease, alone=alone
-        )  # fmt: skip
+        for request_id in preempted:
+            if request_id in self._prompts:
+                self._take_blocks(self._prompts[request_id])
+        for tokens in scheduled:
+            prompt = self._prompts.get(tokens.request_id)
+            if prompt is not None:
+                prompt.stale &= not tokens.all_blocks
+                self._scheduled(prompt, tokens, alone)
+        new, self._new = self._new, []
+        for prompt in [self._prompts[request_id] for request_id in new if request_id in self._prompts]:
+            if prompt.phase is PromptPhase.WAITING and not prompt.queued and self._may_lease(prompt):
+                prompt.queued = True
+                view, token = prompt.view, prompt.token
+                names = prompt_names(view.request_id, view.params, token)
+                self._plan.parts.queued.append(QueuedPrompt(view.request_id, token, names))
 
     def step_planned(self, step: int, computed: Collection[str]) -> None:
         """The step with this number computes tokens of the requests ``computed``."""
-        if self._prefills:
-            for request_id in self._prefills.keys() & computed:
-                self._prefills[request_id] = step
+        for request_id in self._prompts.keys() & computed if self._prompts else ():
+            self._prompts[request_id].computed_in = step
+
+    def _may_lease(self, prompt: _Prompt) -> bool:
+        return not (self._draining or self._pause_lasts or prompt.stale)
+
+    def _scheduled(self, prompt: _Prompt, tokens: ScheduledTokens, alone: bool) -> None:
+        # Of the tokens that a request finds in the prefix cache, others of this step may compute some.
+        ready = tokens.start if alone or not (tokens.all_blocks or not prompt.blocks) else 0
+        if prompt.phase is PromptPhase.WAITING:
+            streams = self._whole and self._may_stream(tokens.request_id)
+            self._begin(prompt, tokens, offers=self._may_lease(prompt), streams=streams)
+            if not prompt.params:
+                self._give_up(prompt)
+        elif tokens.all_blocks:
+            self._take_blocks(prompt)  # where the engine has not said so
+            if prompt.streams and not self._may_stream(tokens.request_id):
+                self._give_up(prompt)
+        elif tokens.start < prompt.reached:  # the engine has found that computed tokens are not valid
+            self._give_up(prompt)
+        stop = min(tokens.start + tokens.count, prompt.view.num_prompt_tokens)
+        prompt.reached = stop  # what lies behind the prompt may be drafts, which the engine takes back
+        if prompt.streams and tokens.start < stop and prompt.phase in _BEGUN:
+            ids, restarts = self._new_blocks(prompt, tokens), prompt.phase is PromptPhase.PREEMPTED
+            prompt.phase = PromptPhase.COMPUTING
+            self._plan.parts.chunks.append(PrefillChunk(prompt.token, tokens.start, stop, ids, restarts, ready))
+
+    def _new_blocks(self, prompt: _Prompt, tokens: ScheduledTokens) -> tuple[bytes, ...]:
+        """The blocks that the ranks do not know, without those behind the prompt."""
+        if tokens.all_blocks or not prompt.blocks:
+            prompt.blocks = [0] * len(self._tables)
+        packed = []
+        for place, (table, ids) in enumerate(zip(self._tables, tokens.block_ids, strict=True)):
+            needed = -(-prompt.view.num_prompt_tokens // table.block_size)
+            new = list(ids[: max(0, needed - prompt.blocks[place])])
+            prompt.blocks[place] += len(new)
+            packed.append(pack_ids(new))
+        return tuple(packed)
+
+    def _begin(
+        self, prompt: _Prompt, tokens: ScheduledTokens | None = None, *, offers: bool, streams: bool = False
+    ) -> None:
+        """Tell the ranks of a prompt. ``tokens``: what its first step computes; ``None`` where that is not known.
+        Without ``offers`` the prompt is not handed over, and all that matters are its names."""
+        view = prompt.view
+        if offers and view.prompt_token_ids is not None and self.us is not None:
+            prompt.digest = prompt_digest(view.prompt_token_ids, view.extra)
+            prompt.params = self._params(view, prompt)[1]
+        prompt.phase, prompt.streams = PromptPhase.COMPUTING, streams and bool(prompt.params)
+        self._plan.parts.prefills.append(
+            Prefill(
+                request_id=view.request_id,
+                token=prompt.token,
+                num_tokens=view.num_prompt_tokens,
+                prompt=prompt.digest,
+                names=prompt_names(view.request_id, view.params, prompt.token),
+                params=prompt.params,
+                found=0 if tokens is None else tokens.start,
+                step_tokens=0 if tokens is None else min(tokens.count, view.num_prompt_tokens - tokens.start),
+                streams=prompt.streams,
+            )
+        )
+
+    def _params(self, view: RequestView, prompt: _Prompt, kept: tuple[_Kept, ...] = ()) -> tuple[dict[str, Any], bytes]:
+        """The ``kv_transfer_params`` of a prompt, as they are and in MessagePack. ``kept``: as in ``RemotePrompt``."""
+        assert self.us is not None
+        remote_prompt = RemotePrompt(prompt.token, view.num_prompt_tokens, prompt.digest, self.us, kept, view.adapter)
+        params = to_transfer_params(remote_prompt)
+        if transfer_id := usable_name((view.params or {}).get(TRANSFER_ID)):
+            params[TRANSFER_ID] = transfer_id
+        return params, msgspec.msgpack.encode(params)
+
+    def _take_blocks(self, prompt: _Prompt) -> None:
+        """The engine has preempted the request."""
+        if prompt.phase is PromptPhase.COMPUTING:
+            prompt.phase = PromptPhase.PREEMPTED
+            self._plan.parts.stops.append(PrefillStop(prompt.token, ended=False))
+
+    def _give_up(self, prompt: _Prompt) -> None:
+        """The prompt will not be handed over."""
+        if prompt.phase in _BEGUN:
+            self._plan.parts.stops.append(PrefillStop(prompt.token, ended=True))
+        prompt.phase = PromptPhase.ENDED
+
+
+class HeldBlocks:
+    """The leases of an engine that have not ended on all ranks, by request id, each with its number of blocks, and for
+    how long they hold them.
+
+    Blocks of all block tables count: a block that two leases hold, as prompts with one prefix do, counts twice.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock``: seconds, never going back."""
+        self._clock = clock
+        self._leases: dict[str, int] = {}
+        self._since = clock()
+        self._block_seconds = 0.0  # until ``_since``, since the last ``take_block_ms``
+        self.blocks = 0
+        """Of all leases."""
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._leases
+
+    def add(self, request_id: str, blocks: int) -> None:
+        """A lease begins."""
+        self._pass_time()
+        self.blocks += blocks - self._leases.get(request_id, 0)
+        self._leases[request_id] = blocks
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """These leases have ended. Those that are unknown do not count."""
+        self._pass_time()
+        for request_id in request_ids:
+            self.blocks -= self._leases.pop(request_id, 0)
+
+    def take_block_ms(self) -> int:
+        """The sum over the blocks of the whole milliseconds for which they were held since the last call; what is left
+        of a millisecond counts at the next call."""
+        self._pass_time()
+        whole = int(self._block_seconds * 1e3)
+        self._block_seconds -= whole / 1e3
+        return whole
+
+    def _pass_time(self) -> None:
+        now = self._clock()
+        self._block_seconds += self.blocks * (now - self._since)
+        self._since = now

@@ -1,10 +1,14 @@
-"""The next step plan, as it comes together between two steps of the scheduler."""
+"""The next step plan, as it comes together between two steps of the scheduler, and the blocks that go into it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 from msgspec.structs import replace
 
-from kvferry.connector.engine import prompt_prefill, request_lifetime
+from kvferry.connector.geometry.engine_types import BlockTable
 from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -19,6 +23,26 @@ from kvferry.connector.wire.step_plan import (
     UnneededLease,
 )
 
+NULL_BLOCK = 0
+"""vLLM puts this number in a block table in place of a block that it freed."""
+
+
+@dataclass
+class PlanParts:
+    """The lists of a ``StepPlan``."""
+
+    leases: list[LeaseGrant] = field(default_factory=list)
+    keeps: list[KeepLease] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    releases: list[UnneededLease] = field(default_factory=list)
+    queued: list[QueuedPrompt] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    stops: list[PrefillStop] = field(default_factory=list)
+    rendezvous: list[Rendezvous] = field(default_factory=list)
+    left: list[LeftAnswer] = field(default_factory=list)
+
 
 class StepPlanBuilder:
     """Collects the parts of one step plan after the other."""
@@ -26,92 +50,58 @@ class StepPlanBuilder:
     def __init__(self, consumer: bytes) -> None:
         """``consumer``: names this life of this engine to P."""
         self._consumer = consumer
+        self._nothing = {idle: StepPlan(consumer=consumer, idle=idle, nothing=True) for idle in (False, True)}
         self.step = 0
         """The number of the last plan that was taken."""
-        self._nothing = {idle: StepPlan(consumer=consumer, idle=idle, nothing=True) for idle in (False, True)}
-        self._reset()
-
-    def _reset(self) -> None:
-        self.urgent = False  # whether the engine must take the next plan also where it has no request
-        self._empty = True
-        self._leases: list[LeaseGrant] = []
-        self._keeps: list[KeepLease] = []
-        self._loads: list[Load] = []
-        self._cancels: list[str] = []
-        self._releases: list[UnneededLease] = []
-        self._queued: list[QueuedPrompt] = []
-        self._prefills: list[Prefill] = []
-        self._chunks: list[PrefillChunk] = []
-        self._stops: list[PrefillStop] = []
-        self._rendezvous: list[Rendezvous] = []
-        self._left: list[LeftAnswer] = []
-        self._ends_leases = False
-
-    def end_leases(self) -> None:
-        """All leases end."""
-        self._empty, self._ends_leases = False, True
-
-    def add(self, request_id: str, effect: request_lifetime.RequestEffect | prompt_prefill.PromptEffect) -> None:
-        """Add an effect of the lifetime of a request, or of its prompt."""
-        self._empty = False
-        match effect:
-            case request_lifetime.PlanKeep(keep):
-                self._keeps.append(keep)
-            case request_lifetime.PlanLoad(load):
-                self._loads.append(load)
-            case request_lifetime.PlanCancel():
-                self._cancels.append(request_id)
-            case request_lifetime.PlanRelease(token):
-                self._releases.append(UnneededLease(request_id, token))
-            case request_lifetime.PlanRendezvous(rendezvous):
-                self._rendezvous.append(rendezvous)
-            case prompt_prefill.PlanQueued(prompt):
-                self._queued.append(prompt)
-            case prompt_prefill.PlanPrefill(prefill):
-                self._prefills.append(prefill)
-            case prompt_prefill.PlanChunk(chunk):
-                self._chunks.append(chunk)
-            case prompt_prefill.PlanStop(stop):
-                self._stops.append(stop)
-            case prompt_prefill.PlanLease(lease):
-                self._leases.append(lease)
+        self.parts = PlanParts()
+        self.ends_leases = False
+        self.urgent = False
+        """Whether the engine must take the next plan also where it has no request."""
 
     def leave(self, left: LeftAnswer) -> None:
         """Add that a request does not need P's answer any more."""
-        self._empty = False
-        for number, asked in enumerate(self._rendezvous):
+        for number, asked in enumerate(self.parts.rendezvous):
             if asked.request_id == left.request_id:
-                self._rendezvous[number] = replace(asked, ended=left)
+                self.parts.rendezvous[number] = replace(asked, ended=left)
                 return
-        self._left.append(left)
+        self.parts.left.append(left)
 
     @property
     def loads_inside(self) -> bool:
         """Whether the next step computes with the tokens of a load of its plan."""
-        return any(load.now for load in self._loads)
+        return any(load.now for load in self.parts.loads)
 
     def take(self, *, idle: bool, after_prefill: bool) -> StepPlan:
         """The plan of the next step, with everything that was added since the last one."""
         self.step += 1
-        if self._empty and not after_prefill:
+        if not (after_prefill or self.ends_leases or any(vars(self.parts).values())):  # as in most steps
             return self._nothing[idle]
+        parts: dict[str, Any] = {name: tuple(found) for name, found in vars(self.parts).items()}
         plan = StepPlan(
-            consumer=self._consumer,
-            leases=tuple(self._leases),
-            keeps=tuple(self._keeps),
-            loads=tuple(self._loads),
-            cancels=tuple(self._cancels),
-            releases=tuple(self._releases),
-            idle=idle,
-            step=self.step,
-            after_prefill=after_prefill,
-            queued=tuple(self._queued),
-            prefills=tuple(self._prefills),
-            chunks=tuple(self._chunks),
-            stops=tuple(self._stops),
-            rendezvous=tuple(self._rendezvous),
-            left=tuple(self._left),
-            ends_leases=self._ends_leases,
-        )
-        self._reset()
+            consumer=self._consumer, idle=idle, step=self.step, after_prefill=after_prefill,
+            ends_leases=self.ends_leases, **parts,
+        )  # fmt: skip
+        self.parts, self.ends_leases, self.urgent = PlanParts(), False, False
         return plan
+
+
+def first_held(table: BlockTable, block_ids: Sequence[int]) -> int:
+    """The first token from which on the engine has freed no block of a request outside a window."""
+    if table.whole:
+        return 0
+    gone = next((place for place in reversed(range(len(block_ids))) if block_ids[place] == NULL_BLOCK), -1)
+    return (gone + 1) * table.block_size
+
+
+def used_blocks(table: BlockTable, block_ids: Sequence[int], num_computed: int) -> list[int]:
+    """The blocks that matter once ``num_computed`` tokens are computed: of a table of tokens the blocks of these
+    tokens, without those behind them, which the engine may have for drafts; of a table of states the one block that
+    holds the state after these tokens."""
+    place = (num_computed - 1) // table.block_size
+    return list(block_ids[place if table.kind == "state" else 0 : place + 1])
+
+
+def covers(table: BlockTable, block_ids: Sequence[int], num_computed: int) -> bool:
+    """Whether the blocks reach as far as ``num_computed`` tokens, and the engine still holds the last of them."""
+    place = (num_computed - 1) // table.block_size
+    return place < len(block_ids) and (table.whole or block_ids[place] != NULL_BLOCK)

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
-from kvferry.connector.config import Settings
+from kvferry.connector.engine.engine_facts import EngineFacts
 from kvferry.connector.engine.lease_planner import LeasePlanner
-from kvferry.connector.engine.load_planner import LoadPlanner
+from kvferry.connector.engine.load_planner import LoadPlanner, RequestPhase
+from kvferry.connector.engine.params import wants_load, wants_prefill
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
-from kvferry.connector.engine.request_lifetime import RequestPhase
-from kvferry.connector.engine.transfer_params import wants_load, wants_prefill
-from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
-from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.metrics import Figures, HandoverStats
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RendezvousResult, StepPlan
 from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate
@@ -34,83 +31,35 @@ REQUEST_LEVELS = {
 """By level, the phase of the requests that it counts."""
 
 
-class SchedulerHalf:
+@dataclass(eq=False)
+class SchedulerHalf(EngineFacts):
     """One engine's decisions. Called from the engine's scheduler, by one thread."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine_id: str,
-        tables: Sequence[BlockTable],
-        *,
-        tp_size: int,
-        pp_size: int,
-        produces: bool,
-        consumes: bool,
-        host_id: str = "",
-        max_sizes: tuple[int, int] = (MAX_RANKS, MAX_RANKS),
-        lookahead: int = 0,
-        step_loads: bool = False,
-        steps: StepsInFlight | None = None,
-        shares_steps: bool = False,
-        streams: Callable[[], bool] = lambda: True,
-        is_paused: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            settings: of this engine.
-            engine_id: by which its log lines and its peers name it.
-            tables: the block tables of a request whose contents are handed over.
-            tp_size: tensor-parallel ranks of this engine.
-            pp_size: pipeline stages of this engine.
-            produces: this engine hands prompts over, as P.
-            consumes: this engine loads prompts, as D.
-            host_id: names this host; empty where that is unknown.
-            max_sizes: the largest tensor- and pipeline-parallel sizes that an engine of this model can have.
-            lookahead: prompt tokens at the end that D must compute itself, for the model that drafts.
-            step_loads: the engine copes with loads that end in the step that computes with them, also where they fail.
-            steps: the engine's steps in flight, to which the caller reports the steps that were processed and the
-                blocks that were freed. ``None`` where it cannot report all: then copies wait for the engine's device,
-                and no load goes inside a step.
-            shares_steps: other engines' steps wait for this engine's, as with data-parallel ranks.
-            streams: whether no tokens of the engine come from elsewhere, such as another connector, so that all tokens
-                stand that it computes.
-            is_paused: whether the engine begins no new request. Once this has lasted ``PAUSE_SECONDS``, leases end.
-            clock: seconds, never going back.
-        """
-        self._engine_id = engine_id
-        self._lease_seconds = settings.lease_seconds
-        self._sizes = tp_size, pp_size
-        self._shardings = tuple(sorted({table.sharding for table in tables}))
-        self._produces, self._consumes = produces, consumes
-        self._host_id = host_id
+    def __post_init__(self) -> None:
         self._log = RateLimitedLog(logger)
         self._stats = HandoverStats("scheduler")
-        self._quiet = True  # nothing was under way when the metrics were taken last
+        self._quiet = False  # nothing was under way when the metrics were taken last
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
-        rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
-        self._steps, self._streams = steps, streams
-        self._lease_planner = LeasePlanner(
-            tables,
-            self._plan,
-            produces=produces,
-            lookahead=lookahead,
-            may_stream=self._may_stream,
-            is_paused=is_paused,
-            clock=clock,
-        )
-        self._load_planner = LoadPlanner(
-            tables, self._plan, rule, steps, tp_size=tp_size, consumes=consumes, host_id=host_id, max_sizes=max_sizes,
-            lookahead=lookahead, shares_steps=shares_steps, timeout=settings.handover_timeout_seconds, clock=clock,
-        )  # fmt: skip
+        self._leases = LeasePlanner(self, self._plan, self._may_stream)
+        self._loads = LoadPlanner(self, self._plan)
+
+    @property
+    def step_load_rule(self) -> StepLoadRule:
+        """Which loads go inside a step."""
+        return self._loads.rule
+
+    @property
+    def ranks(self) -> tuple[RankAddress, ...]:
+        """The addresses at which this engine's ranks listen; empty before ``set_ranks``."""
+        return () if self._leases.us is None else self._leases.us.ranks
 
     def set_ranks(self, ranks: Iterable[RankAddress]) -> None:
         """Take the addresses at which this engine's ranks listen."""
-        tp_size, pp_size = self._sizes
         ordered = tuple(sorted(ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank)))
-        self._lease_planner.set_engine(
-            PeerEngine(self._engine_id, tp_size, pp_size, self._lease_seconds, ordered, self._host_id, self._shardings)
+        shardings = tuple(sorted({table.sharding for table in self.tables}))
+        seconds = self.settings.lease_seconds
+        self._leases.us = PeerEngine(
+            self.engine_id, self.tp_size, self.pp_size, seconds, ordered, self.host_id, shardings
         )
 
     # --- every request ------------------------------------------------------------------------------------------
@@ -118,17 +67,17 @@ class SchedulerHalf:
     def on_new_request(self, request: RequestView) -> None:
         """Check whether P holds this request's KV. If so, its lease is renewed from now on; if the KV cannot be used,
         the lease is released. Idempotent."""
-        if request.request_id in self._load_planner:
+        if request.request_id in self._loads:
             return
         self._check_role(request)
-        self._lease_planner.new_request(request)
-        self._load_planner.new_request(request)
+        self._leases.new_request(request)
+        self._loads.new_request(request)
 
     def _check_role(self, request: RequestView) -> None:
         """One line where a router sends a request of one role to an engine that has only the other."""
-        if wants_prefill(request.params) and not self._produces:
+        if wants_prefill(request.params) and not self.produces:
             wrong, role, right = "to hand its prompt over (do_remote_decode)", "kv_consumer", "kv_producer"
-        elif wants_load(request.params) and not self._consumes:
+        elif wants_load(request.params) and not self.consumes:
             wrong, role, right = "to load its prompt (do_remote_prefill)", "kv_producer", "kv_consumer"
         else:
             return
@@ -151,8 +100,8 @@ class SchedulerHalf:
         Returns:
             Whether the blocks stay held until ``finished_sending``, and the parameters for D.
         """
-        self._load_planner.request_finished(request.request_id)
-        return self._lease_planner.request_finished(request, block_ids, completed=completed)
+        self._loads.request_finished(request.request_id)
+        return self._leases.request_finished(request, block_ids, completed=completed)
 
     # --- D ------------------------------------------------------------------------------------------------------
 
@@ -165,60 +114,60 @@ class SchedulerHalf:
         would process that token twice.
         """
         self.on_new_request(request)
-        return self._load_planner.num_new_matched_tokens(request, num_local)
+        return self._loads.num_new_matched_tokens(request, num_local)
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
-        self._load_planner.after_alloc(request, block_ids, num_external)
+        self._loads.after_alloc(request, block_ids, num_external)
 
     def loads_finished(
         self, request_ids: Iterable[str], estimates: Mapping[EstimateKey, TransferEstimate] | None = None
     ) -> None:
         """The workers have reported these loads, whether they failed or not. ``estimates``: how long loads took that
         the ranks measured, also loads inside a step."""
-        self._load_planner.loads_finished(request_ids, estimates)
+        self._loads.loads_finished(request_ids, estimates)
 
     def rendezvous_told(self, results: Mapping[str, RendezvousResult]) -> None:
         """P has answered where its lease was known by name only, or has said that its engine has the prompt, or cannot
         be asked. ``results``: by request, as the first rank's worker half has returned them."""
-        self._load_planner.rendezvous_told(results)
+        self._loads.rendezvous_told(results)
 
     # --- P ------------------------------------------------------------------------------------------------------
 
     @property
     def prefills(self) -> Set[str]:
         """The requests whose prompts are handed over from here, once they are computed."""
-        return self._lease_planner.prefills
+        return self._leases.prefills
 
     def _may_stream(self, request_id: str) -> bool:
         """Whether the tokens of a prompt stand once they are computed. Those that a load brings may prove to be
         missing, also where the prompt finds them in the prefix cache: a load inside a step ends after that step."""
-        loads = self._plan.loads_inside or (self._steps is not None and self._steps.loads_inside)
-        return self._streams() and not loads and not self._load_planner.loads_itself(request_id)
+        loads = self._plan.loads_inside or (self.steps is not None and self.steps.loads_inside)
+        return self.streams() and not loads and not self._loads.loads_itself(request_id)
 
     def num_tokens_for_d(self, request: RequestView) -> int:
         """How many of a new request's last prompt tokens P must not compute, because D computes them."""
-        return self._lease_planner.num_tokens_for_d(request)
+        return self._leases.num_tokens_for_d(request)
 
     def drain(self) -> None:
         """Give no more leases. The leases that are held are served until they end; ``leases_held`` counts them. For an
         engine that is about to end: D prefills what would have been handed over. ``stop_draining`` gives leases again.
         """
-        self._lease_planner.drain()
+        self._leases.drain()
 
     def stop_draining(self) -> None:
         """Give leases again."""
-        self._lease_planner.stop_draining()
+        self._leases.stop_draining()
 
     @property
     def leases_held(self) -> int:
         """The number of leases that have not ended on all ranks. With ``drain`` it falls to 0, at the latest when
         ``lease_cap_seconds`` have passed."""
-        return len(self._lease_planner.held)
+        return len(self._leases.held)
 
     def leases_ended(self, request_ids: Iterable[str]) -> None:
         """All ranks have reported the end of these requests' leases."""
-        self._lease_planner.held.remove(request_ids)
+        self._leases.held.remove(request_ids)
 
     # --- resets -------------------------------------------------------------------------------------------------
 
@@ -231,7 +180,7 @@ class SchedulerHalf:
         Returns:
             Whether no lease and no load is left. Otherwise the caller may ask again after a few steps.
         """
-        unheld, unloaded = self._lease_planner.reset(), self._load_planner.reset()
+        unheld, unloaded = self._leases.reset(), self._loads.reset()
         return unheld and unloaded
 
     @property
@@ -245,17 +194,17 @@ class SchedulerHalf:
     def stats(self) -> HandoverStats:
         """The metrics of this half, with the levels of now. Take them at the end of each step: after the last step
         before the engine idles they are what they stay."""
-        held, loads, levels = self._lease_planner.held, self._load_planner, self._stats.levels
+        held, levels = self._leases.held, self._stats.levels
         levels["leases"], levels["lease_blocks"] = len(held), held.blocks
         for level, phase in REQUEST_LEVELS.items():
-            levels[level] = loads.num_in(phase)
+            levels[level] = self._loads.num_in(phase)
         if block_ms := held.take_block_ms():
             self._stats.total("lease_block_ms", block_ms)
         return self._stats
 
     def take_stats(self) -> Figures | None:
         """The metrics of this half since the last call; ``None`` where there are none. Zeros are reported once."""
-        quiet = not (self._lease_planner.held or self._load_planner.active)
+        quiet = not (self._leases.held or self._loads.active)
         if quiet and self._quiet:
             return None
         self._quiet = quiet
@@ -278,9 +227,8 @@ class SchedulerHalf:
             scheduled: which tokens the step computes, of the requests in ``computed`` that ``prefills`` names. Without
                 them D learns of a prompt when all of it is computed.
         """
-        if self._lease_planner.follows_prompts:
-            self._lease_planner.plan_step(scheduled, preempted, alone=len(computed) == 1)
-        after_prefill = self._lease_planner.computed_any(self._plan.step)
+        self._leases.plan_step(scheduled, preempted, alone=len(computed) == 1)
+        after_prefill = self._leases.computed_any(self._plan.step)
         plan = self._plan.take(idle=idle, after_prefill=after_prefill)
-        self._lease_planner.step_planned(self._plan.step, computed)
-        return self._load_planner.step_planned(plan, preempted)
+        self._leases.step_planned(self._plan.step, computed)
+        return self._loads.step_planned(plan, preempted)

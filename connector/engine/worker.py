@@ -13,14 +13,13 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 
 from kvferry.connector.config import Settings, load_keys
+from kvferry.connector.engine.loop import TransferThread
+from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
-from kvferry.connector.engine.rendezvous_params import lease_of_answer
-from kvferry.connector.engine.transfer_thread import TransferThread
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
@@ -60,13 +59,8 @@ with messages in flight to a peer that does not read takes some seconds."""
 ASLEEP = "its KV caches are unmapped, the engine sleeps"
 
 
-@dataclass(frozen=True)
-class _Registered:
-    """The arguments of ``register``."""
-
-    kv_caches: Mapping[str, torch.Tensor]
-    num_blocks: int | None
-    places: ElementOrder | None
+_Registered = tuple[Mapping[str, torch.Tensor], int | None, ElementOrder | None]
+"""The arguments of ``register``."""
 
 
 class WorkerHalf:
@@ -133,14 +127,15 @@ class WorkerHalf:
             PlaneUnavailableError: the rank can have no data plane.
         """
         self.unregister()  # where caches were registered before
-        self._registered = _Registered(kv_caches, num_blocks, places)
-        self._start(self._registered)
+        self._registered = kv_caches, num_blocks, places
+        self._start(*self._registered)
         self._asleep = False
 
-    def _start(self, registered: _Registered) -> None:
+    def _start(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None, places: ElementOrder | None
+    ) -> None:
         """Begin a life of this rank: a new incarnation, at a port that may be another one."""
-        settings, info, kv_caches = self._settings, self._info, registered.kv_caches
-        num_blocks, places = registered.num_blocks, registered.places
+        settings, info = self._settings, self._info
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
         self._layers = frozenset(layer for region in caches.geometry.regions for layer in region.layers)
         raise_file_limit()
@@ -218,8 +213,8 @@ class WorkerHalf:
             return
         assert self._registered is not None
         if kv_caches is not None:
-            self._registered = _Registered(kv_caches, self._registered.num_blocks, self._registered.places)
-        self._start(self._registered)
+            self._registered = kv_caches, *self._registered[1:]
+        self._start(*self._registered)
         self._asleep = False
 
     @property
@@ -343,7 +338,8 @@ class WorkerHalf:
     def _collect(self) -> None:
         if self._transfer_thread is None:
             return
-        for finished in self._transfer_thread.results.take_finished():
+        results = self._transfer_thread.results
+        for finished in results.take(results.loads):
             self._ledger.load_ended(finished.load, ok=finished.ok)
             source = finished.load.peer.engine_id, self._info.tp_rank
             if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
@@ -351,19 +347,23 @@ class WorkerHalf:
 
     def take_rendezvous(self) -> dict[str, RendezvousResult]:
         """The last word of P since the last call on each rendezvous. Only the first rank of an engine has any."""
-        results = {} if self._transfer_thread is None else dict(self._transfer_thread.results.take_rendezvous())
-        self._awaited.difference_update([name for name, result in results.items() if not result.known])
-        return results
+        if self._transfer_thread is None:
+            return {}
+        results = self._transfer_thread.results
+        told = dict(results.take(results.lookups))
+        self._awaited.difference_update([name for name, result in told.items() if not result.known])
+        return told
 
     def take_results(self) -> StepResults:
         """What ended since the last call."""
         if self._transfer_thread is None:
             return StepResults()
+        results = self._transfer_thread.results
         if self._idle and (self._ledger.awaits_load or self._awaited):
-            self._transfer_thread.results.wait(IDLE_WAIT_SECONDS)
+            results.wait(IDLE_WAIT_SECONDS)
         alive = self._transfer_thread.alive  # before its reports are taken, so that none is lost
-        if self._transfer_thread.results.any:
-            for request_id in self._transfer_thread.results.take_freed():
+        if results.any:
+            for request_id in results.take(results.leases):
                 self._ledger.lease_freed(request_id)
             self._collect()
         if not alive and self._ledger.owes:

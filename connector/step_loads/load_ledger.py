@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from kvferry.connector.step_loads import worker_load
-from kvferry.connector.step_loads.step_load import ThreadEnded
-from kvferry.connector.step_loads.worker_load import LoadBesideEnded, WorkerLoadEvent
-from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import Load, StepResults
 
 MAX_STORIES = 8
-"""Loads whose history stands in one log line."""
+"""Loads that stand in one log line."""
 
 
 class LoadLedger:
     """The loads that have been posted and not ended, by request id, with the reports that the engine has not taken.
 
-    ``worker_load.WORKER_LOAD`` decides what is reported. A request id that is not in the ledger is ignored: its load or
-    lease was not posted here, or was reported before. Where a load is posted under the id of one that has not ended,
-    only the end of the new one is reported: the engine cannot tell their reports apart. Of a lease the ledger only
-    keeps that it is not reported; ``lease.LEASE`` is its table. ``clock``: seconds, for the histories.
+    vLLM's scheduler asserts on an id that it does not know, and dies. So one report leaves for each id, whatever the
+    transfer thread does. An id that is not in the ledger is ignored: its load or lease was not posted here, or was
+    reported before. Where a load is posted under the id of one that has not ended, only the end of the new one is
+    reported: the engine cannot tell their reports apart.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._loads: dict[str, Lifetime[worker_load.WorkerLoad, WorkerLoadEvent, worker_load.WorkerLoadEffect]] = {}
+    def __init__(self) -> None:
+        self._loads: dict[str, Load] = {}
         self._leases: set[str] = set()
         self._results = StepResults()
 
-    # --- what happens -------------------------------------------------------------------------------------------
-
     def post(self, loads: Iterable[Load], leases: Iterable[str]) -> None:
         """These loads beside the steps, and the leases of these requests, are about to be posted."""
-        for load in loads:
-            self._loads[load.request_id] = Lifetime(worker_load.WORKER_LOAD, worker_load.post_load(load), self._clock())
+        self._loads.update((load.request_id, load) for load in loads)
         self._leases.update(leases)
 
     def load_ended(self, load: Load, *, ok: bool) -> None:
         """The transfer thread has reported a load. Loads inside a step are not in the ledger."""
-        if load.request_id in self._loads:
-            self._step(load.request_id, LoadBesideEnded(load, ok))
+        if self._loads.get(load.request_id) is load:  # else an earlier load of a request with the same id
+            self._end(load.request_id, ok)
 
     def lease_freed(self, request_id: str) -> None:
         """The transfer thread has freed a lease."""
@@ -52,7 +43,7 @@ class LoadLedger:
     def thread_ended(self) -> None:
         """The transfer thread is gone: every load that has not ended fails, and every lease ends."""
         for request_id in list(self._loads):
-            self._step(request_id, ThreadEnded())
+            self._end(request_id, ok=False)
         self._results.sent |= self._leases
         self._leases.clear()
 
@@ -62,14 +53,11 @@ class LoadLedger:
         self.thread_ended()
         self._results.failed |= self._results.received
 
-    def _step(self, request_id: str, event: WorkerLoadEvent) -> None:
-        for effect in self._loads[request_id].step(event, self._clock()):
-            del self._loads[request_id]
-            self._results.received.add(request_id)
-            if not effect.ok:
-                self._results.failed.add(request_id)
-
-    # --- queries of the worker half ------------------------------------------------------------------------------
+    def _end(self, request_id: str, ok: bool) -> None:
+        del self._loads[request_id]
+        self._results.received.add(request_id)
+        if not ok:
+            self._results.failed.add(request_id)
 
     @property
     def awaits_load(self) -> bool:
@@ -82,12 +70,10 @@ class LoadLedger:
         return bool(self._loads or self._leases)
 
     def stories(self) -> str:
-        """The loads that have not ended, with their histories, for a log line."""
+        """The loads that have not ended, for a log line."""
         names = list(self._loads)
-        shown = [f"{name} ({self._loads[name].story()})" for name in names[:MAX_STORIES]]
+        shown = [f"{name} (posted)" for name in names[:MAX_STORIES]]
         return ", ".join(shown) + (f" and {len(names) - MAX_STORIES} more" if len(names) > MAX_STORIES else "")
-
-    # --- what the engine takes ----------------------------------------------------------------------------------
 
     def take_results(self) -> StepResults:
         """The loads beside the steps and the leases that have ended, each returned once."""

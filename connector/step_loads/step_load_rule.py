@@ -17,7 +17,7 @@ class StepLoadRule:
 
     def __init__(self, hold_seconds: float) -> None:
         """``hold_seconds``: the most that loads may hold up a step of other requests; 0: no load goes inside a step."""
-        self._hold_seconds = hold_seconds
+        self.hold_seconds = hold_seconds
         self._planned = 0.0
 
     def fits(self, copy_seconds: float, seconds_left: float, *, others: bool) -> bool:
@@ -28,9 +28,9 @@ class StepLoadRule:
             seconds_left: how long the device is busy until the step's kernels can begin.
             others: the engine has other requests, which the step may compute.
         """
-        if not self._hold_seconds:
+        if not self.hold_seconds:
             return False
-        most = self._hold_seconds if others or self._planned else max(self._hold_seconds, ALONE_SECONDS)
+        most = self.hold_seconds if others or self._planned else max(self.hold_seconds, ALONE_SECONDS)
         return self._planned + copy_seconds - seconds_left <= most
 
     def planned(self, copy_seconds: float) -> None:

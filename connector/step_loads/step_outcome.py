@@ -1,35 +1,89 @@
 """What becomes of the loads that one step computes with, on one rank. Three threads use it.
 
 The transfer thread says what happens. The engine's thread waits until the forward may be launched. The thread that
-takes the step's output away waits until every load is final. ``step_load.STEP_LOAD`` decides.
+takes the step's output away waits until every load is final.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvferry.connector.step_loads import step_load
-from kvferry.connector.step_loads.step_load import FINAL, StepLoad, StepLoadEvent, StepLoadPhase
-from kvferry.connector.wire.states import Lifetime
+from kvferry.connector.wire.states import Moves, Phases
 from kvferry.connector.wire.step_plan import Load
 from kvferry.transport.channels import Copy
 
 Check = Callable[[], bool | None]
 LOOK_SECONDS = 0.2
 """How often a thread that waits checks that the transfer thread is alive."""
-
 POLL_SECONDS = 2e-4
 """How often the thread that takes the output away looks whether copies have ended. They have as a rule. After
 ``YIELD_SECONDS`` it waits for the transfer thread, which looks at the copies itself by then."""
 YIELD_SECONDS = 0.01
 """The longest time for which the transfer thread leaves the interpreter to the engine's threads: to prepare a step with
 a new request in it takes 2 to 3 ms, and its forward as long as a step of the engine."""
-
 ANSWERED_SECONDS = 1e-3
 """How long the transfer thread leaves the interpreter to the engine's threads once they know that the loads stand: they
 are about to deliver a token."""
+
+
+class StepLoadPhase(enum.Enum):
+    """Of a load inside a step, on one rank::
+
+        POSTED ──▶ UNDER_WAY ──▶ STANDS
+           │        │  └───────▶ FAILED
+           └────────┴▶ GIVEN_UP ───▲
+
+    In UNDER_WAY all copies are under way, or have ended, and the device waits for them. The engine launches the forward
+    once no load of the step is POSTED. A load that the engine has given up fails whatever its copies do. STANDS and
+    FAILED are final, and in both nothing writes the load's blocks any more.
+    """
+
+    POSTED = "posted"
+    UNDER_WAY = "under way"
+    GIVEN_UP = "given up"
+    STANDS = "stands"
+    FAILED = "failed"
+
+
+class StepLoadEvent(enum.Enum):
+    BEGUN = "CopiesBegun"
+    """All copies of the load are under way."""
+    ARRIVED = "LoadArrived"
+    """The load has ended well: its tokens are in the blocks."""
+    FAILED = "LoadEnded"
+    """The load has ended, and its tokens are not in the blocks."""
+    GAVE_UP = "EngineGaveUp"
+    """The engine launches the forward now, whether the copies are under way or not."""
+    TOO_EARLY = "ComputedTooEarly"
+    """The forward has computed with a layer before its copies ended."""
+    THREAD_ENDED = "ThreadEnded"
+    """The transfer thread is gone, and has reported nothing of the load."""
+
+
+FINAL = (StepLoadPhase.STANDS, StepLoadPhase.FAILED)
+_P, _E = StepLoadPhase, StepLoadEvent
+_UNTIL_ITS_END: dict[enum.Enum, StepLoadPhase] = {_E.FAILED: _P.FAILED, _E.THREAD_ENDED: _P.FAILED}
+MOVES: Moves[StepLoadPhase] = {
+    _P.POSTED: {
+        **_UNTIL_ITS_END, _E.BEGUN: _P.UNDER_WAY, _E.ARRIVED: _P.STANDS, _E.GAVE_UP: _P.GIVEN_UP,
+        _E.TOO_EARLY: _P.GIVEN_UP,
+    },
+    _P.UNDER_WAY: {**_UNTIL_ITS_END, _E.ARRIVED: _P.STANDS, _E.TOO_EARLY: _P.GIVEN_UP},
+    _P.GIVEN_UP: {**_UNTIL_ITS_END, _E.ARRIVED: _P.FAILED},  # copies that begin now, begin too late
+    _P.STANDS: {_E.TOO_EARLY: _P.FAILED},
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _StepLoad:
+    load: Load
+    life: Phases[StepLoadPhase]
+    stands: Check | None = None
+    copies: Sequence[Copy] = ()
 
 
 class StepOutcome:
@@ -55,11 +109,9 @@ class StepOutcome:
         self.layer_order = layer_order
         self._alive, self._wake, self._clock = alive, wake, clock
         self._changed = threading.Condition()
-        self._loads = loads
-        self._lifetimes = [Lifetime(step_load.STEP_LOAD, StepLoad(), clock()) for _ in loads]
-        self._checks: dict[int, Check] = {}  # by the place of a load
-        self._copies: dict[int, Sequence[Copy]] = {}  # by the place of a load
-        self._answered = self._interrupted = self._yielding = self._spoilt = False
+        self._loads = [_StepLoad(load, Phases(MOVES, StepLoadPhase.POSTED, clock())) for load in loads]
+        self._yielding = False
+        self._stand: bool | None = None  # whether the engine knows that its loads stand; False: ask the transfer thread
 
     # --- the transfer thread ------------------------------------------------------------------------------------
 
@@ -68,12 +120,10 @@ class StepOutcome:
         ended without an error, under a lease that stands; without it only ``ended`` tells. ``copies``: those that have
         not ended."""
         with self._changed:
-            for place, ours in enumerate(self._loads):
-                if ours is load:
-                    self._copies[place] = copies
-                    if stands is not None:
-                        self._checks[place] = stands
-        self._step(load, step_load.CopiesBegun())
+            for ours in self._loads:
+                if ours.load is load:
+                    ours.stands, ours.copies = stands, copies
+        self._step(load, StepLoadEvent.BEGUN)
 
     def moved(self) -> None:
         """A copy that is under way has moved bytes."""
@@ -82,7 +132,14 @@ class StepOutcome:
 
     def ended(self, load: Load, ok: bool) -> None:
         """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
-        self._step(load, step_load.LoadEnded(ok))
+        self._step(load, StepLoadEvent.ARRIVED if ok else StepLoadEvent.FAILED)
+
+    def _step(self, load: Load, event: StepLoadEvent) -> None:
+        with self._changed:
+            for ours in self._loads:
+                if ours.load is load:  # by identity: two loads of different steps may belong to requests of the same id
+                    ours.life.step(event, self._clock())
+                    self._changed.notify_all()
 
     def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
         """Where the copies of all loads are under way, wait for ``YIELD_SECONDS``, or until there is new work.
@@ -91,22 +148,21 @@ class StepOutcome:
         time, and each change between them costs more than what this thread has to do next, which can wait.
 
         Args:
-            wait: waits for so many seconds, or until ``wake`` is called; returns whether a control message has arrived.
+            wait: waits for so many seconds, or until ``wake`` is called; returns whether there is other work: a plan,
+                or a control message.
         """
         if self.final:
             return
         self._yielding = True
         try:
-            ready = self._wait_until(
-                lambda: self._answered or self._interrupted or bool(self.waiting), YIELD_SECONDS, wait
-            )
-            if ready and self._answered:
-                self._wait_until(lambda: self._interrupted, ANSWERED_SECONDS, wait)
+            ends = self._wait_until(lambda: self._stand is not None or bool(self.waiting), YIELD_SECONDS, wait)
+            if ends and self._stand:
+                self._wait_until(lambda: False, ANSWERED_SECONDS, wait)
         finally:
             self._yielding = False
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float, wait: Callable[[float], bool]) -> bool:
-        """Whether the condition holds; if not, the time is over, or a control message has arrived."""
+        """Whether the condition holds; if not, the time is over, or there is other work."""
         end = self._clock() + seconds
         while not condition():
             left = end - self._clock()
@@ -114,28 +170,11 @@ class StepOutcome:
                 return False
         return True
 
-    def _step(self, load: Load, event: StepLoadEvent) -> None:
-        with self._changed:
-            for ours, lifetime in zip(self._loads, self._lifetimes, strict=True):
-                if ours is load:  # by identity: two loads of different steps may belong to requests of the same id
-                    lifetime.step(event, self._clock())
-                    self._changed.notify_all()
-
     # --- the engine's thread ------------------------------------------------------------------------------------
 
     def wait_begun(self, seconds: float) -> bool:
         """Wait until no load is POSTED, or until the thread has ended; at most ``seconds``. Returns whether none is."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self.waiting, min(seconds, LOOK_SECONDS)) and not self._alive():
-                self._all(step_load.ThreadEnded())
-            return not self.waiting
-
-    def give_up(self) -> tuple[str, ...]:
-        """The forward is launched now. Returns the requests whose copies are not all under way: these loads fail."""
-        with self._changed:
-            waiting = self.waiting
-            self._all(step_load.EngineGaveUp(), StepLoadPhase.POSTED)
-            return waiting
+        return self._wait_for(lambda: not self.waiting, seconds)
 
     def wait_moved(self, portions: Sequence[tuple[Copy, int]], seconds: float) -> bool:
         """Wait until each of ``portions``, a copy and the number of its portion, has ended, or no load is UNDER_WAY; at
@@ -144,27 +183,28 @@ class StepOutcome:
         def ended() -> bool:
             return all(copy.has_ended(portion) for copy, portion in portions) or not self._in(StepLoadPhase.UNDER_WAY)
 
+        return self._wait_for(ended, seconds)
+
+    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
-            if not self._changed.wait_for(ended, min(seconds, LOOK_SECONDS)) and not self._alive():
-                self._all(step_load.ThreadEnded())
-            return ended()
+            if not self._changed.wait_for(condition, min(seconds, LOOK_SECONDS)) and not self._alive():
+                self._all(StepLoadEvent.THREAD_ENDED)
+            return condition()
+
+    def give_up(self) -> tuple[str, ...]:
+        """The forward is launched now. Returns the requests whose copies are not all under way: these loads fail."""
+        with self._changed:
+            waiting = self.waiting
+            self._all(StepLoadEvent.GAVE_UP)
+            return waiting
 
     def spoil(self) -> tuple[str, ...]:
         """The forward has computed with a layer before its copies ended: all loads fail, whatever their copies do.
         Returns, at the first call, the requests whose loads have not ended."""
         with self._changed:
-            late = () if self._spoilt else self._in(StepLoadPhase.UNDER_WAY)
-            self._spoilt = True
+            late = self._in(StepLoadPhase.UNDER_WAY)
+            self._all(StepLoadEvent.TOO_EARLY)
             return late
-
-    def interrupt(self) -> None:
-        """The transfer thread has new work. Any thread may call this."""
-        self._interrupted = True
-        self._end_yield()
-
-    def _end_yield(self) -> None:
-        if self._yielding:
-            self._wake()
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -175,11 +215,7 @@ class StepOutcome:
     def under_way(self) -> list[Copy]:
         """The copies of the loads that are UNDER_WAY. The engine must wait for them."""
         with self._changed:
-            phases = [lifetime.state.phase for lifetime in self._lifetimes]
-            return [
-                copy for place, phase in enumerate(phases) if phase is StepLoadPhase.UNDER_WAY
-                for copy in self._copies.get(place, ())
-            ]  # fmt: skip
+            return [copy for ours in self._loads if ours.life.phase is StepLoadPhase.UNDER_WAY for copy in ours.copies]
 
     # --- the thread that takes the output away ------------------------------------------------------------------
 
@@ -191,42 +227,41 @@ class StepOutcome:
             self._check()
             end = self._clock() + YIELD_SECONDS
             while not self.final:
-                polls = self._checks and self._clock() < end
+                polls = self._clock() < end and any(ours.stands for ours in self._loads)
                 if not self._changed.wait(POLL_SECONDS if polls else LOOK_SECONDS) and not self._alive():
-                    self._all(step_load.ThreadEnded())
+                    self._all(StepLoadEvent.THREAD_ENDED)
                 self._check()
-            self._answered = True
-            self._end_yield()
-            return frozenset() if self._spoilt else frozenset(self._in(StepLoadPhase.STANDS))
+            self._answer(True)
+            return frozenset(self._in(StepLoadPhase.STANDS))
 
     def _check(self) -> None:
-        for place, stands in self._checks.items():
-            lifetime = self._lifetimes[place]
-            if lifetime.state.phase is not StepLoadPhase.UNDER_WAY:
-                continue
-            answer = stands()
-            if answer:
-                lifetime.step(step_load.LoadEnded(True), self._clock())
-            elif answer is not None:  # the transfer thread must say so, at once
-                self.interrupt()
+        for ours in self._loads:
+            if ours.stands is not None and ours.life.phase is StepLoadPhase.UNDER_WAY:
+                answer = ours.stands()
+                if answer:
+                    ours.life.step(StepLoadEvent.ARRIVED, self._clock())
+                elif answer is not None:  # the transfer thread must say so, at once
+                    self._answer(False)
+
+    def _answer(self, stand: bool) -> None:
+        self._stand = stand
+        if self._yielding:
+            self._wake()
+
+    # --- any thread ---------------------------------------------------------------------------------------------
 
     @property
     def final(self) -> bool:
-        return all(lifetime.state.phase in FINAL for lifetime in self._lifetimes)
+        return all(ours.life.phase in FINAL for ours in self._loads)
 
     def story(self) -> str:
         """The loads with their histories, for a log line."""
-        pairs = zip(self._loads, self._lifetimes, strict=True)
-        return ", ".join(f"{load.request_id} ({lifetime.story()})" for load, lifetime in pairs)
-
-    # --- parts --------------------------------------------------------------------------------------------------
+        return ", ".join(f"{ours.load.request_id} ({ours.life.story()})" for ours in self._loads)
 
     def _in(self, phase: StepLoadPhase) -> tuple[str, ...]:
-        pairs = zip(self._loads, self._lifetimes, strict=True)
-        return tuple(load.request_id for load, lifetime in pairs if lifetime.state.phase is phase)
+        return tuple(ours.load.request_id for ours in self._loads if ours.life.phase is phase)
 
-    def _all(self, event: StepLoadEvent, phase: StepLoadPhase | None = None) -> None:
-        for lifetime in self._lifetimes:
-            if phase is None or lifetime.state.phase is phase:
-                lifetime.step(event, self._clock())
+    def _all(self, event: StepLoadEvent) -> None:
+        for ours in self._loads:
+            ours.life.step(event, self._clock())
         self._changed.notify_all()

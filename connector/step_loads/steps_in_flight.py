@@ -56,6 +56,11 @@ class StepsInFlight:
         return any(freed is None or not wanted.isdisjoint(freed) for _, freed in self._freed)
 
     @property
+    def count(self) -> int:
+        """How many steps are in flight."""
+        return self._scheduled - self._processed
+
+    @property
     def loads_inside(self) -> bool:
         """Whether a step in flight computes with the tokens of a load inside it, which may fail yet."""
         return self._loaded > self._processed
@@ -68,7 +73,7 @@ class StepsInFlight:
     def seconds_left(self, now: float) -> float:
         """How long the device is busy at least with the steps in flight: for the step that is scheduled now, the time
         from its launch until its kernels can begin. 0 where no step is in flight or no time is known."""
-        ahead = self._scheduled - self._processed
+        ahead = self.count
         if not ahead or not self._seconds or self._processed_at is None:
             return 0.0
         return max(0.0, ahead * min(self._seconds) - (now - self._processed_at))

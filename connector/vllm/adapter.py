@@ -3,15 +3,13 @@
 A step's plan is posted to the transfer thread when the model runner gets the step, at the latest in
 ``bind_connector_metadata``, which precedes the forward in every release; ``start_load_kv`` runs after it in 0.32.
 
-vLLM's contract has no calls at two moments, so two methods are wrapped: ``execute_model`` of the model runner, here,
-and ``update_from_output`` of the scheduler, in ``step_load_recovery``.
+vLLM's contract has no calls at two moments, so ``hooks`` wraps two methods.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +22,7 @@ from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.connector.vllm import compat, from_vllm
-from kvferry.connector.vllm.callers import find_model_runner, find_scheduler
+from kvferry.connector.vllm import compat, from_vllm, hooks
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
@@ -79,19 +76,18 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._bootstrap: BootstrapServer | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
-            self._alone = self.stepping_alone(parallel)
+            self.alone = self.stepping_alone(parallel)
             fails = from_vllm.loads_fail_requests(vllm_config)
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
-            scheduler = self._vllm_scheduler = find_scheduler()
-            if scheduler is not None and transfer.is_kv_consumer and from_vllm.blocks_leave_at_end(kv_cache_config):
+            scheduler = self._vllm_scheduler = hooks.find_scheduler()
+            fits = transfer.is_kv_consumer and from_vllm.blocks_leave_at_end(kv_cache_config)
+            recovers = fits and hooks.can_recover(scheduler)
+            if recovers:
                 self._steps = StepsInFlight()
                 self._recovery = StepLoadRecovery(
-                    scheduler,
-                    block_size=tables[0].block_size,
-                    ranks=parallel.world_size,
-                    fails=fails,
-                    processed=self._processed,
+                    scheduler, self._steps, block_size=tables[0].block_size, ranks=parallel.world_size, fails=fails
                 )
+                hooks.before_update(scheduler, self, self._recovery.processed)
             self._scheduler = SchedulerHalf(
                 settings,
                 str(transfer.engine_id),
@@ -111,6 +107,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 streams=lambda: getattr(scheduler, "connector", None) is self,
                 is_paused=lambda: compat.is_paused(scheduler),
             )
+            if fits and not recovers:
+                self._scheduler.stats.total("missing_hooks")
             self._engine_id, self._dp_rank = str(transfer.engine_id), getattr(parallel, "data_parallel_index", 0)
             if settings.bootstrap_port and transfer.is_kv_producer:
                 port = settings.bootstrap_port + self._dp_rank
@@ -122,7 +120,6 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 )
         else:
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
-            self._runner: Any = None  # whose ``execute_model`` is wrapped
             self._block_size = tables[0].block_size if tables else 1
             self._prefills: PrefillEvents | None = None  # where they follow the layers of the step under way
             self._layers_run_once = from_vllm.layers_run_once(vllm_config)
@@ -186,7 +183,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         compat.not_cached(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
-        idle = self._alone and scheduler_output.total_num_scheduled_tokens == 0
+        idle = self.alone and scheduler_output.total_num_scheduled_tokens == 0
         computed = scheduler_output.num_scheduled_tokens.keys()
         preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
         ours = self._scheduling.prefills and self._scheduling.prefills & computed
@@ -206,10 +203,6 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def has_pending_push_work(self) -> bool:
         """True has the engine take a step, also while it is paused or has no request."""
         return self._scheduling.has_urgent_plan
-
-    def _processed(self, computed: bool) -> None:
-        assert self._steps is not None
-        self._steps.processed(time.monotonic(), computed=computed)
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -268,9 +261,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         compat.permit_amx()
         places = partial(from_vllm.element_order, self._vllm_config)
-        runner = find_model_runner()
-        if runner is not None and runner is not self._runner:  # vLLM may register anew
-            self._start_with(runner)
+        runner = hooks.find_model_runner()
+        if runner is not None:
+            hooks.before_step(runner, self, self.before_step)
         self._working.register(kv_caches, from_vllm.num_blocks(self._config), places)
 
     @classmethod
@@ -287,22 +280,16 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         """0.33: the caches are mapped again, at the same addresses. vLLM then asks for the handshake metadata again."""
         self._working.restore()
 
-    def _start_with(self, runner: Any) -> None:
+    def before_step(self, scheduler_output: Any) -> None:
         """Start a step's loads when the model runner gets the step, not when it has prepared it: a millisecond or two
         for a new request, and more for a long one."""
-        self._runner, execute = runner, runner.execute_model
-
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            metadata = scheduler_output.kv_connector_metadata
-            if isinstance(metadata, KVFerryMetadata) and not metadata.plan.nothing:
-                if metadata.plan.stops:
-                    self._working.take_back(metadata.plan)
-                # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.
-                if not any(load.behind for load in metadata.plan.loads):
-                    self._post(metadata.plan)
-            return execute(scheduler_output, *args, **kwargs)
-
-        runner.execute_model = execute_model
+        metadata = scheduler_output.kv_connector_metadata
+        if isinstance(metadata, KVFerryMetadata) and not metadata.plan.nothing:
+            if metadata.plan.stops:
+                self._working.take_back(metadata.plan)
+            # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.
+            if not any(load.behind for load in metadata.plan.loads):
+                self._post(metadata.plan)
 
     def _post(self, plan: StepPlan) -> None:
         if plan is not self._posted:

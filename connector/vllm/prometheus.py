@@ -47,6 +47,7 @@ _TOTALS: dict[Total, tuple[str, float]] = {
     "step_wait_us": ("step_wait_seconds", 1e6),
     "thread_delay_us": ("thread_delay_seconds", 1e6),
     "lease_block_ms": ("lease_block_seconds", 1e3),
+    "missing_hooks": ("num_missing_hooks", 1),
 }
 """By count, its series, and how many of the count make one there."""
 _LEVELS = {"leases": ("leases",), "lease_blocks": ("lease_blocks",), "sending": ("reads_sending",)} | {

@@ -6,7 +6,7 @@ vLLM does. It finds every request that has used a block of a failed load, takes 
 of the prefix cache, and preempts them, with the outputs of their steps in flight dropped. vLLM computes them anew.
 Where ``kv_load_failure_policy`` is ``fail``, vLLM ends these requests by itself once it knows the blocks.
 
-vLLM gives a connector no call before it looks at an output, so the scheduler's ``update_from_output`` is wrapped.
+``hooks`` calls ``StepLoadRecovery.processed`` before the scheduler looks at an output.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.worker_meta import standing_loads
 from kvferry.connector.wire.step_plan import Load, unpack_ids
@@ -63,29 +64,25 @@ class _Step:
 class StepLoadRecovery:
     """All steps in flight of one engine, and the loads inside them. Called by vLLM's scheduler, by one thread."""
 
-    def __init__(
-        self, scheduler: Any, *, block_size: int, ranks: int, fails: bool, processed: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, scheduler: Any, in_flight: StepsInFlight, *, block_size: int, ranks: int, fails: bool) -> None:
         """
         Args:
-            scheduler: vLLM's, which may be half constructed. Its ``update_from_output`` is wrapped.
+            scheduler: vLLM's, which may be half constructed.
+            in_flight: learns of each step whose output has come.
             block_size: tokens of a block of its only KV cache group.
             ranks: how many worker halves report on each load.
             fails: a failed load ends its request, by ``kv_load_failure_policy``.
-            processed: called with each step whose output has come; whether it computed tokens.
         """
         self._scheduler, self._block_size, self._ranks, self._fails = scheduler, block_size, ranks, fails
-        self._processed = processed
-        self._steps: deque[_Step] = deque()
-        self._update = scheduler.update_from_output
-        scheduler.update_from_output = self.update_from_output
+        self._in_flight = in_flight
+        self.steps: deque[_Step] = deque()
 
     # --- what vLLM reports --------------------------------------------------------------------------------------
 
     def scheduled(self, output: Any, loads: Sequence[Load]) -> None:
         """A step was scheduled. ``loads``: all loads of its plan."""
-        self._steps.append(_Step(output, [_Suspect(load) for load in loads if load.now]))
-        suspects = [suspect for step in self._steps for suspect in step.suspects]
+        self.steps.append(_Step(output, [_Suspect(load) for load in loads if load.now]))
+        suspects = [suspect for step in self.steps for suspect in step.suspects]
         if suspects:
             self._note_tables(output, suspects)
 
@@ -100,26 +97,25 @@ class StepLoadRecovery:
 
     # --- a step's output ----------------------------------------------------------------------------------------
 
-    def update_from_output(self, output: Any, result: Any) -> Any:
-        """In place of the scheduler's method of this name."""
-        step, lost = self._take(output)
+    def processed(self, output: Any, result: Any) -> None:
+        """The scheduler is about to look at ``result``, the output of the step ``output``."""
+        step, lost = self.take(output)
         if step is not None:
             if step.suspects and (failed := self._failed(step, result)):
                 self._recover(failed, step, result)
             for request_id in step.stale:
-                _drop(result, request_id)
+                drop_output(result, request_id)
             for _ in range(lost):  # a worker failed, and vLLM has gone on without their outputs
-                self._processed(False)
-            self._processed(output.total_num_scheduled_tokens > 0)
-        return self._update(output, result)
+                self._in_flight.processed(time.monotonic(), computed=False)
+            self._in_flight.processed(time.monotonic(), computed=output.total_num_scheduled_tokens > 0)
 
-    def _take(self, output: Any) -> tuple[_Step | None, int]:
+    def take(self, output: Any) -> tuple[_Step | None, int]:
         """The step of an output, and how many steps before it will have no output. There is no step where vLLM 0.33
         reports, after a worker has failed, with an empty output of its own what other workers had to report."""
-        for place, step in enumerate(self._steps):  # the first, as a rule
+        for place, step in enumerate(self.steps):  # the first, as a rule
             if step.output is output:
-                skipped = [self._steps.popleft() for _ in range(place)]
-                self._steps.popleft()
+                skipped = [self.steps.popleft() for _ in range(place)]
+                self.steps.popleft()
                 if skipped:  # their outputs have not come: nothing says that their loads stand
                     step.suspects = [suspect for one in (*skipped, step) for suspect in one.suspects]
                 return step, place
@@ -164,7 +160,7 @@ class StepLoadRecovery:
 
     def _restart_waiting(self, request_ids: Collection[str], step: _Step) -> None:
         """Drop the outputs in flight of requests that do not run, and what they hold of the blocks."""
-        for flying in (step, *self._steps):
+        for flying in (step, *self.steps):
             flying.stale |= flying.output.num_scheduled_tokens.keys() & request_ids
         for request_id in request_ids:
             request = self._scheduler.requests.get(request_id)
@@ -172,7 +168,7 @@ class StepLoadRecovery:
                 compat.restart_waiting(self._scheduler, request)
 
 
-def _drop(result: Any, request_id: str) -> None:
+def drop_output(result: Any, request_id: str) -> None:
     """Leave nothing of a request in the output of a step."""
     index = result.req_id_to_index.get(request_id)
     if index is not None and result.sampled_token_ids:

@@ -16,8 +16,8 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
     """How long hand-overs took, which loads inside the step stand, and what P's told D of leases.
 
     vLLM makes this object when it has launched the step, and reads it when the step's tokens are there. It is known
-    then whether the loads stand, and not before. So the answer is taken as late as possible: where the object leaves
-    the process, and where the scheduler of the same process asks. Both wait for the transfer thread, for one turn.
+    then whether the loads stand, and not before. So ``result`` is asked for as late as possible: by the scheduler of
+    the same process, where the outputs of ranks are put together, and where the output leaves the process.
     """
 
     def __init__(
@@ -27,15 +27,19 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
         standing: Mapping[str, int] | None = None,
         met: Mapping[str, RendezvousResult] | None = None,
     ) -> None:
-        """``outcome``: of this rank's loads inside the step. ``standing``: for each request, the number of other ranks
-        whose load stands. ``met``: what P has said last, by request that waits for it."""
-        self.estimates = dict(estimates)
-        self.met = dict(met or {})
-        self._outcome = outcome
-        self._standing = Counter(standing or {})
+        """
+        Args:
+            estimates: how long hand-overs took.
+            outcome: of this rank's loads inside the step.
+            standing: for each request, the number of other ranks whose load stands.
+            met: what P has said last, by request that waits for it.
+        """
+        self.estimates, self.met = dict(estimates), dict(met or {})
+        self._outcome, self._standing = outcome, Counter(standing or {})
 
-    def standing(self) -> Counter[str]:
-        """The number of ranks on which the load of each request stands. Waits until that is known."""
+    def result(self) -> Counter[str]:
+        """The number of ranks on which the load of each request stands. Waits for the transfer thread until that is
+        known: for one turn, if the step's tokens are there."""
         if self._outcome is not None:
             self._standing.update(self._outcome.standing())
             self._outcome = None
@@ -43,13 +47,14 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KVFerryWorkerMeta) -> KVFerryWorkerMeta:
         """Of two sets of ranks."""
-        standing = self.standing() + other.standing()
+        standing = self.result() + other.result()
         return KVFerryWorkerMeta(self.estimates | other.estimates, standing=standing, met=self.met | other.met)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KVFerryWorkerMeta, (self.estimates, None, dict(self.standing()), self.met)
+        """The thread of vLLM that sends the output to another process pickles it, and makes no other call."""
+        return KVFerryWorkerMeta, (self.estimates, None, dict(self.result()), self.met)
 
 
 def standing_loads(meta: object) -> Counter[str]:
     """The number of ranks on which each load inside the step stands, of what vLLM carries as worker metadata."""
-    return meta.standing() if isinstance(meta, KVFerryWorkerMeta) else Counter()
+    return meta.result() if isinstance(meta, KVFerryWorkerMeta) else Counter()

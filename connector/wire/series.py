@@ -59,6 +59,10 @@ SERIES = (
         "step_wait_seconds", "counter", "on D: for how long engine threads have waited for loads inside steps"
     ),
     Series(
+        "num_missing_hooks", "counter",
+        "on D: engines whose loads all go beside the steps, because KVFerry cannot wrap the method of vLLM's scheduler",
+    ),
+    Series(
         "requests", "gauge",
         "on D: requests that wait for P to tell of the prompt (`awaiting_prompt`), for blocks of D "
         "(`awaiting_blocks`), or for their load beside the steps (`loading`)",

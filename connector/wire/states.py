@@ -91,16 +91,38 @@ class TransitionTable(Generic[S, E, F]):
         return self.by_value[type(event), state.phase._value_](state, event, now)
 
 
-class Lifetime(Generic[S, E, F]):
+class History:
+    """The last changes of phase of one thing."""
+
+    __slots__ = ("_history",)
+
+    def __init__(self, phase: enum.Enum, now: float) -> None:
+        # Times, events or their types, and phases; ``history`` makes text of them, for a log line only.
+        self._history: deque[tuple[float, type | enum.Enum, enum.Enum]] = deque(
+            [(now, _Begin, phase)], maxlen=MAX_HISTORY
+        )
+
+    @property
+    def history(self) -> tuple[Step, ...]:
+        """The last changes of phase, the oldest first."""
+        return tuple(Step(at, _name(event), str(phase.value)) for at, event, phase in self._history)
+
+    def story(self) -> str:
+        """The history in one line, each phase with its seconds after the first: ``ready 0.0 s, moving +0.002 s``."""
+        first, *later = self.history
+        steps = [f"{step.phase} +{step.at - first.at:.3f} s ({step.event})" for step in later]
+        return ", ".join([first.phase, *steps])
+
+
+class Lifetime(History, Generic[S, E, F]):
     """One lifetime under way: its state, and the last changes of its phase."""
 
-    __slots__ = ("_history", "_transitions", "state")
+    __slots__ = ("_transitions", "state")
 
     def __init__(self, table: TransitionTable[S, E, F], state: S, now: float) -> None:
+        super().__init__(state.phase, now)
         self._transitions = table.by_value
         self.state = state
-        # Times, types and phases; ``history`` makes text of them, for a log line only.
-        self._history: deque[tuple[float, type, enum.Enum]] = deque([(now, _Begin, state.phase)], maxlen=MAX_HISTORY)
 
     def step(self, event: E, now: float) -> tuple[F, ...]:
         """Take one event. Returns the effects that the owner must perform."""
@@ -112,18 +134,34 @@ class Lifetime(Generic[S, E, F]):
             self._history.append((now, kind, phase))
         return effects
 
-    @property
-    def history(self) -> tuple[Step, ...]:
-        """The last changes of phase, the oldest first."""
-        return tuple(
-            Step(at, "" if event is _Begin else event.__name__, str(phase.value)) for at, event, phase in self._history
-        )
 
-    def story(self) -> str:
-        """The history in one line, each phase with its seconds after the first: ``ready 0.0 s, moving +0.002 s``."""
-        first, *later = self.history
-        steps = [f"{step.phase} +{step.at - first.at:.3f} s ({step.event})" for step in later]
-        return ", ".join([first.phase, *steps])
+P = TypeVar("P", bound=enum.Enum)
+Moves = Mapping[P, Mapping[enum.Enum, P]]
+"""By phase and event, the next phase. An event that is not listed changes nothing."""
+
+
+class Phases(History, Generic[P]):
+    """A lifetime whose state is its phase alone, and the last changes of it. Its owner performs what follows."""
+
+    __slots__ = ("_moves", "phase")
+
+    def __init__(self, moves: Moves[P], first: P, now: float) -> None:
+        super().__init__(first, now)
+        self._moves, self.phase = moves, first
+
+    def step(self, event: enum.Enum, now: float) -> P:
+        """Take one event. Returns the phase before it."""
+        before = self.phase
+        self.phase = self._moves.get(before, {}).get(event, before)
+        if self.phase is not before:
+            self._history.append((now, event, self.phase))
+        return before
+
+
+def _name(event: type | enum.Enum) -> str:
+    if isinstance(event, enum.Enum):
+        return str(event.value)
+    return "" if event is _Begin else event.__name__
 
 
 def ignore(state: S, event: object, now: float) -> tuple[S, tuple[()]]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+
+_T = TypeVar("_T")
 
 
 class RankAddress(msgspec.Struct, frozen=True):
@@ -46,13 +50,19 @@ class PeerEngine(msgspec.Struct, frozen=True):
     shardings: tuple[TokenSharding, ...] = UNSHARDED
 
 
-class LeaseGrant(msgspec.Struct, frozen=True):
+class _OfRequest(msgspec.Struct, frozen=True):
+    request_id: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.request_id!r})"
+
+
+class LeaseGrant(_OfRequest, frozen=True):
     """P: a finished prompt whose blocks P holds. ``block_ids``: per block table, packed by ``pack_ids``. ``prompt``:
     the digest of the prompt. ``step``: the engine's last step that computed the prompt. ``params``: the lease's
     ``kv_transfer_params`` in MessagePack; empty where they are those of its ``Prefill``. ``traceparent``: the span that
     the spans of the lease belong to; empty where the request is not traced."""
 
-    request_id: str
     token: bytes
     num_tokens: int
     block_ids: tuple[bytes, ...]
@@ -61,11 +71,8 @@ class LeaseGrant(msgspec.Struct, frozen=True):
     params: bytes = b""
     traceparent: str = ""
 
-    def __repr__(self) -> str:
-        return f"LeaseGrant({self.request_id!r})"
 
-
-class Prefill(msgspec.Struct, frozen=True):
+class Prefill(_OfRequest, frozen=True):
     """P: a prompt that the engine begins to compute in this step, and that will be handed over. One precedes every
     lease and every ``PrefillStop``, if only in the same plan.
 
@@ -76,7 +83,6 @@ class Prefill(msgspec.Struct, frozen=True):
     follow, so parts of the prompt may be read before all of it is computed.
     """
 
-    request_id: str
     token: bytes
     num_tokens: int
     prompt: str
@@ -86,20 +92,13 @@ class Prefill(msgspec.Struct, frozen=True):
     step_tokens: int
     streams: bool
 
-    def __repr__(self) -> str:
-        return f"Prefill({self.request_id!r})"
 
-
-class QueuedPrompt(msgspec.Struct, frozen=True):
+class QueuedPrompt(_OfRequest, frozen=True):
     """P: a prompt that will be handed over, and that the engine left in its queue when it scheduled this step. At most
     one precedes the ``Prefill`` of the same ``token``. ``names``: as there."""
 
-    request_id: str
     token: bytes
     names: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return f"QueuedPrompt({self.request_id!r})"
 
 
 class PrefillChunk(msgspec.Struct, frozen=True):
@@ -174,19 +173,15 @@ class RendezvousResult(msgspec.Struct, frozen=True):
         return f"RendezvousResult(error={self.error!r})"
 
 
-class KeepLease(msgspec.Struct, frozen=True):
+class KeepLease(_OfRequest, frozen=True):
     """D: a request that will need this lease. D renews the lease until the request is loaded or dropped.
 
     ``siblings``: more requests of the same prompt may follow (``n > 1``), so the release waits a moment for them.
     """
 
-    request_id: str
     token: bytes
     peer: PeerEngine
     siblings: bool
-
-    def __repr__(self) -> str:
-        return f"KeepLease({self.request_id!r})"
 
 
 class UnneededLease(msgspec.Struct, frozen=True):
@@ -207,7 +202,7 @@ class RemoteLease(msgspec.Struct, frozen=True):
         return f"RemoteLease({self.peer.engine_id!r})"
 
 
-class Load(msgspec.Struct, frozen=True):
+class Load(_OfRequest, frozen=True):
     """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``).
 
     ``prompt`` is the digest of the prompt that P must hold under this lease; it is empty where D does not check it. D
@@ -218,7 +213,6 @@ class Load(msgspec.Struct, frozen=True):
     ``LeaseGrant``.
     """
 
-    request_id: str
     token: bytes
     peer: PeerEngine
     block_ids: tuple[bytes, ...]
@@ -230,9 +224,6 @@ class Load(msgspec.Struct, frozen=True):
     found: int = 0
     step_tokens: int = 0
     traceparent: str = ""
-
-    def __repr__(self) -> str:
-        return f"Load({self.request_id!r})"
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -297,29 +288,16 @@ def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
     block table of each region; a pipeline stage may hold layers of only some tables."""
     if not (plan.leases or plan.loads or plan.chunks):
         return plan
-    leases = tuple(
-        [
-            msgspec.structs.replace(lease, block_ids=tuple(map(lease.block_ids.__getitem__, tables)))
-            for lease in plan.leases
-        ]
+
+    def ours(of_tables: tuple[_T, ...]) -> tuple[_T, ...]:
+        return tuple(map(of_tables.__getitem__, tables))
+
+    return replace(
+        plan,
+        leases=tuple([replace(lease, block_ids=ours(lease.block_ids)) for lease in plan.leases]),
+        loads=tuple([replace(load, block_ids=ours(load.block_ids), tokens=ours(load.tokens)) for load in plan.loads]),
+        chunks=tuple([replace(chunk, block_ids=ours(chunk.block_ids)) for chunk in plan.chunks]),
     )
-    loads = tuple(
-        [
-            msgspec.structs.replace(
-                load,
-                block_ids=tuple(map(load.block_ids.__getitem__, tables)),
-                tokens=tuple(map(load.tokens.__getitem__, tables)),
-            )
-            for load in plan.loads
-        ]
-    )
-    chunks = tuple(
-        [
-            msgspec.structs.replace(chunk, block_ids=tuple(map(chunk.block_ids.__getitem__, tables)))
-            for chunk in plan.chunks
-        ]
-    )
-    return msgspec.structs.replace(plan, leases=leases, loads=loads, chunks=chunks)
 
 
 ID_BYTES = 4

@@ -25,7 +25,7 @@ from kvferry.connector.decode_side import link, read
 from kvferry.connector.wire.step_plan import LeaseGrant, PeerEngine, StepPlan, pack_ids
 from kvferry.transport.channels import ByteRanges, Copy
 from kvferry.transport.planes import cma
-from tests.support.inside import consumer_of
+from tests.support.inside import consumer_of, thread_of
 from tests.support.ranks import Rank, load_plan, peer
 
 POOL, BLOCKS, BLOCK_SIZE = 24, 7, 16
@@ -120,7 +120,7 @@ class Decoder:
         self._begun: dict[str, float] = {}
         self._copies: dict[str, Copy] = {}
         self._read_as = ""
-        thread: Any = rank.worker._transfer_thread
+        thread: Any = thread_of(rank)
         self._receiver = consumer_of(thread).reads
         self._slow_down()
 

@@ -17,14 +17,15 @@ import msgspec
 import numpy as np
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.rendezvous_params import prompt_of_answer, rendezvous_of
-from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.transfer_params import (
+from kvferry.connector.engine.params import (
     RemotePrompt,
     check_reachable,
     from_transfer_params,
+    prompt_of_answer,
+    rendezvous_of,
     to_transfer_params,
 )
+from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.byte_ranges import check_layouts
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView

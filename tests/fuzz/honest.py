@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
+from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.spans import Span
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine, pack_ids

@@ -34,4 +34,4 @@ class Gate:
 
 def halves(rank: Rank) -> tuple[Any, Any]:
     """(producer, consumer) of a rank's transfer thread."""
-    return producer_of(rank.thread), consumer_of(rank.thread)
+    return producer_of(rank), consumer_of(rank)

@@ -22,7 +22,16 @@ from tests.handover.prefilling import PrefillingEngine
 from tests.handover.rank_group import RankGroup
 from tests.handover.streamed import ELSEWHERE, OURS, STEP, THEIRS, TOKENS, all_ended, ends_well, has, make, nothing_of
 from tests.handover.test_posted_grants import asked
-from tests.support.inside import board_of, early_asks, early_votes, leases_of, prompts_of, replies_of, sends_of
+from tests.support.inside import (
+    board_of,
+    early_asks,
+    early_votes,
+    leases_of,
+    plans_of,
+    prompts_of,
+    replies_of,
+    sends_of,
+)
 from tests.support.ranks import Rank, wait
 from tests.support.streaming_faults import grant_stays
 
@@ -86,7 +95,7 @@ def test_a_prompt_that_is_not_computed_to_its_end_waits(pair: tuple[Rank, Rank])
     engine.load(d, OURS)
     assert wait(lambda: bool(early_asks(p)), [p, d]) and not board_of(p).posted
     engine.plan(2 * STEP, TOKENS)
-    assert wait(lambda: not p.thread._plans.posted, [p, d]) and not board_of(p).posted
+    assert wait(lambda: not plans_of(p).posted, [p, d]) and not board_of(p).posted
     assert nothing_of(d, 0, TOKENS)
     assert halves(p)[0].answers_wait, "the end of the step wakes the transfer thread"
     engine.write(2 * STEP, TOKENS)
@@ -139,7 +148,7 @@ def test_p_answers_no_commit_of_blocks_that_are_lost(
     if again == "leased":
         engine.grant()
         assert wait(lambda: engine.token in leases_of(p), [p])
-    assert wait(lambda: not p.thread._plans.posted, [p])
+    assert wait(lambda: not plans_of(p).posted, [p])
     gate.open()
     assert wait(lambda: d.failed == {"req-d"}, [p, d]) and counts["Commit"] == 1
     if again in ("preempted", "computed again"):
@@ -187,7 +196,7 @@ def test_an_ask_that_comes_after_the_blocks_were_taken_back_is_denied(
     engine.take_back(ELSEWHERE)
     if resumed:
         engine.step(0, STEP, restarts=True)
-    assert wait(lambda: not p.thread._plans.posted, [p])
+    assert wait(lambda: not plans_of(p).posted, [p])
     engine.load(d, OURS)
     assert wait(lambda: d.failed == {"req-d"}, [p, d]) and not early_asks(producer_)
     if resumed:  # D may be told again, and ask again
@@ -272,7 +281,7 @@ def test_an_error_behind_the_grant_frees_no_blocks(pair: tuple[Rank, Rank], monk
     monkeypatch.setattr(producer.named, "grant", breaks)
     engine.grant()
     assert wait(lambda: engine.token in leases_of(producer))
-    assert wait(lambda: not p.thread._plans.posted, [p, d])
+    assert wait(lambda: not plans_of(p).posted, [p, d])
     assert not p.sent and leases_of(producer)[engine.token].posted is not None
     engine.load(d, OURS)
     assert wait(lambda: p.sent == {"req-p"} and d.received == {"req-d"}, [p, d]) and not d.failed
@@ -390,7 +399,7 @@ def test_the_engine_withdraws_while_the_transfer_thread_stands_still(pair: tuple
     p, d = pair
     engine, gate = read_under_way(p, d)
     thread = p.thread
-    held = Gate(thread._plans, "run", lambda now: None)
+    held = Gate(plans_of(thread), "run", lambda now: None)
     engine.take_back(ended=True)
     gate.open()
     assert wait(lambda: d.failed == {"req-d"}, [d])
@@ -449,7 +458,7 @@ def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
     engine.end()
     engine.plan(STEP, TOKENS)
     engine.hook([0])
-    assert wait(lambda: not p.thread._plans.posted, [p]) and not answers
+    assert wait(lambda: not plans_of(p).posted, [p]) and not answers
     engine.hook([1])
     assert nearly or (wait(lambda: not ours.steps.has_news, [p]) and not answers)
     if not nearly:
@@ -457,7 +466,7 @@ def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
     assert wait(lambda: bool(answers)), "no step of the engine has followed"
     assert isinstance(answers[0], messages.Resolved) and answers[0].granted
     engine.take_back(ELSEWHERE)
-    assert wait(lambda: not p.thread._plans.posted, [p])
+    assert wait(lambda: not plans_of(p).posted, [p])
     assert not ours.named.resolve(b"d", ask, 0.0), "the next one waits again"
     lease = LeaseGrant(engine.request_id, engine.token, TOKENS, (pack_ids(ELSEWHERE),))
     engine.post(StepPlan(leases=(lease,)))

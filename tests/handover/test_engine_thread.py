@@ -17,7 +17,7 @@ from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
-from tests.support.inside import leases_of
+from tests.support.inside import leases_of, thread_of
 from tests.support.ranks import Rank, grant, load_plan, peer, standing, wait
 
 
@@ -56,7 +56,7 @@ def test_what_was_collected_before_is_told_at_once(pair: tuple[Rank, Rank], monk
     monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(d.worker._transfer_thread and d.worker._transfer_thread.results._finished))
+    assert wait(lambda: bool(thread_of(d) and thread_of(d).results.loads))
     assert d.worker.take_estimates().keys() == {("engine-p", 0)}
     begun = time.monotonic()
     d.worker.post(StepPlan(idle=True))
@@ -68,10 +68,10 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
     """Also beside a lease that was freed, which the engine takes only after its step."""
     p, d = pair
     another_works(p, d)
-    transfer_thread = d.worker._transfer_thread
+    transfer_thread = thread_of(d)
     assert transfer_thread is not None
     monkeypatch.setattr(d.worker.step_hold, "patience", 60.0)
-    transfer_thread.results._freed.append("a lease of ours")
+    transfer_thread.results.leases.append("a lease of ours")
     token = secrets.token_bytes(16)
     lease = StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),))
     threading.Timer(0.5, lambda: p.worker.post(lease)).start()
@@ -91,7 +91,7 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
 def test_the_wait_is_short(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = group.rank(settings=Settings(**PATIENT)), group.rank(settings=Settings(**PATIENT), engine_id="engine-d")
     d.worker.post(idle(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
-    transfer_thread = d.worker._transfer_thread
+    transfer_thread = thread_of(d)
     assert transfer_thread is not None
     waits: list[float] = []
     real = transfer_thread.results.wait
@@ -103,13 +103,13 @@ def test_the_wait_is_short(group: RankGroup, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was_fast(pair: tuple[Rank, Rank]) -> None:
     d = pair[1]
-    transfer_thread = d.worker._transfer_thread
+    transfer_thread = thread_of(d)
     assert transfer_thread is not None
     load = Load("req", b"t" * 16, PeerEngine("engine-p", 1, 1, 30.0, ()), (), ())
     for estimate in (UNKNOWN, TransferEstimate(0.001, 100)):
-        transfer_thread.results._finished.append(FinishedLoad(load, estimate is not UNKNOWN, estimate))
+        transfer_thread.results.loads.append(FinishedLoad(load, estimate is not UNKNOWN, estimate))
     assert d.worker.take_estimates() == {("engine-p", 0): UNKNOWN}
-    transfer_thread.results._finished.append(FinishedLoad(load, True, TransferEstimate(0.001, 100)))
+    transfer_thread.results.loads.append(FinishedLoad(load, True, TransferEstimate(0.001, 100)))
     assert d.worker.take_estimates() == {("engine-p", 0): TransferEstimate(0.001, 100)}
 
 

@@ -16,6 +16,7 @@ from kvferry.connector.wire.step_plan import KeepLease, StepPlan
 from kvferry.transport import wake
 from tests.handover.opening import OURS, PLANES, THEIRS, begin
 from tests.handover.rank_group import RankGroup
+from tests.support.inside import clock_of, plans_of, relaxed
 from tests.support.ranks import grant, load_plan, peer, wait
 from tests.support.turns import TurnLines
 
@@ -136,7 +137,7 @@ def test_an_idle_transfer_thread_sleeps(group: RankGroup, monkeypatch: pytest.Mo
     begin(p, d, tokens=10, theirs=[3], ours=[1])
     assert wait(lambda: bool(p.sent), [p, d])
     for rank in (p, d):
-        clock, turns, begun = rank.thread._time, TurnLines(rank), time.monotonic()
+        turns, begun, clock = TurnLines(rank), time.monotonic(), clock_of(rank)
         now = clock.now
         assert wait(lambda clock=clock, now=now: clock.now > now + 0.5), "its clock goes on while it sleeps"
         assert turns.count < 20 + 4 * (time.monotonic() - begun) and turns.most < 1000
@@ -152,9 +153,9 @@ def test_the_interval_is_short_for_what_is_posted_while_the_thread_relaxes(
     class Posted(deque[Any]):
         def append(self, plan: Any) -> None:
             thread.wake()
-            assert wait(lambda: not thread._work_posted and not thread._switch.short)
+            assert wait(lambda: relaxed(thread))
             super().append(plan)
 
-    monkeypatch.setattr(thread._plans, "posted", Posted())
+    monkeypatch.setattr(plans_of(thread), "posted", Posted())
     grant([p], "req-p", [3], 10)
-    assert thread._switch.short and sys.getswitchinterval() < 1e-4
+    assert not relaxed(thread) and sys.getswitchinterval() < 1e-4

@@ -14,14 +14,14 @@ import torch
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.posted_plans import PostedPlan
+from kvferry.connector.engine.loop import PostedPlan
 from kvferry.connector.wire.step_plan import KeepLease, RankAddress, StepPlan
 from kvferry.transport.wake import RateLimitedLog
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin
 from tests.handover.rank_group import RankGroup
 from tests.support.clocks import hold_up, put_forward
-from tests.support.inside import leases_of, listener_of
+from tests.support.inside import consumer_of, leases_of, listener_of, plans_of, thread_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 LIMIT, STOP = 120.0, 600.0
@@ -43,15 +43,15 @@ class Deaf:
 
 def goes_on(rank: Rank) -> Callable[[], bool]:
     """A condition: the rank's transfer thread has looked at its deadlines some times more."""
-    transfer_thread: Any = rank.worker._transfer_thread
+    consumer: Any = consumer_of(rank)
     looked: list[float] = []
-    real = transfer_thread._tick
+    real = consumer.tick
 
     def tick(now: float) -> None:
         real(now)
         looked.append(now)
 
-    transfer_thread._tick = tick
+    consumer.tick = tick
     return lambda: len(looked) > 3
 
 
@@ -70,7 +70,7 @@ def test_d_is_held_up(group: RankGroup, caplog: pytest.LogCaptureFixture, of_wha
     assert wait(lambda: deaf.spoken_to, [p, d])
     d.context.log = RateLimitedLog(logging.getLogger("test.held_up"))
     with caplog.at_level(logging.WARNING):
-        hold_up(d.worker._transfer_thread, STOP)
+        hold_up(thread_of(d), STOP)
         assert wait(goes_on(d), [p, d])
         assert wait(lambda: "the transfer thread was held up for 60" in caplog.text, [p, d])
     assert not d.received - {"first-d"}
@@ -85,14 +85,14 @@ def test_p_is_held_up(group: RankGroup) -> None:
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: bool(leases_of(p)), [p])
-    hold_up(p.worker._transfer_thread, STOP)
+    hold_up(thread_of(p), STOP)
     assert wait(goes_on(p), [p]) and not p.sent
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: "req-d" in d.received and p.sent == {"req-p"}, [p, d])
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     grant([p], "late-p", THEIRS, TOKENS)
     assert wait(lambda: bool(leases_of(p)), [p])
-    put_forward(p.worker._transfer_thread, STOP)
+    put_forward(thread_of(p), STOP)
     assert wait(lambda: "late-p" in p.sent, [p]), "time in which it runs does count"
 
 
@@ -108,7 +108,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
     transfer_thread = d.thread
     if when == "meanwhile":
-        transfer_thread._plans.posted.append(PostedPlan(plan))
+        plans_of(transfer_thread).posted.append(PostedPlan(plan))
     else:
         d.worker.post(plan)
         assert wait(lambda: bool(halves(d)[1].leases.kept), [p, d])
@@ -143,7 +143,7 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     monkeypatch.setattr(claims, "links", SimpleNamespace(get=link))
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=tuple(keeps[::-1] if bad_first else keeps)))
     assert wait(lambda: len(claims.kept) == 2, [p, d]), "what cannot be never comes in"
-    hold_up(d.worker._transfer_thread, STOP)
+    hold_up(thread_of(d), STOP)
     assert wait(lambda: leases_of(p)[tokens[0]].lifetime.state.deadline > before, [p, d])
     monkeypatch.undo()
 
@@ -155,12 +155,12 @@ def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(
     grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: bool(leases_of(p)), [p])
     transfer_thread = p.thread
-    real = transfer_thread._turn
+    real = transfer_thread.turn
 
     def breaks(now: float) -> bool:
-        monkeypatch.setattr(transfer_thread, "_turn", real)
+        monkeypatch.setattr(transfer_thread, "turn", real)
         hold_up(transfer_thread, STOP)
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(transfer_thread, "_turn", breaks)
+    monkeypatch.setattr(transfer_thread, "turn", breaks)
     assert wait(goes_on(p), [p]) and not p.sent

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import transfer_thread
+from kvferry.connector.engine import loop
 from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, Span, check_spans
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.prefill_side import serve
@@ -310,7 +310,7 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, mo
     for n in range(8):
         slow.worker.post(load_plan(f"s{n}", token, peer([p]), OURS, 0, TOKENS, consumer=b"s" * 16))
     assert wait(lambda: len(pushes.turns) == 8 and any(push.reading for push in list(pushes.turns)), [slow])
-    monkeypatch.setattr(transfer_thread, "TICK_SECONDS", 3.0)
+    monkeypatch.setattr(loop, "TICK_SECONDS", 3.0)
     begun = time.monotonic()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: d.received == {"req-d"}, [d]) and not d.failed

@@ -89,7 +89,7 @@ def test_what_was_pushed_is_loaded_only_with_its_grant(group: RankGroup, plane: 
         assert wait(lambda late=late: all_here(d) and bool(late.held), [p, d])
         assert not wait(lambda name=name: f"d{name}" in d.received, [p, d], 0.1)
         late.come()
-        d.thread._waker.wake()
+        d.thread.wake()
         assert wait(lambda name=name: f"d{name}" in d.received, [p, d])
     assert d.failed == {"db"}
     assert reason_of(d) == "denied"

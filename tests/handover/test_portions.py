@@ -19,7 +19,7 @@ from tests.handover.opening import OURS, THEIRS
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import install
 from tests.handover.test_packed import PACKED, divided, fill_divided, fill_transposed, read_divided, read_transposed
-from tests.support.inside import leases_of
+from tests.support.inside import leases_of, thread_of
 from tests.support.ranks import Rank, grant, load_plan, peer, standing, wait
 
 CMA = Settings(plane="cma")
@@ -52,7 +52,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Portions:
 def begin(p: Rank, d: Rank, name: str, tokens: int) -> None:
     """D begins a step that computes with ``tokens``, and asks for each layer."""
     token = grant([p], f"{name}-p", THEIRS, 112)
-    thread = p.worker._transfer_thread
+    thread = thread_of(p)
     assert thread is not None and wait(lambda: token in leases_of(thread))
     d.worker.post(load_plan(f"{name}-d", token, peer([p]), OURS, 0, tokens, now=True))
     d.worker.begin_step(by_layer=True)

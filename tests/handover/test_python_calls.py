@@ -13,13 +13,13 @@ from types import CodeType, FrameType
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import transfer_thread
-from kvferry.connector.engine.transfer_thread import TransferThread
+from kvferry.connector.engine import loop
 from kvferry.transport.planes.cma import CmaChannel
 from tests.handover.rank_group import RankGroup
+from tests.support.inside import ident_of, sleeps, thread_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
-PACKAGES = tuple(transfer_thread.__file__.removesuffix("connector/engine/transfer_thread.py") + name
+PACKAGES = tuple(loop.__file__.removesuffix("connector/engine/loop.py") + name
                  for name in ("connector/", "transport/", "kernels/"))  # fmt: skip
 MAX_CALLS = 450
 """Calls of functions of this project, in the transfer threads of P and D and in the engines' calls. They are 442 on
@@ -53,15 +53,15 @@ class Calls:
 
 def asleep(*ranks: Rank) -> bool:
     """Whether the transfer threads wait for events, and have handled all of them."""
-    threads = [rank.worker._transfer_thread for rank in ranks]
-    return all(isinstance(t, TransferThread) and t._time.asleep and not t._work_posted for t in threads)
+    threads = [thread_of(rank) for rank in ranks]
+    return all(map(sleeps, threads))
 
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No looks at deadlines, whose number depends on the time that a hand-over takes."""
-    monkeypatch.setattr(transfer_thread, "TICK_SECONDS", 600.0)
-    monkeypatch.setattr(transfer_thread, "BUSY_SECONDS", 600.0)
+    monkeypatch.setattr(loop, "TICK_SECONDS", 600.0)
+    monkeypatch.setattr(loop, "BUSY_SECONDS", 600.0)
 
 
 def test_a_hand_over_takes_few_python_calls(group: RankGroup, untimed: None) -> None:
@@ -72,9 +72,9 @@ def test_a_hand_over_takes_few_python_calls(group: RankGroup, untimed: None) -> 
         d = group.rank(engine_id="engine-d", settings=Settings(plane="cma"))
     finally:
         threading.setprofile(None)
-    of_p, of_d = p.worker._transfer_thread, d.worker._transfer_thread
+    of_p, of_d = thread_of(p), thread_of(d)
     assert of_p is not None and of_d is not None
-    threads_of_d = threading.get_ident(), of_d._thread.ident
+    threads_of_d = threading.get_ident(), ident_of(d)
     totals, begins = [], []
     for number in range(HAND_OVERS + 2):  # the first ones make the handshake
         calls.found, calls.counting = [], True
@@ -85,7 +85,7 @@ def test_a_hand_over_takes_few_python_calls(group: RankGroup, untimed: None) -> 
         posted = len(calls.found)
         with calls.of_engine():
             d.worker.post(load_plan(name, token, peer([p]), blocks, 0, 1))
-        assert wait(lambda: bool(of_p.results._freed)) and wait(lambda: asleep(p, d))
+        assert wait(lambda: bool(of_p.results.leases)) and wait(lambda: asleep(p, d))
         with calls.of_engine():
             d.poll()
             p.poll()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from tests.handover.gates import PATIENT, halves

@@ -22,6 +22,7 @@ from kvferry.transport.errors import TransportError
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
+from tests.support.inside import thread_of
 from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import SOON, Rank, grant, load_plan, peer, standing, wait
 
@@ -142,7 +143,7 @@ def test_a_load_that_ended_but_was_not_reported_has_failed(pair: tuple[Rank, Ran
     the load took, as vLLM does between two looks at the reports."""
     p, d = pair
     begin(p, d)
-    assert wait(lambda: bool(d.worker._transfer_thread.results._finished), [p])  # type: ignore[union-attr]
+    assert wait(lambda: bool(thread_of(d).results.loads), [p])
     if counted:
         assert d.worker.take_estimates()
     d.worker.unregister()

@@ -14,7 +14,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.read import ReadPhase
-from kvferry.connector.pages.copies import DeviceEvent, WaitPolicy
+from kvferry.connector.pages.copies import WaitPolicy
 from kvferry.connector.step_loads import step_hold
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.wake import RunningClock
@@ -22,7 +22,7 @@ from tests.handover import opening
 from tests.handover.gates import halves
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import SlowCopies, install
-from tests.support.inside import consumer_of
+from tests.support.inside import consumer_of, thread_of
 from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, standing, wait
 from tests.transport.plane_list import PUSH, host_planes
 
@@ -147,31 +147,6 @@ def test_the_end_waits_for_copies(pair: tuple[Rank, Rank], copies: list[SlowCopi
     assert copies[1].running == 0
     d.poll()
     assert d.received == {"req-d"}
-
-
-class Late(DeviceEvent):
-    """An event that completes when the test sets it."""
-
-    completed = False
-
-    def __init__(self) -> None: ...
-
-    def query(self) -> bool:
-        return self.completed
-
-
-def test_a_lease_is_granted_once_its_blocks_are_computed(group: RankGroup) -> None:
-    p, d = group.rank(), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
-    token, late = b"t" * 16, Late()
-    lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
-    p.worker._ledger.post((), ["req-p"])
-    p.thread.post(StepPlan(leases=(lease,)), None, [late])
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert not wait(lambda: bool(d.received), [p, d], seconds=0.5)
-    late.completed = True
-    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
 
 def test_the_mover_may_wait_for_copies_of_the_only_load_alone(
@@ -334,7 +309,7 @@ def test_a_load_that_begins_after_it_was_given_up_fails_though_all_of_it_arrives
 ) -> None:
     """The forward may have read the blocks before."""
     p, d = pair
-    transfer_thread = d.worker._transfer_thread
+    transfer_thread = thread_of(d)
     assert transfer_thread is not None
     monkeypatch.setattr(consumer_of(transfer_thread).loads, "cancel", lambda *_: None)  # it comes too late
     copies[0].gate.clear()
@@ -372,7 +347,7 @@ def test_the_transfer_thread_ends_while_the_device_waits(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    transfer_thread, outcome = d.worker._transfer_thread, d.worker.step_hold.outcome
+    transfer_thread, outcome = thread_of(d), d.worker.step_hold.outcome
     assert transfer_thread is not None and outcome is not None
     monkeypatch.setattr(outcome, "ended", lambda *_: None)  # whatever it says in the end is lost
     threading.Timer(0.2, copies[1].gate.set).start()

@@ -26,7 +26,7 @@ from tests.handover.streamed import (
     make,
     nothing_of,
 )
-from tests.support.inside import early_asks, early_votes, leases_of, sends_of
+from tests.support.inside import early_asks, early_votes, leases_of, plans_of, sends_of
 from tests.support.ranks import Rank, let_time_pass, wait
 from tests.transport.plane_list import PUSH, host_planes
 
@@ -43,7 +43,7 @@ def test_a_preempted_prompt_goes_on_from_other_blocks(group: RankGroup, plane: s
     engine.take_back(ELSEWHERE)
     engine.end()  # of the step that was under way: it says nothing about the new blocks
     engine.plan(0, STEP, restarts=True)
-    assert wait(lambda: not p.thread._plans.posted, [p, d]) and nothing_of(d, STEP, TOKENS)
+    assert wait(lambda: not plans_of(p).posted, [p, d]) and nothing_of(d, STEP, TOKENS)
     engine.write(0, STEP)
     engine.end()
     engine.step(STEP, TOKENS)
@@ -60,7 +60,7 @@ def test_a_prompt_that_stays_preempted_gives_d_its_blocks_back(group: RankGroup)
     engine.step(0, STEP)
     assert wait(lambda: has(d, 0, STEP), [p, d])
     engine.take_back(ELSEWHERE)
-    assert wait(lambda: not p.thread._plans.posted, [p, d]) and not d.failed
+    assert wait(lambda: not plans_of(p).posted, [p, d]) and not d.failed
     let_time_pass(p, PREEMPTED_SECONDS + 1)
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     engine.step(0, STEP, restarts=True)
@@ -246,7 +246,7 @@ def test_blocks_that_do_not_exist_are_not_read(group: RankGroup) -> None:
     engine.end()
     engine.blocks = right
     engine.step(2 * STEP, TOKENS)
-    assert wait(lambda: not p.thread._plans.posted, [p, d]) and nothing_of(d, STEP, TOKENS)
+    assert wait(lambda: not plans_of(p).posted, [p, d]) and nothing_of(d, STEP, TOKENS)
     engine.write(0, TOKENS)
     engine.grant()
     ends_well([p], d)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.engine import transfer_thread
+from kvferry.connector.engine import loop
 from kvferry.connector.prefill_side.send import Sends
 from tests.handover.gates import Gate, halves
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.rank_group import RankGroup
 from tests.handover.streamed import OURS, STEP, THEIRS, TOKENS, ends_well, has, make
-from tests.support.inside import leases_of, sends_of, sessions_of
+from tests.support.inside import leases_of, sends_of, sessions_of, sleeps, thread_of
 from tests.support.ranks import Rank, wait
 
 
@@ -21,7 +21,7 @@ from tests.support.ranks import Rank, wait
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No turns because time has passed: a wake-up that is missed is missed for ever."""
     for name in ("TICK_SECONDS", "BUSY_SECONDS", "IDLE_SECONDS"):
-        monkeypatch.setattr(transfer_thread, name, 600.0)
+        monkeypatch.setattr(loop, name, 600.0)
 
 
 class Wakes:
@@ -45,7 +45,7 @@ class Wakes:
 
     @property
     def asleep(self) -> bool:
-        return bool(self.thread._time.asleep) and not self.thread._work_posted
+        return sleeps(self.thread)
 
 
 def test_a_prompt_that_nobody_reads(group: RankGroup) -> None:
@@ -132,7 +132,7 @@ def test_a_layer_that_is_computed_while_its_read_is_put_aside(
             sender.waiting = waiting
         return result
 
-    thread: Any = p.worker._transfer_thread
+    thread: Any = thread_of(p)
     thread_turn, more = thread.turn, []
 
     def turn_of_thread(now: float) -> bool:

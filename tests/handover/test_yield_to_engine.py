@@ -13,7 +13,7 @@ from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import install
-from tests.support.inside import leases_of
+from tests.support.inside import leases_of, thread_of, yields
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 OTHERS = [block + 12 for block in OURS]
@@ -25,7 +25,7 @@ def no_board(*place: object) -> None:
 
 
 def leased(p: Rank, name: str) -> bytes:
-    token, thread = grant([p], f"{name}-p", THEIRS, TOKENS), p.worker._transfer_thread
+    token, thread = grant([p], f"{name}-p", THEIRS, TOKENS), thread_of(p)
     assert thread is not None and wait(lambda: token in leases_of(thread))
     return token
 
@@ -55,8 +55,7 @@ def test_a_control_message_ends_the_wait(group: RankGroup, monkeypatch: pytest.M
     both.worker.post(load_plan("step-d", step, peer([p], engine_id="first"), OURS, 0, TOKENS, now=True))
     both.worker.begin_step()
     outcome = both.worker.take_outcome()
-    thread = both.worker._transfer_thread
-    assert outcome is not None and thread is not None and wait(lambda: thread._yielding)
+    assert outcome is not None and wait(lambda: yields(both))
     hand_over(both, d, "second", asked)
     assert copies[1].running, "the load is still under way"
     copies[1].gate.set()

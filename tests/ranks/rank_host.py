@@ -29,7 +29,7 @@ from tests.handover.slow_copies import SlowCopies
 from tests.ranks.caches import RankCaches, Table, layer_name
 from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank
 from tests.ranks.state_caches import StateCaches
-from tests.support.inside import consumer_of, producer_of
+from tests.support.inside import consumer_of, producer_of, thread_of
 from tests.support.lanes import LANES
 
 SLOT_BYTES = 64 << 10
@@ -99,9 +99,9 @@ class HostedRank:
 
     def _listen_in(self) -> None:
         """Note what D asks for and what P is released by; everything goes its way."""
-        thread = self.worker._transfer_thread
+        thread = thread_of(self)
         assert thread is not None
-        reads, producer, stats = consumer_of(thread).reads, producer_of(thread), thread._rank_context.stats
+        reads, producer, stats = consumer_of(thread).reads, producer_of(thread), thread.rank_context.stats
         ask, handle, lease_ended = reads.ask, producer.handle, stats.lease_ended
 
         def asked(read: SourceRead, now: float) -> Any:

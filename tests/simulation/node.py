@@ -12,9 +12,9 @@ from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.decode_side.lookup import LookupPhase
 from kvferry.connector.decode_side.report import Check, FinishedLoad
+from kvferry.connector.engine.loop import IDLE_SECONDS, TICK_SECONDS, TransferThread
+from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
-from kvferry.connector.engine.rendezvous_params import lease_of_answer
-from kvferry.connector.engine.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire.step_plan import Load, RankAddress, RendezvousResult, StepPlan
@@ -32,6 +32,7 @@ from tests.support.inside import (
     early_asks,
     early_votes,
     leases_of,
+    plans_of,
     producer_of,
     prompts_of,
     replies_of,
@@ -66,9 +67,6 @@ class StepLoads:
 
     def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
         """The engine has no thread."""
-
-    def interrupt(self) -> None:
-        """Nothing waits."""
 
     @property
     def final(self) -> bool:
@@ -136,8 +134,8 @@ class Node:
         self.listener = cast(Any, SimListener(network, self, address))
         self._clock = RunningClock(self.timeline.clock)
         self.thread = TransferThread(context, self.listener, self._clock)
-        self.thread._waker.close()
-        self.thread._waker = NoWaker()
+        self.thread.waker.close()
+        self.thread.waker = NoWaker()
         self.copies.on_done = self.wake
         self.prefills = PrefillEvents(
             self.copies, self.pages.caches.geometry, self._step_advanced, self._step_over, self.timeline.clock
@@ -154,7 +152,7 @@ class Node:
             inside = [load for load in plan.loads if load.now]
             self.prefills.take_back(plan)
             # Plans come at any time here. Those without chunks begin no step while one is computed.
-            begins = bool(plan.chunks) or self.prefills._step is None
+            begins = bool(plan.chunks) or not self.prefills.under_way
             step = self.prefills.begin_step(plan) if begins else None
             self.thread.post(plan, listener=StepLoads(inside, self._load_begun) if inside else None, step=step)
             if plan.wakes_thread:
@@ -172,11 +170,11 @@ class Node:
             self._turn_in(TURN_SECONDS)
 
     def _step_advanced(self) -> None:
-        if producer_of(self.thread).reads_wait:
+        if producer_of(self).reads_wait:
             self.wake()
 
     def _step_over(self) -> None:
-        if producer_of(self.thread).answers_wait:
+        if producer_of(self).answers_wait:
             self.wake()
 
     def wake(self) -> None:
@@ -237,14 +235,15 @@ class Node:
             self._turn_in(seconds)
 
     def _take(self) -> None:
-        if not self.thread.results._ready.is_set():
+        results = self.thread.results
+        if not results.ready.is_set():
             return
-        self.thread.results._ready.clear()
-        for finished in self.thread.results.take_finished():
+        results.ready.clear()
+        for finished in results.take(results.loads):
             self.finished(self, finished.load, finished.ok)
-        for request_id in self.thread.results.take_freed():
+        for request_id in results.take(results.leases):
             self.freed(self, request_id)
-        for request_id, result in self.thread.results.take_rendezvous():
+        for request_id, result in results.take(results.lookups):
             self.told(self, request_id, result)
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -258,7 +257,7 @@ class Node:
         board = board_of(self.thread)  # no other process opens a dead process's descriptor
         os.close(board.fd)
         board.fd = -1
-        for link in consumer_of(self.thread).links:  # the system unmaps what a dead process has mapped
+        for link in consumer_of(self).links:  # the system unmaps what a dead process has mapped
             link.board = None
         self.network.ended(self, silently=silently)
 
@@ -268,8 +267,8 @@ class Node:
             return
         self.timeline.note(f"{self.name} closes")
         with patch("kvferry.connector.prefill_side.serve.CLOSING_SECONDS", 0.0):
-            self.thread._shut()
-        for posted in self.thread._plans.posted:  # that have not begun: the worker half reports their loads as failed
+            self.thread.shut()
+        for posted in plans_of(self).posted:  # that have not begun: the worker half reports their loads as failed
             for load in posted.plan.loads:
                 self.thread.results.finished(FinishedLoad(load, False))
         self._take()
@@ -278,7 +277,7 @@ class Node:
 
     def _end(self) -> None:
         self.alive = self.copies.alive = False
-        self.thread._waker.close()
+        self.thread.waker.close()
         self.network.hosts.pop(self.number, None)
         address = self.listener.address
         if self.network.listeners.get(address) is self.listener:
@@ -291,7 +290,7 @@ class Node:
         if self.timeline.now < self._stands_still_until + 1.0:
             return
         late = self._clock.now - 5 * TICK_SECONDS
-        consumer, producer = consumer_of(self.thread), producer_of(self.thread)
+        consumer, producer = consumer_of(self), producer_of(self)
         for load in consumer.loads.running:
             state = load.lifetime.state
             if state.phase is not LoadPhase.DRAINING and min(state.deadline, state.end) < late:
@@ -326,7 +325,7 @@ class Node:
 
     def left(self) -> Iterator[str]:
         """What is still in a table."""
-        consumer, producer = consumer_of(self.thread), producer_of(self.thread)
+        consumer, producer = consumer_of(self), producer_of(self)
         reads, lookups = consumer.reads, consumer.lookups
         tables: dict[str, Any] = {
             "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer.loads.running],
@@ -356,9 +355,9 @@ class Node:
             "draining reads": sends_of(producer).draining,
             "posted grants": board_of(producer).posted,
             "sessions": [session.engine_id for session in sessions_of(producer).values()],
-            "commands": self.thread._plans.posted,
-            "leases that are computed": self.thread._plans.computing,
-            "loads inside steps": self.thread.results._listeners,
+            "commands": plans_of(self).posted,
+            "leases that are computed": plans_of(self).computing,
+            "loads inside steps": self.thread.results.listeners,
             "peers": list(self.listener.peers),
             "reads of pages": [use for use in self.pages.reads if use.copy is None or not use.copy.done],
             "writes of pages": [use for use in self.pages.writes if use.copy is None or not use.copy.done],
@@ -377,4 +376,4 @@ class Node:
     @property
     def draining(self) -> int:
         """Loads whose copies must end before they are reported."""
-        return sum(load.lifetime.state.phase is LoadPhase.DRAINING for load in consumer_of(self.thread).loads.running)
+        return sum(load.lifetime.state.phase is LoadPhase.DRAINING for load in consumer_of(self).loads.running)

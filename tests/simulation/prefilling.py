@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.connector.engine.transfer_params import RemotePrompt, to_transfer_params
+from kvferry.connector.engine.params import RemotePrompt, to_transfer_params
 from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, StepPlan, pack_ids
 from tests.simulation.memory import BLOCK_TOKENS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.connector.engine.transfer_params import prompt_digest
+from kvferry.connector.engine.params import prompt_digest
 from kvferry.connector.wire.step_plan import Load, PeerEngine
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.connector.engine import prompt_checks
+from kvferry.connector.engine import params
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
-from kvferry.connector.engine.rendezvous_params import prompt_of_answer
+from kvferry.connector.engine.params import prompt_of_answer
 from kvferry.connector.geometry.engine_types import RequestView
 from kvferry.connector.wire.step_plan import LeftAnswer, Rendezvous, RendezvousResult, StepPlan
 from kvferry.transport.errors import ProtocolError
@@ -41,7 +41,7 @@ def _view(name: str, number: int, num_tokens: int) -> RequestView:
 
 
 def _left(name: str, number: int, num_tokens: int) -> LeftAnswer:
-    return LeftAnswer(name, prompt_checks.possible_digests(_view(name, number, num_tokens)))
+    return LeftAnswer(name, params.possible_digests(_view(name, number, num_tokens)))
 
 
 class Searches:
@@ -106,7 +106,7 @@ class Searches:
             return
         remote = prompt_of_answer(result.params)
         try:
-            prompt_checks.check_prompt(_view(name, search.number, search.num_tokens), remote)
+            params.check_prompt(_view(name, search.number, search.num_tokens), remote)
         except ProtocolError:
             engine.network.counts["another prompt under the name"] += 1
             self._leave(search)

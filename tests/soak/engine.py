@@ -22,7 +22,7 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from tests.support.inside import consumer_of, leases_of, producer_of, sends_of, sessions_of
+from tests.support.inside import consumer_of, leases_of, producer_of, sends_of, sessions_of, thread_of
 from tests.support.ranks import Rank, labels
 from tests.support.remote import tell
 from tests.support.turns import LongestTurn
@@ -220,7 +220,7 @@ class SoakEngine:
 
     def sample(self) -> None:
         """Tell what this process holds now."""
-        thread: Any = self.rank.worker._transfer_thread
+        thread: Any = thread_of(self.rank)
         producer, consumer = producer_of(thread), consumer_of(thread)
         longest, self.turn.seconds = self.turn.seconds, 0.0
         rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])

@@ -5,31 +5,33 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from tests.support.inside import clock_of, set_clock
+
 
 class _Later:
     """A clock that is ahead of another."""
 
     def __init__(self, clock: Any, seconds: float) -> None:
-        self._inner, self._seconds = clock, seconds
+        self.inner, self._seconds = clock, seconds
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def turn(self) -> float:
-        return float(self._inner.turn()) + self._seconds
+        return float(self.inner.turn()) + self._seconds
 
 
 def _of(transfer_thread: Any) -> Any:
-    return transfer_thread._time._inner if isinstance(transfer_thread._time, _Later) else transfer_thread._time
+    clock: Any = clock_of(transfer_thread)
+    return clock.inner if isinstance(clock, _Later) else clock
 
 
 def put_forward(transfer_thread: Any, seconds: float) -> None:
     """It is ``seconds`` later for the transfer thread than it would be; a lease ends at a chosen moment."""
-    transfer_thread._time = _Later(_of(transfer_thread), seconds)
-    transfer_thread._waker.wake()
+    set_clock(transfer_thread, _Later(_of(transfer_thread), seconds))
 
 
 def hold_up(transfer_thread: Any, seconds: float) -> None:
     """The host lets the transfer thread's thread stand still for so long, as far as its clock says."""
     _of(transfer_thread).clock = lambda: time.monotonic() + seconds
-    transfer_thread._waker.wake()
+    transfer_thread.wake()

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.connector.engine.load_planner import RequestPhase
+from kvferry.connector.engine.loop import PostedPlans, TransferThread
+from kvferry.connector.engine.scheduler import SchedulerHalf
+from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.wire.states import Tick
 from kvferry.transport import cuda
+from kvferry.transport.fair_table import FairTable
+from kvferry.transport.wake import RunningClock
 
 # --- prefill side -------------------------------------------------------------------------------------------------
 
@@ -82,7 +88,84 @@ def consumer_of(of: Any) -> Any:
 
 # --- engine halves and the transfer thread ------------------------------------------------------------------------
 
+
+def thread_of(owner: Any) -> TransferThread:
+    """Of a worker half, of what has one as ``worker``, of what has it as ``thread``, or the transfer thread itself."""
+    if isinstance(owner, TransferThread):
+        return owner
+    half = getattr(owner, "worker", owner)
+    thread = half._transfer_thread if isinstance(half, WorkerHalf) else half.thread
+    assert isinstance(thread, TransferThread), "caches are registered"
+    return thread
+
+
+def plans_of(owner: Any) -> PostedPlans:
+    """What the engine has posted to the thread of ``thread_of``."""
+    return thread_of(owner)._plans
+
+
+def clock_of(owner: Any) -> RunningClock:
+    """The time of the deadlines of the thread of ``thread_of``."""
+    return thread_of(owner)._time
+
+
+def set_clock(owner: Any, clock: Any) -> None:
+    """Give the thread of ``thread_of`` another time, and have it look."""
+    thread_of(owner)._time = clock
+    thread_of(owner).wake()
+
+
+def sleeps(owner: Any) -> bool:
+    """Whether the thread of ``thread_of`` sleeps, with nothing to do."""
+    thread = thread_of(owner)
+    return bool(thread._time.asleep) and not thread._work_posted
+
+
+def relaxed(owner: Any) -> bool:
+    """Whether the thread of ``thread_of`` has no work, and has given the engine its switch interval back."""
+    thread = thread_of(owner)
+    return not thread._work_posted and not thread._switch.short
+
+
+def yields(owner: Any) -> bool:
+    """Whether the thread of ``thread_of`` leaves the interpreter to the engine's threads."""
+    return thread_of(owner)._yielding
+
+
+def ident_of(owner: Any) -> int:
+    """The number by which Python knows the thread of ``thread_of``."""
+    ident = thread_of(owner)._thread.ident
+    assert ident is not None
+    return ident
+
+
+def request_phase(half: SchedulerHalf, request_id: str) -> RequestPhase | None:
+    """The phase of a request of D's engine; ``None`` for one that has ended."""
+    entry = half._loads._requests.get(request_id)
+    return None if entry is None else entry.life.phase
+
+
 # --- vLLM ---------------------------------------------------------------------------------------------------------
+
+
+def scheduler_half(connector: Any) -> SchedulerHalf:
+    """Of a connector in the scheduler's process, or of what has one as ``connector``."""
+    half = getattr(connector, "connector", connector)._scheduler
+    assert isinstance(half, SchedulerHalf)
+    return half
+
+
+def recovery_of(engine: Any) -> Any:
+    """What takes back failed loads inside steps, of a connector in the scheduler's process as ``connector``."""
+    return engine.connector._recovery
+
+
+def worker_half(connector: Any) -> WorkerHalf:
+    """Of a connector in a worker's process, or of what has one as ``connector``."""
+    half = getattr(connector, "connector", connector)._worker
+    assert isinstance(half, WorkerHalf)
+    return half
+
 
 # --- planes -------------------------------------------------------------------------------------------------------
 

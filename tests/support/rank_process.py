@@ -15,6 +15,7 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from tests.handover.prefilling import PrefillingEngine
+from tests.support.inside import thread_of
 from tests.support.ranks import Rank, grant, left_in_tables, let_time_pass, load_plan
 from tests.support.remote import Remote
 
@@ -112,7 +113,7 @@ class HostedRank:
 
     def stand_still(self, seconds: float) -> None:
         """The transfer thread does nothing for so long, from its next turn on."""
-        hold_up(self.rank.worker._transfer_thread, seconds)
+        hold_up(thread_of(self.rank), seconds)
 
     def tables(self) -> dict[str, int]:
         """What the transfer thread still has in its tables, by the name of the table: 0 where nothing is left."""
@@ -162,12 +163,12 @@ def enter(namespace: str) -> None:
 
 def hold_up(thread: Any, seconds: float) -> None:
     """The next turn of a transfer thread begins with a sleep."""
-    turn = thread._turn
+    turn = thread.turn
 
     def late_turn(now: float) -> bool:
-        thread._turn = turn
+        thread.turn = turn
         time.sleep(seconds)
         return bool(turn(now))
 
-    thread._turn = late_turn
+    thread.turn = late_turn
     thread.wake()

@@ -10,7 +10,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.link import LinkPhase
-from kvferry.connector.engine.transfer_thread import TransferThread
+from kvferry.connector.engine.loop import TransferThread
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
@@ -29,7 +29,16 @@ from kvferry.connector.wire.step_plan import (
     pack_ids,
 )
 from tests.support.clocks import put_forward
-from tests.support.inside import consumer_of, early_asks, early_votes, leases_of, producer_of, prompts_of, sends_of
+from tests.support.inside import (
+    consumer_of,
+    early_asks,
+    early_votes,
+    leases_of,
+    producer_of,
+    prompts_of,
+    sends_of,
+    thread_of,
+)
 from tests.support.lanes import lanes_of
 
 SOON = 20.0
@@ -126,8 +135,7 @@ class Rank:
 
     @property
     def thread(self) -> TransferThread:
-        assert self.worker._transfer_thread is not None
-        return self.worker._transfer_thread
+        return thread_of(self)
 
     def figures(self) -> Figures:
         """What the rank has counted since the last call; something has happened."""
@@ -232,7 +240,7 @@ def let_time_pass(rank: Rank, seconds: float) -> None:
 
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
-    claims = consumer_of(d.thread).leases
+    claims = consumer_of(d).leases
     assert wait(lambda: bool(leases_of(p)) and bool(claims.kept)), "what is claimed later is renewed later"
     before = {token: held.lifetime.state.deadline for token, held in leases_of(p).items()}
     let_time_pass(d, seconds)
@@ -258,4 +266,4 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
 
 def no_failed_link(d: Rank) -> bool:
     """Whether D would try anew: a failed link answers for a second."""
-    return all(link.phase is not LinkPhase.FAILED for link in consumer_of(d.thread).links)
+    return all(link.phase is not LinkPhase.FAILED for link in consumer_of(d).links)

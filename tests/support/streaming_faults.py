@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from kvferry.connector.engine import prompt_checks
+from kvferry.connector.engine import params
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.prefill_side import stream
@@ -68,7 +68,7 @@ def grant_stays() -> AbstractContextManager[Any]:
 
 def any_prompt() -> AbstractContextManager[Any]:
     """D takes every prompt that P has under a name for its own."""
-    return mock.patch.object(prompt_checks, "check_prompt", lambda request, remote_prompt: None)
+    return mock.patch.object(params, "check_prompt", lambda request, remote_prompt: None)
 
 
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.inside import ident_of, thread_of
 from tests.support.lines import LineCount
 from tests.support.ranks import Rank
 
@@ -23,8 +24,8 @@ class TurnLines:
     """Counts the turns of a rank's transfer thread from now on. ``most``: lines of Python in one of them."""
 
     def __init__(self, rank: Rank) -> None:
-        thread: Any = rank.worker._transfer_thread
-        real, self.count, self.most = thread._turn, 0, 0
+        thread: Any = thread_of(rank)
+        real, self.count, self.most = thread.turn, 0, 0
 
         def turn(now: float) -> bool:
             with LineCount() as lines:
@@ -32,7 +33,7 @@ class TurnLines:
             self.count, self.most = self.count + 1, max(self.most, lines.count)
             return moved
 
-        thread._turn = turn
+        thread.turn = turn
 
 
 class LongestTurn:
@@ -40,10 +41,10 @@ class LongestTurn:
     search for garbage: it looks at all objects of this process, of which the tests have a million."""
 
     def __init__(self, rank: Rank) -> None:
-        thread: Any = rank.worker._transfer_thread
-        real = thread._turn
+        thread: Any = thread_of(rank)
+        real = thread.turn
         self.seconds = self._garbage = self._collects_since = 0.0
-        self._thread = thread._thread.ident
+        self._thread = ident_of(rank)
 
         def turn(now: float) -> bool:
             begun, garbage = time.thread_time(), self._garbage
@@ -54,7 +55,7 @@ class LongestTurn:
                 self.seconds = max(self.seconds, seconds)
 
         gc.callbacks.append(self._collects)
-        thread._turn = turn
+        thread.turn = turn
 
     def _collects(self, phase: str, info: object) -> None:
         if threading.get_ident() != self._thread:

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.engine.alternatives import MAX_ALTERNATIVES, alternatives
-from kvferry.connector.engine.transfer_params import RemotePrompt, from_transfer_params, to_transfer_params
+from kvferry.connector.engine.params import (
+    MAX_ALTERNATIVES,
+    RemotePrompt,
+    alternatives,
+    from_transfer_params,
+    to_transfer_params,
+)
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RemoteLease
 
 HOST, SIZES = "ab" * 8, (4, 4)

@@ -40,7 +40,7 @@ def test_every_series_of_a_query_exists():
 def test_every_series_of_ours_is_in_a_panel():
     asked = {name for _, text in queries() for name in NAME.findall(text)}
     shown = {series.name for name, series in OURS.items() if name in asked}
-    assert {series.name for series in SERIES} - shown == {"num_streamed_handovers", "peer_bytes"}
+    assert {series.name for series in SERIES} - shown == {"num_streamed_handovers", "peer_bytes", "num_missing_hooks"}
 
 
 def test_labels_of_a_query_are_those_of_its_series():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.connector.engine.held_blocks import HeldBlocks
+from kvferry.connector.engine.lease_planner import HeldBlocks
 
 
 def test_blocks_and_their_time():

@@ -9,11 +9,9 @@ import msgspec
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import prompt_prefill as p
 from kvferry.connector.engine.lease_planner import PAUSE_SECONDS
-from kvferry.connector.engine.prompt_names import prompt_names
+from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_names, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.step_plan import PeerEngine, PrefillStop, RankAddress, StepPlan, unpack_ids
@@ -106,30 +104,28 @@ def test_blocks_that_the_engine_takes_are_taken_back_first(told: bool) -> None:
     assert chunks(step(scheduler, tokens(32, 16, [5]))) == [(32, 48, [5], False)]
 
 
-def aborts(scheduler: SchedulerHalf) -> None:
+def aborts(scheduler: SchedulerHalf) -> StepPlan:
     scheduler.request_finished(view(), [[7, 8]], completed=False)
+    return scheduler.take_plan()
 
 
-def finds_tokens_invalid(scheduler: SchedulerHalf) -> None:
-    plan = step(scheduler, tokens(0, 48, [9]))
-    assert not plan.chunks
-    scheduler._plan._stops += plan.stops
+def finds_tokens_invalid(scheduler: SchedulerHalf) -> StepPlan:
+    return step(scheduler, tokens(0, 48, [9]))
 
 
 @pytest.mark.parametrize("end", [aborts, finds_tokens_invalid])
-def test_a_prompt_that_is_not_handed_over_is_told_so(end: Callable[[SchedulerHalf], None]) -> None:
+def test_a_prompt_that_is_not_handed_over_is_told_so(end: Callable[[SchedulerHalf], StepPlan]) -> None:
     scheduler = half()
     scheduler.on_new_request(view())
     (prefill,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
-    end(scheduler)
-    assert scheduler.take_plan().stops == (PrefillStop(prefill.token, ended=True),)
+    plan = end(scheduler)
+    assert plan.stops == (PrefillStop(prefill.token, ended=True),) and not plan.chunks
 
 
 def test_a_request_that_ends_before_its_first_step_is_told_too() -> None:
     scheduler = half()
     scheduler.on_new_request(view())
-    aborts(scheduler)
-    plan = scheduler.take_plan()
+    plan = aborts(scheduler)
     ((prefill,), (stop,)) = plan.prefills, plan.stops
     assert ("tx-1" in prefill.names, prefill.params, stop.ended) == (True, b"", True)
 
@@ -282,10 +278,3 @@ def test_a_prompt_that_will_not_be_handed_over_is_not_told() -> None:
     scheduler.on_new_request(view())
     scheduler.drain()
     assert empty(step(scheduler))
-
-
-def test_ranks_must_know_a_prompt_before_its_blocks() -> None:
-    state = p.PromptPrefill(b"t" * 16)
-    with pytest.raises(AssertionError, match="do not know"):
-        p.PROMPT_PREFILL.step(state, p.StepScheduled(0, 1, (), 0), 0.0)
-    assert p.PROMPT_PREFILL.step(state, p.BlocksTaken(), 0.0) == (state, ())

@@ -4,121 +4,31 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import request_lifetime as r
+from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.wire.step_plan import KeepLease, Load, PeerEngine, RankAddress, UnneededLease
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RendezvousResult, StepPlan, UnneededLease
+from kvferry.connector.wire.transfer_estimate import TransferEstimate
 
-PHASE = r.RequestPhase
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
-KEEP = KeepLease("r", b"t" * 16, P, False)
-LOAD = Load("r", b"t" * 16, P, (), ())
-RELEASE = r.PlanRelease(KEEP.token)
-
-
-def run(state: r.RequestState, *events: r.RequestEvent) -> tuple[r.RequestState, list[r.RequestEffect]]:
-    effects: list[r.RequestEffect] = []
-    for event in events:
-        state, new = r.REQUEST.step(state, event, 1)
-        effects += new
-    return state, effects
-
-
-OFFERED = (r.PromptOffered((KEEP,)),)
-LOADING = (*OFFERED, r.EngineAnswered(3), r.BlocksAllocated(LOAD))
-
-
-def test_the_good_way() -> None:
-    state, effects = run(r.RequestState(), *LOADING)
-    assert (state.phase, state.start, effects) == (PHASE.LOADING, 3, [r.PlanKeep(KEEP), r.PlanLoad(LOAD)])
-    state, effects = run(state, r.LoadReported(), r.RequestEnded())
-    assert (state.phase, effects) == (PHASE.ENDED, [])
-
-
-def test_a_load_that_is_refused_while_it_runs_is_cancelled_and_reported() -> None:
-    state, effects = run(run(r.RequestState(), *LOADING)[0], r.OfferRefused())
-    assert (state.phase, effects) == (PHASE.LOADING, [r.PlanCancel()])
-    assert run(state, r.LoadReported())[0].phase is PHASE.SETTLED
-
-
-def test_a_load_inside_a_step_is_neither_reported_nor_cancelled() -> None:
-    state, effects = run(r.RequestState(), *OFFERED, r.EngineAnswered(3, True), r.BlocksAllocated(LOAD))
-    assert (state.phase, effects[1:]) == (PHASE.SETTLED, [r.PlanLoad(LOAD)])
-    assert run(state, r.RequestEnded())[1] == []
-
-
-def test_the_last_answer_counts() -> None:
-    state, _ = run(r.RequestState(), *OFFERED, r.EngineAnswered(3, True), r.EngineAnswered(5), r.BlocksAllocated(LOAD))
-    assert (state.phase, state.start) == (PHASE.LOADING, 5)
-
-
-@pytest.mark.parametrize(
-    ("event", "phase"),
-    [
-        (r.OfferRefused(), PHASE.LOCAL), (r.LoadDeclined(), PHASE.SETTLED), (r.LoadReported(), PHASE.SETTLED),
-        (r.RequestEnded(), PHASE.ENDED),
-    ],
-)  # fmt: skip
-def test_what_is_offered_and_not_loaded_is_released_once(event: r.RequestEvent, phase: r.RequestPhase) -> None:
-    state, effects = run(r.RequestState(), *OFFERED, event)
-    assert (state.phase, effects[1:]) == (phase, [RELEASE])
-    assert run(state, r.LoadDeclined(), *LOADING, r.LoadReported(), r.RequestEnded())[1] == []
-
-
-@pytest.mark.parametrize("event", [r.NothingOffered(), r.OfferRefused()])
-def test_without_an_offer_nothing_is_planned(event: r.RequestEvent) -> None:
-    state, effects = run(r.RequestState(), event, *LOADING, r.LoadReported())
-    assert (state.phase, effects) == (PHASE.LOCAL, [])
-    assert run(state, r.RequestEnded())[1] == []
-
-
-def test_the_end_of_a_request_cancels_its_load() -> None:
-    state, _ = run(r.RequestState(), *LOADING)
-    assert run(state, r.RequestEnded(), r.RequestEnded(), r.LoadReported())[1] == [r.PlanCancel()]
-
-
-any_event = st.one_of(
-    *(st.just(kind()) for kind in (r.NothingOffered, r.OfferRefused, r.LoadDeclined, r.LoadReported, r.RequestEnded)),
-    st.just(r.PromptOffered((KEEP,))),
-    st.builds(r.EngineAnswered, st.integers(0, 9), st.booleans()),
-    st.just(r.BlocksAllocated(LOAD)),
-)
-
-
-@given(st.lists(any_event, max_size=40))
-def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(script: list[r.RequestEvent]) -> None:
-    state, seen, was_offered = r.RequestState(), list[r.RequestEffect](), False
-    for event in (*script, r.RequestEnded()):
-        before = state.phase
-        state, effects = r.REQUEST.step(state, event, 0)
-        assert not (state.phase is PHASE.OFFERED and before is not PHASE.OFFERED and was_offered), "offered again"
-        was_offered |= state.phase is PHASE.OFFERED
-        assert r.PlanCancel() not in effects or r.PlanLoad(LOAD) in seen
-        seen += effects
-    assert state.phase is PHASE.ENDED
-    kept, loaded = seen.count(r.PlanKeep(KEEP)), seen.count(r.PlanLoad(LOAD))
-    assert kept == was_offered and loaded + seen.count(RELEASE) == kept
-    assert seen.count(r.PlanCancel()) <= loaded
-
-
-# --- the scheduler half -----------------------------------------------------------------------------------------
-
 IDS = list(range(65))
 PROMPT = RemotePrompt(b"t" * 16, 65, prompt_digest(IDS, ()), P)
 GOOD = to_transfer_params(PROMPT)
 OTHER = to_transfer_params(RemotePrompt(b"t" * 16, 65, "another", P))
 
 
-def half() -> SchedulerHalf:
+def half(**more: Any) -> SchedulerHalf:
     tables = [BlockTable("full", 16)]
-    return SchedulerHalf(Settings(), "d", tables, tp_size=1, pp_size=1, produces=True, consumes=True)
+    return SchedulerHalf(Settings(), "d", tables, tp_size=1, pp_size=1, produces=True, consumes=True, **more)
 
 
 def view(params: object, request_id: str = "r") -> RequestView:
@@ -193,3 +103,74 @@ def test_all_leases_of_a_request_are_kept_and_loaded_under_or_released(
         assert [load.token, *(lease.token for lease in load.alternatives)] == tokens and not plan.releases
     else:
         assert not plan.loads and [release.token for release in plan.releases] == tokens
+
+
+NAMED = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5600, "transfer_id": "tx"}
+LEGS = {"told": GOOD, "asked": NAMED, "another": OTHER, "local": None}
+ANSWERS = {
+    "known": RendezvousResult(known=True), "answer": RendezvousResult(msgspec.msgpack.encode(GOOD)),
+    "error": RendezvousResult(error="planted"),
+}  # fmt: skip
+any_event = st.sampled_from(["ask", "alloc", "decline", "report", "reset", "answer", "known", "error", "step"])
+
+
+@given(st.sampled_from(list(LEGS)), st.lists(any_event, max_size=30))
+def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(leg: str, script: list[str]) -> None:
+    """Whatever happens in whatever order: and a question to P is answered or left, a load cancelled once at most."""
+    scheduler, request, plans = half(), view(LEGS[leg]), list[StepPlan]()
+    scheduler.on_new_request(request)
+    offered = decided = asks = False
+    for event in script:
+        if event == "ask":
+            count, beside = scheduler.num_new_matched_tokens(request, 16)
+            asks = count is None
+            assert not (count and decided), "offered again"
+            offered = bool(count and beside)
+        elif event in ("alloc", "decline") and offered:
+            scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 49 if event == "alloc" else 0)
+            decided = True
+        elif event == "report":
+            scheduler.loads_finished(["r"])
+        elif event == "reset":
+            scheduler.reset_caches()
+        elif event in ANSWERS:
+            scheduler.rendezvous_told({"r": ANSWERS[event]})
+        elif event == "step":
+            plans.append(scheduler.take_plan())
+    assert not (asks and leg != "asked")
+    scheduler.request_finished(request, [[1, 2, 3, 4, 5]], completed=False)
+    plans.append(scheduler.take_plan())
+    kept, loaded, released = (
+        sum(len(getattr(plan, part)) for plan in plans) for part in ("keeps", "loads", "releases")
+    )
+    cancelled = sum(len(plan.cancels) for plan in plans)
+    assert kept == loaded + released <= 1 and kept <= (leg in ("told", "asked"))
+    assert cancelled <= loaded + 1 and (loaded or not cancelled)
+    questions = [question for plan in plans for question in plan.rendezvous]
+    left = sum(len(plan.left) for plan in plans) + sum(question.ended is not None for question in questions)
+    assert len(questions) == (leg == "asked") and kept + left >= len(questions) and left <= len(questions)
+
+
+def test_a_load_that_is_refused_while_it_runs_is_cancelled_and_reported() -> None:
+    scheduler, request = half(), view(GOOD)
+    scheduler.num_new_matched_tokens(request, 16)
+    scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 49)
+    scheduler.take_plan()
+    assert not scheduler.reset_caches() and scheduler.take_plan().cancels == ("r",)
+    scheduler.loads_finished(["r"])
+    assert scheduler.reset_caches()
+    scheduler.request_finished(request, [[1, 2, 3, 4, 5]], completed=False)
+    assert scheduler.take_plan().nothing
+
+
+def test_a_load_inside_a_step_is_neither_reported_nor_cancelled() -> None:
+    steps = StepsInFlight()
+    scheduler = half(step_loads=True, steps=steps)
+    scheduler.loads_finished([], {("p", 0): TransferEstimate(1e-5, 1000)})
+    request = view(GOOD)
+    assert scheduler.num_new_matched_tokens(request, 16) == (48, False)
+    scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 48)
+    (load,) = scheduler.take_plan().loads
+    assert load.now and load.tokens == ((16, 64),)
+    scheduler.request_finished(request, [[1, 2, 3, 4, 5]], completed=False)
+    assert scheduler.take_plan().nothing

@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 
 from kvferry.connector.step_loads import step_outcome
-from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.step_loads.step_outcome import MOVES, StepLoadEvent, StepLoadPhase, StepOutcome
 from kvferry.connector.wire.step_plan import Load, PeerEngine
 from kvferry.transport.channels import Copy
 
@@ -269,6 +269,13 @@ def test_where_the_check_fails_the_transfer_thread_decides() -> None:
         assert output.result() == ({"r"} if ok else frozenset())
 
 
+def test_nothing_follows_the_end_but_that_the_forward_was_too_early() -> None:
+    """And what was given up never stands: the forward was launched without it."""
+    assert MOVES.keys() == set(StepLoadPhase) - {StepLoadPhase.FAILED}
+    assert MOVES[StepLoadPhase.STANDS] == {StepLoadEvent.TOO_EARLY: StepLoadPhase.FAILED}
+    assert set(MOVES[StepLoadPhase.GIVEN_UP].values()) == {StepLoadPhase.FAILED}
+
+
 def test_what_was_given_up_stands_by_no_check() -> None:
     ours = load()
     outcome = outcome_of(ours)
@@ -278,30 +285,28 @@ def test_what_was_given_up_stands_by_no_check() -> None:
     assert outcome.standing() == frozenset()
 
 
-WHAT = ["the time is over", "answered", "new work", "a message", "failed", "ended", "not under way"]
+WHAT = ["the time is over", "answered", "other work", "failed", "ended", "not under way"]
 
 
 @pytest.mark.parametrize("what", WHAT)
 def test_the_transfer_thread_leaves_the_interpreter_until(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(step_outcome, "YIELD_SECONDS", 0.02 if what == "the time is over" else LONG)
-    ours, answer, woken, message = load(), [None], threading.Event(), threading.Event()
+    ours, answer, woken, work = load(), [None], threading.Event(), threading.Event()
     outcome = StepOutcome([ours], lambda: True, woken.set)
 
     def wait(seconds: float) -> bool:
         woken.wait(seconds)
         woken.clear()
-        return message.is_set()
+        return work.is_set()
 
     if what != "not under way":
         outcome.begun(ours, lambda: answer[0])
     if what == "ended":
         outcome.ended(ours, True)
     transfer = Aside(lambda: outcome.yield_to_engine(wait))
-    if what == "new work":
-        outcome.interrupt()
-    if what == "a message":
+    if what == "other work":
         assert transfer.waits
-        message.set()
+        work.set()
         woken.set()
     if what in ("answered", "failed"):
         assert transfer.waits

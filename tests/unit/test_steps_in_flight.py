@@ -8,65 +8,6 @@ from hypothesis import strategies as st
 
 from kvferry.connector.step_loads.steps_in_flight import REMEMBERED_STEPS, StepsInFlight
 
-
-def test_blocks_that_are_freed_while_nothing_runs_are_free() -> None:
-    steps = StepsInFlight()
-    steps.freed([1, 2])
-    steps.freed(None)
-    assert not steps.may_use([1, 2])
-    steps.scheduled()
-    assert not steps.may_use([1, 2]), "the step was scheduled after they were freed"
-
-
-def test_blocks_are_in_use_until_all_steps_scheduled_before_have_been_processed() -> None:
-    steps = StepsInFlight()
-    steps.scheduled()
-    steps.scheduled()
-    steps.freed(iter([1, 2]))
-    steps.scheduled()
-    assert steps.may_use([2, 7]) and steps.may_use(iter([1])) and not steps.may_use([3])
-    steps.processed(1.0)
-    assert steps.may_use([1])
-    steps.processed(2.0)
-    assert not steps.may_use([1]), "the third step was scheduled without them"
-    steps.processed(3.0)
-    assert not steps.may_use([1])
-
-
-def test_blocks_of_which_nothing_is_known_may_be_any() -> None:
-    steps = StepsInFlight()
-    steps.scheduled()
-    steps.freed(None)
-    assert steps.may_use([1]) and steps.may_use([10_000])
-    steps.processed(1.0)
-    assert not steps.may_use([1])
-
-
-def test_later_blocks_outlive_earlier_ones() -> None:
-    steps = StepsInFlight()
-    steps.scheduled()
-    steps.freed([1])
-    steps.scheduled()
-    steps.freed([2])
-    steps.freed(())
-    steps.processed(1.0)
-    assert not steps.may_use([1]) and steps.may_use([2])
-    steps.processed(2.0)
-    assert not steps.may_use([2])
-
-
-def test_a_step_that_was_not_scheduled_cannot_be_processed() -> None:
-    """The count of steps in flight would be wrong from there on, and blocks in use pass for free."""
-    steps = StepsInFlight()
-    steps.processed(1.0)
-    steps.processed(2.0)
-    steps.scheduled()
-    steps.freed([1])
-    assert steps.may_use([1])
-    steps.processed(3.0)
-    assert not steps.may_use([1])
-
-
 acts = st.one_of(
     st.just(("scheduled", 0)), st.just(("processed", 0)), st.just(("unknown", 0)),
     st.tuples(st.just("freed"), st.integers(0, 3)),

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.connector.engine.transfer_params import (
+from kvferry.connector.engine.params import (
     RemotePrompt,
     check_reachable,
     from_transfer_params,

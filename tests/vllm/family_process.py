@@ -33,7 +33,7 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvferry.cli.plan.model import model_shape
-from kvferry.connector.engine import prompt_checks, scheduler
+from kvferry.connector.engine import params, scheduler
 from kvferry.connector.vllm import from_vllm
 from kvferry.transport.errors import ConfigError
 from tests.support.families import ALL, WINDOW, Family
@@ -137,7 +137,7 @@ def hand_over(
 def fault(name: str) -> Iterator[None]:
     """Damage done on purpose: D's checks must notice it."""
     half = scheduler.SchedulerHalf
-    with mock.patch.object(prompt_checks, "check_kept", lambda *_: None) if name else mock.MagicMock():
+    with mock.patch.object(params, "check_kept", lambda *_: None) if name else mock.MagicMock():
         if name == "P computes the last token too":
             with mock.patch.object(half, "num_tokens_for_d", lambda *_: 0):
                 yield

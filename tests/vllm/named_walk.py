@@ -20,7 +20,7 @@ from kvferry.connector.pages.copies import copies_on
 from kvferry.connector.prefill_side.serve import EarlyRequests
 from tests.handover.slow_copies import SlowCopies
 from tests.support.engines import free_port
-from tests.support.inside import early_of
+from tests.support.inside import early_of, scheduler_half
 from tests.vllm.engine_group import PATIENT, EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.random_walk import LEASE_SECONDS, Walk
@@ -350,8 +350,8 @@ class NamedWalk(Walk):
             self.send_late()
         self.p.scheduler.max_num_scheduled_tokens = self.rng.choice((40, 128, 512))
         if not self.p.scheduler.requests:  # whoever waits for a name now waits for a leg that never comes
-            planner = self.d.connector._scheduling._load_planner
-            planner._clock = lambda: time.monotonic() + 2 * HANDOVER_SECONDS
+            planner = scheduler_half(self.d)
+            planner.clock = lambda: time.monotonic() + 2 * HANDOVER_SECONDS
         return super().over()
 
     def count_outcomes(self) -> None:

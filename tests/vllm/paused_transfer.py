@@ -33,7 +33,7 @@ class PausedTransfer:
         self._producer.handle, self._producer.pump = self._hold_request, self._hold_pump
         self._open = False
         if reader is not None:
-            self._plane: Any = transfer_thread_of(reader)._rank_context.plane("cma")
+            self._plane: Any = transfer_thread_of(reader).rank_context.plane("cma")
             if self._plane is not None:
                 self._progress, self._plane.progress = self._plane.progress, self._hold_progress
 
@@ -73,7 +73,7 @@ class PausedTransfer:
     def open(self) -> None:
         """Go on, with what was parked first."""
         self._open = True
-        self._transfer_thread._waker.wake()
+        self._transfer_thread.wake()
 
 
 def job_of(engine: Engine, request_id: str) -> Any:

@@ -38,7 +38,7 @@ from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
 from tests.support.clocks import put_forward
-from tests.support.inside import consumer_of, leases_of
+from tests.support.inside import consumer_of, leases_of, thread_of, worker_half
 from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS
 from tests.vllm.stepped_config import engine_config
 from tests.vllm.stepped_forward import Forward, Origins
@@ -371,7 +371,7 @@ def prefill(engine: Engine, ids: Sequence[int], **kwargs: Any) -> dict[str, Any]
 
 def transfer_thread_of(engine: Engine, rank: int = 0) -> Any:
     """The transfer thread's object of one rank, to hold its hand in tests of faults."""
-    return engine.workers[rank].connector._worker._transfer_thread
+    return thread_of(worker_half(engine.workers[rank]))
 
 
 def let_time_pass(engine: Engine, seconds: float) -> None:

@@ -12,7 +12,7 @@ from kvferry.connector.decode_side import link
 from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.engine import worker
 from kvferry.connector.wire import messages
-from tests.support.inside import early_asks, leases_of
+from tests.support.inside import early_asks, leases_of, scheduler_half
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of, no_board
@@ -65,7 +65,7 @@ def test_while_no_block_is_free(pair: Pair) -> None:
 
 def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
     p, d = pair
-    p.connector._scheduling._lease_planner._may_stream = lambda request_id: False  # else P serves the ask before that
+    scheduler_half(p).streams = lambda: False  # else P serves the ask before that
     request_id = d.add(IDS, prefill(p, IDS))  # P has not stepped since: its worker knows of no lease
     loading(d, request_id)
     eventually(lambda: bool(early_asks(transfer_thread_of(p))))
@@ -120,7 +120,7 @@ def test_committed_but_not_reported(pair: Pair) -> None:
     p.step()
     request_id = d.add(IDS, params)
     loading(d, request_id)
-    eventually(lambda: bool(transfer_thread_of(d).results._finished))
+    eventually(lambda: bool(transfer_thread_of(d).results.loads))
     d.abort(request_id)
     settle(p, d)
     assert d.workers[0].received[request_id] == 1

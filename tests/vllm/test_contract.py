@@ -30,6 +30,7 @@ from kvferry.connector.vllm.adapter import KVFerryConnector
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, standing_loads
 from kvferry.connector.wire.step_plan import Load, PeerEngine, pack_ids
 from kvferry.transport.errors import ConfigError
+from tests.support.inside import scheduler_half
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.releases import RELEASE
@@ -228,7 +229,7 @@ def test_the_class_is_found_by_the_name_that_others_know(group: EngineGroup) -> 
 
 def test_a_draining_p_serves_the_leases_that_it_holds(group: EngineGroup) -> None:
     p, d = group.pair()
-    half = p.connector._scheduler
+    half = scheduler_half(p)
     held = prefill(p, IDS)
     assert half.leases_held == 1
     half.drain()
@@ -251,13 +252,14 @@ def test_a_step_that_failed_is_in_flight_no_longer(group: EngineGroup) -> None:
     """0.33 goes on after a worker has failed: no output comes of its step, and the reports of others come in one of its
     own. Each step still counts once."""
     d = group.engine(1)
-    steps = d.connector._steps
+    steps = scheduler_half(d).steps
+    assert steps is not None
     d.step()
     d.scheduler.schedule()  # its output never comes
     d.scheduler.update_from_output(SchedulerOutput.make_empty(), ModelRunnerOutput([], {}, []))
-    assert steps._scheduled == steps._processed + 1, "an output that is none of our steps' says nothing"
+    assert steps.count == 1, "an output that is none of our steps' says nothing"
     d.step()
-    assert steps._scheduled == steps._processed
+    assert steps.count == 0
 
 
 def test_a_salvaged_report_says_in_the_next_step_which_loads_stood() -> None:

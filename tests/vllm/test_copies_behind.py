@@ -22,6 +22,7 @@ from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.step_plan import Load, StepPlan
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies
+from tests.support.inside import scheduler_half
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import Engine, eventually, run, settle, transfer_thread_of
@@ -264,7 +265,7 @@ def test_where_blocks_leave_before_the_end_copies_always_wait(
 ) -> None:
     """A window gives back blocks of requests that go on, of which nobody hears."""
     scene = Scene(group, monkeypatch, window=64, num_blocks=81)
-    assert scene.d.connector._steps is None
+    assert scheduler_half(scene.d).steps is None
     for number in range(2):
         to_the_end(scene.d, add(scene.p, scene.d, prompt(150, number)))
         settle(scene.p, scene.d)
@@ -278,8 +279,8 @@ def test_without_a_count_of_steps_copies_wait(
 ) -> None:
     scene = Scene(group, monkeypatch)
     scene.meet()
-    half = scene.d.connector._scheduler
-    half._load_planner._steps = StepsInFlight() if counted else None
+    half = scheduler_half(scene.d.connector)
+    half.steps = StepsInFlight() if counted else None
     request_id, ids = scene.load()
     to_the_end(scene.d, request_id)
     assert [load.behind for load in scene.posted] == [not counted]

@@ -14,7 +14,7 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvferry.transport.errors import ConfigError
-from tests.support.inside import leases_of
+from tests.support.inside import leases_of, scheduler_half
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, prefill, run, settle, transfer_thread_of
@@ -211,8 +211,9 @@ def test_the_urgent_request_is_loaded_first(group: EngineGroup, ahead: int) -> N
     p = group.engine(0, ahead=ahead)
     d = group.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
     order: list[str] = []
-    real = d.connector._scheduler.after_alloc
-    d.connector._scheduler.after_alloc = lambda request, *args: (order.append(request.request_id), real(request, *args))
+    half: Any = scheduler_half(d)
+    real = half.after_alloc
+    half.after_alloc = lambda request, *args: (order.append(request.request_id), real(request, *args))
     prompts = [prompt(150, n) for n in range(4)]  # D has room for one of them
     names = [
         d.add(ids, prefill(p, ids), max_tokens=4, priority=priority)
@@ -355,9 +356,7 @@ def replicas(group: EngineGroup, origin: int, tp: int) -> list[Engine]:
             engines = [group.engine(origin, dp_rank=rank, tp=tp, extra=extra) for rank in range(2)]
         except ConfigError:
             continue  # somebody else took one
-        taken = [
-            rank.port for engine in engines for rank in engine.connector._scheduler._lease_planner._prompts.us.ranks
-        ]
+        taken = [rank.port for engine in engines for rank in scheduler_half(engine).ranks]
         assert taken == list(range(first, first + 2 * tp))
         return engines
     raise AssertionError("no ports to be had")

@@ -77,7 +77,7 @@ def test_a_step_is_idle_that_computes_nothing_and_holds_up_nobody(pair: Pair, ra
 
     connector.build_connector_meta = build
     if ranks != "alone":  # as the constructor decides
-        connector._alone = connector.stepping_alone(
+        connector.alone = connector.stepping_alone(
             ParallelConfig(data_parallel_size=2 if "data" in ranks else 1, pipeline_parallel_size=1 + ("pipe" in ranks))
         )
     hand_over(p, d, prompt(100))
@@ -260,20 +260,6 @@ def test_preempted_on_d_and_its_blocks_overwritten(group: EngineGroup) -> None:
     settle(p, d)
 
 
-def test_preempted_on_p_before_it_finished(group: EngineGroup) -> None:
-    p, d = group.pair(max_batched=64)
-    ids = prompt(300)
-    on_p = p.add(ids, PREFILL)
-    p.step()
-    p.step()
-    p.preempt(on_p)
-    run([p], lambda: p.answers[on_p].finish is not None)
-    request_id = d.add(ids, p.answers[on_p].params)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == 299
-    settle(p, d)
-
-
 def test_out_of_blocks_on_both_sides(pair: Pair) -> None:
     """More prompts than either pool holds: they queue on P for leases to end and on D for blocks."""
     p, d = pair
@@ -316,6 +302,6 @@ def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
     settle(p, d)
     engine = PeerEngine("P", 1, 1, 30.0, ())
     for name, ok in (("unknown", True), (request_id, True), (request_id, False)):
-        transfer_thread_of(d).results._finished.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), ok))
-    transfer_thread_of(p).results._freed.extend(["unknown", *p.leases])
+        transfer_thread_of(d).results.loads.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), ok))
+    transfer_thread_of(p).results.leases.extend(["unknown", *p.leases])
     settle(p, d)

@@ -16,6 +16,7 @@ from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from kvferry.transport.planes import cma
 from kvferry.transport.planes.cma import CmaChannel
 from tests.handover.slow_copies import SlowCopies, install
+from tests.support.inside import worker_half
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import LAYERS, prompt
 from tests.vllm.stepped import Engine, settle
@@ -81,7 +82,7 @@ def learnt(group: EngineGroup, runner: str, **kwargs: Any) -> tuple[Engine, Engi
 
 
 def order_of(d: Engine) -> tuple[str, ...]:
-    return tuple(d.workers[0].connector._worker.step_hold.layer_order)
+    return tuple(worker_half(d.workers[0]).step_hold.layer_order)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -294,7 +295,7 @@ def test_a_portion_that_does_not_come(
 ) -> None:
     """The step goes on after its patience, and the load fails."""
     p, d = learnt(group, runner)
-    monkeypatch.setattr(d.workers[0].connector._worker.step_hold, "patience", 0.3)
+    monkeypatch.setattr(worker_half(d.workers[0]).step_hold, "patience", 0.3)
     held.holds, ids = True, prompt(300, 9)
     request_id = add(p, d, ids, max_tokens=5)
     to_the_end(d, request_id)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.wire import metrics
+from tests.support.inside import scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import Engine, prefill, run, settle
 
@@ -33,7 +34,7 @@ def watch(engine: Engine) -> list[dict[str, int]]:
 def watch_loads(engine: Engine) -> list[int]:
     """The level ``loading`` after each step was scheduled. A load may end before the engine reports its levels."""
     seen: list[int] = []
-    real, half = engine.scheduler.schedule, engine.scheduler.connector._scheduler
+    real, half = engine.scheduler.schedule, scheduler_half(engine.scheduler)
 
     def schedule(*arguments: Any) -> Any:
         plan = real(*arguments)
@@ -69,5 +70,5 @@ def test_a_request_that_ends_early_is_in_no_stage_any_more(pair: tuple[Engine, E
     d.abort(request_id)
     settle(p, d)
     assert not of_d or not any(of_d[-1].values())
-    half = d.scheduler.connector._scheduler
+    half = scheduler_half(d.scheduler)
     assert not any(value for level, value in half.stats.levels.items()), half.stats.levels

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.connector.decode_side import link
 from kvferry.connector.decode_side.load_state import LoadPhase
-from kvferry.connector.engine.transfer_thread import QUIET_SECONDS
+from kvferry.connector.engine.loop import QUIET_SECONDS
 from kvferry.connector.wire import messages
 from tests.support.inside import consumer_of, leases_of
 from tests.vllm.engine_group import EngineGroup, Lines

@@ -9,7 +9,7 @@ import pytest
 from kvferry.connector.wire.step_plan import StepPlan, unpack_ids
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import PREFILL, Engine, run, settle
+from tests.vllm.stepped import PREFILL, Engine, run
 
 pytestmark = pytest.mark.vllm
 
@@ -65,13 +65,3 @@ def test_preemption_takes_the_blocks_back_before_they_are_others(group: EngineGr
     run([p], lambda: any(plan.leases for plan in plans))
     (lease,) = [each for plan in plans for each in plan.leases]
     assert [block for chunk in restarts for block in ids(chunk.block_ids)] == ids(lease.block_ids)
-
-
-def test_an_aborted_prompt_is_told(group: EngineGroup) -> None:
-    p, d = group.pair(max_batched=128)
-    plans = plans_of(p)
-    request_id = p.add(prompt(400), PREFILL)
-    run([p], lambda: any(plan.chunks for plan in plans))
-    p.abort(request_id)
-    settle(p, d)
-    assert [stop.ended for plan in plans for stop in plan.stops] == [True]

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.engine.request_lifetime import RequestPhase
+from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.transport.bootstrap.server import BootstrapServer
 from tests.support.inside import leases_of
 from tests.vllm.engine_group import PATIENT, EngineGroup

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from kvferry.connector.decode_side import lookup
-from kvferry.connector.engine.request_lifetime import RequestPhase
+from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.wire import messages
 from kvferry.transport.bootstrap import page as bootstrap_page
 from kvferry.transport.bootstrap.server import BootstrapServer
-from tests.support.inside import consumer_of, producer_of, replies_of, sends_of
+from tests.support.inside import consumer_of, producer_of, replies_of, request_phase, scheduler_half, sends_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, run, settle, transfer_thread_of
@@ -42,8 +42,7 @@ def to_d(p: Engine, **more: Any) -> dict[str, Any]:
 
 
 def phase(d: Engine, request_id: str) -> RequestPhase | None:
-    entry = d.connector._scheduling._load_planner._requests.get(request_id)
-    return None if entry is None else entry.lifetime.state.phase
+    return request_phase(scheduler_half(d), request_id)
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
@@ -192,7 +191,7 @@ def test_a_d_that_is_aborted_while_the_answer_comes_releases_the_lease(group: En
     leg = p.add(IDS, TO_P)
     run([p], lambda: p.answers[leg].finish is not None and bool(p.leases))
     results = transfer_thread_of(d).results
-    eventually(lambda: bool(results._rendezvous))
+    eventually(lambda: bool(results.lookups))
     d.abort(request_id)
     settle(p, d)  # the lease is longer than any test
     assert not d.all_loads
@@ -220,7 +219,7 @@ def test_a_d_that_is_aborted_after_p_has_begun_releases_the_lease(group: EngineG
 
 def stalled(d: Engine) -> bool:
     """Whether D's first rank has a result that D's engine has not taken."""
-    return bool(transfer_thread_of(d).results._rendezvous)
+    return bool(transfer_thread_of(d).results.lookups)
 
 
 def test_a_p_that_aborts_lets_d_prefill_at_once(group: EngineGroup, lines: Lines) -> None:
@@ -236,7 +235,7 @@ def test_a_leg_that_never_comes(group: EngineGroup, lines: Lines) -> None:
     p, d, params = legs(group)
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
-    d.connector._scheduling._load_planner._clock = lambda: time.monotonic() + 700.0
+    scheduler_half(d).clock = lambda: time.monotonic() + 700.0
     prefills_locally(p, d, request_id, lines, "has told nothing of 'tx' in 600 s; does the router send both legs")
     eventually(lambda: questions(p) == 0)
 
@@ -256,7 +255,7 @@ def behind_another(group: EngineGroup) -> tuple[Engine, Engine, str, str]:
 
 def put_deadline_forward(d: Engine, seconds: float) -> None:
     """For D's scheduler half it is so many seconds later than it is."""
-    d.connector._scheduling._load_planner._clock = lambda: time.monotonic() + seconds
+    scheduler_half(d).clock = lambda: time.monotonic() + seconds
 
 
 def test_the_time_in_p_s_queue_does_not_count(group: EngineGroup) -> None:
@@ -522,9 +521,9 @@ def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) 
     assert waits == [IDLE_WAIT_SECONDS] * 5
     del results.wait
     p.add(IDS, TO_P)
-    results._ready.clear()
+    results.ready.clear()
     run([p], lambda: bool(p.leases))
-    assert results._ready.wait(60.0), "the answer ends such a wait"
+    assert results.ready.wait(60.0), "the answer ends such a wait"
 
 
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1)])

@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from kvferry.connector.engine import lease_planner
-from kvferry.connector.engine.request_lifetime import RequestPhase
+from kvferry.connector.engine.load_planner import RequestPhase
 from tests.support.inside import leases_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt

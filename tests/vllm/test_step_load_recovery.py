@@ -13,7 +13,7 @@ import torch
 from kvferry.connector.vllm import compat, step_load_recovery
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.transport.grant_board import PostedGrant
-from tests.support.inside import consumer_of
+from tests.support.inside import consumer_of, recovery_of, scheduler_half, worker_half
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import Engine, let_time_pass, run, settle, transfer_thread_of
@@ -61,7 +61,7 @@ class Failing:
 
                 self._patch.setattr(consumer.reads, "begin_pull", broken)
             case "late":  # the transfer thread comes to a load only after the engine has given it up
-                self._patch.setattr(d.workers[rank].connector._worker.step_hold, "patience", 0.0)
+                self._patch.setattr(worker_half(d.workers[rank]).step_hold, "patience", 0.0)
                 load, cancel = consumer.loads.begin, consumer.loads.cancel
                 parked: list[Callable[[], None]] = []
 
@@ -212,7 +212,7 @@ def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup, mo
     failing = Failing(d, "revoked")
     d.step()
     failing.end()
-    d.connector._scheduler._load_planner._rule._hold_seconds = 0.0
+    scheduler_half(d).step_load_rule.hold_seconds = 0.0
     other = add(p, d, longer, max_tokens=9)
     d.step()
     assert d.loads[other] == 1
@@ -362,8 +362,8 @@ def test_nothing_of_a_stale_output_is_left() -> None:
         req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=[[5], [6]], pooler_output=[1.0, 2.0],
         prompt_logprobs_dict={"a": "x", "b": "y"},
     )  # fmt: skip
-    step_load_recovery._drop(result, "b")
-    step_load_recovery._drop(result, "not in it")
+    step_load_recovery.drop_output(result, "b")
+    step_load_recovery.drop_output(result, "not in it")
     assert (result.sampled_token_ids, result.pooler_output) == ([[5], []], [1.0, None])
     assert result.prompt_logprobs_dict == {"a": "x"}
 
@@ -373,10 +373,11 @@ def test_a_step_whose_output_does_not_come_has_loaded_nothing(group: EngineGroup
     ids = prompt(100, 9)
     request_id = add(p, d, ids, max_tokens=5)
     d.step()
-    recovery = d.connector._recovery
-    assert recovery._take(object()) == (None, 0) and len(recovery._steps) == 1, "an output of no step changes nothing"
-    later = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    recovery._steps.append(step_load_recovery._Step(later, []))
-    step, lost = recovery._take(later)
+    recovery = recovery_of(d)
+    assert recovery.take(object()) == (None, 0) and len(recovery.steps) == 1, "an output of no step changes nothing"
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=())
+    later = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+    recovery.scheduled(later, [])
+    step, lost = recovery.take(later)
     assert lost == 1
-    assert [suspect.load.request_id for suspect in step.suspects] == [request_id] and not recovery._steps
+    assert [suspect.load.request_id for suspect in step.suspects] == [request_id] and not recovery.steps

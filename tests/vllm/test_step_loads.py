@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.prefill_side.lease import Lease
 from kvferry.connector.step_loads import step_load_rule
@@ -20,7 +20,7 @@ from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, UnneededLe
 from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferEstimates
 from kvferry.transport import grant_board
 from tests.handover.slow_copies import install
-from tests.support.inside import consumer_of, leases_of
+from tests.support.inside import consumer_of, leases_of, scheduler_half, worker_half
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer
@@ -52,9 +52,9 @@ def continued(ids: list[int], count: int) -> list[int]:
 def pair_of(group: EngineGroup, extra: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Engine, Engine]:
     pair = group.pair(**({"policy": "fail", "num_blocks": 61} | kwargs), extra=IN_STEP | (extra or {}))
     for engine in pair:
-        half = engine.connector._scheduler
-        if half._load_planner._rule._hold_seconds == IN_STEP["step_hold_seconds"]:
-            half._load_planner._rule._hold_seconds = AGES
+        half = scheduler_half(engine)
+        if half.step_load_rule.hold_seconds == IN_STEP["step_hold_seconds"]:
+            half.step_load_rule.hold_seconds = AGES
     return pair
 
 
@@ -235,15 +235,15 @@ def test_beside_others_that_compute(group: EngineGroup, runner: str) -> None:
 def test_others_are_held_up_no_longer_than_the_setting_says(group: EngineGroup) -> None:
     p, d = pair_of(group)
     meet(p, d)
-    half = d.connector._scheduler
-    half._load_planner._rule._hold_seconds = 1e-9
+    half = scheduler_half(d)
+    half.step_load_rule.hold_seconds = 1e-9
     running = d.add(prompt(50, 3), max_tokens=30)
     d.step()
     request_id = add(p, d, prompt(200, 4))
     to_the_end(d, request_id)
     assert d.loads[request_id] == 1 and not d.step_loads, "it would hold up the other"
     to_the_end(d, running)
-    half._load_planner._rule._hold_seconds = AGES
+    half.step_load_rule.hold_seconds = AGES
     request_id = add(p, d, prompt(200, 5))
     to_the_end(d, request_id)
     assert d.step_loads[request_id] == 1
@@ -253,7 +253,7 @@ def test_others_are_held_up_no_longer_than_the_setting_says(group: EngineGroup) 
 def test_what_was_learnt_long_ago_counts_no_more(group: EngineGroup) -> None:
     p, d = pair_of(group)
     meet(p, d)
-    d.connector._scheduler._load_planner._clock = lambda: time.monotonic() + 61
+    scheduler_half(d).clock = lambda: time.monotonic() + 61
     request_id = add(p, d, prompt(200, 4))
     to_the_end(d, request_id)
     assert d.loads[request_id] == 1
@@ -423,7 +423,7 @@ def test_one_that_does_not_end_is_given_up(group: EngineGroup, monkeypatch: pyte
     p, d = pair_of(group)
     meet(p, d)
     ids = prompt(400, 9)
-    monkeypatch.setattr(d.workers[0].connector._worker.step_hold, "patience", 0.5)
+    monkeypatch.setattr(worker_half(d.workers[0]).step_hold, "patience", 0.5)
     paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = add(p, d, ids)
     fails(d, request_id, ids)
@@ -460,11 +460,3 @@ def test_the_forward_is_launched_before_its_load_has_ended(
         assert (d.origins[request_id].ours, d.origins[request_id].theirs) == (0, 299)
     assert launched[0] > 0 and d.step_loads[request_id] == 1
     settle(p, d)
-
-
-def test_the_transfer_thread_has_ended(group: EngineGroup) -> None:
-    p, d = pair_of(group)
-    meet(p, d)
-    request_id = add(p, d, prompt(100, 2))
-    transfer_thread_of(d).close()
-    assert to_the_end(d, request_id) == "error"

@@ -15,6 +15,7 @@ from vllm.plugins import load_plugins_by_group
 from kvferry.connector.vllm import compat, plugin
 from kvferry.connector.vllm.adapter import KVFerryConnector
 from kvferry.transport.errors import ConfigError
+from tests.support.inside import scheduler_half, worker_half
 from tests.vllm.engine_group import PATIENT, EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, prompt
 from tests.vllm.stepped import Engine, prefill, run, settle
@@ -84,7 +85,7 @@ def test_settings_that_cannot_be(group: EngineGroup, extra: dict[str, Any], word
 
 def test_a_port_in_use(group: EngineGroup) -> None:
     first = group.engine(0)
-    port = first.connector._scheduler._lease_planner._prompts.us.ranks[0].port
+    port = scheduler_half(first).ranks[0].port
     assert str(port) in refusal(group, ConfigError, extra={"side_channel_port": port})
 
 
@@ -208,7 +209,7 @@ def test_figures_reach_vllms_log_line_and_prometheus(group: EngineGroup) -> None
     logged.log(lambda text, *args: said.append(text % args))
     assert len(said) == 1
     labels = {"model_name": "model", "engine": "0"}
-    plane = {**labels, "plane": d.workers[0].connector._worker.rank_context.planes[0].name}
+    plane = {**labels, "plane": worker_half(d.workers[0]).rank_context.planes[0].name}
     assert registry.get_sample_value("vllm:kvferry_handover_time_seconds_count", plane) == 1
     nbytes = registry.get_sample_value("vllm:kvferry_bytes_transferred_sum", plane)
     assert nbytes is not None and nbytes >= 100 * 2 * HEADS * 2 * HEAD_SIZE * 4

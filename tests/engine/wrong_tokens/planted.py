@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from kvferry.connector.decode_side import read as reads
 from kvferry.connector.wire.step_plan import unpack_ids
 from kvferry.transport.planes import cma
-from tests.support.inside import consumer_of, expire_lease, leases_of, producer_of
+from tests.support.inside import consumer_of, expire_lease, leases_of, plans_of, producer_of, thread_of, worker_half
 from tests.support.kv_bytes import Cached, cached_layer
 
 NAME = re.compile(r"wt\d+-\d+")
@@ -154,7 +154,7 @@ class FaultProbe:
         self._wt_fired: list[str] = []
         thread = _transfer_thread()
         receiver: Any = consumer_of(thread).reads
-        plane: Any = thread._rank_context.plane("cma")
+        plane: Any = thread.rank_context.plane("cma")
         begin_pull, progress = receiver.begin_pull, plane.progress
 
         def begin(read: Any, *rest: Any) -> Any:
@@ -192,7 +192,7 @@ class FaultProbe:
         if kind == COPY_ERROR:
             return
         if kind == GIVEN_UP:
-            time.sleep(get_kv_transfer_group()._worker.step_hold.patience + 0.3)
+            time.sleep(worker_half(get_kv_transfer_group()).step_hold.patience + 0.3)
             return
         with socket.socket(socket.AF_UNIX) as benchmark:
             benchmark.settimeout(ANSWER_SECONDS)
@@ -216,7 +216,7 @@ class FaultProbe:
             held = next((h for h in list(leases_of(producer).values()) if name_of(h.grant.request_id) == name), None)
             if held is not None:
                 break
-            if any(name_of(grant.request_id) == name for grant, _ in thread._plans.computing):
+            if any(name_of(grant.request_id) == name for grant, _ in plans_of(thread).computing):
                 continue
             return False
         assert held is not None
@@ -249,14 +249,14 @@ class FaultProbe:
             return {}
         thread = _transfer_thread()
         return {
-            "leases at P": len(leases_of(thread)) + len(thread._plans.computing),
+            "leases at P": len(leases_of(thread)) + len(plans_of(thread).computing),
             "loads at D": len(consumer_of(thread).loads.running) + len(consumer_of(thread).reads.by_number),
             "leases kept by D": len(consumer_of(thread).leases.kept),
         }
 
 
 def _transfer_thread() -> Any:
-    return get_kv_transfer_group()._worker._transfer_thread
+    return thread_of(worker_half(get_kv_transfer_group()))
 
 
 def _expire(producer: Any, held: Any, done: list[bool]) -> None:
@@ -274,4 +274,4 @@ def _on_thread(thread: Any, act: Callable[[], None]) -> None:
         return bool(pump(now))
 
     producer_of(thread).pump = once
-    thread._waker.wake()
+    thread.wake()

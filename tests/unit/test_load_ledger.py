@@ -1,56 +1,18 @@
-"""A load as the engine's thread sees it, and the ledger of a rank: every posted id is reported exactly once."""
+"""The ledger of a rank: every posted id is reported exactly once."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.step_loads import worker_load as w
 from kvferry.connector.step_loads.load_ledger import LoadLedger
-from kvferry.connector.step_loads.step_load import ThreadEnded
 from kvferry.connector.wire.step_plan import Load, PeerEngine, StepResults
 
-PHASE = w.WorkerLoadPhase
 P = PeerEngine("p", 1, 1, 30.0, ())
 
 
-def load(request_id: str = "r", *, now: bool = False) -> Load:
+def load(request_id: str, *, now: bool = False) -> Load:
     return Load(request_id, b"t" * 16, P, (), (), now=now)
-
-
-def run(state: w.WorkerLoad, *events: w.WorkerLoadEvent) -> tuple[w.WorkerLoad, list[w.WorkerLoadEffect]]:
-    effects: list[w.WorkerLoadEffect] = []
-    for event in events:
-        state, new = w.WORKER_LOAD.step(state, event, 1)
-        effects += new
-    return state, effects
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_its_end_is_reported_once(ok: bool) -> None:
-    posted = load()
-    state, effects = run(
-        w.post_load(posted), w.LoadBesideEnded(posted, ok), w.LoadBesideEnded(posted, not ok), ThreadEnded()
-    )
-    assert (state.phase, effects) == (PHASE.ENDED, [w.ReportBeside(ok)])
-
-
-def test_the_end_of_the_thread_fails_it() -> None:
-    posted = load()
-    state, effects = run(w.post_load(posted), ThreadEnded(), w.LoadBesideEnded(posted, True))
-    assert (state.phase, effects) == (PHASE.ENDED, [w.ReportBeside(False)])
-
-
-def test_the_end_of_an_earlier_load_of_that_id_counts_for_nothing() -> None:
-    posted, earlier = load(), load()
-    assert posted == earlier and posted is not earlier
-    state, effects = run(w.post_load(posted), w.LoadBesideEnded(earlier, True))
-    assert (state.phase, effects) == (PHASE.POSTED, [])
-    assert run(state, w.LoadBesideEnded(posted, True))[0].phase is PHASE.ENDED
-
-
-# --- the ledger -------------------------------------------------------------------------------------------------
 
 
 def test_a_failure_is_received_too_and_everything_is_taken_once() -> None:
@@ -84,7 +46,7 @@ def test_a_load_inside_a_step_is_not_its_own() -> None:
 
 
 def test_a_log_line_has_the_histories_of_some() -> None:
-    ledger = LoadLedger(clock=iter(range(100)).__next__)
+    ledger = LoadLedger()
     ledger.post([load("a")], ())
     assert ledger.stories() == "a (posted)"
     ledger.post([load(str(n)) for n in range(10)], ())

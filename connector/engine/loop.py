@@ -2,7 +2,7 @@
 
 The engine's thread calls ``post`` and ``results.take_*``, which never block, and ``results.wait`` where it cannot go
 on. While there is traffic, the transfer thread polls the control sockets and the data planes. While there is none, it
-sleeps in one ``poll`` call, without the GIL.
+sleeps in one ``poll`` call, without the GIL. ``PostedPlans`` runs what the engine has posted.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ import math
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import zip_longest
+from typing import TypeVar
+
+import msgspec
 
 from kvferry.connector.decode_side.consumer import Consumer
-from kvferry.connector.decode_side.report import StepLoadListener
-from kvferry.connector.engine.posted_plans import PostedPlan, PostedPlans
-from kvferry.connector.engine.results import Results
+from kvferry.connector.decode_side.report import Check, FinishedLoad, StepLoadListener
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.prefill_side.serve import Producer
-from kvferry.connector.wire.step_plan import StepPlan
+from kvferry.connector.wire.step_plan import LeaseGrant, Load, PrefillStop, RendezvousResult, StepPlan
+from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
@@ -45,6 +50,76 @@ SWITCH_SECONDS = 2e-5
 worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB between two engines on two cores took
 490 ms, at 0.1 ms 180 ms."""
 
+T = TypeVar("T")
+
+
+class Results:
+    """What the transfer thread has for its engine. It adds results; one other thread waits for them and takes them,
+    each once."""
+
+    def __init__(self) -> None:
+        self.loads: deque[FinishedLoad] = deque()
+        """That have ended."""
+        self.leases: deque[str] = deque()
+        """The requests whose leased blocks nothing reads any more."""
+        self.lookups: deque[tuple[str, RendezvousResult]] = deque()
+        """Of requests to which P has told its lease, or that its engine has the prompt; or which must prefill."""
+        self.ready = threading.Event()
+        self.listeners: list[StepLoadListener] = []
+        """Of the loads inside steps that are not final. Used by the transfer thread only."""
+
+    # --- the transfer thread ------------------------------------------------------------------------------------
+
+    def begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
+        """All copies of a load are under way: tell the listener of its step."""
+        for listener in self.listeners:
+            listener.begun(load, stands, copies)
+
+    def moved(self) -> None:
+        """A copy that is under way has moved bytes."""
+        for listener in self.listeners:
+            listener.moved()
+
+    def finished(self, finished: FinishedLoad) -> None:
+        """A load has ended. The listener of its step takes that too."""
+        self._add(self.loads, finished)
+        if finished.load.now:
+            for listener in self.listeners:
+                listener.ended(finished.load, finished.ok)
+            self.listeners = [listener for listener in self.listeners if not listener.final]
+
+    def freed(self, request_id: str) -> None:
+        """Nothing reads the leased blocks of a request any more."""
+        self._add(self.leases, request_id)
+
+    def looked_up(self, request_id: str, result: RendezvousResult) -> None:
+        """P has told its lease to a request, or that its engine has the prompt; or the request must prefill."""
+        self._add(self.lookups, (request_id, result))
+
+    def _add(self, results: deque[T], result: T) -> None:
+        """``wait`` clears the event before it looks, so it misses no result."""
+        results.append(result)
+        if not self.ready.is_set():
+            self.ready.set()
+
+    # --- the engine's thread ------------------------------------------------------------------------------------
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a result to take."""
+        return bool(self.loads or self.leases or self.lookups)
+
+    def wait(self, timeout: float) -> None:
+        """Block for up to ``timeout`` seconds. Returns early if there is a result to take."""
+        self.ready.clear()
+        if not self.any:  # after the clear: nothing is missed
+            self.ready.wait(timeout)
+
+    @staticmethod
+    def take(results: deque[T]) -> list[T]:
+        """All results of one kind, the oldest first."""
+        return [results.popleft() for _ in range(len(results))]
+
 
 class TransferThread:
     """One rank's transfer thread.
@@ -54,11 +129,11 @@ class TransferThread:
 
     def __init__(self, rank_context: RankContext, listener: Listener, clock: RunningClock | None = None) -> None:
         """``clock``: the time of this thread's deadlines, by default the time that it has run."""
-        self._rank_context = rank_context
+        self.rank_context = rank_context
         self._log = rank_context.log
         self._listener = listener
         self._time = clock or RunningClock()
-        self._waker = Waker()
+        self.waker = Waker()
         self._switch = ShortSwitchInterval(SWITCH_SECONDS)
         self.results = Results()
         self._work_posted = False  # any thread sets it, before it wakes this one
@@ -89,7 +164,7 @@ class TransferThread:
         self._warm.wait()
         if self._cold is not None:
             self.close()
-            raise GeometryError(f"copies on {self._rank_context.caches.device} do not work: {self._cold!r}")
+            raise GeometryError(f"copies on {self.rank_context.caches.device} do not work: {self._cold!r}")
 
     def post(
         self,
@@ -108,16 +183,12 @@ class TransferThread:
         self._producer.named.posted_plans += 1
         wakes = plan.wakes_thread
         if wakes or plan.chunks:
-            earlier = self.results.listeners  # before the thread can add this listener
             self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
             self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_relax``
             if not self._stopping:  # a thread that has ended would never restore it
                 self._switch.shorten()
-            if not wakes:
-                return
-            self.wake()
-            for other in earlier:
-                other.interrupt()
+            if wakes:
+                self.wake()
 
     def step_posted(self) -> None:
         """In place of ``post``, for a plan that is ``nothing``."""
@@ -140,7 +211,7 @@ class TransferThread:
     def wake(self) -> None:
         """Have the thread look at its work once more. Any thread may call this."""
         self._work_posted = True
-        self._waker.wake()
+        self.waker.wake()
 
     def step_advanced(self) -> None:
         """A step that computes prompts has advanced, see ``ComputedStep``. Any thread may call this. The transfer
@@ -156,14 +227,14 @@ class TransferThread:
 
     def end_yield(self) -> None:
         """End the wait that ``StepLoadListener.yield_to_engine`` was given. Any thread may call this."""
-        self._waker.wake()
+        self.waker.wake()
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         keep_time_exactly()
         try:
-            self._rank_context.caches.warm_up(checksum=self._rank_context.settings.checksum)
+            self.rank_context.caches.warm_up(checksum=self.rank_context.settings.checksum)
         except Exception as error:
             self._cold = error
         self._warm.set()
@@ -171,7 +242,7 @@ class TransferThread:
         try:
             self._serve()
         finally:
-            self._shut()
+            self.shut()
 
     def _serve(self) -> None:
         quiet_until = 0.0
@@ -184,7 +255,7 @@ class TransferThread:
                 if now >= quiet_until:
                     quiet_until = now + QUIET_SECONDS
                     logger.exception("kvferry: unexpected error in the transfer thread, going on")
-                self._rank_context.stats.failed("internal")
+                self.rank_context.stats.failed("internal")
                 time.sleep(TICK_SECONDS)
                 with suppress(Exception):  # deadlines must still be checked where every turn raises an error
                     self._tick(now)
@@ -203,7 +274,7 @@ class TransferThread:
         calls_no_poller = busy or self._work_posted
         self._next_look = min(self._next_look, now + BUSY_SECONDS) if calls_no_poller else self._next_tick
         if self._time.late:
-            self._rank_context.stats.total("thread_delay_us", round(self._time.late * 1e6))
+            self.rank_context.stats.total("thread_delay_us", round(self._time.late * 1e6))
             late = f"{self._time.late:.1f}"
             text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
             self._log.warning("held up", "%s", text)
@@ -242,7 +313,7 @@ class TransferThread:
                 self._consumer.leases.renew_now()
         # Messages that have arrived come first: after a delay of this thread they count before any deadline.
         ready, self._ready_sockets = self._ready_sockets, set()
-        for plane in self._rank_context.planes:
+        for plane in self.rank_context.planes:
             if ready is None or plane in ready or plane.active:
                 busy |= self._progress(plane)
         if ready is None or self._producer.arrived or self._listener.fd in ready:
@@ -258,7 +329,7 @@ class TransferThread:
         try:
             return plane.progress()
         except Exception as error:
-            self._rank_context.stats.failed("internal")
+            self.rank_context.stats.failed("internal")
             text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
             self._log.warning(f"plane {plane.name}", "%s", text)
             time.sleep(TICK_SECONDS)  # the error may occur in every turn
@@ -267,7 +338,7 @@ class TransferThread:
     def _tick(self, now: float) -> None:
         self._consumer.tick(now)
         self._producer.tick(now)
-        self._rank_context.stats.dropped_so_far("listener", self._listener.dropped)
+        self.rank_context.stats.dropped_so_far("listener", self._listener.dropped)
 
     def _yield_to_engine(self, listener: StepLoadListener) -> None:
         """Meanwhile no end of a copy wakes this thread. A control message does: a peer waits for its answer."""
@@ -275,11 +346,11 @@ class TransferThread:
 
         def wait(seconds: float) -> bool:
             ready = {fd for fd, _ in poll.poll(math.ceil(seconds * 1e3))}
-            if self._waker.fd in ready:
-                self._waker.drain()
+            if self.waker.fd in ready:
+                self.waker.drain()
             for fd in ready:
                 self.mark_ready(fd)
-            return bool(ready - {self._waker.fd})
+            return bool(ready - {self.waker.fd} or self._plans.posted)
 
         self._yielding = True
         try:
@@ -295,7 +366,7 @@ class TransferThread:
     def _sleep(self) -> None:
         if self._wake_pending:  # drained only here, so that the turn after the wake-up starts without this delay
             self._wake_pending = False
-            self._waker.drain()
+            self.waker.drain()
         if self._work_posted:
             return
         awake = False
@@ -307,7 +378,7 @@ class TransferThread:
                 awake = True
         poll = self._control_poll()
         planes: dict[int, Plane] = {}
-        for plane in self._rank_context.planes:
+        for plane in self.rank_context.planes:
             for fd, events in plane.pollables():
                 poll.register(fd, events)
                 planes[fd] = plane
@@ -320,31 +391,174 @@ class TransferThread:
         self._time.sleeps(seconds)
         for fd, _ in poll.poll(int(seconds * 1e3)):
             self.mark_ready(planes.get(fd, fd))
-            self._wake_pending |= fd == self._waker.fd
+            self._wake_pending |= fd == self.waker.fd
 
     def _control_poll(self) -> select.poll:
         """A poll of this thread's waker, and of all control messages."""
         poll = select.poll()
-        for fd in (self._waker.fd, self._listener.fd, self._rank_context.dialer.fd):
+        for fd in (self.waker.fd, self._listener.fd, self.rank_context.dialer.fd):
             poll.register(fd, select.POLLIN)
         return poll
 
-    def _shut(self) -> None:
+    def shut(self) -> None:
         """Close everything. The engine reuses its blocks after this call, also after an error here, so posted grants
         are withdrawn first."""
         for act in (
             self._switch.restore,
             self._producer.withdraw,
             lambda: self._producer.say_closing(self._closing),
-            self._rank_context.caches.copies.close,
+            self.rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn(), self._closing),
-            self._rank_context.dialer.close,
+            self.rank_context.dialer.close,
             self._producer.close,
-            *(plane.close for plane in self._rank_context.planes),
+            *(plane.close for plane in self.rank_context.planes),
             self._listener.close,
-            self._waker.close,
+            self.waker.close,
         ):
             try:
                 act()
             except Exception:
                 logger.exception("kvferry: unexpected error while the transfer thread ends")
+
+
+class PostedPlan(msgspec.Struct, frozen=True):
+    """The arguments of ``TransferThread.post``."""
+
+    plan: StepPlan
+    event: DeviceEvent | None = None
+    computed: Sequence[DeviceEvent | None] = ()
+    listener: StepLoadListener | None = None
+    step: ComputedStep | None = None
+
+
+class PostedPlans:
+    """Runs the plans in the order in which they were posted. Any thread may append to ``posted``; all else is used by
+    the transfer thread only.
+
+    ``computing``: the leases of plans that have been run, until the device has filled their blocks.
+    """
+
+    def __init__(
+        self,
+        rank_context: RankContext,
+        producer: Producer,
+        consumer: Consumer,
+        results: Results,
+        yield_to_engine: Callable[[StepLoadListener], None],
+    ) -> None:
+        """``yield_to_engine``: leaves the interpreter to the engine's thread, whose step computes with loads."""
+        self._rank_context = rank_context
+        self._log = rank_context.log
+        self._producer, self._consumer = producer, consumer
+        self._results = results
+        self._yield_to_engine = yield_to_engine
+        self.posted: deque[PostedPlan] = deque()
+        self.computing: list[tuple[LeaseGrant, DeviceEvent | None]] = []
+
+    def run(self, now: float) -> None:
+        """Run the commands of all plans that have been posted."""
+        loads, leases, lookups = self._consumer.loads, self._consumer.leases, self._consumer.lookups
+        for _ in range(len(self.posted)):
+            posted = self.posted.popleft()
+            plan, listener, step = posted.plan, posted.listener, posted.step
+            if listener is not None:
+                self._results.listeners.append(listener)
+            leases.consumer = plan.consumer
+            self.computing += zip_longest(plan.leases, posted.computed)
+            if plan.queued or plan.prefills or plan.stops:
+                self._begin_and_stop(plan, now)
+            if plan.ends_leases:
+                self._end_leases(now)
+            if step is not None:
+                self._try("the prompts of a step", partial(self._producer.plan_step, plan.chunks, step, now))
+            # A call of ``_each`` for each empty list would be felt by every load.
+            for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
+                self._try(request_id, partial(loads.cancel, request_id, now))
+            for keep in plan.keeps:
+                if lookups.open:
+                    lookups.taken(keep.request_id, now)
+                begin = partial(leases.keep, keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
+                self._try(keep, begin)
+            if plan.left or plan.rendezvous:
+                self._each(plan.left, lookups.leave, now)
+                self._each(plan.rendezvous, lookups.begin, now)
+            ready = plan.loads if self._copies_wait(posted.event, plan.loads, now) else ()
+            alone = len(ready) == 1 and not self.posted
+            for load in ready:
+                order = listener.layer_order if listener is not None and load.now else ()
+                self._try(
+                    load,
+                    partial(loads.begin, load, now, alone=alone, layer_order=order),
+                    partial(loads.fail, load, now),
+                )
+            # Before all other work: the engine waits for these results.
+            self._try("copies that have ended", partial(self._consumer.finished_writes, now))
+            for release in plan.releases:
+                self._try(release, partial(leases.release, release.token, release.request_id, now))
+            if listener is not None and not self.posted and not any(p.active for p in self._rank_context.planes):
+                self._yield_to_engine(listener)
+
+    def _begin_and_stop(self, plan: StepPlan, now: float) -> None:
+        """P: queue, begin and stop the prompts of a plan. Those that end free their names for those that begin."""
+        begun = {prefill.token for prefill in plan.prefills}
+        self._each([stop for stop in plan.stops if stop.token not in begun], self._producer.stop_prefill, now)
+        self._each(plan.prefills, self._producer.begin_prefill, now)
+        for prompt in plan.queued:
+            self._try(prompt, partial(self._producer.named.queue, prompt))
+        self._each([stop for stop in plan.stops if stop.token in begun], self._producer.stop_prefill, now)
+
+    def _end_leases(self, now: float) -> None:
+        """P: end all leases, also those that are not granted yet."""
+        ended, self.computing = self.computing, []
+        self._each([grant for grant, _ in ended], self._not_granted, now)
+        self._try("the end of all leases", partial(self._producer.end_leases, now))
+
+    def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
+        """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
+        loads fail."""
+        if event is None or not any(load.behind for load in loads):
+            return True
+        try:
+            self._rank_context.caches.copies.wait_event(event)
+        except Exception:
+            logger.exception("kvferry: %d loads fail: their copies cannot wait for the engine", len(loads))
+            self._each(loads, self._consumer.loads.fail, now)
+            return False
+        return True
+
+    def grant_computed(self, now: float) -> None:
+        """Grant the leases whose blocks the device has filled. P holds an ask that arrives before the grant."""
+        states = [(grant, event, event is None or event.query()) for grant, event in self.computing]
+        self.computing = [(grant, event) for grant, event, done in states if not done]
+        for grant in [grant for grant, _, done in states if done]:
+            self._try(grant, partial(self._producer.grant, grant, now), partial(self._not_granted, grant, now))
+
+    def _not_granted(self, grant: LeaseGrant, now: float) -> None:
+        """A grant has raised an error, or must not follow any more: the engine gets its blocks back, and no D may wait
+        for them. Where the lease stands all the same, D may read the blocks, and the end of the lease gives them back.
+        """
+        if self._producer.holds(grant.token):
+            return
+        self._producer.lose(grant.token)
+        self._results.freed(grant.request_id)
+        self._producer.stop_prefill(PrefillStop(grant.token, ended=True), now)
+
+    def _each(self, items: Iterable[T], act: Callable[[T, float], object], now: float) -> None:
+        for item in items:
+            self._try(item, partial(act, item, now))
+
+    def _try(self, item: object, act: Callable[[], object], otherwise: Callable[[], None] | None = None) -> None:
+        """Run one command, which is about ``item``. Its error must not stop the other commands. ``otherwise`` then
+        reports it to the engine."""
+        try:
+            act()
+        except Exception:
+            # Not ``item`` itself: it contains the token of a lease.
+            what = getattr(item, "request_id", item)
+            self._log.exception("command", "kvferry: unexpected error with %s", what)
+            self._rank_context.stats.failed("internal")
+            if otherwise is not None:
+                try:
+                    otherwise()
+                except Exception:
+                    self._log.exception("otherwise", "kvferry: unexpected error after an error")
