@@ -167,7 +167,7 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
     p, d = pair
     consumer, reported = halves(d)[1], []
     reads = consumer.reads
-    begin_pull, tell, close = reads.begin_pull, d.thread.results.loads, consumer.leases.release
+    begin_pull, tell, close = reads.begin_pull, d.thread.results.finished, consumer.leases.release
 
     def copied(read: Any, *args: Any) -> Any:
         event = begin_pull(read, *args)

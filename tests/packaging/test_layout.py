@@ -33,8 +33,6 @@ CONFIG = "geometry transport"
 """What connector/config.py imports from; every folder may import it."""
 TOPS = ("connector", "cli", "transport", "kernels", "router")
 MOST_FILES = 15
-CROWDED = {}
-"""Folders that have more files than they should. None may grow."""
 
 
 def modules() -> list[Path]:
@@ -75,7 +73,7 @@ def test_imports_go_downwards(path: Path) -> None:
 
 def test_folders_are_small() -> None:
     counts = Counter(path.relative_to(ROOT).parent.as_posix() for path in modules() if path.name != "__init__.py")
-    assert {name: count for name, count in counts.items() if count > CROWDED.get(name, MOST_FILES)} == {}
+    assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
 
 
 def test_the_command_starts_without_torch() -> None:

@@ -10,7 +10,6 @@ from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.wire.states import Tick
 from kvferry.transport import cuda
-from kvferry.transport.fair_table import FairTable
 from kvferry.transport.wake import RunningClock
 
 # --- prefill side -------------------------------------------------------------------------------------------------

@@ -209,7 +209,9 @@ def test_figures_reach_vllms_log_line_and_prometheus(group: EngineGroup) -> None
     logged.log(lambda text, *args: said.append(text % args))
     assert len(said) == 1
     labels = {"model_name": "model", "engine": "0"}
-    plane = {**labels, "plane": worker_half(d.workers[0]).rank_context.planes[0].name}
+    rank = worker_half(d.workers[0]).rank_context
+    assert rank is not None
+    plane = {**labels, "plane": rank.planes[0].name}
     assert registry.get_sample_value("vllm:kvferry_handover_time_seconds_count", plane) == 1
     nbytes = registry.get_sample_value("vllm:kvferry_bytes_transferred_sum", plane)
     assert nbytes is not None and nbytes >= 100 * 2 * HEADS * 2 * HEAD_SIZE * 4
