@@ -135,7 +135,7 @@ class StreamBuffers:
         on_device = on_host.to(self.device, non_blocking=True)
         return on_device, on_device.data_ptr()
 
-    def launch(self, kernel: _CompiledKernel, num_programs: int, table: int, scalars: tuple[int, ...]) -> None:
+    def launch(self, kernel: CompiledKernel, num_programs: int, table: int, scalars: tuple[int, ...]) -> None:
         """Launch a kernel whose table lies at address ``table``, without Triton."""
         # Each argument takes 8 bytes. A kernel that declares int32 reads the lower 4 of them.
         kernel.arguments.pack_into(self._arguments, 0, table, *scalars, *_NO_SCRATCH)
@@ -165,7 +165,7 @@ def prepare(device: torch.device) -> None:
             buffers.ring(size)
 
 
-class _CompiledKernel:
+class CompiledKernel:
     """A kernel that Triton has compiled and loaded on one device. ``is_plain``: by the metadata of this Triton release
     the kernel takes its own arguments and ``_NO_SCRATCH``, and its launch needs no attributes. Metadata that are
     missing count as a need for scratch memory."""
@@ -186,7 +186,7 @@ class Variant:
 
     def __init__(self, kernel: Any, num_warps: int, constants: tuple[object, ...]) -> None:
         self._kernel, self._num_warps, self._constants = kernel, num_warps, constants
-        self._compiled: dict[int | None, _CompiledKernel] = {}
+        self._compiled: dict[int | None, CompiledKernel] = {}
 
     def __call__(self, num_programs: int, table: DeviceTable, device: torch.device, scalars: tuple[int, ...]) -> None:
         """Launch ``num_programs`` programs on the current stream of ``device``. On ``cpu``, run them in Triton's
@@ -206,7 +206,7 @@ class Variant:
             return
         kernel = self._kernel[num_programs, 1, 1](tensor, *scalars, *self._constants, num_warps=self._num_warps)
         if compiled is None:
-            self._compiled[device.index] = _CompiledKernel(kernel, len(scalars))
+            self._compiled[device.index] = CompiledKernel(kernel, len(scalars))
 
 
 class Launcher:

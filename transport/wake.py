@@ -37,7 +37,7 @@ class ShortSwitchInterval:
     """
 
     _lock = threading.Lock()
-    _wanted: ClassVar[list[float]] = []
+    wanted: ClassVar[list[float]] = []
     _before = 0.0
 
     def __init__(self, seconds: float) -> None:
@@ -59,13 +59,13 @@ class ShortSwitchInterval:
             if self.short is short:
                 return
             self.short = short
-            if not cls._wanted:
+            if not cls.wanted:
                 cls._before = sys.getswitchinterval()
             if short:
-                cls._wanted.append(self._seconds)
+                cls.wanted.append(self._seconds)
             else:
-                cls._wanted.remove(self._seconds)
-            sys.setswitchinterval(min([cls._before, *cls._wanted]))
+                cls.wanted.remove(self._seconds)
+            sys.setswitchinterval(min([cls._before, *cls.wanted]))
 
 
 class Waker:

@@ -516,13 +516,13 @@ class Lookups:
                 queue.extend(self._perform(lookup, effect, now))
             answered = phase is not before and phase in (LookupPhase.FOUND, LookupPhase.ENDED)
             if answered or isinstance(event, ContactLost):
-                self._forget_question(lookup)
+                self.forget_question(lookup)
             if answered and before is not LookupPhase.FOUND and lookup.wanted.traceparent:
                 error = event.why if isinstance(event, PeerFailed | ContactLost) else ""
                 span = partial(rendezvous_span, lookup.wanted, lookup.begun_at, error, self._rank_context.clock())
                 record(self._rank_context, lookup.wanted.traceparent, span)
 
-    def _forget_question(self, lookup: Lookup) -> None:
+    def forget_question(self, lookup: Lookup) -> None:
         self.by_number.pop(lookup.number, None)
         if lookup.contact is not None:
             lookup.contact.open -= 1

@@ -72,7 +72,7 @@ def cut_read(
         region = caches.geometry.regions[item.region]
         body: Side | None = side
         if region.tile_tokens > 1:
-            rest, tail = _split_tile(item, region.tile_tokens)
+            rest, tail = split_tile(item, region.tile_tokens)
             found[0].append(sides(tail))
             body = None if rest is None else sides(rest)
         if body is not None:
@@ -82,7 +82,7 @@ def cut_read(
     return found
 
 
-def _split_tile(item: PlannedSpan, tile_tokens: int) -> tuple[PlannedSpan | None, PlannedSpan]:
+def split_tile(item: PlannedSpan, tile_tokens: int) -> tuple[PlannedSpan | None, PlannedSpan]:
     """A span of a packed region without its last tile, if something is left, and this tile. Tokens that ranks share out
     have tiles of their own on each rank: then the span is not split."""
     span = item.span

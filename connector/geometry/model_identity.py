@@ -34,7 +34,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ORIGINAL_LENGTH_ROPE = ("llama3", "yarn", "longrope")
 _OLD_ROPE_TYPES = {"su": "longrope", "mrope": "default"}
 
-_QUANTIZATION = {
+QUANTIZATION = {
     "bits": ("bits", "w_bit", "wbits"),
     "group_size": ("group_size", "q_group_size"),
     "weight_block_size": ("weight_block_size",),
@@ -155,7 +155,7 @@ def _quantization(hf_config: Any, text_config: Any, engine: str | None) -> dict[
     entries = {**entries, **(inner if isinstance(inner, Mapping) else {})}
     method = str(entries.get("quant_method") or engine or "").lower()
     facts: dict[str, Any] = {"quantization": _METHODS.get(method, method)}
-    for name, keys in _QUANTIZATION.items():
+    for name, keys in QUANTIZATION.items():
         facts[f"quantization {name}"] = next((entries[key] for key in keys if not _unset(entries.get(key))), None)
     return facts
 

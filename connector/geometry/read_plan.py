@@ -53,7 +53,7 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
     P ranks in ``TpKVTopology.source_ranks``, of all stages, and finds missing layers and heads."""
     assert len(tokens) == len(local.regions)
     planned: list[PlannedSpan] = []
-    for route in _routes(local, remote):
+    for route in routes(local, remote):
         start, stop = tokens[route.region]
         region, theirs = local.regions[route.region], remote.regions[route.theirs]
         if stop <= start or not num_common_tokens(region.shard, theirs.shard, start, stop):
@@ -172,7 +172,7 @@ class _Route(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
+def routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
     """The part of a plan that is the same for all prompts. It takes more time than the rest, so it is cached. Raises
     GeometryError: P lists a layer twice."""
     held, over, topology = layer_index(remote), excluded_regions(local, remote), TpKVTopology.between(local, remote)

@@ -30,7 +30,7 @@ class LayerWaits:
         the stream of ``copies``."""
         self._outcome, self._copies, self._block = outcome, copies, block
         self._order = {layer: place for place, layer in enumerate(outcome.layer_order)}
-        self._called: dict[str, None] = {}
+        self.called: dict[str, None] = {}
         self._under_way: list[Copy] = []
         # How many layers of the order each of the engine's streams has waited for. A stream that another one starts has
         # waited for what that one had waited for, which is at least what the forward began with.
@@ -46,7 +46,7 @@ class LayerWaits:
 
     def layer(self, name: str) -> None:
         """The forward comes to a layer. A layer that the order does not name may share the cache of any other one."""
-        self._called[name] = None
+        self.called[name] = None
         place = self._order.get(name, len(self._order))
         if place >= self._covered.get(self._copies.engine_stream, self._at_first):
             self._wait(place)
@@ -54,7 +54,7 @@ class LayerWaits:
     def finish(self) -> tuple[str, ...]:
         """The forward has been launched, in host memory it has ended. Later work on the device waits for all copies.
         Returns the layers for which ``layer`` was called, in order."""
-        skipped = [name for name, place in self._order.items() if place >= self._at_first and name not in self._called]
+        skipped = [name for name, place in self._order.items() if place >= self._at_first and name not in self.called]
         if skipped:
             logger.error(
                 "kvferry: the loads of a step fail: its forward has not waited for %s, as the last one has",
@@ -63,7 +63,7 @@ class LayerWaits:
             self._outcome.spoil()
         if self._at_first != math.inf and any(copy.on_stream for copy in self._under_way):
             self._copies.make_engine_wait()
-        return tuple(self._called)
+        return tuple(self.called)
 
     def _wait(self, place: int) -> float:
         """Wait for the layers up to ``place`` of the order, or for all. Returns how many layers are waited for now."""

@@ -79,7 +79,7 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
                 parts = _sections(vllm_config, spec, heads)
                 groups.append(LayerGroup(kind, tuple(names), 1, heads, table=table, sections=parts))
                 continue
-            packing = _packing(vllm_config, spec, [layers.get(name) for name in names])
+            packing = packing_name(vllm_config, spec, [layers.get(name) for name in names])
             cache_dtype = layer_cache_dtype(spec, names, layers, configured, fnuz=current_platform.is_fp8_fnuz())
             groups.append(
                 LayerGroup(
@@ -240,7 +240,7 @@ def _sections(vllm_config: VllmConfig, spec: MambaSpec, pieces: int) -> tuple[Se
     return found or (whole_page(content, pieces, f"{conv_order} {named}{order}"[:256]),)
 
 
-def _packing(vllm_config: VllmConfig, spec: KVCacheSpec, layers: Sequence[object]) -> str:
+def packing_name(vllm_config: VllmConfig, spec: KVCacheSpec, layers: Sequence[object]) -> str:
     """The order that a backend keeps tokens in inside a block, where that is not one after the other.
 
     vLLM's CPU attention stores keys transposed or in pairs, by instruction set; the shape of its cache does not tell.

@@ -118,7 +118,7 @@ def reduce(figures: Figures) -> dict[str, int | float]:
     all_samples = figures["finished"].values()
     times = sorted(t for samples in all_samples for t in samples["microseconds"])
     count, microseconds, nbytes, tokens = (
-        sum(totals) for totals in zip((0, 0, 0, 0), *map(_totals, all_samples), strict=True)
+        sum(totals) for totals in zip((0, 0, 0, 0), *map(totals_of, all_samples), strict=True)
     )
     line: dict[str, int | float] = {"Num hand-overs": count}
     if count:
@@ -271,7 +271,7 @@ def _no_samples() -> Samples:
     return Samples(microseconds=[], nbytes=[], tokens=[], rest=[0, 0, 0, 0])
 
 
-def _totals(samples: Samples) -> tuple[int, int, int, int]:
+def totals_of(samples: Samples) -> tuple[int, int, int, int]:
     """The sums of hand-overs, microseconds, bytes and tokens."""
     count, microseconds, nbytes, tokens = samples["rest"]
     return (

@@ -35,30 +35,30 @@ class TransferEstimates:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = range(ranks)
-        self._observed: dict[
+        self.observed: dict[
             EstimateKey, dict[int, tuple[TransferEstimate, float]]
         ] = {}  # the last estimate for each power of two of tokens
 
     def observe(self, estimates: Mapping[EstimateKey, TransferEstimate], now: float) -> None:
         """Take the estimates that ranks reported at ``now`` seconds."""
         for source, estimate in estimates.items():
-            known = self._observed.setdefault(source, {})
+            known = self.observed.setdefault(source, {})
             for length, (before, _) in list(known.items()):
                 if before.bound(estimate.tokens) < estimate.seconds:  # the old bound is too low, or this one failed
                     del known[length]
             known[estimate.tokens.bit_length()] = estimate, now
-        for source, known in list(self._observed.items()):
+        for source, known in list(self.observed.items()):
             fresh = {length: (estimate, at) for length, (estimate, at) in known.items() if now <= at + FRESH_SECONDS}
             if fresh:
-                self._observed[source] = fresh
+                self.observed[source] = fresh
             else:
-                del self._observed[source]
+                del self.observed[source]
 
     def seconds(self, engine_id: str, tokens: int, now: float) -> float:
         """The most seconds that ``tokens`` tokens from an engine should take; infinite where no estimate is known."""
         longest = 0.0
         for rank in self._ranks:
-            known = self._observed.get((engine_id, rank), {}).values()
+            known = self.observed.get((engine_id, rank), {}).values()
             fresh = [estimate for estimate, at in known if now <= at + FRESH_SECONDS]
             longest = max(longest, min((estimate.bound(tokens) for estimate in fresh), default=float("inf")))
         return longest

@@ -12,6 +12,7 @@ import torch
 
 from kvferry.connector.pages.copies import PATIENCE_SECONDS, GpuCopies, WaitPolicy
 from kvferry.transport.channels import Copy
+from tests.support.inside import copy_stream_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -97,7 +98,7 @@ def test_the_engine_waits_on_its_gpu_for_what_was_started(copies: GpuCopies, cur
         with torch.cuda.device(current):
             copies.make_engine_wait()
         found.copy_(flag)
-        assert not copies._stream.query() and not copy.done
+        assert not copy_stream_of(copies).query() and not copy.done
     engine.synchronize()
     assert found.item() == 1
     wait_for(copy)

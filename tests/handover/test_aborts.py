@@ -19,7 +19,7 @@ from kvferry.transport.planes import tcp
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
-from tests.support.inside import early_asks, early_votes, sends_of
+from tests.support.inside import early_asks, early_votes, receives, sends_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20, **PATIENT)
@@ -140,7 +140,7 @@ def test_while_a_message_is_written_to_pages(group: RankGroup, monkeypatch: pyte
 
     def some_turns() -> bool:
         nonlocal turns
-        turns += any(getattr(channel, "_arriving", None) is not None for channel in plane.channels)
+        turns += any(receives(channel) for channel in plane.channels)
         return real() if turns < 4 else False
 
     gate = Gate(plane, "progress", some_turns)
@@ -153,7 +153,7 @@ def test_while_d_reads_by_itself(group: RankGroup) -> None:
     p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     consumer = halves(d)[1]
-    gate = Gate(consumer._rank_context.plane("cma"), "progress", lambda: False)
+    gate = Gate(d.context.plane("cma"), "progress", lambda: False)
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(consumer.reads.by_number), gate)
     assert wait(lambda: not consumer.reads.by_number, [p, d])

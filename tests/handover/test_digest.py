@@ -169,7 +169,7 @@ def test_every_fact_there_is_fits_into_a_message(group: RankGroup) -> None:
         "rope_scaling": {"rope_type": "yarn", "long": "x" * 5000},
         "layer_types": [f"kind {n}" for n in range(900)],
     }
-    every |= {"quantization_config": {name: "y" * 3000 for names in module._QUANTIZATION.values() for name in names}}
+    every |= {"quantization_config": {name: "y" * 3000 for names in module.QUANTIZATION.values() for name in names}}
     every |= {"architectures": ["\x1b[1m" * 600], "head_dim": 8, "sliding_window": 9, "engine": {"tag": "t"}}
     every["engine"]["quantization"] = "fp8"
     model = facts(OLD, every)

@@ -122,7 +122,7 @@ def test_the_step_s_own_token_is_not_written_over(group: RankGroup, held: Portio
 
 def test_it_would_be_written_over(group: RankGroup, held: Portions, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where the last tile comes with its layer: the overlap is real."""
-    monkeypatch.setattr(span_read, "_split_tile", lambda item, tile_tokens: (item, item))
+    monkeypatch.setattr(span_read, "split_tile", lambda item, tile_tokens: (item, item))
     with pytest.raises(AssertionError, match="equal"):
         test_the_step_s_own_token_is_not_written_over(group, held, 20)
 

@@ -33,7 +33,7 @@ def pair(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]
 
 
 def plane_of(rank: Rank) -> Any:
-    (plane,) = halves(rank)[1]._rank_context.planes
+    (plane,) = rank.context.planes
     return plane
 
 
@@ -78,7 +78,8 @@ def test_a_copy_that_goes_on_may_take_longer_than_the_time_out(pair: tuple[Rank,
 
     assert wait(done, [p, d])
     assert len(seen) > 10, "what is in place is counted turn by turn"
-    assert halves(d)[1]._rank_context.stats.take()["finished"]["cma"]["nbytes"] == [d.wanted(TOKENS).nbytes]
+    taken = d.context.stats.take()
+    assert taken is not None and taken["finished"]["cma"]["nbytes"] == [d.wanted(TOKENS).nbytes]
     assert time.monotonic() > started + 2 * d.settings.transfer_timeout_seconds
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
@@ -127,7 +128,7 @@ def test_memory_that_cannot_be_read_is_a_broken_plane(pair: tuple[Rank, Rank], m
     p, d = pair
     begin(p, d, "first")
     assert wait(lambda: "first-d" in d.received, [p, d])
-    halves(d)[1]._rank_context.stats.take()
+    d.context.stats.take()
     real, calls = cma.read_memory, []
 
     def breaks(*args: Any) -> None:
@@ -139,7 +140,8 @@ def test_memory_that_cannot_be_read_is_a_broken_plane(pair: tuple[Rank, Rank], m
     monkeypatch.setattr(cma, "read_memory", breaks)
     begin(p, d)
     assert wait(lambda: "req-d" in d.received, [p, d])
-    assert not d.failed and halves(d)[1]._rank_context.stats.take()["retried"] == {"peer_lost": 1}
+    taken = d.context.stats.take()
+    assert not d.failed and taken is not None and taken["retried"] == {"peer_lost": 1}
     assert len(calls) > 3 and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     monkeypatch.undo()
     another_works(p, d)

@@ -22,7 +22,7 @@ BLOCKS = [3, 1, 4]
 def test_each_choice_of_a_hand_over_is_asked_of_one_topology(
     group: RankGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, p_size: int, d_size: int
 ) -> None:
-    read_plan._routes.cache_clear()  # another test may have planned the same pair of ranks
+    read_plan.routes.cache_clear()  # another test may have planned the same pair of ranks
     asked: dict[str, dict[int, set[int]]] = {name: defaultdict(set) for name in QUESTIONS}
     for name in QUESTIONS:
         answer = getattr(TpKVTopology, name)

@@ -95,5 +95,5 @@ def test_a_question_that_keeps_its_connection_is_seen(monkeypatch: pytest.Monkey
         lookups.by_number.pop(lookup.number, None)
         lookup.contact = None
 
-    monkeypatch.setattr(Lookups, "_forget_question", forget)
+    monkeypatch.setattr(Lookups, "forget_question", forget)
     assert "connections to ask over" in run.simulate(3, 200, 4)["violation"]

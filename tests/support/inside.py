@@ -169,6 +169,16 @@ def worker_half(connector: Any) -> WorkerHalf:
 # --- planes -------------------------------------------------------------------------------------------------------
 
 
+def receives(channel: Any) -> bool:
+    """Whether a message of a channel of ``tcp`` has begun to arrive."""
+    return getattr(channel, "_arriving", None) is not None
+
+
+def copy_stream_of(copies: Any) -> Any:
+    """The CUDA stream of a rank's copies."""
+    return copies._stream
+
+
 def forget_driver() -> None:
     """Let CUDA's driver library be opened anew by the next call."""
     for kept in (cuda._driver, cuda._primary_context):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.kernels.launch import StreamBuffers, _CompiledKernel
+from kvferry.kernels.launch import CompiledKernel, StreamBuffers
 from kvferry.transport import cuda
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from tests.support.inside import forget_driver
@@ -102,7 +102,7 @@ def fake(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 def launch() -> None:
     buffers = StreamBuffers(GPU, STREAM)
     about = SimpleNamespace(shared=4096, num_warps=8, num_ctas=1, global_scratch_size=0, profile_scratch_size=0)
-    kernel = _CompiledKernel(SimpleNamespace(metadata=about, function=0x7EEE00000001), num_scalars=3)
+    kernel = CompiledKernel(SimpleNamespace(metadata=about, function=0x7EEE00000001), num_scalars=3)
     assert kernel.is_plain
     buffers.launch(kernel, 77, ADDRESS, (5, -1, 1 << 62))
 

@@ -59,7 +59,7 @@ def added(*parts: Figures) -> Figures:
 
 
 def totals(data: Figures) -> dict:
-    planes = {plane: metrics._totals(samples) for plane, samples in data["finished"].items()}
+    planes = {plane: metrics.totals_of(samples) for plane, samples in data["finished"].items()}
     return {"planes": planes, **{name: data[name] for name in ("failed", "leases", "dropped", "streamed")}}
 
 
@@ -137,7 +137,7 @@ def test_memory_is_bounded_when_nobody_collects():
     data = stats.take()
     assert data is not None
     assert len(data["finished"]["ucx"]["nbytes"]) == metrics.MAX_SAMPLES
-    assert metrics._totals(data["finished"]["ucx"])[0] == metrics.MAX_SAMPLES + 100
+    assert metrics.totals_of(data["finished"]["ucx"])[0] == metrics.MAX_SAMPLES + 100
     assert len(data["dropped"]) <= metrics.MAX_REASONS + 1
     assert sum(data["dropped"].values()) == metrics.MAX_SAMPLES + 100
 

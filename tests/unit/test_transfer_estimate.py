@@ -65,4 +65,4 @@ def test_it_is_forgotten_in_time() -> None:
     assert math.isfinite(estimates.seconds("P", 1, FRESH_SECONDS))
     assert math.isinf(estimates.seconds("P", 1, FRESH_SECONDS + 1))
     estimates.observe({("Q", 0): TransferEstimate(0.004, 1000)}, FRESH_SECONDS + 1)
-    assert set(estimates._observed) == {("Q", 0)}
+    assert set(estimates.observed) == {("Q", 0)}

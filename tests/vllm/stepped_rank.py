@@ -226,7 +226,7 @@ def _rank(rank: int) -> Iterator[None]:
     """There are no process groups here; the ranks are told by hand. And no CPU attention, which packs its blocks."""
     with (
         mock.patch.object(from_vllm, "get_tensor_model_parallel_rank", lambda: rank),
-        mock.patch.object(from_vllm, "_packing", lambda config, spec, layers: ""),
+        mock.patch.object(from_vllm, "packing_name", lambda config, spec, layers: ""),
         mock.patch.object(from_vllm, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
     ):
         yield

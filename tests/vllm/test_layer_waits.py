@@ -143,7 +143,7 @@ def test_a_hook_that_does_not_wait_is_seen(
     p, d = learnt(group, runner)
     held.holds = True
     request_id = add(p, d, prompt(300, 9))
-    monkeypatch.setattr(LayerWaits, "layer", lambda waits, name: waits._called.setdefault(name))
+    monkeypatch.setattr(LayerWaits, "layer", lambda waits, name: waits.called.setdefault(name))
 
     def at_layer(layer: int) -> None:
         if layer == LAST:

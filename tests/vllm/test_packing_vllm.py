@@ -206,4 +206,4 @@ def test_another_backend_has_no_order_that_we_know() -> None:
 def test_an_indexer_on_a_gpu_packs_its_blocks(layer: str, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     spec = SimpleNamespace(block_size=64, head_size=132)
-    assert from_vllm._packing(SimpleNamespace(), spec, [type(layer, (), {})()]) == packing
+    assert from_vllm.packing_name(SimpleNamespace(), spec, [type(layer, (), {})()]) == packing

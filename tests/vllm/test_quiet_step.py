@@ -40,7 +40,7 @@ def test_a_step_that_hands_nothing_over_executes_few_lines(group: EngineGroup) -
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """The interval of a process of its own: simulated ranks of other tests, which never end, may want it short."""
-    monkeypatch.setattr(ShortSwitchInterval, "_wanted", [])
+    monkeypatch.setattr(ShortSwitchInterval, "wanted", [])
     found = sys.getswitchinterval()
     sys.setswitchinterval(5e-3)
     yield sys.getswitchinterval()

@@ -29,7 +29,16 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from kvferry.connector.decode_side import read as reads
 from kvferry.connector.wire.step_plan import unpack_ids
 from kvferry.transport.planes import cma
-from tests.support.inside import consumer_of, expire_lease, leases_of, plans_of, producer_of, thread_of, worker_half
+from tests.support.inside import (
+    consumer_of,
+    expire_lease,
+    leases_of,
+    listener_of,
+    plans_of,
+    producer_of,
+    thread_of,
+    worker_half,
+)
 from tests.support.kv_bytes import Cached, cached_layer
 
 NAME = re.compile(r"wt\d+-\d+")
@@ -235,7 +244,7 @@ class FaultProbe:
 
     def wt_cut(self) -> bool:
         """Shut the connections of P's control port down. Returns whether there was one."""
-        peers = list(_transfer_thread()._listener.streams.values())
+        peers = list(listener_of(_transfer_thread()).streams.values())
         for peer in peers:
             with socket.socket(fileno=os.dup(peer.sock.fileno())) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
