@@ -255,7 +255,7 @@ class LeasePlanner:
 
     def computed_any(self, step: int) -> bool:
         """Whether this step was the last one that computed tokens of a request that is to be handed over."""
-        return any(prompt.computed_in == step for prompt in self._prompts.values())
+        return bool(self._prompts) and any(prompt.computed_in == step for prompt in self._prompts.values())
 
     @property
     def prefills(self) -> Set[str]:
