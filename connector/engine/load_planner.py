@@ -387,8 +387,7 @@ class LoadPlanner:
     def step_planned(self, plan: StepPlan, preempted: Collection[str]) -> StepPlan:
         """The step of ``plan`` was scheduled. Returns its plan. ``preempted``: as ``SchedulerHalf.take_plan``."""
         self.rule.next_step()
-        steps = self._engine.steps
-        if steps is not None:
+        if (steps := self._engine.steps) is not None:
             if preempted:
                 # The engine may have preempted a request before it gave blocks to the loads, and says so only now.
                 steps.freed(None)
