@@ -36,7 +36,10 @@ def matrix() -> str:
 
 
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"figure": pages.figure, "settings": lambda: settings_table(README_SETTINGS)},
+    "README.md": {
+        "end-to-end": pages.end_to_end,
+        "settings": lambda: settings_table(README_SETTINGS),
+    },
     "docs/settings.md": {"settings": settings_table},
     "docs/observability.md": {"metrics": series_table},
     "docs/comparison.md": {"measured": pages.systems},

@@ -48,11 +48,6 @@ CONTENDERS = {
     "cuda_ipc": "`cuda_ipc`", "ucx": "`ucx`", "nixl": "NIXL", "torch": "torch", "kernel": "copy kernel of `cuda_ipc`",
     "nixl_best": "NIXL, contiguous", "peer_copy": "CUDA peer copy, contiguous",
 }  # fmt: skip
-FORMS = {
-    "pieces_8k": "same layout on P and D, pieces of 8 KiB",
-    "pieces_32k": "same layout on P and D, pieces of 32 KiB",
-    "tokens_8192": "Llama-8B, 64-token blocks and another layout on D",
-}
 
 
 def by_point(result: Row) -> dict[str, dict[str, Row]]:
@@ -76,24 +71,6 @@ def rate_of(contender: str) -> Callable[[dict[str, Row]], str]:
 
 def mib(rows: dict[str, Row]) -> str:
     return f"{rows['cuda_ipc']['bytes'] / 2**20:.0f}"
-
-
-def figure() -> str:
-    """The table of README.md: a whole hand-over over NVLink beside NIXL, for three forms of the KV cache."""
-    result = load("gpu_planes")
-    points, versions = by_point(result), result["versions"]
-    columns: Columns = {
-        "KV cache": lambda rows: FORMS[rows["cuda_ipc"]["point"]], "MiB": mib,
-        "KVFerry, `cuda_ipc`": rate_of("cuda_ipc"), "NIXL READ": rate_of("nixl"),
-    }  # fmt: skip
-    return page(
-        f"GB/s from one GPU to another on one host ({versions['gpus']}, NVLink). The prompt has 8192 tokens. Its KV "
-        f"cache lies in 16-token blocks in random order. Median of {result['rounds']} rounds. KVFerry: the whole "
-        f"hand-over. NIXL {versions['nixl-cu13']}, same run: a READ with one descriptor for each piece.",
-        table([points[point] for point in FORMS], columns),
-        "`*` NIXL does not change the layout; the time for that is not counted. For one contiguous piece of 1 GiB "
-        f"NIXL reaches {points['tokens_8192']['nixl_best']['gb_per_s']:.0f} GB/s. {NO_POLICY}",
-    )
 
 
 def gpu_bandwidth() -> str:
@@ -224,22 +201,44 @@ def ways(row: Row) -> str:
     return ", ".join(f"{count} {way}" for way, count in row["ways"].items())
 
 
-def gpu_busy() -> str:
-    """TTFT on a D that decodes, the way that loads went, and the gaps of the sequences that it decodes."""
-    result = load("gpu_busy")
+def busy_cells(result: Row) -> dict[tuple[int, int], dict[str, Row]]:
+    """Rows of ``gpu_busy.json`` by sequences, tokens and connector."""
     found: dict[tuple[int, int], dict[str, Row]] = {}
     for row in result["rows"]:
         found.setdefault((row["sequences"], row["tokens"]), {})[row["connector"]] = row
+    return found
 
-    def of(name: str, connector: str) -> Callable[[Any], str]:
-        return lambda cell: f"{cell[1][connector][name]:.1f}"
 
-    def gaps_of(which: str, connector: str) -> Callable[[Any], str]:
-        return lambda cell: gaps(cell[1][connector], which)
+def of(name: str, connector: str) -> Callable[[Any], str]:
+    return lambda cell: f"{cell[1][connector][name]:.1f}"
 
+
+def gaps_of(which: str, connector: str) -> Callable[[Any], str]:
+    return lambda cell: gaps(cell[1][connector], which)
+
+
+BUSY: Columns = {"D decodes": lambda cell: str(cell[0][0]), "prompt tokens": lambda cell: str(cell[0][1])}
+
+
+def end_to_end() -> str:
+    """The table of README.md: the first token, and the gaps of the others, beside NIXL."""
+    result = load("gpu_busy")
+    columns = BUSY | {f"TTFT, {one}, ms": of("ttft_ms", each) for one, each in CONNECTORS.items()}
+    columns |= {f"gaps, {one}, ms": gaps_of("gap", each) for one, each in CONNECTORS.items()}
+    return page(
+        f"Two vLLM engines on {result['versions']['gpus']}, `kv_load_failure_policy` `{result['policy']}`. TTFT: D's "
+        "time to first token, median. Gaps: of the sequences that D decodes, around a hand-over, 99th percentile / "
+        "largest.",
+        table(busy_cells(result).items(), columns),
+    )
+
+
+def gpu_busy() -> str:
+    """TTFT on a D that decodes, the way that loads went, and the gaps of the sequences that it decodes."""
+    result = load("gpu_busy")
     times, around = {"ttft_ms": "TTFT", "local_ttft_ms": "local hit"}, {"gap": "gaps", "local_gap": "gaps, local hit"}
     columns: Columns = {
-        "D decodes": lambda cell: str(cell[0][0]), "prompt tokens": lambda cell: str(cell[0][1]),
+        **BUSY,
         **{f"{head}, {one}, ms": of(name, each) for name, head in times.items() for one, each in CONNECTORS.items()},
         "KVFerry's loads": lambda cell: ways(cell[1]["KVFerryConnector"]),
         **{
@@ -254,7 +253,7 @@ def gpu_busy() -> str:
         "the same D under the same load: medians. Gaps are the times between the tokens of the sequences that D "
         "decodes, 99th percentile / largest: within one period after a hand-over, after a local hit, and without "
         "either.",
-        table(found.items(), columns),
+        table(busy_cells(result).items(), columns),
     )
 
 
