@@ -223,8 +223,11 @@ BUSY: Columns = {"D decodes": lambda cell: str(cell[0][0]), "prompt tokens": lam
 def end_to_end() -> str:
     """The table of README.md: the first token, and the gaps of the others, beside NIXL."""
     result = load("gpu_busy")
-    columns = BUSY | {f"TTFT, {one}, ms": of("ttft_ms", each) for one, each in CONNECTORS.items()}
-    columns |= {f"gaps, {one}, ms": gaps_of("gap", each) for one, each in CONNECTORS.items()}
+    columns: Columns = {
+        **BUSY,
+        **{f"TTFT, {one}, ms": of("ttft_ms", each) for one, each in CONNECTORS.items()},
+        **{f"gaps, {one}, ms": gaps_of("gap", each) for one, each in CONNECTORS.items()},
+    }
     return page(
         f"Two vLLM engines on {result['versions']['gpus']}, `kv_load_failure_policy` `{result['policy']}`. TTFT: D's "
         "time to first token, median. Gaps: of the sequences that D decodes, around a hand-over, 99th percentile / "
