@@ -45,8 +45,8 @@ class Reports:
     def __init__(self, d: Rank) -> None:
         self.ok: list[bool] = []
         results: Any = d.thread.results
-        self._real = results.loads
-        results.loads = self._note
+        self._real = results.finished
+        results.finished = self._note
 
     def _note(self, finished: Any) -> None:
         self.ok.append(finished.ok)

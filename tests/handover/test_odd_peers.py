@@ -196,7 +196,7 @@ def test_a_d_that_p_forgets_before_it_attaches_greets_again(group: RankGroup) ->
     assert not d.failed and d.figures()["retried"] == {"peer_lost": 1}
 
 
-@pytest.mark.parametrize("where", ["get", "_perform"], ids=["before it is known", "after it has asked"])
+@pytest.mark.parametrize("where", ["get", "give"], ids=["before it is known", "once it is known"])
 def test_a_load_that_breaks_while_it_starts_is_reported(
     pair: tuple[Rank, Rank], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
