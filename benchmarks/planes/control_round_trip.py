@@ -1,10 +1,11 @@
 """The control port: a round trip of an ask and its answer, and a new connection with its first answer.
 
-    python benchmarks/planes/control_round_trip.py [--rounds 40] [--json FILE]
+    python benchmarks/planes/control_round_trip.py [--rounds 40] [--former CHECKOUT] [--json FILE]
 
-Two processes for each wire: KVFerry's control plane (TLS 1.3), and bare TCP. Both ends sleep in ``poll``. The wires
-take turns; half of a turn is beside a thread of D that computes in Python and never gives up the GIL by itself, at a
-hand-over's switch interval. The ratios are medians over the turns.
+Two processes for each wire: KVFerry's control plane (TLS 1.3), bare TCP, and the control plane of an older checkout
+(ZMQ and CURVE) where ``--former`` names one. Both ends sleep in ``poll``. The wires take turns; half of a turn is
+beside a thread of D that computes in Python and never gives up the GIL by itself, at a hand-over's switch interval.
+The ratios are medians over the turns.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-OURS, TCP = "tls", "tcp"
+OURS, TCP, FORMER = "tls", "tcp", "former"
 ASK_BYTES, ANSWER_BYTES = 300, 1200
 """A prompt of 4096 tokens: an ask with one span, and a grant with 256 block ids."""
 MESSAGES = 25
@@ -32,7 +34,8 @@ MESSAGES = 25
 LIMIT = 8 << 20
 ASK, ANSWER = ([b"kvferry", b"\0\7", bytes(size - 9)] for size in (ASK_BYTES, ANSWER_BYTES))
 TYPING = Path(__file__).resolve().parents[2] / ".typing"
-sys.path.insert(0, str(TYPING))
+SWITCH_SECONDS = 2e-5
+"""As in connector/engine/loop.py, which an older checkout has elsewhere."""
 
 
 class End(Protocol):
@@ -49,6 +52,19 @@ class End(Protocol):
 # --- the wires ------------------------------------------------------------------------------------------------------
 
 
+def pollable(wire: str, listener: Any) -> Any:
+    return listener.fd if wire == OURS else listener.socket
+
+
+def poller(wire: str) -> Any:
+    """As the transfer thread of that checkout has it."""
+    if wire != FORMER:
+        return select.poll()
+    import zmq
+
+    return zmq.Poller()
+
+
 def serve(wire: str, secret: str) -> None:
     """P: answers every message until its stdin ends."""
     if wire == TCP:
@@ -57,10 +73,11 @@ def serve(wire: str, secret: str) -> None:
     from kvferry.transport.control import listener as control
     from kvferry.transport.control.keys import Keys
 
-    listener = control.Listener("127.0.0.1", 0, keys=Keys(secret), max_message_bytes=LIMIT)
+    make: Any = control.Listener if wire == OURS else control.listen  # type: ignore[attr-defined]
+    listener = make("127.0.0.1", 0, keys=Keys(secret), max_message_bytes=LIMIT)
     print(listener.port, flush=True)
-    poll, stdin = select.poll(), sys.stdin.fileno()
-    poll.register(listener.fd, select.POLLIN)
+    poll, stdin = poller(wire), sys.stdin.fileno()
+    poll.register(pollable(wire, listener), select.POLLIN)
     poll.register(stdin, select.POLLIN)
     while stdin not in dict(poll.poll()):
         for identity, _, _ in listener.receive():
@@ -111,15 +128,18 @@ class TcpEnd:
 
 
 class ControlEnd:
-    def __init__(self, keys: Any) -> None:
-        from kvferry.transport.control.dialer import Dialer
+    def __init__(self, wire: str, keys: Any) -> None:
+        from kvferry.transport.control import dialer as control
 
-        self._key, self._dialer = keys.fingerprint, Dialer(keys, max_message_bytes=LIMIT)
+        make: Any = control.Dialer if wire == OURS else control.make_dialer  # type: ignore[attr-defined]
+        self._wire, self._key = wire, keys.fingerprint
+        self._dialer = make(keys, max_message_bytes=LIMIT)
 
     def connect(self, port: int) -> None:
         self._connection = self._dialer.connect("127.0.0.1", port, key=self._key)
-        self._poll = select.poll()
-        self._poll.register(self._dialer.fd, select.POLLIN)
+        self._poll = poller(self._wire)
+        for each in [self._dialer.fd] if self._wire == OURS else self._dialer.pollables:
+            self._poll.register(each, select.POLLIN)
 
     def exchange(self) -> None:
         self._connection.send(ASK)
@@ -139,7 +159,6 @@ class ControlEnd:
 
 @contextmanager
 def beside_a_computing_thread() -> Iterator[None]:
-    from kvferry.connector.engine.loop import SWITCH_SECONDS
     from kvferry.transport.wake import ShortSwitchInterval
 
     ended = False
@@ -175,7 +194,7 @@ def dial(wire: str, port: int, secret: str) -> None:
     keys = Keys(secret)
 
     def make() -> End:
-        return TcpEnd() if wire == TCP else ControlEnd(keys)
+        return TcpEnd() if wire == TCP else ControlEnd(wire, keys)
 
     end = make()
     end.connect(port)
@@ -200,10 +219,10 @@ def dial(wire: str, port: int, secret: str) -> None:
 class Wire:
     """A P and a D of one wire. ``rounds``: the times of each round, in microseconds, by what was timed."""
 
-    def __init__(self, name: str, secret: str, stack: ExitStack) -> None:
+    def __init__(self, name: str, paths: Path, secret: str, stack: ExitStack) -> None:
         self.name = name
         self.rounds: list[dict[str, list[float]]] = []
-        environment = os.environ | {"PYTHONPATH": str(TYPING)}
+        environment = os.environ | {"PYTHONPATH": str(paths)}
 
         def start(*arguments: str) -> subprocess.Popen[str]:
             process = subprocess.Popen(
@@ -239,11 +258,17 @@ def ratio(wire: Wire, than: Wire, what: str) -> float:
     return round(statistics.median(ratios), 3)
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, former: Path | None) -> dict[str, Any]:
     with ExitStack() as stack:
+        paths = {OURS: TYPING, TCP: TYPING}
+        if former is not None:
+            paths[FORMER] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            (paths[FORMER] / "kvferry").mkdir()
+            for part in ("connector", "transport", "kernels", "router"):
+                (paths[FORMER] / "kvferry" / part).symlink_to(former.resolve() / part)
         from kvferry.transport.control.keys import new_secret
 
-        wires = {name: Wire(name, new_secret(), stack) for name in (OURS, TCP)}
+        wires = {name: Wire(name, path, new_secret(), stack) for name, path in paths.items()}
         for number in range(rounds + 1):
             for wire in list(wires.values())[:: 1 if number % 2 else -1]:
                 wire.round()
@@ -251,7 +276,12 @@ def measure(rounds: int) -> dict[str, Any]:
                     wire.rounds.clear()
     names = {"alone": "control_round_trip", "computing": "control_round_trip_computing", "new": "control_connection"}
     return {
-        "ratios": {f"{title}_vs_{TCP}": ratio(wires[OURS], wires[TCP], what) for what, title in names.items()},
+        "ratios": {
+            f"{title}_vs_{name}": ratio(wires[OURS], than, what)
+            for name, than in wires.items()
+            if than is not wires[OURS]
+            for what, title in names.items()
+        },
         "figures": {},
         "rows": [wire.row() for wire in wires.values()],
         "rounds": rounds,
@@ -261,6 +291,7 @@ def measure(rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--former", type=Path, help="a checkout whose control plane is ZMQ and CURVE")
     parser.add_argument("--json", type=Path)
     for name in ("--wire", "--secret", "--dial"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -272,9 +303,11 @@ def main() -> None:
     if args.dial:
         dial(args.wire, int(args.dial), args.secret)
         return
+
+    sys.path.insert(0, str(TYPING))
     from benchmarks.harness import report  # it imports torch, which P and D do not need
 
-    result = measure(args.rounds)
+    result = measure(args.rounds, args.former)
     for row in result["rows"]:
         print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     print(result["ratios"])
