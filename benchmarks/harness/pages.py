@@ -173,7 +173,7 @@ def encrypted() -> str:
 def keys() -> str:
     """What the control port costs."""
     result = load("control_round_trip")
-    names = {"tls": "control port, TLS 1.3", "tcp": "bare TCP"}
+    names = {"tls": "control port, TLS 1.3", "tcp": "bare TCP", "former": "the former one, ZMQ and CURVE"}
     columns: Columns = {
         "wire": lambda row: names[row["wire"]], "median": "{round_trip_us_p50:.0f}", "p99": "{round_trip_us_p99:.0f}",
         "computing, median": "{computing_us_p50:.0f}", "computing, p99": "{computing_us_p99:.0f}",
