@@ -1,5 +1,5 @@
 """The Prometheus series of an engine: names, types, labels and meanings. Pure. ``vllm/prometheus.py`` exports them, and
-``docs/generate.py`` makes the table of ``docs/settings.md`` of them."""
+``docs/generate.py`` makes the table of ``docs/observability.md`` of them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ SERIES = (
 
 
 def series_table() -> str:
-    """The table of ``docs/settings.md``, in Markdown."""
+    """The table of ``docs/observability.md``, in Markdown."""
     lines = ["| series | type | labels | meaning |", "|---|---|---|---|"]
     for series in SERIES:
         labels = ", ".join(f"`{label}`" for label in series.labels)
