@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 
+from kvferry.connector.decode_side import lookup
 from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.load import Loads
+from kvferry.connector.decode_side.load_state import TICK
 from kvferry.connector.decode_side.lookup import Lookup, Lookups
 from kvferry.connector.decode_side.read import ActiveLoad, Happening, Reads, SourceRead
 from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
 from kvferry.connector.decode_side.report import EngineResults, LoadReports
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.wire.states import Tick
 
 Waiting = ActiveLoad | SourceRead | LeaseRenewal | Lookup
 """What waits for a time, in one heap."""
@@ -67,13 +68,13 @@ class Consumer:
         for waiting in self._deadlines.due(now):
             match waiting:
                 case ActiveLoad():
-                    self.loads.give(waiting, (Tick(),), now)
+                    self.loads.give(waiting, (TICK,), now)
                 case SourceRead():
                     self.reads.on_due(waiting, now)
                 case LeaseRenewal():
                     self.leases.on_due(waiting, now)
                 case Lookup():
-                    self.lookups.give(waiting, Tick(), now)
+                    self.lookups.give(waiting, lookup.TICK, now)
         self.leases.send_renewals(now)
         self.lookups.close_unused(now)
         self.links.close_unused(now)

@@ -13,12 +13,13 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Literal, get_args
+from operator import attrgetter
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side.plane_choice import FailedPlanes, Needs, PlaneChoice
+from kvferry.connector.decode_side.plane_choice import FailedPlanes, PlaneChoice
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.dtypes import converted_pairs
@@ -40,7 +41,7 @@ from kvferry.connector.wire.messages import (
     encode,
 )
 from kvferry.connector.wire.metrics import FailureKind
-from kvferry.connector.wire.states import Lifetime, Tick, TransitionTable, ignore
+from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.kernels.checksum import ChecksumName, checksums_on
 from kvferry.transport.channels import DChannel
@@ -88,7 +89,7 @@ class LinkPhase(enum.Enum):
 
 class LinkState(msgspec.Struct, frozen=True):
     """``timeout``: seconds that a handshake may take. ``plane_wanted``: a read needs a data plane. ``plane``: the data
-    plane under negotiation or in use."""
+    plane under negotiation or in use. ``dropped``: the last one that could not be used, and why."""
 
     timeout: float
     phase: LinkPhase = LinkPhase.CONNECTED
@@ -96,107 +97,64 @@ class LinkState(msgspec.Struct, frozen=True):
     plane: str = ""
     reason: Reason | None = None
     plane_wanted: bool = False
+    dropped: tuple[str, str] = ("", "")
 
 
-# --- events -----------------------------------------------------------------------------------------------------
+class LinkEventKind(enum.Enum):
+    """What happens to a link. The values are the names in a log line."""
 
-
-class GreetingWanted(msgspec.Struct, frozen=True):
+    GREETING_WANTED = "GreetingWanted"
     """A message needs a session at P."""
-
-
-class HandshakeWanted(msgspec.Struct, frozen=True):
+    HANDSHAKE_WANTED = "HandshakeWanted"
     """A read needs the link."""
-
-
-class PeerWelcomed(msgspec.Struct, frozen=True):
+    WELCOMED = "PeerWelcomed"
     """P's Welcome was checked and fits."""
-
-
-class PlaneChosen(msgspec.Struct, frozen=True):
-    """D has connected its end of this data plane, and asks P for the other end."""
-
-    plane: str
-
-
-class PlaneAttached(msgspec.Struct, frozen=True):
-    """P's end of this data plane is ready. ``ready``: D's end is ready too; else D is mapping P's memory."""
-
-    plane: str
-    ready: bool
-
-
-class MemoryMapped(msgspec.Struct, frozen=True):
+    CHOSEN = "PlaneChosen"
+    """D has connected its end of ``plane``, and asks P for the other end."""
+    ATTACHED = "PlaneAttached"
+    """P's end of ``plane`` is ready. ``ready``: D's end is ready too; else D is mapping P's memory."""
+    MAPPED = "MemoryMapped"
     """D can address P's memory."""
+    REJECTED = "PlaneRejected"
+    """``plane`` cannot be used, see ``why``."""
+    LOST = "PlaneLost"
+    """The data plane broke, see ``why``."""
+    BROKEN = "LinkBroken"
+    """The peer does not fit, broke the protocol, or is gone: ``reason``."""
+    TICK = "Tick"
 
 
-class PlaneRejected(msgspec.Struct, frozen=True):
-    """This data plane cannot be used; the event contains the reason."""
-
-    plane: str
-    why: str
-
-
-class PlaneLost(msgspec.Struct, frozen=True):
-    """The data plane broke; the event contains the reason."""
-
-    why: str
+class LinkEvent(msgspec.Struct, frozen=True):
+    kind: LinkEventKind
+    plane: str = ""
+    why: str = ""
+    ready: bool = False
+    reason: Reason = Reason("internal", "")
 
 
-class LinkBroken(msgspec.Struct, frozen=True):
-    """The peer does not fit, broke the protocol, or is gone."""
+class LinkEffect(enum.Enum):
+    """What the owner must do."""
 
-    reason: Reason
-
-
-LinkEvent = (
-    GreetingWanted
-    | HandshakeWanted
-    | PeerWelcomed
-    | PlaneChosen
-    | PlaneAttached
-    | MemoryMapped
-    | PlaneRejected
-    | PlaneLost
-    | LinkBroken
-    | Tick
-)
-
-# --- effects ----------------------------------------------------------------------------------------------------
-
-
-class SendHello(msgspec.Struct, frozen=True):
+    HELLO = "SendHello"
     """Begin the handshake."""
+    CHOOSE = "ChoosePlane"
+    """Choose the best data plane that is left; answer with CHOSEN or BROKEN."""
+    DROP = "DropPlane"
+    """Close D's end of ``LinkState.dropped`` and do not choose it again."""
+    REPORT = "ReportBroken"
+    """Write ``LinkState.reason`` to the log; the reads over the link fail."""
 
 
-class ChoosePlane(msgspec.Struct, frozen=True):
-    """Choose the best data plane that is left; answer with ``PlaneChosen`` or ``LinkBroken``."""
-
-
-class DropPlane(msgspec.Struct, frozen=True):
-    """Close D's end of this plane and do not choose it again."""
-
-    plane: str
-    why: str
-
-
-class ReportBroken(msgspec.Struct, frozen=True):
-    """Write the failure to the log; the reads over the link fail."""
-
-    reason: Reason
-
-
-LinkEffect = SendHello | ChoosePlane | DropPlane | ReportBroken
 Outcome = tuple[LinkState, tuple[LinkEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
 
-_P = LinkPhase
+_P, _K, _E = LinkPhase, LinkEventKind, LinkEffect
 
 
 def _greet(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    plane_wanted = isinstance(event, HandshakeWanted)
-    return replace(state, phase=_P.GREETING, deadline=now + state.timeout, plane_wanted=plane_wanted), (SendHello(),)
+    plane_wanted = event.kind is _K.HANDSHAKE_WANTED
+    return replace(state, phase=_P.GREETING, deadline=now + state.timeout, plane_wanted=plane_wanted), (_E.HELLO,)
 
 
 def _want_plane(state: LinkState, event: LinkEvent, now: float) -> Outcome:
@@ -205,19 +163,19 @@ def _want_plane(state: LinkState, event: LinkEvent, now: float) -> Outcome:
 
 def _welcomed(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     if state.plane_wanted:
-        return replace(state, phase=_P.ATTACHING), (ChoosePlane(),)
+        return replace(state, phase=_P.ATTACHING), (_E.CHOOSE,)
     return replace(state, phase=_P.GREETED, deadline=float("inf")), ()
 
 
 def _attach(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return replace(state, phase=_P.ATTACHING, deadline=now + state.timeout, plane_wanted=True), (ChoosePlane(),)
+    return replace(state, phase=_P.ATTACHING, deadline=now + state.timeout, plane_wanted=True), (_E.CHOOSE,)
 
 
-def _chosen(state: LinkState, event: PlaneChosen, now: float) -> Outcome:
+def _chosen(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     return replace(state, plane=event.plane), ()
 
 
-def _attached(state: LinkState, event: PlaneAttached, now: float) -> Outcome:
+def _attached(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     if event.plane != state.plane:
         return state, ()  # D has rejected this plane in the meantime
     return _mapped(state, event, now) if event.ready else (replace(state, phase=_P.MAPPING), ())
@@ -227,30 +185,30 @@ def _mapped(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     return replace(state, phase=_P.ATTACHED, deadline=float("inf")), ()
 
 
-def _rejected(state: LinkState, event: PlaneRejected, now: float) -> Outcome:
+def _rejected(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     if event.plane != state.plane:
         return state, ()
     return _next_plane(state, event.why)
 
 
-def _lost_while_attaching(state: LinkState, event: PlaneLost, now: float) -> Outcome:
+def _lost_while_attaching(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     # P closes a channel that it refuses, and the close arrives before P's answer.
     return _next_plane(state, event.why)
 
 
 def _next_plane(state: LinkState, why: str) -> Outcome:
-    return replace(state, phase=_P.ATTACHING, plane=""), (DropPlane(state.plane, why), ChoosePlane())
+    return replace(state, phase=_P.ATTACHING, plane="", dropped=(state.plane, why)), (_E.DROP, _E.CHOOSE)
 
 
-def _lost(state: LinkState, event: PlaneLost, now: float) -> Outcome:
+def _lost(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     return _fail(state, Reason("peer_lost", event.why, blames="plane"))
 
 
-def _broken(state: LinkState, event: LinkBroken, now: float) -> Outcome:
+def _broken(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     return _fail(state, event.reason)
 
 
-def _unanswered(state: LinkState, event: LinkBroken, now: float) -> Outcome:
+def _unanswered(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     # Nobody is there, or D may not connect there: another attempt would find the same.
     return _fail(state, replace(event.reason, blames="peer"))
 
@@ -263,12 +221,11 @@ def _late(state: LinkState, event: LinkEvent, now: float) -> Outcome:
 
 
 def _out_of_place(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return _fail(state, Reason("data", f"{type(event).__name__} came while {state.phase.value}"))
+    return _fail(state, Reason("data", f"{event.kind.value} came while {state.phase.value}"))
 
 
 def _fail(state: LinkState, reason: Reason) -> Outcome:
-    failed = replace(state, phase=_P.FAILED, reason=reason, deadline=float("inf"))
-    return failed, (ReportBroken(reason),)
+    return replace(state, phase=_P.FAILED, reason=reason, deadline=float("inf")), (_E.REPORT,)
 
 
 _HANDSHAKE = (_P.GREETING, _P.ATTACHING, _P.MAPPING)
@@ -276,25 +233,26 @@ _HANDSHAKE = (_P.GREETING, _P.ATTACHING, _P.MAPPING)
 LINK: TransitionTable[LinkState, LinkEvent, LinkEffect] = TransitionTable(
     "link",
     LinkPhase,
-    get_args(LinkEvent),
+    LinkEventKind,
     (
-        ((_P.FAILED,), get_args(LinkEvent), ignore),
-        ((_P.CONNECTED,), (GreetingWanted, HandshakeWanted), _greet),
-        ((_P.GREETING,), (HandshakeWanted,), _want_plane),
-        ((_P.GREETED,), (HandshakeWanted,), _attach),
-        ((_P.GREETING,), (PeerWelcomed,), _welcomed),
-        ((_P.ATTACHING,), (PlaneChosen,), _chosen),
-        ((_P.ATTACHING,), (PlaneAttached,), _attached),
-        ((_P.MAPPING,), (MemoryMapped,), _mapped),
-        ((_P.ATTACHING, _P.MAPPING), (PlaneRejected,), _rejected),
-        ((_P.ATTACHING, _P.MAPPING), (PlaneLost,), _lost_while_attaching),
-        ((_P.ATTACHED,), (PlaneLost,), _lost),
-        (_HANDSHAKE, (Tick,), _late),
-        ((_P.GREETING,), (LinkBroken,), _unanswered),
-        (LinkPhase, (LinkBroken,), _broken),
-        (LinkPhase, (GreetingWanted, HandshakeWanted, PlaneRejected, Tick, PlaneLost), ignore),
-        (LinkPhase, (PeerWelcomed, PlaneAttached, PlaneChosen, MemoryMapped), _out_of_place),
+        ((_P.FAILED,), LinkEventKind, ignore),
+        ((_P.CONNECTED,), (_K.GREETING_WANTED, _K.HANDSHAKE_WANTED), _greet),
+        ((_P.GREETING,), (_K.HANDSHAKE_WANTED,), _want_plane),
+        ((_P.GREETED,), (_K.HANDSHAKE_WANTED,), _attach),
+        ((_P.GREETING,), (_K.WELCOMED,), _welcomed),
+        ((_P.ATTACHING,), (_K.CHOSEN,), _chosen),
+        ((_P.ATTACHING,), (_K.ATTACHED,), _attached),
+        ((_P.MAPPING,), (_K.MAPPED,), _mapped),
+        ((_P.ATTACHING, _P.MAPPING), (_K.REJECTED,), _rejected),
+        ((_P.ATTACHING, _P.MAPPING), (_K.LOST,), _lost_while_attaching),
+        ((_P.ATTACHED,), (_K.LOST,), _lost),
+        (_HANDSHAKE, (_K.TICK,), _late),
+        ((_P.GREETING,), (_K.BROKEN,), _unanswered),
+        (LinkPhase, (_K.BROKEN,), _broken),
+        (LinkPhase, (_K.GREETING_WANTED, _K.HANDSHAKE_WANTED, _K.REJECTED, _K.TICK, _K.LOST), ignore),
+        (LinkPhase, (_K.WELCOMED, _K.ATTACHED, _K.CHOSEN, _K.MAPPED), _out_of_place),
     ),
+    kind_of=attrgetter("kind._value_"),
 )
 
 
@@ -426,12 +384,12 @@ class Link:
     def start_handshake(self, now: float) -> None:
         """Start the handshake, unless it was started before."""
         self._now = now
-        self._step(HandshakeWanted())
+        self._step(LinkEvent(_K.HANDSHAKE_WANTED))
 
     def start_greeting(self, now: float) -> None:
         """Make this D known to P, unless it is. P keeps a release that precedes its lease only from a known D."""
         self._now = now
-        self._step(GreetingWanted())
+        self._step(LinkEvent(_K.GREETING_WANTED))
 
     def send(self, message: Request) -> None:
         """Send, or fail the link where the peer cannot be reached. A failed link still carries messages, above all a
@@ -462,9 +420,9 @@ class Link:
         if self.connection.lost:
             self.fail("peer_lost", self.connection.reason or "the peer is gone")
         elif self.channel is not None and self.channel.error is not None:
-            self._step(PlaneLost(str(self.channel.error)))
+            self._step(LinkEvent(_K.LOST, why=str(self.channel.error)))
         elif self.lifetime.state.phase is not LinkPhase.ATTACHED:  # which has no deadline; D may have thousands
-            self._step(Tick())
+            self._step(LinkEvent(_K.TICK))
         return replies
 
     @contextmanager
@@ -483,11 +441,11 @@ class Link:
 
     def fail(self, kind: FailureKind, text: str, blames: Blame = "") -> None:
         """End the link. The reads over it fail."""
-        self._step(LinkBroken(Reason(kind, text, blames)))
+        self._step(LinkEvent(_K.BROKEN, reason=Reason(kind, text, blames)))
 
     def lose_plane(self, why: str) -> None:
         """The data plane has broken, and its channel does not know. The reads over the link fail."""
-        self._step(PlaneLost(why))
+        self._step(LinkEvent(_K.LOST, why=why))
 
     @property
     def broken_plane(self) -> str:
@@ -524,15 +482,16 @@ class Link:
     def _step(self, event: LinkEvent) -> None:
         for effect in self.lifetime.step(event, self._now):
             match effect:
-                case SendHello():
+                case _E.HELLO:
                     self.send(self._hello())
-                case ChoosePlane():
+                case _E.CHOOSE:
                     with self._errors_fail_the_link():
                         self._choose_plane()
-                case DropPlane(plane, why):
-                    self._drop_plane(plane, why)
-                case ReportBroken(reason):
-                    text = "kvferry: link to %s failed: %s [%s]"
+                case _E.DROP:
+                    self._drop_plane(*self.lifetime.state.dropped)
+                case _E.REPORT:
+                    text, reason = "kvferry: link to %s failed: %s [%s]", self.lifetime.state.reason
+                    assert reason is not None
                     self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
         if self.pending:
             self._all_pending[self] = None
@@ -555,11 +514,11 @@ class Link:
                 raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
             case Welcome():
                 self._check_welcome(reply)
-                self._step(PeerWelcomed())
+                self._step(LinkEvent(_K.WELCOMED))
             case AttachRefused(detached=True):  # the next load, or the next attempt, makes a new link
                 self.fail("peer_lost", f"P has no handshake of ours: {shortened(reply.reason)}")
             case AttachRefused():
-                self._step(PlaneRejected(reply.plane, shortened(reply.reason)))
+                self._step(LinkEvent(_K.REJECTED, reply.plane, shortened(reply.reason)))
             case Attached():
                 self._on_attached(reply)
 
@@ -572,18 +531,18 @@ class Link:
             self.plane.finish(self.channel, reply.payload)
         except PlaneUnavailableError as error:
             self._choice.note_error(error)
-            self._step(PlaneRejected(reply.plane, str(error)))
+            self._step(LinkEvent(_K.REJECTED, reply.plane, str(error)))
             return
         if self.channel.encrypted:
             self._log.info(self._key("encrypted"), "kvferry: KV bytes from %s are encrypted", self.name)
         self.slot_bytes, self.pages = reply.slot_bytes - trailer_bytes(self.checksum), reply.pages
         if not self.plane.pulls:
-            self._step(PlaneAttached(reply.plane, ready=True))
+            self._step(LinkEvent(_K.ATTACHED, reply.plane, ready=True))
             return
         check_layouts(self.pages, self.theirs)
         self.process = self.channel.process if self.channel.pulls else None
         self.board = None if reply.board is None else self._open_board(reply.board)
-        self._step(PlaneAttached(reply.plane, ready=False))
+        self._step(LinkEvent(_K.ATTACHED, reply.plane))
         self._map_pages()
 
     def _open_board(self, address: BoardAddress) -> BoardReader | None:
@@ -602,7 +561,7 @@ class Link:
         assert channel is not None and channel.pulls
         if channel.ready:
             self.pages = translate_pages(self.pages, self.theirs, channel.translate)
-            self._step(MemoryMapped())
+            self._step(LinkEvent(_K.MAPPED))
 
     def _check_welcome(self, welcome: Welcome) -> None:
         if self.phase is not LinkPhase.GREETING:
@@ -667,12 +626,13 @@ class Link:
         Raises:
             PlaneUnavailableError: no such plane is left.
         """
-        needs = Needs(converts=bool(self.converted), checksum=self.checksum is not None)
-        self.plane, self.channel, payload, why = self._choice.connect(self.connection, needs)
+        self.plane, self.channel, payload, why = self._choice.connect(
+            self.connection, converts=bool(self.converted), checksum=self.checksum is not None
+        )
         name, because = self.plane.name, f" ({why})" if why else ""
         lanes = self.plane.lanes_to(self.connection.address)
         shown = described(name, self.checksum) + (f", lanes: {lanes}" if lanes else "")
         self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, shown, because)
         self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
-        self._step(PlaneChosen(name))
+        self._step(LinkEvent(_K.CHOSEN, name))
         self.send(Attach(plane=name, payload=payload, checksum=self.checksum))

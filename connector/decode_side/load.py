@@ -13,20 +13,13 @@ from msgspec.structs import replace
 from kvferry.connector.decode_side.link import Link, Reason
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.load_state import (
+    CANCELLED,
     LOAD,
-    AskSources,
-    BeginAttempt,
-    CancelLoad,
-    CommitSources,
-    LeaveAttempt,
+    TICK,
     LoadEffect,
     LoadEvent,
+    LoadEventKind,
     LoadPhase,
-    RecordLoad,
-    ReleaseLeases,
-    ReportLoad,
-    SourceFailed,
-    StopSources,
     first_attempt,
     next_attempt,
 )
@@ -38,7 +31,7 @@ from kvferry.connector.geometry.read_plan import check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.pages.traces import record
-from kvferry.connector.wire.states import Lifetime, Tick
+from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import Load, RankAddress, RemoteLease, unpack_ids
 from kvferry.transport.errors import KVFerryError, TransportError
 
@@ -96,13 +89,13 @@ class Loads:
     def cancel(self, request_id: str, now: float) -> None:
         """Cancel the loads of a request. They are still reported, once nothing can write their blocks."""
         for active_load in [each for each in self.running if each.load.request_id == request_id]:
-            self.give(active_load, (CancelLoad(),), now)
+            self.give(active_load, (CANCELLED,), now)
 
     def fail(self, load: Load, now: float) -> None:
         """Fail a load whose start raised an error. Copies that have begun must end before it is reported."""
         for active_load in self.running:
             if active_load.posted is load:
-                self.give(active_load, (CancelLoad(),), now)
+                self.give(active_load, (CANCELLED,), now)
                 return
         self._reports.not_started(load)
         self._release(load, now)
@@ -110,12 +103,12 @@ class Loads:
     def cancel_all(self, reason: str, now: float) -> None:
         """Cancel every load; those that still run are reported as failed for ``reason``."""
         for active_load in list(self.running):
-            self.give(active_load, (CancelLoad(Reason("cancelled", reason)),), now)
+            self.give(active_load, (replace(CANCELLED, reason=Reason("cancelled", reason)),), now)
 
     def close(self, now: float) -> None:
         """Forget the loads that are reported, without a wait for the next tick."""
         for active_load in list(self.running):
-            self.give(active_load, (Tick(),), now)
+            self.give(active_load, (TICK,), now)
 
     # --- the machine --------------------------------------------------------------------------------------------
 
@@ -140,33 +133,33 @@ class Loads:
         the same: a load must be reported, and its lease released."""
         try:
             match effect:
-                case AskSources():
+                case LoadEffect.ASK:
                     for event in self._ask(active_load, now):
                         queue.append(event)  # one by one: those before an error count
-                case CommitSources():
+                case LoadEffect.COMMIT:
                     for read in active_load.reads:
                         if (committed := self._reads.commit(read, now)) is not None:
                             queue.append(committed)
-                case StopSources():
+                case LoadEffect.STOP:
                     for read in active_load.reads:
                         if (drained := self._reads.stop(read, now)) is not None:
                             queue.append(drained)
-                case ReportLoad(reason):
-                    self._report(active_load, reason)
-                case RecordLoad(reason):
-                    self._record(active_load, reason)
-                case ReleaseLeases():
+                case LoadEffect.REPORT:
+                    self._report(active_load)
+                case LoadEffect.RECORD:
+                    self._record(active_load)
+                case LoadEffect.RELEASE:
                     self._release(active_load.posted, now)
-                case LeaveAttempt(reason):
-                    self._leave_attempt(active_load, reason)
-                case BeginAttempt():
+                case LoadEffect.LEAVE:
+                    self._leave_attempt(active_load)
+                case LoadEffect.BEGIN:
                     queue.extend(self._begin_again(active_load, now))
         except Exception as error:
-            name = type(effect).__name__
+            name = effect.value
             self._log.exception(name, "kvferry: unexpected error in %s of %s", name, active_load.load.request_id)
             self._rank_context.stats.failed("internal")
-            if isinstance(effect, AskSources | CommitSources | BeginAttempt):
-                queue.append(SourceFailed(0, Reason("internal", f"{name}: {error!r}")))
+            if effect in (LoadEffect.ASK, LoadEffect.COMMIT, LoadEffect.BEGIN):
+                queue.append(_failed(Reason("internal", f"{name}: {error!r}")))
 
     # --- attempts -----------------------------------------------------------------------------------------------
 
@@ -187,7 +180,7 @@ class Loads:
     ) -> list[LoadEvent]:
         for source in sources:
             if isinstance(source, Reason):
-                return [SourceFailed(0, source)]
+                return [_failed(source)]
             link, address = source
             self._reads.new(active_load, link, address, now)
             link.start_handshake(now)
@@ -199,17 +192,19 @@ class Loads:
             planned = [plan_reads(ours, read.link.theirs, tokens) for read in active_load.reads]
             check_complete(ours, [span for spans in planned for span in spans], tokens)
         except KVFerryError as error:
-            yield SourceFailed(0, Reason("incompatible", str(error)))
+            yield _failed(Reason("incompatible", str(error)))
             return
         for read, spans in zip(active_load.reads, planned, strict=True):
             moved = read.plan(spans, now)
             for event in self._reads.ask(read, now) if moved is None else (moved,):
                 yield event
-                if isinstance(event, SourceFailed):
+                if event.kind is LoadEventKind.FAILED:
                     return
 
-    def _leave_attempt(self, active_load: ActiveLoad, reason: Reason) -> None:
+    def _leave_attempt(self, active_load: ActiveLoad) -> None:
         state = active_load.lifetime.state
+        reason = state.reason
+        assert reason is not None
         if active_load.phases:
             active_load.ended.append(attempt_span(active_load, str(reason), self._rank_context.clock()))
         if reason.kind == "timeout" and reason.blames == "plane":
@@ -241,7 +236,8 @@ class Loads:
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    def _report(self, active_load: ActiveLoad, reason: Reason | None) -> None:
+    def _report(self, active_load: ActiveLoad) -> None:
+        reason = active_load.lifetime.state.reason
         active_load.ended_at = self._rank_context.clock()
         try:
             if reason is None:
@@ -252,7 +248,8 @@ class Loads:
             for read in active_load.reads:
                 self._reads.end(read)
 
-    def _record(self, active_load: ActiveLoad, reason: Reason | None) -> None:
+    def _record(self, active_load: ActiveLoad) -> None:
+        reason = active_load.lifetime.state.reason
         del self.running[active_load]
         try:
             if reason is None:
@@ -279,6 +276,10 @@ class Loads:
             except Exception:  # the others hold blocks of P, too
                 self._log.exception("release", "kvferry: unexpected error in a release of %s", load.request_id)
                 self._rank_context.stats.failed("internal")
+
+
+def _failed(reason: Reason) -> LoadEvent:
+    return LoadEvent(LoadEventKind.FAILED, reason=reason)
 
 
 def _leases(load: Load) -> tuple[RemoteLease, ...]:

@@ -11,8 +11,8 @@ An attempt reads from several *sources* (P ranks, numbered from 0); a phase ends
       └── WAITING ◀── the attempt has failed ──▶ FAILED
 
 Only MOVING can have I/O that writes D's pages. A failure before or after it ends the attempt at once. A failure
-during it drains first: D keeps the pages until ``SourceDrained`` has come from every source. In WAITING nothing of an
-attempt is left. Exactly one ``ReportLoad`` leaves the machine, whatever happens (``LOAD`` is total).
+during it drains first: D keeps the pages until DRAINED has come from every source. In WAITING nothing of an
+attempt is left. Exactly one REPORT leaves the machine, whatever happens (``LOAD`` is total).
 
 Progress extends the deadline of a phase, up to ``LoadState.end``, which is the same for all attempts. DRAINING has no
 end in time. It ends with the copies under way, and these are copies of D's own device and system: a channel that was
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import get_args
+from operator import attrgetter
 
 import msgspec
 from msgspec.structs import replace
@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.link import Blame, Reason
 from kvferry.connector.wire.metrics import FailureKind
-from kvferry.connector.wire.states import Tick, TransitionTable, ignore
+from kvferry.connector.wire.states import TransitionTable, ignore
 
 ATTEMPTS_PER_PEER = 2
 """Attempts at one P engine, beside those that only change the data plane: its connection may have broken."""
@@ -86,96 +86,56 @@ class LoadState(msgspec.Struct, frozen=True):
         return math.inf if self.phase in (LoadPhase.DONE, LoadPhase.FAILED) else self.deadline
 
 
-# --- events -----------------------------------------------------------------------------------------------------
+class LoadEventKind(enum.Enum):
+    """What happens to a source, or to the load. The values are the names in a log line."""
 
-
-class SourceReady(msgspec.Struct, frozen=True):
-    """The handshake with a source is complete, a data plane is attached."""
-
-    source: int
-
-
-class SourceProgress(msgspec.Struct, frozen=True):
+    READY = "SourceReady"
+    """The handshake with the source is complete, a data plane is attached."""
+    PROGRESS = "SourceProgress"
     """P has granted the read, or bytes have arrived; the deadline starts anew."""
-
-
-class SourceMoved(msgspec.Struct, frozen=True):
-    """All bytes from a source lie in D's pages, and no more bytes of this source will be written."""
-
-    source: int
-
-
-class SourceCommitted(msgspec.Struct, frozen=True):
-    source: int
-
-
-class SourceDrained(msgspec.Struct, frozen=True):
-    """Nothing that was started for a source can write D's pages any more."""
-
-    source: int
-
-
-class SourceFailed(msgspec.Struct, frozen=True):
-    """A source refused the read, its lease expired, its link broke, or P is gone."""
-
-    source: int
-    reason: Reason
-
-
-class CancelLoad(msgspec.Struct, frozen=True):
+    MOVED = "SourceMoved"
+    """All bytes from the source lie in D's pages, and no more bytes of it will be written."""
+    COMMITTED = "SourceCommitted"
+    DRAINED = "SourceDrained"
+    """Nothing that was started for the source can write D's pages any more."""
+    FAILED = "SourceFailed"
+    """The source refused the read, its lease expired, its link broke, or P is gone."""
+    CANCELLED = "CancelLoad"
     """D's engine has cancelled the request."""
+    TICK = "Tick"
 
+
+class LoadEvent(msgspec.Struct, frozen=True):
+    kind: LoadEventKind
+    source: int = 0
     reason: Reason = Reason("cancelled", "the engine gave the request up")
+    """Of FAILED and CANCELLED."""
 
 
-LoadEvent = (
-    SourceReady | SourceProgress | SourceMoved | SourceCommitted | SourceDrained | SourceFailed | CancelLoad | Tick
-)
-
-# --- effects ----------------------------------------------------------------------------------------------------
+CANCELLED, TICK = LoadEvent(LoadEventKind.CANCELLED), LoadEvent(LoadEventKind.TICK)
 
 
-class AskSources(msgspec.Struct, frozen=True):
+class LoadEffect(enum.Enum):
+    """What the owner must do. ``LoadState.reason`` says why an attempt or the load failed."""
+
+    ASK = "AskSources"
     """Ask every source for its part of the prompt."""
-
-
-class CommitSources(msgspec.Struct, frozen=True):
+    COMMIT = "CommitSources"
     """Ask every source whether its lease still exists, so that the data that were read are valid."""
-
-
-class StopSources(msgspec.Struct, frozen=True):
-    """Stop the reads from all sources. Answer with one ``SourceDrained`` per source where the phase is DRAINING."""
-
-
-class LeaveAttempt(msgspec.Struct, frozen=True):
+    STOP = "StopSources"
+    """Stop the reads from all sources. Answer with one DRAINED per source where the phase is DRAINING."""
+    LEAVE = "LeaveAttempt"
     """The attempt has failed, and nothing of it writes D's pages any more."""
-
-    reason: Reason
-
-
-class BeginAttempt(msgspec.Struct, frozen=True):
+    BEGIN = "BeginAttempt"
     """Begin the next attempt, at the P engine with the number ``LoadState.peer`` (``next_attempt``)."""
-
-
-class ReportLoad(msgspec.Struct, frozen=True):
-    """Report the load to the engine, once. ``reason``: why it failed; ``None`` where it succeeded."""
-
-    reason: Reason | None = None
-
-
-class RecordLoad(msgspec.Struct, frozen=True):
+    REPORT = "ReportLoad"
+    """Report the load to the engine, once."""
+    RECORD = "RecordLoad"
     """Log and trace the load, and forget it."""
-
-    reason: Reason | None = None
-
-
-class ReleaseLeases(msgspec.Struct, frozen=True):
+    RELEASE = "ReleaseLeases"
     """This request does not need its leases any more."""
 
 
-LoadEffect = (
-    AskSources | CommitSources | StopSources | LeaveAttempt | BeginAttempt | ReportLoad | RecordLoad | ReleaseLeases
-)
 Outcome = tuple[LoadState, tuple[LoadEffect, ...]]
 
 
@@ -196,13 +156,13 @@ def next_attempt(state: LoadState, sources: int, now: float) -> LoadState:
     everyone = frozenset(range(sources))
     return replace(
         state, phase=LoadPhase.HANDSHAKING, sources=sources, pending=everyone, deadline=deadline,
-        number=state.number + 1,
+        number=state.number + 1, reason=None,
     )  # fmt: skip
 
 
 # --- transitions ------------------------------------------------------------------------------------------------
 
-_P = LoadPhase
+_P, _K, _E = LoadPhase, LoadEventKind, LoadEffect
 
 
 def _later(state: LoadState, now: float) -> float:
@@ -213,34 +173,34 @@ def _enter(state: LoadState, phase: LoadPhase, now: float) -> LoadState:
     return replace(state, phase=phase, pending=frozenset(range(state.sources)), deadline=_later(state, now))
 
 
-def _ready(state: LoadState, event: SourceReady, now: float) -> Outcome:
+def _ready(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     pending = state.pending - {event.source}
     if pending:
         return replace(state, pending=pending), ()
-    return _enter(state, _P.READY, now), (AskSources(),)
+    return _enter(state, _P.READY, now), (_E.ASK,)
 
 
-def _began(state: LoadState, event: SourceProgress, now: float) -> Outcome:
+def _began(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     return _enter(state, _P.MOVING, now), ()
 
 
-def _moved_before_grant(state: LoadState, event: SourceMoved, now: float) -> Outcome:
+def _moved_before_grant(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     # Data and grant come by different sockets; the first chunk also shows that P has granted the ask.
     return _moved(_enter(state, _P.MOVING, now), event, now)
 
 
-def _progress(state: LoadState, event: SourceProgress, now: float) -> Outcome:
+def _progress(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     return replace(state, deadline=_later(state, now)), ()
 
 
-def _moved(state: LoadState, event: SourceMoved, now: float) -> Outcome:
+def _moved(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     pending = state.pending - {event.source}
     if pending:
         return replace(state, pending=pending, deadline=_later(state, now)), ()
-    return _enter(state, _P.COMMITTING, now), (CommitSources(),)
+    return _enter(state, _P.COMMITTING, now), (_E.COMMIT,)
 
 
-def _committed(state: LoadState, event: SourceCommitted, now: float) -> Outcome:
+def _committed(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     pending = state.pending - {event.source}
     if pending:
         return replace(state, pending=pending), ()
@@ -248,21 +208,21 @@ def _committed(state: LoadState, event: SourceCommitted, now: float) -> Outcome:
     if (
         state.inside
     ):  # the engine's thread is at work on the step, and needs the interpreter: the rest follows at a tick
-        return replace(state, phase=_P.REPORTED, pending=pending, deadline=now), (ReportLoad(),)
-    return replace(state, phase=_P.DONE, pending=pending), (ReportLoad(), RecordLoad(), ReleaseLeases())
+        return replace(state, phase=_P.REPORTED, pending=pending, deadline=now), (_E.REPORT,)
+    return replace(state, phase=_P.DONE, pending=pending), (_E.REPORT, _E.RECORD, _E.RELEASE)
 
 
-def _recorded(state: LoadState, event: Tick, now: float) -> Outcome:
-    return (state, ()) if now < state.deadline else (replace(state, phase=_P.DONE), (RecordLoad(), ReleaseLeases()))
+def _recorded(state: LoadState, event: LoadEvent, now: float) -> Outcome:
+    return (state, ()) if now < state.deadline else (replace(state, phase=_P.DONE), (_E.RECORD, _E.RELEASE))
 
 
-def _drain(state: LoadState, event: SourceFailed | CancelLoad, now: float) -> Outcome:
-    # Sources that have moved have no I/O left; each other source must send ``SourceDrained``.
+def _drain(state: LoadState, event: LoadEvent, now: float) -> Outcome:
+    # Sources that have moved have no I/O left; each other source must send DRAINED.
     deadline = now + state.settings.transfer_timeout_seconds
-    return replace(state, phase=_P.DRAINING, deadline=deadline, reason=event.reason), (StopSources(),)
+    return replace(state, phase=_P.DRAINING, deadline=deadline, reason=event.reason), (_E.STOP,)
 
 
-def _drained(state: LoadState, event: SourceMoved | SourceDrained, now: float) -> Outcome:
+def _drained(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     pending = state.pending - {event.source}
     if pending:
         return replace(state, pending=pending), ()
@@ -270,7 +230,7 @@ def _drained(state: LoadState, event: SourceMoved | SourceDrained, now: float) -
     return _fail(state, state.reason, now)
 
 
-def _cancel_draining(state: LoadState, event: CancelLoad, now: float) -> Outcome:
+def _cancel_draining(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     # No other attempt may follow, whatever the failure before was.
     return replace(state, reason=event.reason), ()
 
@@ -287,31 +247,33 @@ def _deadline(state: LoadState, now: float) -> Reason:
     return Reason("timeout", text, _BLAMED.get(state.phase, ""))
 
 
-def _late(state: LoadState, event: Tick, now: float) -> Outcome:
+def _late(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     return (state, ()) if now < state.deadline else _stop(state, _deadline(state, now), now)
 
 
-def _late_moving(state: LoadState, event: Tick, now: float) -> Outcome:
-    return (state, ()) if now < state.deadline else _drain(state, SourceFailed(0, _deadline(state, now)), now)
+def _late_moving(state: LoadState, event: LoadEvent, now: float) -> Outcome:
+    return (
+        (state, ()) if now < state.deadline else _drain(state, LoadEvent(_K.FAILED, reason=_deadline(state, now)), now)
+    )
 
 
-def _late_draining(state: LoadState, event: Tick, now: float) -> Outcome:
+def _late_draining(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     # Time is no proof that a write has ended: ask again, keep the pages.
     if now < state.deadline:
         return state, ()
-    return replace(state, deadline=now + state.settings.transfer_timeout_seconds), (StopSources(),)
+    return replace(state, deadline=now + state.settings.transfer_timeout_seconds), (_E.STOP,)
 
 
 # --- after an attempt -------------------------------------------------------------------------------------------
 
 
-def _fail_now(state: LoadState, event: SourceFailed | CancelLoad, now: float) -> Outcome:
+def _fail_now(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     return _stop(state, event.reason, now)
 
 
 def _stop(state: LoadState, reason: Reason, now: float) -> Outcome:
     state, effects = _fail(state, reason, now)
-    return state, (StopSources(), *effects)
+    return state, (_E.STOP, *effects)
 
 
 def _fail(state: LoadState, reason: Reason, now: float) -> Outcome:
@@ -319,14 +281,14 @@ def _fail(state: LoadState, reason: Reason, now: float) -> Outcome:
     state, begin_at = _following(state, reason, now)
     if begin_at >= state.end:
         state, effects = _give_up(state, reason)
-        return state, (LeaveAttempt(reason), *effects)
+        return state, (_E.LEAVE, *effects)
     waiting = replace(state, phase=_P.WAITING, pending=frozenset(), deadline=begin_at, reason=reason)
-    return waiting, (LeaveAttempt(reason),)
+    return waiting, (_E.LEAVE,)
 
 
 def _give_up(state: LoadState, reason: Reason) -> Outcome:
     failed = replace(state, phase=_P.FAILED, pending=frozenset(), reason=reason)
-    return failed, (ReportLoad(reason), RecordLoad(reason), ReleaseLeases())
+    return failed, (_E.REPORT, _E.RECORD, _E.RELEASE)
 
 
 def _following(state: LoadState, reason: Reason, now: float) -> tuple[LoadState, float]:
@@ -344,39 +306,40 @@ def _following(state: LoadState, reason: Reason, now: float) -> tuple[LoadState,
     return replace(state, left=left, peer=peer), now + SAME_PEER_SECONDS if peer == state.peer else now
 
 
-def _wait_over(state: LoadState, event: Tick, now: float) -> Outcome:
+def _wait_over(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     assert state.reason is not None
     if now >= state.end:
         return _give_up(state, state.reason)
-    return (state, ()) if now < state.deadline else (replace(state, phase=_P.HANDSHAKING), (BeginAttempt(),))
+    return (state, ()) if now < state.deadline else (replace(state, phase=_P.HANDSHAKING), (_E.BEGIN,))
 
 
-def _cancel_waiting(state: LoadState, event: CancelLoad, now: float) -> Outcome:
+def _cancel_waiting(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     return _give_up(state, event.reason)
 
 
 LOAD: TransitionTable[LoadState, LoadEvent, LoadEffect] = TransitionTable(
     "load",
     LoadPhase,
-    get_args(LoadEvent),
+    LoadEventKind,
     (
-        ((_P.HANDSHAKING,), (SourceReady,), _ready),
-        ((_P.READY,), (SourceProgress,), _began),
-        ((_P.READY,), (SourceMoved,), _moved_before_grant),
-        ((_P.MOVING,), (SourceProgress,), _progress),
-        ((_P.MOVING,), (SourceMoved,), _moved),
-        ((_P.COMMITTING,), (SourceCommitted,), _committed),
-        ((_P.REPORTED,), (Tick,), _recorded),
-        ((_P.DRAINING,), (SourceMoved, SourceDrained), _drained),
-        ((_P.DRAINING,), (CancelLoad,), _cancel_draining),
-        ((_P.WAITING,), (CancelLoad,), _cancel_waiting),
-        ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (SourceFailed, CancelLoad), _fail_now),
-        ((_P.MOVING,), (SourceFailed, CancelLoad), _drain),
-        ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (Tick,), _late),
-        ((_P.MOVING,), (Tick,), _late_moving),
-        ((_P.DRAINING,), (Tick,), _late_draining),
-        ((_P.WAITING,), (Tick,), _wait_over),
+        ((_P.HANDSHAKING,), (_K.READY,), _ready),
+        ((_P.READY,), (_K.PROGRESS,), _began),
+        ((_P.READY,), (_K.MOVED,), _moved_before_grant),
+        ((_P.MOVING,), (_K.PROGRESS,), _progress),
+        ((_P.MOVING,), (_K.MOVED,), _moved),
+        ((_P.COMMITTING,), (_K.COMMITTED,), _committed),
+        ((_P.REPORTED,), (_K.TICK,), _recorded),
+        ((_P.DRAINING,), (_K.MOVED, _K.DRAINED), _drained),
+        ((_P.DRAINING,), (_K.CANCELLED,), _cancel_draining),
+        ((_P.WAITING,), (_K.CANCELLED,), _cancel_waiting),
+        ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (_K.FAILED, _K.CANCELLED), _fail_now),
+        ((_P.MOVING,), (_K.FAILED, _K.CANCELLED), _drain),
+        ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (_K.TICK,), _late),
+        ((_P.MOVING,), (_K.TICK,), _late_moving),
+        ((_P.DRAINING,), (_K.TICK,), _late_draining),
+        ((_P.WAITING,), (_K.TICK,), _wait_over),
         # An event of an earlier phase, or of a load that has ended, comes too late to change anything.
-        (LoadPhase, get_args(LoadEvent), ignore),
+        (LoadPhase, LoadEventKind, ignore),
     ),
+    kind_of=attrgetter("kind._value_"),
 )

@@ -10,7 +10,7 @@ D's engine gives the request no blocks meanwhile. In LOCATING, P's bootstrap pag
 that page and not the address of a rank. In FINDING, P has not begun to compute the prompt. Where P sends bytes while
 it computes them, the request goes on as soon as P has begun: CONNECTING finds out whether P sends over the data plane.
 Otherwise D could use no block before P has computed the whole prompt, so the request waits for the grant, and the load
-then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``. It begins anew where P says that its
+then goes inside a step. The deadline is that of D's scheduler half: LEFT. It begins anew where P says that its
 engine has the prompt. In FOUND, D's engine has not taken the answer yet.
 
 A request that does not need its lease any more must not leave it to P's clock. Where P has answered, D releases the
@@ -28,7 +28,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -42,7 +43,7 @@ from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.pages.traces import record
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.states import Lifetime, Tick, TransitionTable, ignore
+from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import LeftAnswer, Rendezvous, RendezvousResult
 from kvferry.transport.blocking_calls import BlockingCall
 from kvferry.transport.bootstrap.fetch import fetch_page
@@ -82,6 +83,8 @@ class LookupState(msgspec.Struct, frozen=True):
     """When D asks again, in seconds as ``now``; ``None`` while a question is open, or none is needed."""
     until: float = 0.0
     """When LEFT ends."""
+    why: str = ""
+    """Why D must prefill."""
     lost: bool = False
     """The connection to P was lost since P has last answered."""
 
@@ -94,149 +97,113 @@ class LookupState(msgspec.Struct, frozen=True):
         return retry_at if self.phase in _ASKING else math.inf
 
 
-# --- events -----------------------------------------------------------------------------------------------------
+class LookupEventKind(enum.Enum):
+    """What happens to a lookup. The values are the names in a log line."""
 
-
-class PeerLocated(msgspec.Struct, frozen=True):
+    LOCATED = "PeerLocated"
     """The address of P's rank is known."""
-
-
-class NameResolved(msgspec.Struct, frozen=True):
+    RESOLVED = "NameResolved"
     """P knows the prompt. ``granted``, ``streams``: as in ``messages.Resolved``."""
-
-    granted: bool
-    streams: bool
-
-
-class NameUnresolved(msgspec.Struct, frozen=True):
-    """What D asked for has not happened. ``final``, ``known``: as in ``messages.Unresolved``."""
-
-    final: bool
-    detail: str = ""
-    known: bool = False
-
-
-class PlaneFound(msgspec.Struct, frozen=True):
+    UNRESOLVED = "NameUnresolved"
+    """What D asked for has not happened; ``why``: P's words. ``final``, ``known``: as in ``messages.Unresolved``."""
+    PLANE_FOUND = "PlaneFound"
     """The handshakes with P's ranks have ended. ``p_sends``: on all data planes P sends the bytes."""
-
-    p_sends: bool
-
-
-class PeerFailed(msgspec.Struct, frozen=True):
-    """P cannot be found, or D cannot use what P has sent."""
-
-    why: str
-
-
-class ContactLost(msgspec.Struct, frozen=True):
-    """The connection to P could not be made, or has ended. A busy P may have ended it: D connects once more."""
-
-    why: str
-
-
-class AnswerTaken(msgspec.Struct, frozen=True):
+    FAILED = "PeerFailed"
+    """P cannot be found, or D cannot use what P has sent, see ``why``."""
+    LOST = "ContactLost"
+    """The connection to P could not be made, or has ended, see ``why``. A busy P may have ended it: D connects once
+    more."""
+    TAKEN = "AnswerTaken"
     """D's engine keeps the lease of P's answer."""
-
-
-class NameLeft(msgspec.Struct, frozen=True):
+    LEFT = "NameLeft"
     """The request does not need the answer any more."""
+    TICK = "Tick"
 
 
-LookupEvent = (
-    PeerLocated | NameResolved | NameUnresolved | PlaneFound | PeerFailed | ContactLost | AnswerTaken | NameLeft | Tick
-)
-
-# --- effects ----------------------------------------------------------------------------------------------------
-
-
-class AskName(msgspec.Struct, frozen=True):
-    """Ask P."""
-
-    until: Literal["begun", "granted"]
+class LookupEvent(msgspec.Struct, frozen=True):
+    kind: LookupEventKind
+    why: str = ""
+    granted: bool = False
+    streams: bool = False
+    final: bool = False
+    known: bool = False
+    p_sends: bool = False
 
 
-class BeginLinks(msgspec.Struct, frozen=True):
-    """Begin the handshakes with P's ranks; ``PlaneFound`` follows in CONNECTING."""
+TICK = LookupEvent(LookupEventKind.TICK)
 
 
-class ReportFound(msgspec.Struct, frozen=True):
-    """Report P's last answer. ``streams``: P computes the prompt, and sends it meanwhile."""
+class LookupEffect(enum.Enum):
+    """What the owner must do."""
 
-    streams: bool
-
-
-class ReportLost(msgspec.Struct, frozen=True):
-    """Report that D must prefill."""
-
-    why: str
-
-
-class ReportKnown(msgspec.Struct, frozen=True):
-    """Report that P's engine has the prompt, so that D may wait on."""
+    ASK = "ask P for the prompt (FINDING, LEFT), or for its grant (AWAITING_GRANT)"
+    LINKS = "begin the handshakes with P's ranks; PLANE_FOUND follows in CONNECTING"
+    REPORT_FOUND = "report P's last answer"
+    REPORT_LOST = "report that D must prefill, and why"
+    REPORT_KNOWN = "report that P's engine has the prompt, so that D may wait on"
+    RELEASE = "release the lease of P's last answer"
+    LEAVE = "send P that the question is not needed any more"
 
 
-class ReleaseUnneeded(msgspec.Struct, frozen=True):
-    """Release the lease of P's last answer."""
-
-
-class SendLeave(msgspec.Struct, frozen=True):
-    """Tell P that a question is not needed any more."""
-
-
-LookupEffect = AskName | BeginLinks | ReportFound | ReportLost | ReportKnown | ReleaseUnneeded | SendLeave
 Outcome = tuple[LookupState, tuple[LookupEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
+
+_K, _E = LookupEventKind, LookupEffect
 
 
 def _ended(*effects: LookupEffect) -> Outcome:
     return LookupState(_P.ENDED), effects
 
 
-def _located(state: LookupState, event: PeerLocated, now: float) -> Outcome:
-    return LookupState(), (AskName("begun"),)
+def _lost(why: str) -> Outcome:
+    return LookupState(_P.ENDED, why=why), (_E.REPORT_LOST,)
 
 
-def _found(state: LookupState, event: NameResolved, now: float) -> Outcome:
+def _located(state: LookupState, event: LookupEvent, now: float) -> Outcome:
+    return LookupState(), (_E.ASK,)
+
+
+def _found(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if event.granted:
-        return LookupState(_P.FOUND), (ReportFound(streams=False),)
+        return LookupState(_P.FOUND), (_E.REPORT_FOUND,)
     if event.streams:
-        return LookupState(_P.CONNECTING), (BeginLinks(),)
-    return LookupState(_P.AWAITING_GRANT), (BeginLinks(), AskName("granted"))
+        return LookupState(_P.CONNECTING), (_E.LINKS,)
+    return LookupState(_P.AWAITING_GRANT), (_E.LINKS, _E.ASK)
 
 
-def _plane_found(state: LookupState, event: PlaneFound, now: float) -> Outcome:
+def _plane_found(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if event.p_sends:
-        return LookupState(_P.FOUND), (ReportFound(streams=True),)
-    return LookupState(_P.AWAITING_GRANT), (AskName("granted"),)
+        return LookupState(_P.FOUND), (_E.REPORT_FOUND,)
+    return LookupState(_P.AWAITING_GRANT), (_E.ASK,)
 
 
-def _granted(state: LookupState, event: NameResolved, now: float) -> Outcome:
+def _granted(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if event.granted:
-        return LookupState(_P.FOUND), (ReportFound(streams=False),)
+        return LookupState(_P.FOUND), (_E.REPORT_FOUND,)
     return replace(state, retry_at=now + RETRY_SECONDS), ()
 
 
-def _unresolved(state: LookupState, event: NameUnresolved, now: float) -> Outcome:
+def _unresolved(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if event.final:
-        return _ended(ReportLost(event.detail or "P does not hand the prompt over"))
-    return replace(state, retry_at=now + RETRY_SECONDS, lost=False), (ReportKnown(),) if event.known else ()
+        return _lost(event.why or "P does not hand the prompt over")
+    return replace(state, retry_at=now + RETRY_SECONDS, lost=False), (_E.REPORT_KNOWN,) if event.known else ()
 
 
-def _retry(state: LookupState, event: Tick, now: float) -> Outcome:
+def _retry(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if state.retry_at is None or now < state.retry_at:
         return state, ()
-    return replace(state, retry_at=None), (AskName("granted" if state.phase is _P.AWAITING_GRANT else "begun"),)
+    return replace(state, retry_at=None), (_E.ASK,)
 
 
-def _contact_lost(state: LookupState, event: ContactLost, now: float) -> Outcome:
+def _contact_lost(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if state.lost:
-        return _ended(ReportLost(event.why))
+        return _lost(event.why)
     return replace(state, lost=True, retry_at=now + RETRY_SECONDS), ()
 
 
-def _failed(state: LookupState, event: PeerFailed, now: float) -> Outcome:
-    return _ended(ReportLost(event.why))
+def _failed(state: LookupState, event: LookupEvent, now: float) -> Outcome:
+    return _lost(event.why)
 
 
 def _end(state: LookupState, event: LookupEvent, now: float) -> Outcome:
@@ -244,54 +211,55 @@ def _end(state: LookupState, event: LookupEvent, now: float) -> Outcome:
 
 
 def _leave(state: LookupState) -> tuple[LookupEffect, ...]:
-    return () if state.retry_at is not None else (SendLeave(),)
+    return () if state.retry_at is not None else (_E.LEAVE,)
 
 
-def _left(state: LookupState, event: NameLeft, now: float) -> Outcome:
+def _left(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     return replace(state, phase=_P.LEFT, until=now + LEFT_SECONDS), ()
 
 
-def _left_grant(state: LookupState, event: NameLeft, now: float) -> Outcome:
-    return _ended(*_leave(state), ReleaseUnneeded())
+def _left_grant(state: LookupState, event: LookupEvent, now: float) -> Outcome:
+    return _ended(*_leave(state), _E.RELEASE)
 
 
-def _left_known(state: LookupState, event: NameLeft | NameResolved, now: float) -> Outcome:
-    return _ended(ReleaseUnneeded())
+def _left_known(state: LookupState, event: LookupEvent, now: float) -> Outcome:
+    return _ended(_E.RELEASE)
 
 
-def _left_unresolved(state: LookupState, event: NameUnresolved, now: float) -> Outcome:
+def _left_unresolved(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     return _ended() if event.final else (replace(state, retry_at=now + RETRY_SECONDS), ())
 
 
-def _left_tick(state: LookupState, event: Tick, now: float) -> Outcome:
+def _left_tick(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     return _ended(*_leave(state)) if now >= state.until else _retry(state, event, now)
 
 
 LOOKUP: TransitionTable[LookupState, LookupEvent, LookupEffect] = TransitionTable(
     "lookup",
     LookupPhase,
-    get_args(LookupEvent),
+    LookupEventKind,
     (
-        ((_P.LOCATING,), (PeerLocated,), _located),
-        ((_P.FINDING,), (NameResolved,), _found),
-        ((_P.CONNECTING,), (PlaneFound,), _plane_found),
-        ((_P.AWAITING_GRANT,), (NameResolved,), _granted),
-        (_ASKING, (NameUnresolved,), _unresolved),
-        (_ASKING, (Tick,), _retry),
-        (_ASKING, (ContactLost,), _contact_lost),
-        (_WAITING, (PeerFailed,), _failed),
-        ((_P.LOCATING,), (NameLeft,), _end),
-        ((_P.FINDING,), (NameLeft,), _left),
-        ((_P.AWAITING_GRANT,), (NameLeft,), _left_grant),
-        ((_P.CONNECTING, _P.FOUND), (NameLeft,), _left_known),
-        ((_P.LEFT,), (NameResolved,), _left_known),
-        ((_P.LEFT,), (NameUnresolved,), _left_unresolved),
-        ((_P.LEFT,), (Tick,), _left_tick),
-        ((_P.LEFT,), (PeerFailed, ContactLost), _end),
-        ((_P.FOUND,), (AnswerTaken,), _end),
+        ((_P.LOCATING,), (_K.LOCATED,), _located),
+        ((_P.FINDING,), (_K.RESOLVED,), _found),
+        ((_P.CONNECTING,), (_K.PLANE_FOUND,), _plane_found),
+        ((_P.AWAITING_GRANT,), (_K.RESOLVED,), _granted),
+        (_ASKING, (_K.UNRESOLVED,), _unresolved),
+        (_ASKING, (_K.TICK,), _retry),
+        (_ASKING, (_K.LOST,), _contact_lost),
+        (_WAITING, (_K.FAILED,), _failed),
+        ((_P.LOCATING,), (_K.LEFT,), _end),
+        ((_P.FINDING,), (_K.LEFT,), _left),
+        ((_P.AWAITING_GRANT,), (_K.LEFT,), _left_grant),
+        ((_P.CONNECTING, _P.FOUND), (_K.LEFT,), _left_known),
+        ((_P.LEFT,), (_K.RESOLVED,), _left_known),
+        ((_P.LEFT,), (_K.UNRESOLVED,), _left_unresolved),
+        ((_P.LEFT,), (_K.TICK,), _left_tick),
+        ((_P.LEFT,), (_K.FAILED, _K.LOST), _end),
+        ((_P.FOUND,), (_K.TAKEN,), _end),
         # An answer may come twice, or late; links may be ready before they are needed.
-        (LookupPhase, get_args(LookupEvent), ignore),
+        (LookupPhase, LookupEventKind, ignore),
     ),
+    kind_of=attrgetter("kind._value_"),
 )
 
 
@@ -375,7 +343,7 @@ class Lookups:
         lifetime = Lifetime(LOOKUP, LookupState(LookupPhase.LOCATING), now)
         lookup = self.open[wanted.request_id] = Lookup(wanted, lifetime, self._rank_context.clock())
         if wanted.port:
-            self.give(lookup, PeerLocated(), now)
+            self.give(lookup, LookupEvent(_K.LOCATED), now)
         else:
             self._looked_at[lookup] = None
             lookup.page = fetch_page(wanted.host, self._rank_context.allowed_peers.refusal_without_keys, self._wake)
@@ -387,13 +355,13 @@ class Lookups:
         lookup = self.open.get(left.request_id)
         if lookup is not None:
             lookup.wanted = replace(lookup.wanted, ended=left)
-            self.give(lookup, NameLeft(), now)
+            self.give(lookup, LookupEvent(_K.LEFT), now)
 
     def taken(self, request_id: str, now: float) -> None:
         """D's engine keeps the lease of a request from now on."""
         lookup = self.open.get(request_id)
         if lookup is not None:
-            self.give(lookup, AnswerTaken(), now)
+            self.give(lookup, LookupEvent(_K.TAKEN), now)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
@@ -424,7 +392,7 @@ class Lookups:
                     self._reply(contact, messages.decode_reply(frames), now)
                 except ProtocolError as error:
                     self._rank_context.stats.dropped("malformed reply")
-                    self._fail(contact, str(error), now, PeerFailed)
+                    self._fail(contact, str(error), now, _K.FAILED)
             if contact.connection.lost:
                 self._lost(contact, now)
         for lookup in list(self._looked_at):
@@ -460,22 +428,22 @@ class Lookups:
                 raise ProtocolError(page.error)
             host, port = first_rank(page.result or b"", lookup.wanted.engine_id)
         except ProtocolError as error:
-            self.give(lookup, PeerFailed(f"{lookup.where} cannot be found: {error}"), now)
+            self.give(lookup, LookupEvent(_K.FAILED, f"{lookup.where} cannot be found: {error}"), now)
             return
         lookup.wanted = replace(lookup.wanted, host=host, port=port)
-        self.give(lookup, PeerLocated(), now)
+        self.give(lookup, LookupEvent(_K.LOCATED), now)
 
     def _look_at_links(self, lookup: Lookup, now: float) -> None:
         phases = {link.phase for link in lookup.links}
         if LinkPhase.FAILED in phases:
-            self.give(lookup, PlaneFound(p_sends=False), now)
+            self.give(lookup, LookupEvent(_K.PLANE_FOUND), now)
         elif phases <= {LinkPhase.ATTACHED}:
-            self.give(lookup, PlaneFound(not any(link.pulls for link in lookup.links)), now)
+            self.give(lookup, LookupEvent(_K.PLANE_FOUND, p_sends=not any(link.pulls for link in lookup.links)), now)
 
     def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
         if isinstance(reply, messages.Refused):  # of another version; it has no number
             why = f"its {reply.field} is {shortened(reply.ours)}, ours {shortened(reply.theirs)}"
-            self._fail(contact, why, now, PeerFailed)
+            self._fail(contact, why, now, _K.FAILED)
             return
         if not isinstance(reply, messages.Resolved | messages.Unresolved):
             return
@@ -484,17 +452,17 @@ class Lookups:
             return  # an answer that nobody waits for
         if isinstance(reply, messages.Unresolved):
             detail = f"{lookup.where} says: {shortened(reply.detail)!r}" if reply.detail else ""
-            self.give(lookup, NameUnresolved(reply.final, detail, reply.known), now)
+            self.give(lookup, LookupEvent(_K.UNRESOLVED, detail, final=reply.final, known=reply.known), now)
         else:
             lookup.answer = reply
-            self.give(lookup, NameResolved(reply.granted, reply.streams), now)
+            self.give(lookup, LookupEvent(_K.RESOLVED, granted=reply.granted, streams=reply.streams), now)
 
     def _lost(self, contact: _Contact, now: float) -> None:
-        self._fail(contact, contact.connection.reason or "the peer is gone", now, ContactLost)
+        self._fail(contact, contact.connection.reason or "the peer is gone", now, _K.LOST)
 
-    def _fail(self, contact: _Contact, why: str, now: float, event: type[PeerFailed | ContactLost]) -> None:
+    def _fail(self, contact: _Contact, why: str, now: float, kind: LookupEventKind) -> None:
         for lookup in [each for each in (*self.open.values(), *self.left) if each.contact is contact]:
-            self.give(lookup, event(f"{lookup.where} cannot be asked for the lease: {why}"), now)
+            self.give(lookup, LookupEvent(kind, f"{lookup.where} cannot be asked for the lease: {why}"), now)
 
     def give(self, lookup: Lookup, event: LookupEvent, now: float) -> None:
         """Give a lookup an event. What it decides is performed, and may be followed by other events."""
@@ -515,10 +483,10 @@ class Lookups:
             for effect in effects:
                 queue.extend(self._perform(lookup, effect, now))
             answered = phase is not before and phase in (LookupPhase.FOUND, LookupPhase.ENDED)
-            if answered or isinstance(event, ContactLost):
+            if answered or event.kind is _K.LOST:
                 self.forget_question(lookup)
             if answered and before is not LookupPhase.FOUND and lookup.wanted.traceparent:
-                error = event.why if isinstance(event, PeerFailed | ContactLost) else ""
+                error = event.why if event.kind in (_K.FAILED, _K.LOST) else ""
                 span = partial(rendezvous_span, lookup.wanted, lookup.begun_at, error, self._rank_context.clock())
                 record(self._rank_context, lookup.wanted.traceparent, span)
 
@@ -533,39 +501,42 @@ class Lookups:
     def _perform(self, lookup: Lookup, effect: LookupEffect, now: float) -> Sequence[LookupEvent]:
         request_id = lookup.wanted.request_id
         match effect:
-            case AskName(until):
-                return self._ask(lookup, until, now)
-            case BeginLinks():
+            case _E.ASK:
+                return self._ask(lookup, now)
+            case _E.LINKS:
                 return self._begin_links(lookup, now)
-            case ReportFound(streams):
-                self._report_found(lookup, streams)
-            case ReportLost(why):
-                self._results.looked_up(request_id, RendezvousResult(error=why))
-            case ReportKnown():
+            case _E.REPORT_FOUND:
+                self._report_found(lookup)
+            case _E.REPORT_LOST:
+                self._results.looked_up(request_id, RendezvousResult(error=lookup.lifetime.state.why))
+            case _E.REPORT_KNOWN:
                 self._results.looked_up(request_id, RendezvousResult(known=True))
-            case ReleaseUnneeded():
+            case _E.RELEASE:
                 self._release_unneeded(lookup, now)
-            case SendLeave():
+            case _E.LEAVE:
                 assert lookup.contact is not None
                 lookup.contact.connection.send(messages.encode(messages.LeaveName(number=lookup.number)))
         return ()
 
-    def _ask(self, lookup: Lookup, until: Literal["begun", "granted"], now: float) -> Sequence[LookupEvent]:
+    def _ask(self, lookup: Lookup, now: float) -> Sequence[LookupEvent]:
         if lookup.contact is None:
             try:
                 lookup.contact = self._contact(lookup.wanted, now)
             except KVFerryError as error:
-                return (PeerFailed(str(error)),)
+                return (LookupEvent(_K.FAILED, str(error)),)
             lookup.contact.open += 1
         self.by_number.pop(lookup.number, None)
         self.asked = lookup.number = (self.asked + 1) % (1 << 32)
         self.by_number[lookup.number] = lookup
         wanted, connection = lookup.wanted, lookup.contact.connection
-        question = messages.Resolve(number=lookup.number, name=wanted.name, engine_id=wanted.engine_id, until=until)
+        question = messages.Resolve(
+            number=lookup.number, name=wanted.name, engine_id=wanted.engine_id,
+            until="granted" if lookup.lifetime.state.phase is LookupPhase.AWAITING_GRANT else "begun",
+        )  # fmt: skip
         if connection.send(messages.encode(question)):
             return ()
         why = connection.reason or "its control connection takes no more messages"
-        return (ContactLost(f"{lookup.where} cannot be asked for the lease: {why}"),)
+        return (LookupEvent(_K.LOST, f"{lookup.where} cannot be asked for the lease: {why}"),)
 
     def _contact(self, wanted: Rendezvous, now: float) -> _Contact:
         """Raises TransportError: D asks too many P engines."""
@@ -598,7 +569,7 @@ class Lookups:
         if not found:
             raise TransportError(f"{len(self.contacts)} P engines are asked for leases already, limit {MAX_CONTACTS}")
         contact = self.contacts.pop(min(found)[2])
-        self._fail(contact, "it has not answered, and others are asked", now, PeerFailed)
+        self._fail(contact, "it has not answered, and others are asked", now, _K.FAILED)
         contact.connection.close()
 
     def _begin_links(self, lookup: Lookup, now: float) -> Sequence[LookupEvent]:
@@ -609,14 +580,15 @@ class Lookups:
             peer = self._rank_context.lease_of(lookup.answer.params).peer
             lookup.links = [self._links.get(address, now) for address in self._links.source_addresses(peer)]
         except KVFerryError as error:
-            return (PeerFailed(str(error)),)
+            return (LookupEvent(_K.FAILED, str(error)),)
         for link in lookup.links:
             link.start_handshake(now)
         return ()
 
-    def _report_found(self, lookup: Lookup, streams: bool) -> None:
+    def _report_found(self, lookup: Lookup) -> None:
         answer = lookup.answer
         assert answer is not None
+        streams = not answer.granted
         found, step_tokens = (answer.found, answer.step_tokens) if streams else (0, 0)
         result = RendezvousResult(answer.params, streams=streams, found=found, step_tokens=step_tokens)
         self._results.looked_up(lookup.wanted.request_id, result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 from kvferry.connector.pages.checksums import NO_CHECKSUM
 from kvferry.connector.pages.rank_context import RankContext
@@ -27,39 +26,25 @@ def avoided_seconds(handover_seconds: float) -> float:
     return max(AVOIDED_SECONDS, handover_seconds)
 
 
-class _Failed(NamedTuple):
-    until: float
-    why: str
-
-
 class FailedPlanes:
-    """The planes that broke, by peer. Times are seconds of the caller's clock."""
+    """The planes that broke, by peer. ``seconds``: how long each is avoided, by the caller's clock."""
 
     def __init__(self, seconds: float) -> None:
-        """``seconds``: how long a plane that broke is avoided."""
         self._seconds = seconds
-        self._by_peer: dict[Hashable, dict[str, _Failed]] = {}
+        self._by_peer: dict[Hashable, dict[str, tuple[float, str]]] = {}  # until when, and why
 
     def __len__(self) -> int:
         return len(self._by_peer)
 
     def add(self, peer: Hashable, plane: str, why: str, now: float) -> None:
         """A plane to a peer broke."""
-        failed = self._by_peer.setdefault(peer, {})
-        failed[plane] = _Failed(now + self._seconds, why)
+        self._by_peer.setdefault(peer, {})[plane] = now + self._seconds, why
         if len(self._by_peer) > MAX_PEERS:
             del self._by_peer[next(iter(self._by_peer))]
 
     def of(self, peer: Hashable, now: float) -> dict[str, str]:
         """The planes to avoid for a peer, and why each broke."""
-        return {plane: failed.why for plane, failed in self._by_peer.get(peer, {}).items() if now < failed.until}
-
-
-class Needs(NamedTuple):
-    """What the bytes of a link need on their way. ``converts``: dtypes differ. ``checksum``: checksums are demanded."""
-
-    converts: bool
-    checksum: bool
+        return {plane: why for plane, (until, why) in self._by_peer.get(peer, {}).items() if now < until}
 
 
 class PlaneChoice:
@@ -86,8 +71,9 @@ class PlaneChoice:
         self._rejected[name] = why.removeprefix(f"{name}: ")
         self._offers.pop(name, None)
 
-    def connect(self, connection: Connection, needs: Needs) -> tuple[Plane, DChannel, bytes, str]:
-        """Connect the first plane that both sides have.
+    def connect(self, connection: Connection, *, converts: bool, checksum: bool) -> tuple[Plane, DChannel, bytes, str]:
+        """Connect the first plane that both sides have. ``converts``: dtypes differ. ``checksum``: checksums are
+        demanded.
 
         Returns:
             The plane, D's end of it, the payload of the Attach, and why no better plane was chosen.
@@ -98,7 +84,7 @@ class PlaneChoice:
         """
         missing, rejected = self._rank_context.missing_planes, dict(self._rejected)
         for plane in sorted(self._rank_context.planes, key=lambda plane: plane.name in self.avoid):
-            why = self._cannot_use(plane, connection.address, needs)
+            why = self._cannot_use(plane, connection.address, converts=converts, checksum=checksum)
             if why:
                 rejected.setdefault(plane.name, why)
                 continue
@@ -135,15 +121,15 @@ class PlaneChoice:
         for broken in self.avoid:
             self._rank_context.stats.plane_changed(broken)
 
-    def _cannot_use(self, plane: Plane, address: str, needs: Needs) -> str:
+    def _cannot_use(self, plane: Plane, address: str, *, converts: bool, checksum: bool) -> str:
         """Why D does not choose a plane; empty where D may choose it."""
         if plane.same_host and not is_ours(address):
             return "P is on another host"
-        if plane.pulls and needs.checksum:
+        if plane.pulls and checksum:
             return NO_CHECKSUM
         if plane.name not in self._offers:
             return "P does not offer it"
-        if plane.pulls and needs.converts:
+        if plane.pulls and converts:
             return "it copies bytes, and dtypes differ"
         if len(self._rank_context.planes) == 1:
             return ""

@@ -17,17 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.connector.decode_side.link import Link, LinkPhase, Reason
-from kvferry.connector.decode_side.load_state import (
-    LoadEffect,
-    LoadEvent,
-    LoadState,
-    SourceCommitted,
-    SourceDrained,
-    SourceFailed,
-    SourceMoved,
-    SourceProgress,
-    SourceReady,
-)
+from kvferry.connector.decode_side.load_state import LoadEffect, LoadEvent, LoadEventKind, LoadState
 from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.span_read import Side, SpanRead, cut_read
 from kvferry.connector.geometry.byte_ranges import pages_of
@@ -63,6 +53,8 @@ _DENIED: dict[messages.DenyReason, FailureKind] = {
     "detached": "peer_lost",
     "failed": "data",
 }
+_E = LoadEventKind
+PROGRESS = LoadEvent(_E.PROGRESS)
 Fence = Literal["pushed", "posted", "asked"]
 """The proof that a lease still stood when its blocks were read. Either P sent the bytes itself, and P sends nothing
 under a lease that has ended; or the grant that P posted on its grant board still stands; or P answers a Commit."""
@@ -219,14 +211,14 @@ class SourceRead(msgspec.Struct, eq=False):
         if self.stopped or phase not in (LinkPhase.ATTACHED, LinkPhase.FAILED):
             return None
         if phase is LinkPhase.FAILED:
-            return SourceFailed(self.source, self.link.failure)
+            return LoadEvent(_E.FAILED, self.source, self.link.failure)
         try:
             self.link.check_addressed(self.active_load.load.peer, self.address)
         except IncompatiblePeerError as error:
             return self.failed("incompatible", f"{self.link.name}: {error}")
         except TransportError as error:
-            return SourceFailed(self.source, Reason("peer_lost", f"{self.link.name}: {error}", "peer"))
-        return SourceReady(self.source)
+            return LoadEvent(_E.FAILED, self.source, Reason("peer_lost", f"{self.link.name}: {error}", "peer"))
+        return LoadEvent(_E.READY, self.source)
 
     def plan(self, planned: tuple[PlannedSpan, ...], now: float) -> LoadEvent | None:
         """The spans to read are known, in the order of P's steps where P sends them while it computes."""
@@ -235,7 +227,7 @@ class SourceRead(msgspec.Struct, eq=False):
         if not planned:  # this pipeline stage of P holds none of D's layers
             self.granted = True
             self._enter(ReadPhase.LANDED, now)
-            return SourceMoved(self.source)
+            return LoadEvent(_E.MOVED, self.source)
         if load.step_tokens and not link.pulls:
             self.planned = in_windows(planned, link.theirs, load.found, load.step_tokens)
             parts = part_bytes(self.planned, link.theirs)
@@ -253,10 +245,10 @@ class SourceRead(msgspec.Struct, eq=False):
         self.granted = True
         if self.phase is ReadPhase.COMMITTING:
             self._enter(ReadPhase.COMMITTED, now)
-            return SourceCommitted(self.source)
+            return LoadEvent(_E.COMMITTED, self.source)
         if self.phase is ReadPhase.ASKED:
             self._enter(ReadPhase.MOVING, now)
-        return SourceProgress()
+        return PROGRESS
 
     def write_began(self, write: PageWrite, now: float) -> LoadEvent:
         """A copy into D's pages has begun, or has ended at once. The load must know that its pages are written, also
@@ -266,26 +258,26 @@ class SourceRead(msgspec.Struct, eq=False):
         self.awaitable &= write.copy.on_stream or write.copy.done
         if self.phase is ReadPhase.ASKED:
             self._enter(ReadPhase.MOVING, now)
-        return SourceProgress()
+        return PROGRESS
 
     def write_ended(self, write: PageWrite, failure: Reason | None, now: float) -> LoadEvent | None:
         """``failure``: why the bytes are not there; ``None`` where they are."""
         del self.writes[write]
         if self.stopped:
-            return None if self.writes else SourceDrained(self.source)
+            return None if self.writes else LoadEvent(_E.DRAINED, self.source)
         if failure is not None:
-            return SourceFailed(self.source, failure)
+            return LoadEvent(_E.FAILED, self.source, failure)
         if self.writes or self.left:
-            return SourceProgress()
+            return PROGRESS
         self._enter(ReadPhase.LANDED, now)
-        return SourceMoved(self.source)
+        return LoadEvent(_E.MOVED, self.source)
 
     def commit(self, now: float) -> LoadEvent | None:
         """All reads of the load have landed. The grant names the prompt of the lease, so the read counts only once the
         grant is here. ``answered`` follows where P did not send the bytes."""
         if self.granted and self.fence == "pushed":
             self._enter(ReadPhase.COMMITTED, now)
-            return SourceCommitted(self.source)
+            return LoadEvent(_E.COMMITTED, self.source)
         self._enter(ReadPhase.COMMITTING, now)
         return None
 
@@ -296,11 +288,11 @@ class SourceRead(msgspec.Struct, eq=False):
         if not ok:
             return self.failed("expired", "the lease ended before the read was committed")
         self._enter(ReadPhase.COMMITTED, now)
-        return SourceCommitted(self.source)
+        return LoadEvent(_E.COMMITTED, self.source)
 
     def failed(self, kind: FailureKind, text: str) -> LoadEvent | None:
         """P refused the read, or the data are wrong. After the stop of a read that is no failure of its load."""
-        return None if self.stopped else SourceFailed(self.source, Reason(kind, text))
+        return None if self.stopped else LoadEvent(_E.FAILED, self.source, Reason(kind, text))
 
     def stop(self, now: float, timeout: float) -> bool:
         """Begin no more copies. ``timeout``: seconds that the last messages may take. Returns whether P or a copy may
@@ -486,7 +478,7 @@ class Reads:
         pulls = read.link.pulls
         if not read.awaits_grant:
             if read.phase is ReadPhase.MOVING and not pulls:  # P computes the prompt: this is a sign of life
-                yield SourceProgress()
+                yield PROGRESS
             return
         load, event = read.active_load.load, None
         try:
@@ -622,7 +614,7 @@ class Reads:
     def stop(self, read: SourceRead, now: float) -> LoadEvent | None:
         """Let no channel write D's pages for this read, and ask P to stop sending.
 
-        A copy that cannot be cancelled goes on: ``finished_writes`` yields ``SourceDrained`` when it has ended.
+        A copy that cannot be cancelled goes on: ``finished_writes`` yields DRAINED when it has ended.
         Messages under way end in staging memory or are dropped; P's ``Stopped`` contains their number. Where none is
         left, the read need not wait for it.
         """
@@ -633,7 +625,7 @@ class Reads:
                 self._log.exception("CancelRead", "kvferry: unexpected error in CancelRead of read %d", read.number)
                 self._rank_context.stats.failed("internal")
             self._deadlines.note(read, read.due)
-        return None if read.writes else SourceDrained(read.source)
+        return None if read.writes else LoadEvent(_E.DRAINED, read.source)
 
     def _cancel(self, read: SourceRead) -> None:
         posted: set[int] = set()
@@ -691,7 +683,7 @@ class Reads:
                 if not read.stopped:
                     self.count(read, write.seen - (before or 0))
                     read.awaitable |= write.copy.has_ended(0)  # it is the read's only copy
-                    yield read.active_load, SourceProgress()
+                    yield read.active_load, PROGRESS
 
     def finished_writes(self, now: float) -> Iterator[Happening]:
         """The events of the copies into D's pages that have ended."""
@@ -737,7 +729,7 @@ class Reads:
             if message.placed:
                 if checksum is not None and not read.placed.pop(message.tag).fits(message.tag):
                     message.release()
-                    return SourceFailed(read.source, _damaged(read.link, message.tag))
+                    return LoadEvent(_E.FAILED, read.source, _damaged(read.link, message.tag))
                 copy = Copy(done=True)
             else:
                 if checksum is not None:

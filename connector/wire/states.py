@@ -26,16 +26,13 @@ class _State(Protocol):
 S = TypeVar("S", bound=_State)
 E = TypeVar("E")
 F = TypeVar("F")
+Kind = type | enum.Enum
 Outcome = tuple[S, tuple[F, ...]]
 Transition = Callable[[S, Any, float], Outcome[S, F]]  # the event is of the types that its rows name
 
 
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed: a deadline may be over."""
-
-
-class _Begin:
-    """In a history, in place of an event: the lifetime has begun."""
 
 
 class Step(NamedTuple):
@@ -52,9 +49,10 @@ class TransitionTable(Generic[S, E, F]):
     Args:
         name: the lifetime, as an error names it.
         phases: the enumeration of its phases.
-        events: the types of its events.
-        rows: (phases, types of events, transition). The first row that names a pair of phase and event counts, so a
-            general row may stand below a particular one; an enumeration stands for all of its phases.
+        events: the kinds of its events: types, or an enumeration.
+        rows: (phases, kinds of events, transition). The first row that names a pair of phase and event counts, so a
+            general row may stand below a particular one; an enumeration stands for all of its members.
+        kind_of: the kind of an event; the value of a member of an enumeration.
 
     Raises:
         ValueError: a pair of phase and event has no row, or a row is never used. The error names them.
@@ -64,11 +62,12 @@ class TransitionTable(Generic[S, E, F]):
         self,
         name: str,
         phases: type[enum.Enum],
-        events: Iterable[type],
-        rows: Iterable[tuple[Iterable[enum.Enum], Iterable[type], Transition[S, F]]],
+        events: Iterable[Kind],
+        rows: Iterable[tuple[Iterable[enum.Enum], Iterable[Kind], Transition[S, F]]],
+        kind_of: Callable[[Any], object] = type,
     ) -> None:
-        self.name, self.phases, self.events = name, phases, tuple(events)
-        found: dict[tuple[enum.Enum, type], Transition[S, F]] = {}
+        self.name, self.phases, self.events, self.kind_of = name, phases, tuple(events), kind_of
+        found: dict[tuple[enum.Enum, Kind], Transition[S, F]] = {}
         for row_phases, row_events, transition in rows:
             pairs = [(phase, event) for phase in row_phases for event in row_events]
             new = [pair for pair in pairs if pair not in found]
@@ -81,14 +80,16 @@ class TransitionTable(Generic[S, E, F]):
         unknown = [pair for pair in found if pair[1] not in self.events]
         if unknown:
             raise ValueError(f"{name}: a row for an event that is not listed, {_named(unknown[0])}")
-        self.rows: Mapping[tuple[enum.Enum, type], Transition[S, F]] = found
-        # By the phase's value: Python computes the hash of an enumeration's member in Python, and a hand-over takes 18
-        # steps while a request waits.
-        self.by_value = {(event, phase.value): transition for (phase, event), transition in found.items()}
+        # By values: Python computes the hash of an enumeration's member in Python, and a hand-over takes 18 steps while
+        # a request waits.
+        self.by_value = {
+            (event.value if isinstance(event, enum.Enum) else event, phase.value): transition
+            for (phase, event), transition in found.items()
+        }
 
     def step(self, state: S, event: E, now: float) -> Outcome[S, F]:
         """The state after an event, and the effects that the owner of the lifetime must perform."""
-        return self.by_value[type(event), state.phase._value_](state, event, now)
+        return self.by_value[self.kind_of(event), state.phase._value_](state, event, now)
 
 
 class History:
@@ -97,10 +98,8 @@ class History:
     __slots__ = ("_history",)
 
     def __init__(self, phase: enum.Enum, now: float) -> None:
-        # Times, events or their types, and phases; ``history`` makes text of them, for a log line only.
-        self._history: deque[tuple[float, type | enum.Enum, enum.Enum]] = deque(
-            [(now, _Begin, phase)], maxlen=MAX_HISTORY
-        )
+        # Times, events or their kinds, and phases; ``history`` makes text of them, for a log line only.
+        self._history: deque[tuple[float, object, enum.Enum]] = deque([(now, "", phase)], maxlen=MAX_HISTORY)
 
     @property
     def history(self) -> tuple[Step, ...]:
@@ -117,17 +116,17 @@ class History:
 class Lifetime(History, Generic[S, E, F]):
     """One lifetime under way: its state, and the last changes of its phase."""
 
-    __slots__ = ("_transitions", "state")
+    __slots__ = ("_kind_of", "_transitions", "state")
 
     def __init__(self, table: TransitionTable[S, E, F], state: S, now: float) -> None:
         super().__init__(state.phase, now)
-        self._transitions = table.by_value
+        self._transitions, self._kind_of = table.by_value, table.kind_of
         self.state = state
 
     def step(self, event: E, now: float) -> tuple[F, ...]:
         """Take one event. Returns the effects that the owner must perform."""
         before = self.state.phase
-        kind = type(event)
+        kind = self._kind_of(event)
         self.state, effects = self._transitions[kind, before._value_](self.state, event, now)
         phase = self.state.phase
         if phase is not before:
@@ -158,10 +157,8 @@ class Phases(History, Generic[P]):
         return before
 
 
-def _name(event: type | enum.Enum) -> str:
-    if isinstance(event, enum.Enum):
-        return str(event.value)
-    return "" if event is _Begin else event.__name__
+def _name(event: object) -> str:
+    return event.__name__ if isinstance(event, type) else str(event.value if isinstance(event, enum.Enum) else event)
 
 
 def ignore(state: S, event: object, now: float) -> tuple[S, tuple[()]]:
@@ -169,6 +166,6 @@ def ignore(state: S, event: object, now: float) -> tuple[S, tuple[()]]:
     return state, ()
 
 
-def _named(pair: tuple[enum.Enum, type]) -> str:
+def _named(pair: tuple[enum.Enum, Kind]) -> str:
     phase, event = pair
-    return f"({phase.name}, {event.__name__})"
+    return f"({phase.name}, {_name(event)})"

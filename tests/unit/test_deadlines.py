@@ -75,33 +75,26 @@ def test_what_is_gone_is_forgotten_long_before_its_time() -> None:
     assert len(living) <= SWEEP + 1
 
 
-PHASES_THAT_WAIT = (LeasePhase.PREEMPTED, LeasePhase.GRANTED)
-
-
 def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
     """Every phase of every lifetime that waits for a time, with its times in each order."""
-    times = list(product((3.0, 4.0, 5.0), repeat=2))
-    reason = Reason("timeout", "planted")
-    found: list[tuple[TransitionTable[Any, Any, Any], Any]] = []
-    for first, second in times:
-        found += [
-            (load_state.LOAD, load_state.LoadState(
-                load_state.LoadPhase.READY, 1, frozenset({0}), min(first, second), second, Settings(), (1,), 0,
-                reason=reason)),
-            (lookup.LOOKUP, lookup.LookupState(retry_at=first, until=second)),
-            (lookup.LOOKUP, lookup.LookupState(retry_at=None, until=second)),
-        ]  # fmt: skip
-    leases = [LeaseState(phase, deadline=at, cap=cap) for at, cap in times for phase in PHASES_THAT_WAIT]
-    leases += [LeaseState(phase) for phase in LeasePhase]
-    return [
-        *((table, replace(state, phase=phase)) for table, state in found for phase in table.phases),
-        *((LEASE, state) for state in leases),
-    ]
+    found: list[tuple[TransitionTable[Any, Any, Any], Any]] = [(LEASE, LeaseState(phase)) for phase in LeasePhase]
+    for first, second in product((3.0, 4.0, 5.0), repeat=2):
+        load = load_state.LoadState(
+            load_state.LoadPhase.READY, 1, frozenset({0}), min(first, second), second, Settings(), (1,), 0,
+            reason=Reason("timeout", "planted"),
+        )  # fmt: skip
+        found += [(load_state.LOAD, replace(load, phase=phase)) for phase in load_state.LoadPhase]
+        lookups = (lookup.LookupState(retry_at=first, until=second), lookup.LookupState(until=second))
+        found += [(lookup.LOOKUP, replace(each, phase=phase)) for each in lookups for phase in lookup.LookupPhase]
+        leases = (LeaseState(phase, deadline=first, cap=second) for phase in (LeasePhase.PREEMPTED, LeasePhase.GRANTED))
+        found += [(LEASE, lease) for lease in leases]
+    return found
 
 
 def test_a_lifetime_is_due_when_a_tick_changes_it() -> None:
+    ticks: dict[str, Any] = {"load": load_state.TICK, "lookup": lookup.TICK, "lease": Tick()}
     for table, state in states():
-        due = state.deadline if table is LEASE else state.due
+        due, tick = state.deadline if table is LEASE else state.due, ticks[table.name]
         before = math.nextafter(min(due, 1e9), 0.0)
-        assert table.step(state, Tick(), before) == (state, ()), table.name
-        assert math.isinf(due) or table.step(state, Tick(), due) != (state, ()), table.name
+        assert table.step(state, tick, before) == (state, ()), table.name
+        assert math.isinf(due) or table.step(state, tick, due) != (state, ()), table.name

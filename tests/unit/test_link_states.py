@@ -2,97 +2,92 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.decode_side import link as k
-from kvferry.connector.decode_side.link import Reason
-from kvferry.connector.wire.states import Tick
+from kvferry.connector.decode_side.link import (
+    LINK,
+    LinkEffect,
+    LinkEvent,
+    LinkEventKind,
+    LinkPhase,
+    LinkState,
+    Reason,
+)
 
-GONE, AGAIN = Reason("peer_lost", "gone"), Reason("peer_lost", "again")
-CHOSEN = (k.HandshakeWanted(), k.PeerWelcomed(), k.PlaneChosen("shm"))
+PHASE, K, E = LinkPhase, LinkEventKind, LinkEffect
+GREET, SHAKE, WELCOMED, TICK = map(LinkEvent, (K.GREETING_WANTED, K.HANDSHAKE_WANTED, K.WELCOMED, K.TICK))
+CHOSEN, ATTACHED = LinkEvent(K.CHOSEN, "shm"), LinkEvent(K.ATTACHED, "shm", ready=True)
+MAPS, MAPPED = LinkEvent(K.ATTACHED, "shm"), LinkEvent(K.MAPPED)
+REJECTED, LOST = LinkEvent(K.REJECTED, "shm", "full"), LinkEvent(K.LOST, why="full")
+GONE = LinkEvent(K.BROKEN, reason=Reason("peer_lost", "gone"))
+TCP = (LinkEvent(K.CHOSEN, "tcp"), LinkEvent(K.ATTACHED, "tcp", ready=True))
+BEGUN = (SHAKE, WELCOMED, CHOSEN)
 
 
-def run(*events: k.LinkEvent, state: k.LinkState | None = None, now: float = 1) -> tuple[k.LinkState, list[object]]:
-    state = state or k.LinkState(timeout=10)
-    effects: list[object] = []
+def run(*events: LinkEvent, state: LinkState | None = None, now: float = 1) -> tuple[LinkState, list[LinkEffect]]:
+    state, effects = state or LinkState(timeout=10), list[LinkEffect]()
     for event in events:
-        state, new = k.LINK.step(state, event, now)
+        state, new = LINK.step(state, event, now)
         effects += new
     return state, effects
 
 
-def test_the_good_way() -> None:
-    state, effects = run(*CHOSEN, k.PlaneAttached("shm", ready=True))
-    assert state.phase is k.LinkPhase.ATTACHED and state.plane == "shm"
-    assert effects == [k.SendHello(), k.ChoosePlane()]
-    assert run(Tick(), state=state, now=1e9)[0] == state, "an attached link has no deadline"
+@pytest.mark.parametrize(
+    ("events", "phase", "plane", "effects"),
+    [
+        ((*BEGUN, ATTACHED), PHASE.ATTACHED, "shm", []),
+        ((*BEGUN, MAPS), PHASE.MAPPING, "shm", []),
+        ((*BEGUN, MAPS, MAPPED), PHASE.ATTACHED, "shm", []),
+        ((GREET, SHAKE, WELCOMED, CHOSEN), PHASE.ATTACHING, "shm", []),
+        ((*BEGUN, REJECTED), PHASE.ATTACHING, "", [E.DROP, E.CHOOSE]),
+        ((*BEGUN, LOST), PHASE.ATTACHING, "", [E.DROP, E.CHOOSE]),
+        ((*BEGUN, LOST, REJECTED, ATTACHED), PHASE.ATTACHING, "", [E.DROP, E.CHOOSE]),  # of a plane that was rejected
+        ((*BEGUN, LOST, REJECTED, *TCP), PHASE.ATTACHED, "tcp", [E.DROP, E.CHOOSE]),
+        ((*BEGUN, ATTACHED, LOST), PHASE.FAILED, "shm", [E.REPORT]),
+    ],
+)
+def test_ways(events: tuple[LinkEvent, ...], phase: LinkPhase, plane: str, effects: list[LinkEffect]) -> None:
+    state, found = run(*events)
+    assert (state.phase, state.plane, found) == (phase, plane, [E.HELLO, E.CHOOSE, *effects])
+    assert state.dropped == (("shm", "full") if E.DROP in effects else ("", ""))
+    assert (state.reason == Reason("peer_lost", "full", blames="plane")) == (phase is PHASE.FAILED)
 
 
 def test_a_release_needs_a_session_and_no_plane() -> None:
-    state, effects = run(k.GreetingWanted(), k.GreetingWanted(), k.PeerWelcomed(), k.GreetingWanted())
-    assert state.phase is k.LinkPhase.GREETED and effects == [k.SendHello()]
-    assert run(Tick(), state=state, now=1e9)[0] == state
-    state, effects = run(k.HandshakeWanted(), k.PlaneChosen("shm"), state=state, now=50)
-    assert state.phase is k.LinkPhase.ATTACHING and state.deadline == 60 and effects == [k.ChoosePlane()]
-
-
-def test_a_read_that_comes_while_d_greets_gets_its_plane() -> None:
-    state, effects = run(k.GreetingWanted(), k.HandshakeWanted(), k.PeerWelcomed())
-    assert state.phase is k.LinkPhase.ATTACHING and effects == [k.SendHello(), k.ChoosePlane()]
-
-
-def test_memory_that_is_mapped_later() -> None:
-    state, _ = run(*CHOSEN, k.PlaneAttached("shm", ready=False))
-    assert state.phase is k.LinkPhase.MAPPING
-    assert run(k.MemoryMapped(), state=state)[0].phase is k.LinkPhase.ATTACHED
-
-
-def test_a_refused_plane_is_followed_by_the_next() -> None:
-    for event in (k.PlaneRejected("shm", "full"), k.PlaneLost("full")):
-        state, effects = run(*CHOSEN, event)
-        assert state.phase is k.LinkPhase.ATTACHING and effects[-2:] == [k.DropPlane("shm", "full"), k.ChoosePlane()]
-        state, effects = run(k.PlaneRejected("shm", "late"), k.PlaneAttached("shm", ready=True), state=state)
-        assert state.phase is k.LinkPhase.ATTACHING and not effects, "the answers concern a plane that was rejected"
-        state, _ = run(k.PlaneChosen("tcp"), k.PlaneAttached("tcp", ready=True), state=state)
-        assert state.phase is k.LinkPhase.ATTACHED and state.plane == "tcp"
-
-
-def test_a_plane_that_breaks_later_is_the_end() -> None:
-    state, effects = run(*CHOSEN, k.PlaneAttached("shm", ready=True), k.PlaneLost("gone"))
-    blamed = Reason("peer_lost", "gone", blames="plane")
-    assert state.phase is k.LinkPhase.FAILED and effects[-1] == k.ReportBroken(blamed)
+    state, effects = run(GREET, GREET, WELCOMED, GREET)
+    assert state.phase is PHASE.GREETED and effects == [E.HELLO]
+    assert run(TICK, state=state, now=1e9)[0] == state
+    state, effects = run(SHAKE, CHOSEN, state=state, now=50)
+    assert state.phase is PHASE.ATTACHING and state.deadline == 60 and effects == [E.CHOOSE]
 
 
 def test_a_handshake_that_takes_too_long() -> None:
-    state, _ = run(k.HandshakeWanted())
-    assert run(Tick(), state=state, now=10.9)[0] == state
-    failed, _ = run(Tick(), state=state, now=11)
-    assert failed.reason == Reason(
-        "timeout", "no answer to the handshake in 10 s (waiting for the answer to the handshake)", blames="peer"
-    )
+    state, _ = run(SHAKE)
+    assert run(TICK, state=state, now=10.9)[0] == state
+    text = "no answer to the handshake in 10 s (waiting for the answer to the handshake)"
+    assert run(TICK, state=state, now=11)[0].reason == Reason("timeout", text, blames="peer")
+    attached, _ = run(*BEGUN, ATTACHED)
+    assert run(TICK, state=attached, now=1e9)[0] == attached, "an attached link has no deadline"
 
 
 def test_an_answer_out_of_place() -> None:
-    state, _ = run(k.PeerWelcomed())
-    assert state.reason == Reason("data", "PeerWelcomed came while connected")
+    assert run(WELCOMED)[0].reason == Reason("data", "PeerWelcomed came while connected")
 
 
-every_event = st.sampled_from([
-    k.GreetingWanted(),
-    k.HandshakeWanted(), k.PeerWelcomed(), k.PlaneChosen("a"), k.PlaneChosen("b"), k.PlaneAttached("a", ready=True),
-    k.PlaneAttached("b", ready=False), k.MemoryMapped(), k.PlaneRejected("a", "no"), k.PlaneLost("gone"),
-    k.LinkBroken(GONE), k.LinkBroken(AGAIN), Tick(),
-])  # fmt: skip
+EVENTS = st.sampled_from(
+    [GREET, SHAKE, WELCOMED, CHOSEN, *TCP, ATTACHED, MAPS, MAPPED, REJECTED, LOST, GONE, TICK]
+)  # fmt: skip
 
 
-@given(st.lists(st.tuples(every_event, st.floats(0, 20)), max_size=30))
-def test_one_failure_and_it_stays(happenings: list[tuple[k.LinkEvent, float]]) -> None:
-    state, broken = k.LinkState(timeout=10), []
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 20)), max_size=30))
+def test_one_failure_and_it_stays(happenings: list[tuple[LinkEvent, float]]) -> None:
+    state, broken = LinkState(timeout=10), 0
     for event, now in happenings:
         before = state
-        state, effects = k.LINK.step(state, event, now)
-        broken += [effect for effect in effects if isinstance(effect, k.ReportBroken)]
-        if before.phase is k.LinkPhase.FAILED:
+        state, effects = LINK.step(state, event, now)
+        broken += effects.count(E.REPORT)
+        if before.phase is PHASE.FAILED:
             assert state == before and not effects
-    assert len(broken) == (state.phase is k.LinkPhase.FAILED)
+    assert broken == (state.phase is PHASE.FAILED)

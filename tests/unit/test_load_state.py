@@ -1,8 +1,8 @@
-"""A load: total table, exactly one end, no end while something may write, none after the deadline; its attempts."""
+"""A load: exactly one end, no end while something may write, none after the deadline; its attempts."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,195 +10,195 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side import load_state as h
 from kvferry.connector.decode_side.link import Blame, Reason
-from kvferry.connector.decode_side.plane_choice import AVOIDED_SECONDS, MAX_PEERS, FailedPlanes, avoided_seconds
+from kvferry.connector.decode_side.load_state import (
+    ATTEMPTS_PER_PEER,
+    CANCELLED,
+    LOAD,
+    SAME_PEER_SECONDS,
+    TICK,
+    LoadEffect,
+    LoadEvent,
+    LoadEventKind,
+    LoadPhase,
+    LoadState,
+    first_attempt,
+    next_attempt,
+)
 from kvferry.connector.wire.metrics import FAILURE_KINDS, FailureKind
-from kvferry.connector.wire.states import Tick
 
+PHASE, K, E = LoadPhase, LoadEventKind, LoadEffect
 END = 100.0
 SETTINGS = Settings(handshake_timeout_seconds=10, transfer_timeout_seconds=30, handover_timeout_seconds=END)
-GONE, AGAIN = Reason("denied", "gone"), Reason("denied", "again")
-PHASE = h.LoadPhase
+GONE = Reason("denied", "gone")
+PROGRESS = LoadEvent(K.PROGRESS)
+READY = (LoadEvent(K.READY, 0), LoadEvent(K.READY, 1))
+MOVING = (*READY, PROGRESS)
+COMMITTING = (*MOVING, LoadEvent(K.MOVED, 0), LoadEvent(K.MOVED, 1))
+COMMITTED = (*COMMITTING, LoadEvent(K.COMMITTED, 1), LoadEvent(K.COMMITTED, 0))
+FAILED = [E.LEAVE, E.REPORT, E.RECORD, E.RELEASE]
+"""The effects of a failure that no other attempt follows."""
+NO_WRITES = pytest.mark.parametrize("before", [(), READY, COMMITTING], ids=["handshaking", "ready", "committing"])
+GIVEN_UP = pytest.mark.parametrize(
+    "event", [LoadEvent(K.FAILED, 1, GONE), replace(CANCELLED, reason=GONE)], ids=["failed", "cancel"]
+)
 
 
-def begun(sources: int = 2, peers: int = 1, planes: int = 1, now: float = 0.0, *, inside: bool = False) -> h.LoadState:
-    return h.first_attempt(sources, peers, planes, SETTINGS, now, inside=inside)
+def begun(sources: int = 2, peers: int = 1, planes: int = 1, *, inside: bool = False) -> LoadState:
+    return first_attempt(sources, peers, planes, SETTINGS, 0.0, inside=inside)
 
 
-def run(state: h.LoadState, *events: h.LoadEvent, now: float = 1) -> tuple[h.LoadState, list[h.LoadEffect]]:
-    effects: list[h.LoadEffect] = []
+def run(state: LoadState, *events: LoadEvent, now: float = 1) -> tuple[LoadState, list[LoadEffect]]:
+    effects: list[LoadEffect] = []
     for event in events:
-        state, new = h.LOAD.step(state, event, now)
+        state, new = LOAD.step(state, event, now)
         effects += new
     return state, effects
 
 
-def failed(reason: Reason) -> list[h.LoadEffect]:
-    """The effects of a failure that no other attempt follows."""
-    return [h.LeaveAttempt(reason), h.ReportLoad(reason), h.RecordLoad(reason), h.ReleaseLeases()]
-
-
-READY = (h.SourceReady(0), h.SourceReady(1))
-MOVING = (*READY, h.SourceProgress())
-COMMITTING = (*MOVING, h.SourceMoved(0), h.SourceMoved(1))
-COMMITTED = (*COMMITTING, h.SourceCommitted(1), h.SourceCommitted(0))
-
-
 def test_the_good_way() -> None:
     state, effects = run(begun(), *COMMITTED)
-    assert state.phase is PHASE.DONE
-    asked, end = [h.AskSources(), h.CommitSources()], [h.ReportLoad(), h.RecordLoad(), h.ReleaseLeases()]
-    assert effects == [*asked, *end]
+    assert state.phase is PHASE.DONE and state.reason is None
+    assert effects == [E.ASK, E.COMMIT, E.REPORT, E.RECORD, E.RELEASE]
     state, effects = run(begun(inside=True), *COMMITTED)
-    assert (state.phase, effects) == (PHASE.REPORTED, [*asked, h.ReportLoad()]), "the engine is at work"
-    assert run(state, h.CancelLoad(), Tick(), Tick())[1] == end[1:]
+    assert (state.phase, effects) == (PHASE.REPORTED, [E.ASK, E.COMMIT, E.REPORT]), "the engine is at work"
+    assert run(state, CANCELLED, TICK, TICK)[1] == [E.RECORD, E.RELEASE]
 
 
-@pytest.mark.parametrize("before", [(), READY, COMMITTING], ids=["handshaking", "ready", "committing"])
-@pytest.mark.parametrize("event", [h.SourceFailed(1, GONE), h.CancelLoad(GONE)], ids=["failed", "cancel"])
-def test_before_and_after_io_it_fails_at_once(before: tuple[h.LoadEvent, ...], event: h.LoadEvent) -> None:
+@NO_WRITES
+@GIVEN_UP
+def test_before_and_after_io_it_fails_at_once(before: tuple[LoadEvent, ...], event: LoadEvent) -> None:
     state, effects = run(run(begun(), *before)[0], event)
-    assert (state.phase, effects) == (PHASE.FAILED, [h.StopSources(), *failed(GONE)])
+    assert (state.phase, state.reason, effects) == (PHASE.FAILED, GONE, [E.STOP, *FAILED])
 
 
-@pytest.mark.parametrize("event", [h.SourceFailed(1, GONE), h.CancelLoad(GONE)], ids=["failed", "cancel"])
-def test_during_io_it_drains_first(event: h.LoadEvent) -> None:
-    state, effects = run(run(begun(), *MOVING, h.SourceMoved(0))[0], event)
-    assert (state.phase, effects) == (PHASE.DRAINING, [h.StopSources()])
-    state, effects = run(state, h.SourceFailed(1, AGAIN), h.SourceDrained(0))
+@GIVEN_UP
+def test_during_io_it_drains_first(event: LoadEvent) -> None:
+    state, effects = run(run(begun(), *MOVING, LoadEvent(K.MOVED, 0))[0], event)
+    assert (state.phase, effects) == (PHASE.DRAINING, [E.STOP])
+    state, effects = run(state, LoadEvent(K.FAILED, 1, Reason("denied", "again")), LoadEvent(K.DRAINED, 0))
     assert (state.phase, effects) == (PHASE.DRAINING, [])
-    assert run(state, h.SourceDrained(1))[1] == failed(GONE)
-    cancelled = h.CancelLoad()
+    end, effects = run(state, LoadEvent(K.DRAINED, 1))
+    assert (end.reason, effects) == (GONE, FAILED)
     mended = replace(state, reason=Reason("peer_lost", "gone"))
-    assert run(mended, cancelled, h.SourceDrained(1))[1] == failed(cancelled.reason), "no attempt follows"
+    end, effects = run(mended, CANCELLED, LoadEvent(K.DRAINED, 1))
+    assert (end.reason, effects) == (CANCELLED.reason, FAILED), "no attempt follows"
 
 
-@pytest.mark.parametrize(
-    ("before", "name", "limit"),
-    [((), "handshaking", 10), (READY, "ready", 30), (COMMITTING, "committing", 30)],
-)
-def test_every_phase_has_a_deadline(before: tuple[h.LoadEvent, ...], name: str, limit: float) -> None:
+@NO_WRITES
+def test_every_phase_has_a_deadline(before: tuple[LoadEvent, ...]) -> None:
     state, _ = run(begun(inside=True), *before, now=0)
-    assert h.LOAD.step(state, Tick(), limit - 0.1) == (state, ())
-    blames: Literal["peer", ""] = "peer" if name == "handshaking" else ""
-    reason = Reason("timeout", f"nothing moved on in time while {name}", blames)
-    assert run(state, Tick(), now=limit)[1] == [h.StopSources(), *failed(reason)]
+    limit, name = 30 if before else 10, state.phase.value
+    assert LOAD.step(state, TICK, limit - 0.1) == (state, ())
+    late, effects = run(state, TICK, now=limit)
+    assert late.reason == Reason("timeout", f"nothing moved on in time while {name}", "" if before else "peer")
+    assert effects == [E.STOP, *FAILED]
+    state, _ = run(replace(state, deadline=END), TICK, now=END)  # whatever extends the phase
+    assert state.phase is PHASE.FAILED and state.reason is not None and state.reason.kind == "timeout"
+    assert run(begun(), *before, now=95)[0].deadline in (10, 100), "no phase lasts longer"
 
 
 def test_data_may_overtake_the_grant() -> None:
-    moved = (h.SourceMoved(0), h.SourceProgress(), h.SourceMoved(1), h.SourceProgress())
+    moved = (LoadEvent(K.MOVED, 0), PROGRESS, LoadEvent(K.MOVED, 1), PROGRESS)
     state, effects = run(begun(), *READY, *moved)
-    assert (state.phase, effects) == (PHASE.COMMITTING, [h.AskSources(), h.CommitSources()])
+    assert (state.phase, effects) == (PHASE.COMMITTING, [E.ASK, E.COMMIT])
 
 
 def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
     state, _ = run(begun(), *MOVING, now=0)
-    state, _ = h.LOAD.step(state, h.SourceProgress(), 20)
-    assert h.LOAD.step(state, Tick(), 49)[0].phase is PHASE.MOVING
+    state, _ = LOAD.step(state, PROGRESS, 20)
+    assert LOAD.step(state, TICK, 49)[0].phase is PHASE.MOVING
     for now in (50, 1e9):
-        state, effects = h.LOAD.step(state, Tick(), now)
-        assert (state.phase, effects) == (PHASE.DRAINING, (h.StopSources(),))
-
-
-@pytest.mark.parametrize("before", [(), READY, COMMITTING], ids=["handshaking", "ready", "committing"])
-def test_all_phases_together_have_a_deadline(before: tuple[h.LoadEvent, ...]) -> None:
-    state = replace(run(begun(), *before, now=0)[0], deadline=END)  # whatever extends the phase
-    state, _ = run(state, Tick(), now=END)
-    assert state.phase is PHASE.FAILED and state.reason is not None and state.reason.kind == "timeout"
-    assert run(begun(), *before, now=95)[0].deadline in (10, 100), "no phase lasts longer"
+        state, effects = LOAD.step(state, TICK, now)
+        assert (state.phase, effects) == (PHASE.DRAINING, (E.STOP,))
 
 
 def test_progress_does_not_extend_the_last_deadline() -> None:
     state, _ = run(begun(), *MOVING, now=0)
     for now in range(0, 100, 20):
-        state, effects = run(state, h.SourceProgress(), Tick(), now=now)
+        state, effects = run(state, PROGRESS, TICK, now=now)
         assert (state.phase, effects) == (PHASE.MOVING, [])
-    state, effects = run(state, Tick(), now=100)
-    assert (state.phase, effects) == (PHASE.DRAINING, [h.StopSources()])
-    reason = Reason("timeout", "no end in 100 s (handover_timeout_seconds), now moving")
-    assert run(state, h.SourceDrained(0), h.SourceDrained(1), now=101)[1] == failed(reason)
+    state, effects = run(state, TICK, now=100)
+    assert (state.phase, effects) == (PHASE.DRAINING, [E.STOP])
+    state, effects = run(state, LoadEvent(K.DRAINED, 0), LoadEvent(K.DRAINED, 1), now=101)
+    assert state.reason == Reason("timeout", "no end in 100 s (handover_timeout_seconds), now moving")
+    assert effects == FAILED
 
 
 # --- attempts -----------------------------------------------------------------------------------------------------
 
 
-def fail(kind: FailureKind = "peer_lost", blames: Blame = "") -> h.SourceFailed:
-    return h.SourceFailed(0, Reason(kind, "planted", blames))
+def fail(kind: FailureKind = "peer_lost", blames: Blame = "") -> LoadEvent:
+    return LoadEvent(K.FAILED, 0, Reason(kind, "planted", blames))
 
 
-def attempts(state: h.LoadState, *events: h.LoadEvent, now: float = 1) -> tuple[h.LoadState, list[int]]:
+GONE_P, BROKEN = fail(blames="peer"), fail(blames="plane")
+
+
+def attempts(state: LoadState, *events: LoadEvent, now: float = 1) -> tuple[LoadState, list[int]]:
     """As ``run``; an attempt that is to begin begins. The P engines of these attempts."""
     peers: list[int] = []
     for event in events:
-        state, effects = h.LOAD.step(state, event, now)
-        if h.BeginAttempt() in effects:
+        state, effects = LOAD.step(state, event, now)
+        if E.BEGIN in effects:
             peers.append(state.peer)
-            state = h.next_attempt(state, state.sources, now)
+            state = next_attempt(state, state.sources, now)
     return state, peers
-
-
-MENDED = ("peer_lost", "timeout", "data", "checksum")
 
 
 @pytest.mark.parametrize("kind", FAILURE_KINDS)
 def test_what_another_attempt_can_mend(kind: FailureKind) -> None:
+    mended = kind in ("peer_lost", "timeout", "data", "checksum")
     state, effects = run(begun(1), fail(kind))
-    assert state.phase is (PHASE.WAITING if kind in MENDED else PHASE.FAILED)
-    assert (h.ReleaseLeases() in effects) == (kind not in MENDED)
-    state, peers = attempts(begun(1, peers=2), fail(kind), Tick())
+    assert state.phase is (PHASE.WAITING if mended else PHASE.FAILED) and (E.RELEASE in effects) != mended
+    state, peers = attempts(begun(1, peers=2), fail(kind), TICK)
     assert peers == ([] if kind in ("cancelled", "internal") else [1]), "another P is asked at once"
 
 
-def test_a_load_inside_a_step_is_not_tried_again() -> None:
-    for event in (fail(), fail(blames="plane")):
-        assert run(begun(1, 3, 5, inside=True), event)[0].phase is PHASE.FAILED
+@pytest.mark.parametrize(
+    ("state", "now", "events"),
+    [
+        (begun(1, 3, 5, inside=True), 1, (fail(),)),
+        (begun(1, 3, 5, inside=True), 1, (BROKEN,)),
+        (begun(1), 1, (GONE_P,)),
+        (begun(1), END - SAME_PEER_SECONDS, (fail(),)),
+        (begun(1, peers=2), END, (fail(),)),
+        (replace(run(begun(1, peers=2), fail())[0], deadline=END), END, (TICK,)),  # the thread stood still
+    ],
+)
+def test_no_attempt_follows(state: LoadState, now: float, events: tuple[LoadEvent, ...]) -> None:
+    assert run(state, *events, now=now)[0].phase is PHASE.FAILED
 
 
 def test_the_same_p_is_tried_once_more_and_not_at_once() -> None:
-    state, peers = attempts(begun(1), fail(), Tick(), now=10)
-    assert not peers and state.deadline == 10 + h.SAME_PEER_SECONDS
-    state, peers = attempts(state, Tick(), now=state.deadline)
-    assert peers == [0] and state.number == 2 and state.phase is PHASE.HANDSHAKING
+    state, peers = attempts(begun(1), fail(), TICK, now=10)
+    assert not peers and state.deadline == 10 + SAME_PEER_SECONDS
+    state, peers = attempts(state, TICK, now=state.deadline)
+    assert peers == [0] and state.number == 2 and state.phase is PHASE.HANDSHAKING and state.reason is None
     assert run(state, fail(), now=20)[0].phase is PHASE.FAILED
 
 
-def test_a_p_that_is_gone_is_not_tried_again() -> None:
-    gone = fail(blames="peer")
-    assert run(begun(1), gone)[0].phase is PHASE.FAILED
-    state, peers = attempts(begun(1, peers=3), gone, Tick(), gone, Tick(), gone)
-    assert peers == [1, 2] and state.phase is PHASE.FAILED
-
-
 def test_a_broken_plane_is_followed_by_the_next_one_at_once() -> None:
-    broken = fail(blames="plane")
-    state, peers = attempts(begun(1, planes=3), broken, Tick(), broken, Tick())
+    state, peers = attempts(begun(1, planes=3), BROKEN, TICK, BROKEN, TICK)
     assert peers == [0, 0]
-    state, peers = attempts(state, broken, Tick(), now=10)
+    state, peers = attempts(state, BROKEN, TICK, now=10)
     assert not peers, "no plane is left: as any other failure"
-    state, peers = attempts(state, Tick(), now=20)
-    assert peers == [0] and run(state, broken, now=21)[0].phase is PHASE.FAILED
+    state, peers = attempts(state, TICK, now=20)
+    assert peers == [0] and run(state, BROKEN, now=21)[0].phase is PHASE.FAILED
 
 
-def test_all_named_p_are_tried_before_the_first_again() -> None:
+@pytest.mark.parametrize(("event", "expected"), [(fail(), [1, 2, 0, 1, 2]), (GONE_P, [1, 2])])
+def test_all_named_p_are_tried_before_the_first_again(event: LoadEvent, expected: list[int]) -> None:
     state, peers = begun(1, peers=3), list[int]()
     for now in range(10, 90, 10):
-        state, new = attempts(state, fail(), Tick(), now=now)
+        state, new = attempts(state, event, TICK, now=now)
         peers += new
-    assert peers == [1, 2, 0, 1, 2] and state.phase is PHASE.FAILED
-
-
-def test_no_attempt_begins_after_the_end() -> None:
-    assert run(begun(1), fail(), now=END - h.SAME_PEER_SECONDS)[0].phase is PHASE.FAILED
-    assert run(begun(1, peers=2), fail(), now=END)[0].phase is PHASE.FAILED
-    state, _ = run(begun(1, peers=2), fail(), now=END - 1)
-    assert run(state, Tick(), now=END)[0].phase is PHASE.FAILED, "the thread stood still"
+    assert peers == expected and state.phase is PHASE.FAILED
 
 
 def test_a_load_that_is_cancelled_between_attempts_is_reported_once() -> None:
-    cancel = h.CancelLoad()
-    state, effects = run(begun(1), fail(), cancel, cancel, Tick(), fail(), now=1)
-    assert effects[1:] == [h.LeaveAttempt(fail().reason), *failed(cancel.reason)[1:]] and state.phase is PHASE.FAILED
+    state, effects = run(begun(1), fail(), CANCELLED, CANCELLED, TICK, fail(), now=1)
+    assert effects[1:] == FAILED and (state.phase, state.reason) == (PHASE.FAILED, CANCELLED.reason)
 
 
 class Rank:
@@ -210,26 +210,26 @@ class Rank:
         self.writing: set[int] = set()
         self.begun, self.reports, self.releases = 1, 0, 0
 
-    def give(self, event: Any) -> None:
+    def give(self, event: LoadEvent) -> None:
         before = self.state
         moving = before.phase in (PHASE.READY, PHASE.MOVING, PHASE.DRAINING)
-        if isinstance(event, h.SourceProgress) and before.phase is not PHASE.DRAINING and moving:
+        if event.kind is K.PROGRESS and before.phase is not PHASE.DRAINING and moving:
             self.writing = set(before.pending)
-        if isinstance(event, h.SourceMoved | h.SourceDrained) and moving:
+        if event.kind in (K.MOVED, K.DRAINED) and moving:
             self.writing.discard(event.source)
-        self.state, effects = h.LOAD.step(before, event, self.now)
+        self.state, effects = LOAD.step(before, event, self.now)
         for effect in effects:
             match effect:
-                case h.LeaveAttempt():
+                case E.LEAVE:
                     assert not self.writing, "an attempt has ended, and its copies have not"
-                case h.BeginAttempt():
+                case E.BEGIN:
                     assert self.now < END and not self.writing and not self.reports
                     self.begun += 1
-                    self.state = h.next_attempt(self.state, self.sources, self.now)
-                case h.ReportLoad():
+                    self.state = next_attempt(self.state, self.sources, self.now)
+                case E.REPORT:
                     assert not self.writing
                     self.reports += 1
-                case h.ReleaseLeases():
+                case E.RELEASE:
                     assert self.reports == 1, "between attempts the lease is kept"
                     self.releases += 1
         if effects and self.state.phase in (PHASE.HANDSHAKING, PHASE.READY, PHASE.MOVING):
@@ -241,10 +241,9 @@ REASONS = st.builds(
     Reason, st.sampled_from(FAILURE_KINDS), st.just("planted"), st.sampled_from(["", "", "plane", "peer"])
 )
 EVENTS = st.one_of(
-    *(st.builds(kind, SOURCE) for kind in (h.SourceReady, h.SourceMoved, h.SourceCommitted, h.SourceDrained)),
-    st.builds(h.SourceFailed, SOURCE, REASONS),
-    st.just(h.SourceProgress()),
-    st.sampled_from([h.CancelLoad(), Tick(), Tick(), Tick()]),
+    st.builds(LoadEvent, st.sampled_from([K.READY, K.MOVED, K.COMMITTED, K.DRAINED]), SOURCE),
+    st.builds(LoadEvent, st.just(K.FAILED), SOURCE, REASONS),
+    st.sampled_from([PROGRESS, CANCELLED, TICK, TICK, TICK]),
 )
 
 
@@ -257,39 +256,14 @@ def test_one_report_and_one_release_after_the_last_attempt(
     peers: int, planes: int, sources: int, inside: bool, moving: bool, script: list[tuple[Any, float]]
 ) -> None:
     rank = Rank(peers, planes, sources, inside=inside)
-    for source in range(sources if moving else 0):
-        rank.give(h.SourceReady(source))
-    if moving:
-        rank.give(h.SourceProgress())
+    for event in (*READY[:sources], PROGRESS) if moving else ():
+        rank.give(event)
     for event, seconds in script:
         rank.now += seconds
         rank.give(event)
         assert rank.reports <= 1 and rank.releases <= rank.reports
-        assert rank.begun <= (1 if inside else planes - 1 + h.ATTEMPTS_PER_PEER * peers)
+        assert rank.begun <= (1 if inside else planes - 1 + ATTEMPTS_PER_PEER * peers)
     rank.now = max(rank.now, END)
-    rank.give(Tick())
-    for source in range(sources):  # copies end, whatever P does
-        rank.give(h.SourceDrained(source))
-    rank.give(Tick())
+    for event in (TICK, *(LoadEvent(K.DRAINED, source) for source in range(sources)), TICK):
+        rank.give(event)  # copies end, whatever P does
     assert rank.reports == rank.releases == 1, "the deadline is past, and nothing writes"
-
-
-# --- planes that broke --------------------------------------------------------------------------------------------
-
-
-def test_a_plane_that_broke_is_avoided_for_a_time() -> None:
-    planes = FailedPlanes(AVOIDED_SECONDS)
-    planes.add("p", "tcp", "cut", 10)
-    planes.add("p", "shm", "gone", 20)
-    assert planes.of("p", 9 + AVOIDED_SECONDS) == {"tcp": "cut", "shm": "gone"} and planes.of("q", 20) == {}
-    assert planes.of("p", 10 + AVOIDED_SECONDS) == {"shm": "gone"}
-    planes.add("p", "shm", "again", 50)
-    assert planes.of("p", 20 + AVOIDED_SECONDS) == {"shm": "again"}
-    assert (avoided_seconds(600), avoided_seconds(5)) == (600, AVOIDED_SECONDS), "for all attempts of a load"
-
-
-def test_the_planes_that_broke_are_bounded() -> None:
-    planes = FailedPlanes(AVOIDED_SECONDS)
-    for peer in range(MAX_PEERS + 5):
-        planes.add(peer, "tcp", "cut", 0)
-    assert len(planes) == MAX_PEERS and not planes.of(4, 0) and planes.of(5, 0)
