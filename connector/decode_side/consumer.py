@@ -12,7 +12,7 @@ from kvferry.connector.decode_side.load_state import TICK
 from kvferry.connector.decode_side.lookup import Lookup, Lookups
 from kvferry.connector.decode_side.read import ActiveLoad, Happening, Reads, SourceRead
 from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
-from kvferry.connector.decode_side.report import EngineResults, LoadReports
+from kvferry.connector.decode_side.report import EngineResults
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 
@@ -31,8 +31,7 @@ class Consumer:
         self.links = Links(rank_context)
         self.leases = LeaseRenewals(rank_context, self.links, deadlines)
         self.reads = Reads(rank_context, self.leases, deadlines)
-        reports = LoadReports(rank_context, results)
-        self.loads = Loads(rank_context, self.links, self.reads, self.leases, reports, deadlines)
+        self.loads = Loads(rank_context, self.links, self.reads, self.leases, results, deadlines)
         self.lookups = Lookups(rank_context, self.links, self.leases, results, deadlines, wake)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------

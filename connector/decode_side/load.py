@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -25,15 +26,23 @@ from kvferry.connector.decode_side.load_state import (
 )
 from kvferry.connector.decode_side.read import ActiveLoad, Reads
 from kvferry.connector.decode_side.renew import LeaseRenewals
-from kvferry.connector.decode_side.report import LoadReports, short_name
+from kvferry.connector.decode_side.report import EngineResults, FinishedLoad
 from kvferry.connector.decode_side.traces import attempt_span, handover_span
 from kvferry.connector.geometry.read_plan import check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.pages.traces import record
 from kvferry.connector.wire.states import Lifetime
-from kvferry.connector.wire.step_plan import Load, RankAddress, RemoteLease, unpack_ids
+from kvferry.connector.wire.step_plan import Load, PeerEngine, RankAddress, RemoteLease, unpack_ids
+from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.errors import KVFerryError, TransportError
+
+logger = logging.getLogger("vllm.kvferry.consumer")
+
+SHORT_NAME = 8
+"""Characters of an engine id by which log lines and metrics name the engine."""
+MAX_STORIES = 4
+"""Reads whose phases are in the log line of a failed hand-over."""
 
 
 class Loads:
@@ -48,12 +57,12 @@ class Loads:
         links: Links,
         reads: Reads,
         leases: LeaseRenewals,
-        reports: LoadReports,
+        results: EngineResults,
         deadlines: Deadlines[Any],
     ) -> None:
         self._rank_context, self._log = rank_context, rank_context.log
         self._links, self._reads, self._leases = links, reads, leases
-        self._reports, self._deadlines = reports, deadlines
+        self._results, self._deadlines = results, deadlines
         self.running: dict[ActiveLoad, None] = {}
 
     # --- commands from the engine -------------------------------------------------------------------------------
@@ -70,7 +79,7 @@ class Loads:
                 if stop > start:
                     caches.check_held(region, ids[region], start, stop)
         except KVFerryError as error:
-            self._reports.failed(load, Reason("incompatible", str(error)))
+            self._report_failed(load, Reason("incompatible", str(error)))
             self._release(load, now)
             record(self._rank_context, load.traceparent, partial(handover_span, load, [], str(error), started))
             return
@@ -97,7 +106,7 @@ class Loads:
             if active_load.posted is load:
                 self.give(active_load, (CANCELLED,), now)
                 return
-        self._reports.not_started(load)
+        self._results.finished(FinishedLoad(load, False))
         self._release(load, now)
 
     def cancel_all(self, reason: str, now: float) -> None:
@@ -126,7 +135,7 @@ class Loads:
             for effect in effects:
                 self._perform(active_load, effect, queue, now)
         if active_load.load.now:
-            self._reports.begun(active_load)
+            self._report_begun(active_load)
 
     def _perform(self, active_load: ActiveLoad, effect: LoadEffect, queue: deque[LoadEvent], now: float) -> None:
         """Perform an effect, and add the events that follow. After an error in one effect the others are performed all
@@ -196,7 +205,8 @@ class Loads:
             return
         for read, spans in zip(active_load.reads, planned, strict=True):
             moved = read.plan(spans, now)
-            for event in self._reads.ask(read, now) if moved is None else (moved,):
+            event = moved or self._reads.ask(read, now)
+            if event is not None:
                 yield event
                 if event.kind is LoadEventKind.FAILED:
                     return
@@ -214,9 +224,11 @@ class Loads:
                 if read.planned and not read.landed and not self._reads.others_move(read):
                     read.link.lose_plane(reason.text)
         if state.phase is LoadPhase.WAITING:
-            self._end_reads(active_load)
-            self._rank_context.stats.retried(reason.kind, short_name(active_load.load.peer))
-            load, peer = active_load.posted, short_name(_at(active_load.posted, state.peer).peer)
+            for read in active_load.reads:
+                self._reads.end(read)
+            active_load.reads = []
+            self._rank_context.stats.retried(reason.kind, _short_name(active_load.load.peer))
+            load, peer = active_load.posted, _short_name(_at(active_load.posted, state.peer).peer)
             text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
             self._log.info("retry", text, load.request_id, state.number + 1, peer, reason)
 
@@ -237,36 +249,97 @@ class Loads:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _report(self, active_load: ActiveLoad) -> None:
-        reason = active_load.lifetime.state.reason
         active_load.ended_at = self._rank_context.clock()
         try:
-            if reason is None:
-                self._reports.succeeded(active_load)
+            if (reason := active_load.lifetime.state.reason) is None:
+                self._report_succeeded(active_load)
             else:
-                self._reports.failed(active_load.posted, reason, active_load)
+                self._report_failed(active_load.posted, reason, active_load)
         finally:
             for read in active_load.reads:
                 self._reads.end(read)
 
+    def _report_begun(self, active_load: ActiveLoad) -> None:
+        """Report, once, that all copies are under way: the engine can wait for them. From then on report that they have
+        moved bytes."""
+        if active_load.lifetime.state.phase is not LoadPhase.MOVING:
+            return
+        if active_load.begun:
+            self._results.moved()
+        elif all(read.all_begun for read in active_load.reads):
+            active_load.begun = True
+            reads = [read for read in active_load.reads if read.planned]
+            under_way = [write.copy for read in reads for write in read.writes]
+            posted = all(read.fence == "posted" for read in reads)
+
+            def ended_well() -> bool | None:
+                if not all(copy.done for copy in under_way):
+                    return None
+                return not any(copy.error for copy in under_way) and all(read.grant_stands for read in reads)
+
+            self._results.begun(active_load.posted, ended_well if posted else None, under_way)
+
+    def _report_succeeded(self, active_load: ActiveLoad) -> None:
+        """The load has ended, and its tokens are in the blocks."""
+        load, tokens, seconds = active_load.load, _num_tokens(active_load.load), active_load.seconds
+        posted = all([read.fence == "posted" for read in active_load.reads if read.planned])
+        waited = max(0.0, active_load.granted_at - active_load.started)
+        first = active_load.number == 1
+        estimate = TransferEstimate(seconds - waited, max(1, tokens)) if posted and first else UNKNOWN
+        try:
+            # Before the report, so that the engine takes the counts with the load: an idle engine takes no later step.
+            self._rank_context.stats.finished(
+                nbytes=active_load.nbytes, milliseconds=seconds * 1e3, plane=active_load.planes, tokens=tokens,
+                peer=_short_name(load.peer),
+            )  # fmt: skip
+            self._count_streamed(active_load)
+        finally:  # a request waits for the report, also after an error of the metrics
+            self._results.finished(FinishedLoad(active_load.posted, True, estimate))
+
+    def _report_failed(self, load: Load, reason: Reason, active_load: ActiveLoad | None = None) -> None:
+        """The load, as it was posted, has ended, and its tokens are not in the blocks. ``active_load``: it, if an
+        attempt has begun."""
+        try:
+            peer = (active_load.load if active_load else load).peer
+            self._rank_context.stats.failed(reason.kind, _short_name(peer))
+            if active_load is not None:
+                self._count_streamed(active_load)
+        finally:
+            self._results.finished(FinishedLoad(load, False))
+        logger.warning(
+            "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
+            load.request_id, _num_tokens(load), reason, "" if active_load is None else f" [{_stories(active_load)}]",
+        )  # fmt: skip
+
+    def _count_streamed(self, active_load: ActiveLoad) -> None:
+        """What it costs D to take blocks for a prompt before P has computed it."""
+        load = active_load.posted
+        if load.found or load.step_tokens:
+            blocks = max((len(packed) // 4 for packed in load.block_ids), default=0)
+            milliseconds = (self._rank_context.clock() - active_load.started) * 1e3
+            self._rank_context.stats.streamed(blocks=blocks, milliseconds=milliseconds)
+
     def _record(self, active_load: ActiveLoad) -> None:
-        reason = active_load.lifetime.state.reason
+        reason, posted = active_load.lifetime.state.reason, active_load.posted
         del self.running[active_load]
         try:
             if reason is None:
-                self._reports.log_succeeded(active_load)
+                load, number = active_load.load, active_load.number
+                logger.info(
+                    "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
+                    load.request_id, _num_tokens(load), active_load.nbytes, active_load.seconds * 1e3,
+                    active_load.planes, _short_name(load.peer),
+                    ", inside the step" if load.now else "" if number == 1 else f", attempt {number}",
+                    ", from when P computed it" if load.step_tokens else "",
+                )  # fmt: skip
             if active_load.phases:
                 if reason is None:
                     active_load.ended.append(attempt_span(active_load, "", active_load.ended_at))
-                load, error = active_load.posted, "" if reason is None else str(reason)
-                span = partial(handover_span, load, active_load.ended, error, active_load.ended_at)
-                record(self._rank_context, load.traceparent, span)
+                error = "" if reason is None else str(reason)
+                span = partial(handover_span, posted, active_load.ended, error, active_load.ended_at)
+                record(self._rank_context, posted.traceparent, span)
         finally:
             active_load.reads = []
-
-    def _end_reads(self, active_load: ActiveLoad) -> None:
-        for read in active_load.reads:
-            self._reads.end(read)
-        active_load.reads = []
 
     def _release(self, load: Load, now: float) -> None:
         """The request reads no more under any of its leases."""
@@ -292,3 +365,18 @@ def _at(load: Load, peer: int) -> Load:
         return load
     lease = load.alternatives[peer - 1]
     return replace(load, token=lease.token, peer=lease.peer)
+
+
+def _short_name(peer: PeerEngine) -> str:
+    return peer.engine_id[:SHORT_NAME]
+
+
+def _num_tokens(load: Load) -> int:
+    return max([stop - start for start, stop in load.tokens], default=0)
+
+
+def _stories(active_load: ActiveLoad) -> str:
+    """The phases of the hand-over and of each of its reads, with their times."""
+    reads = [f"{read.link.name}: {read.story()}" for read in active_load.reads]
+    number = [f"attempt {active_load.number}"] if active_load.number > 1 else []
+    return "; ".join([*number, active_load.lifetime.story(), *reads[:MAX_STORIES]])

@@ -10,7 +10,7 @@ import enum
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
 from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import Load, RankAddress, unpack_ids
-from kvferry.transport.channels import Copy, Pieces, Received
+from kvferry.transport.channels import Copy, Received
 from kvferry.transport.errors import (
     GeometryError,
     IncompatiblePeerError,
@@ -96,6 +96,11 @@ class ActiveLoad(msgspec.Struct, eq=False):
         return self.lifetime.state.number
 
     @property
+    def seconds(self) -> float:
+        """From the request to the end of the last copy; the thread may come there late, see ``yield_to_engine``."""
+        return (self.copied_at or self.ended_at) - self.started
+
+    @property
     def planes(self) -> str:
         """The data planes of this attempt."""
         return "+".join(sorted({read.link.plane.name for read in self.reads if read.link.plane is not None})) or "none"
@@ -113,9 +118,6 @@ class ReadPhase(enum.Enum):
     COMMITTING = "committing"
     COMMITTED = "committed"
     STOPPED = "stopped"
-
-
-LANDED = (ReadPhase.LANDED, ReadPhase.COMMITTING, ReadPhase.COMMITTED)
 
 
 class SourceRead(msgspec.Struct, eq=False):
@@ -166,7 +168,7 @@ class SourceRead(msgspec.Struct, eq=False):
     @property
     def landed(self) -> bool:
         """Whether all bytes lie in D's pages."""
-        return self.phase in LANDED
+        return self.phase in (ReadPhase.LANDED, ReadPhase.COMMITTING, ReadPhase.COMMITTED)
 
     @property
     def awaits_grant(self) -> bool:
@@ -394,14 +396,13 @@ class Reads:
 
     # --- ask and grant ------------------------------------------------------------------------------------------
 
-    def ask(self, read: SourceRead, now: float) -> Iterator[LoadEvent]:
+    def ask(self, read: SourceRead, now: float) -> LoadEvent | None:
         """Begin with the grant that P has posted for the planned spans, or ask P for them."""
         grant = self._posted_grant(read)
         if grant is not None:
             read.asked(0, "posted", now)
-            yield from self.take_grant(read, grant, now)
-            return
-        load = read.active_load.load
+            return self.take_grant(read, grant, now)
+        load, failure = read.active_load.load, None
         read.link.send(
             messages.Ask(
                 read=read.number,
@@ -413,7 +414,6 @@ class Reads:
                 chunk_bytes=read.chunk_bytes,
             )
         )
-        failure: LoadEvent | None = None
         try:
             self.expect(read)
         except GeometryError as error:
@@ -422,8 +422,7 @@ class Reads:
             logger.exception("kvferry: chunks of %s could not be announced", load.request_id)
             failure = read.failed("internal", repr(error))
         read.asked(len(read.tags), "asked" if read.link.pulls else "pushed", now)
-        if failure is not None:
-            yield failure
+        return failure
 
     def _posted_grant(self, read: SourceRead) -> messages.Grant | None:
         """The grant on P's grant board, where P has posted it. Then D needs no ask, nor a commit of P."""
@@ -451,52 +450,39 @@ class Reads:
         channel = read.link.channel
         if channel is None or channel.pulls:
             return
-        regions = read.link.theirs.regions
+        regions, checksum = read.link.theirs.regions, read.link.checksum
         for item in read.planned:
             theirs, whole = regions[item.span.region], self._box(read, item)
             convert = (item.region, item.span.region) in read.link.converted
             read.boxes.extend(self._caches.cut(whole, item.span, read.chunk_bytes, theirs, convert=convert))
         for chunk, box in enumerate(read.boxes):
             tag = read.tag(chunk)
+            into: Callable[[], Pieces] | None = None
             read.tags.add(tag)
-            into = self._into(read, tag, box)
-            channel.expect(tag, self._caches.nbytes(box) + trailer_bytes(read.link.checksum), into)
+            if takes_pieces(checksum) and self._caches.in_pieces(box):  # else it goes through a slot
+                into = partial(self._caches.pieces, box)
+                if checksum is not None:
+                    read.placed[tag] = PlacedMessage(into)
+                    into = read.placed[tag].into
+            channel.expect(tag, self._caches.nbytes(box) + trailer_bytes(checksum), into)
 
-    def _into(self, read: SourceRead, tag: int, box: PageBox) -> Callable[[], Pieces] | None:
-        """The memory of a message that may be received into pages; ``None`` where it must go through a slot."""
-        checksum = read.link.checksum
-        if not (takes_pieces(checksum) and self._caches.in_pieces(box)):
-            return None
-        pieces = partial(self._caches.pieces, box)
-        if checksum is None:
-            return pieces
-        placed = read.placed[tag] = PlacedMessage(pieces)
-        return placed.into
-
-    def take_grant(self, read: SourceRead, grant: messages.Grant, now: float) -> Iterator[LoadEvent]:
+    def take_grant(self, read: SourceRead, grant: messages.Grant, now: float) -> LoadEvent | None:
         """Check a grant, and begin to copy P's pages where D reads them by itself."""
-        pulls = read.link.pulls
-        if not read.awaits_grant:
-            if read.phase is ReadPhase.MOVING and not pulls:  # P computes the prompt: this is a sign of life
-                yield PROGRESS
-            return
-        load, event = read.active_load.load, None
+        pulls, load = read.link.pulls, read.active_load.load
+        if not read.awaits_grant:  # where P computes the prompt, this is a sign of life
+            return PROGRESS if read.phase is ReadPhase.MOVING and not pulls else None
         try:
             if load.prompt and grant.prompt != load.prompt:
                 self._leases.disown(load.token, load.request_id)
-                event = read.failed("denied", "P's lease is of another prompt than the request's parameters name")
-            else:
-                self.check_grant(read, grant)
-                event = read.take_grant(now)
-                if pulls:
-                    event = self.begin_pull(read, grant, now)
+                return read.failed("denied", "P's lease is of another prompt than the request's parameters name")
+            self.check_grant(read, grant)
+            event = read.take_grant(now)
+            return self.begin_pull(read, grant, now) if pulls else event
         except GeometryError as error:
-            event = read.failed("data", str(error))
+            return read.failed("data", str(error))
         except Exception as error:  # an error of one copy fails one request
             logger.exception("kvferry: %s could not be read from P's pages", load.request_id)
-            event = read.failed("internal", repr(error))
-        if event is not None:
-            yield event
+            return read.failed("internal", repr(error))
 
     def check_grant(self, read: SourceRead, grant: messages.Grant) -> None:
         """Check that a grant fits D's ask.
@@ -548,23 +534,20 @@ class Reads:
 
     # --- messages of P ------------------------------------------------------------------------------------------
 
-    def reply(self, link: Link, reply: messages.Reply, now: float) -> Iterator[Happening]:
+    def reply(self, link: Link, reply: messages.Reply, now: float) -> Sequence[Happening]:
         """Handle a message of P. The link has handled it before where it concerns no read."""
         if not isinstance(reply, messages.Grant | messages.Deny | messages.Committed | messages.Stopped):
-            return
+            return ()
         read = self.by_number.get(reply.read)
         if read is None or read.link is not link:
-            return  # a message for a read that has ended
-        load = read.active_load
+            return ()  # a message for a read that has ended
         event: LoadEvent | None = None
         match reply:
             case messages.Grant():
                 if link.pulls and read.awaits_grant and (grant := self._posted_grant(read)) is not None:
-                    load.granted_at = self._rank_context.clock()  # posted since D has asked
+                    read.active_load.granted_at = self._rank_context.clock()  # posted since D has asked
                     read.fence, reply = "posted", grant
-                for event in self.take_grant(read, reply, now):
-                    yield load, event
-                return
+                event = self.take_grant(read, reply, now)
             case messages.Deny():
                 detail = f": {shortened(reply.detail)!r}" if reply.detail else ""
                 if reply.reason == "detached":  # P has ended its session with this D: the next load makes a new link
@@ -574,8 +557,7 @@ class Reads:
                 event = self._answered(read, reply.ok, now)
             case messages.Stopped():
                 self._on_stopped(read, reply.sent)
-        if event is not None:
-            yield load, event
+        return () if event is None else ((read.active_load, event),)
 
     def _on_stopped(self, read: SourceRead, sent: int) -> None:
         """P has sent the first ``sent`` chunks of the read, or empty messages, and sends no more."""
