@@ -31,7 +31,7 @@ from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
 from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import Load, RankAddress, unpack_ids
-from kvferry.transport.channels import Copy, Received
+from kvferry.transport.channels import Copy, Pieces, Received
 from kvferry.transport.errors import (
     GeometryError,
     IncompatiblePeerError,
