@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.convert import FORMATS, Conversion, FloatFormat
-from kvferry.kernels.launch import DeviceTable, Launcher
+from kvferry.kernels.launch import DeviceTable, variant_of
 from kvferry.kernels.paged_copy import Pages, wire_pages
 from kvferry.kernels.paged_copy_triton import (
     MAX_TILES,
@@ -129,9 +129,6 @@ def _scale(entry):
     return tl.load(entry).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-_kernel = Launcher(convert_kernel)
-
-
 def unpack_converted_triton(
     pages: Pages, address: int, conversion: Conversion, *, num_heads: int, num_tokens: int, device: torch.device,
     sms: int | None = None,
@@ -154,7 +151,7 @@ def unpack_converted_triton(
     src_align = alignment(wire, num_heads, num_tokens, content * src.itemsize)
     dst_align = alignment(pages, num_heads, num_tokens, content * dst.itemsize)
     constants = *format_constants(src, src_align, dst, dst_align), content_align, block_t, block_w
-    _kernel.variant(shape.num_warps, constants)(programs, table, device, scalars)
+    variant_of(convert_kernel, shape.num_warps, constants)(programs, table, device, scalars)
 
 
 def format_constants(src: FloatFormat, src_align: int, dst: FloatFormat, dst_align: int) -> tuple[object, ...]:

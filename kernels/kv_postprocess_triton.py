@@ -13,13 +13,12 @@ each kernel once per width and alignment of a vector, which depend on the local 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from kvferry.kernels.kv_postprocess import Exchange
+from kvferry.kernels.paged_copy_triton import num_sms
 
 TILE = 4096
 """Most vectors of a cell in registers: 8 for each of 512 threads. A vector has 16 bytes where the alignment allows."""
@@ -159,7 +158,7 @@ def exchange_triton(
     )  # fmt: skip
     constants = {"DTYPE": dtype, "LANES": lanes, "ALIGN": bytes_of_vector}
     indices = indices.contiguous()
-    programs = num_programs or _default_programs(cache.device)
+    programs = num_programs or (3 if cache.device.type == "cpu" else _PROGRAMS_PER_SM * num_sms(cache.device))
     if in_registers:
         with torch.cuda.device_of(cache):
             exchange_kernel[(min(cells, programs),)](indices, *scalars, **constants, TILE=TILE, num_warps=NUM_WARPS)
@@ -189,10 +188,3 @@ def slice_width(vectors: int, at_most: int) -> int:
     """Vectors of a slice of a row of ``vectors`` vectors. A row has as few slices as ``at_most`` vectors per slice
     allow. All are of equal width except the last."""
     return -(-vectors // -(-vectors // max(1, min(at_most, vectors))))
-
-
-@functools.cache
-def _default_programs(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 3
-    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count

@@ -12,6 +12,7 @@ for an empty value, it is 0.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import struct
 import threading
@@ -36,14 +37,6 @@ _NO_SCRATCH = (0, 0)
 that needs none."""
 
 _triton_launcher_only = os.environ.get("KVFERRY_TRITON_LAUNCHER", "") not in ("", "0")
-
-
-def use_triton_launcher_only(enabled: bool) -> bool:
-    """Make every launch from now on go through Triton's own launcher, or allow direct launches again. Holds for all
-    threads. Returns what held before."""
-    global _triton_launcher_only
-    before, _triton_launcher_only = _triton_launcher_only, enabled
-    return before
 
 
 class DeviceTable:
@@ -123,10 +116,9 @@ class StreamBuffers:
 
     def ring(self, size: int) -> _UploadRing:
         """The slots for tables of at most ``size`` numbers, allocated at the first call."""
-        ring = self._rings.get(size)
-        if ring is None:
-            ring = self._rings[size] = _UploadRing(size, self.device, self.stream)
-        return ring
+        if size not in self._rings:
+            self._rings[size] = _UploadRing(size, self.device, self.stream)
+        return self._rings[size]
 
     def upload_alone(self, arrays: tuple[Int64s, ...]) -> tuple[torch.Tensor, int]:
         """Upload a table into a tensor of its own. Returns the tensor and its address."""
@@ -151,10 +143,10 @@ def stream_buffers(device: torch.device) -> StreamBuffers:
     """The buffers of this thread for its current stream on ``device``, which must be the current device."""
     buffers_of: dict[Any, StreamBuffers] = _of_thread.__dict__
     stream = cuda.current_stream(device)
-    buffers = buffers_of.get((device.index, stream))
-    if buffers is None:
-        buffers = buffers_of[device.index, stream] = StreamBuffers(device, stream)
-    return buffers
+    key = device.index, stream
+    if key not in buffers_of:
+        buffers_of[key] = StreamBuffers(device, stream)
+    return buffers_of[key]
 
 
 def prepare(device: torch.device) -> None:
@@ -182,7 +174,8 @@ class CompiledKernel:
 
 
 class Variant:
-    """A kernel with its constants, compiled once per device."""
+    """A kernel for ``num_warps`` warps per program, compiled once per device. Its parameters are one ``table``, scalars
+    of declared types that it is not specialised on, and ``constants``, in this order."""
 
     def __init__(self, kernel: Any, num_warps: int, constants: tuple[object, ...]) -> None:
         self._kernel, self._num_warps, self._constants = kernel, num_warps, constants
@@ -209,18 +202,5 @@ class Variant:
             self._compiled[device.index] = CompiledKernel(kernel, len(scalars))
 
 
-class Launcher:
-    """A kernel whose parameters are one ``table``, scalars of declared types that it is not specialised on, and
-    constants, in this order."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._variants: dict[tuple[object, ...], Variant] = {}
-
-    def variant(self, num_warps: int, constants: tuple[object, ...]) -> Variant:
-        """The kernel for ``num_warps`` warps per program and these constants."""
-        key = num_warps, constants
-        variant = self._variants.get(key)
-        if variant is None:
-            variant = self._variants[key] = Variant(self._kernel, num_warps, constants)
-        return variant
+variant_of = functools.cache(Variant)
+"""The one ``Variant`` of a kernel with these constants."""

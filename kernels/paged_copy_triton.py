@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.checksum import WireCheck, seed
-from kvferry.kernels.launch import DeviceTable, Launcher, Variant
+from kvferry.kernels.launch import DeviceTable, Variant, variant_of
 from kvferry.kernels.paged_copy import Int64s, Pages, wire_pages
 from kvferry.transport import cuda
 
@@ -190,7 +190,6 @@ def finish_kernel(
         tl.store(verdict.to(tl.pointer_type(tl.int64)), (differ != 0).to(tl.int64))
 
 
-_copy, _finish = Launcher(copy_kernel), Launcher(finish_kernel)
 _of_thread = threading.local()
 
 
@@ -288,7 +287,7 @@ def _enqueue_sum(
     try:
         _enqueue(table, scalars, sizes, align, device, sms, launch_shape(sms), lanes.data_ptr(), copy=copy)
         finish = lanes.data_ptr(), signed, wire + nbytes, check.verdict
-        _finish.variant(1, (LANES,))(1, table, device, finish)
+        variant_of(finish_kernel, 1, (LANES,))(1, table, device, finish)
     except BaseException:
         _of_thread.__dict__.clear()  # the numbers may have sums of a message that was given up
         raise
@@ -310,11 +309,10 @@ def _variant(content: int, align: int, shape: LaunchShape, sums: bool, copy: boo
     words = content // word
     block_t, block_w = tile_shape(words, word, shape)
     constants = DTYPES[word], word, align, block_t, block_w, copy, LANES if sums else 0
-    return _copy.variant(shape.num_warps, constants), block_t, -(-words // block_w)
+    return variant_of(copy_kernel, shape.num_warps, constants), block_t, -(-words // block_w)
 
 
 def launch_shape(sms: int | None) -> LaunchShape:
-    """The shape of a copy that may take ``sms`` SMs, or all if ``sms`` is None."""
     return ALL_SMS if sms is None else CAPPED
 
 
@@ -370,9 +368,9 @@ def num_programs(tiles: int, device: torch.device, sms: int | None = None) -> in
     """Programs of a launch over ``tiles`` tiles that may take ``sms`` SMs of ``device``, or all if ``sms`` is None."""
     if device.type == "cpu":  # the interpreter
         return min(tiles, sms or 3)
-    return tiles if sms is None else min(tiles, sms, _num_sms(device))
+    return tiles if sms is None else min(tiles, sms, num_sms(device))
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

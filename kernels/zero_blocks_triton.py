@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.launch import DeviceTable, Launcher
+from kvferry.kernels.launch import DeviceTable, variant_of
 from kvferry.kernels.paged_copy_triton import DTYPES, MAX_TILES
 from kvferry.kernels.zero_blocks import Segments
 
@@ -41,9 +41,6 @@ def zero_kernel(
     tl.store(row + w, tl.zeros([BLOCK_W], dtype=DTYPE), mask=w < words)
 
 
-_kernel = Launcher(zero_kernel)
-
-
 def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, device: torch.device) -> None:
     """``zero_blocks`` on a GPU, enqueued on the current stream of ``device``. On ``cpu`` it needs Triton's interpreter.
     Addresses and sizes may be any. The kernel is the faster, the greater the power of two that divides all of them."""
@@ -53,10 +50,9 @@ def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, 
     tiles = -(-int(segments.sizes.max()) // (block_w * word))
     programs = tiles * len(segments.addresses) * len(block_ids)
     assert programs <= MAX_TILES and tiles * block_w <= MAX_TILES
-    scalars = len(segments.addresses), tiles
     table = DeviceTable(segments.addresses, segments.strides, segments.sizes // word, block_ids)
-    variant = _kernel.variant(NUM_WARPS, (DTYPES[word], align, align // word, block_w))
-    variant(programs, table, device, scalars)
+    variant = variant_of(zero_kernel, NUM_WARPS, (DTYPES[word], align, align // word, block_w))
+    variant(programs, table, device, (len(segments.addresses), tiles))
 
 
 def alignment(segments: Segments) -> int:

@@ -57,7 +57,7 @@ from kvferry.transport.control.keys import Keys, new_secret, raw_key
 from kvferry.transport.control.stream import Shared, Stream, StreamEndedError
 from kvferry.transport.errors import ConfigError, GeometryError, IncompatiblePeerError, ProtocolError
 from kvferry.transport.plane import decode_payload
-from kvferry.transport.planes import cma, cuda_ipc, nixl, nixl_reads, shm, tcp, ucx
+from kvferry.transport.planes import cma, cuda_ipc, nixl, shm, tcp, ucx
 from kvferry.transport.planes import zmq as zmq_plane
 from kvferry.transport.planes.pull import MAX_FILE_BYTES, MemoryFileAddress, PullOffer
 from kvferry.transport.planes.socket_plane import SocketAttach
@@ -135,7 +135,7 @@ def of_streams(honest: Honest) -> Iterator[Decoder]:
     yield Decoder("bytes of the control port", [*whole, whole[1] * 3], stream, (StreamEndedError, ProtocolError), "", 4)
 
 
-NIXL_SLOTS = nixl_reads.NixlSlots(4096, 4096, 1, 8, None)
+NIXL_SLOTS = nixl.NixlSlots(4096, 4096, 1, 8, None)
 
 
 def of_planes(honest: Honest) -> Iterator[Decoder]:
@@ -152,7 +152,7 @@ def of_planes(honest: Honest) -> Iterator[Decoder]:
         ("memory file", MemoryFileAddress, [MemoryFileAddress(7)], 1 << 16),
         ("cuda_ipc offer", cuda_ipc.IpcOffer, [cuda_ipc.IpcOffer("host", 77)], 1 << 16),
         ("nixl offer", nixl.NixlOffer, [nixl.NixlOffer(5600, secret, "1.5.1", "rdma")], 1 << 16),
-        ("nixl reply", nixl_reads.NixlReply, [nixl_reads.NixlReply("a", [secret] * 2, 1, NIXL_SLOTS)], 1 << 16),
+        ("nixl reply", nixl.NixlReply, [nixl.NixlReply("a", [secret] * 2, 1, NIXL_SLOTS)], 1 << 16),
         ("ucx offer", ucx.UcxOffer, [ucx.UcxOffer("host")], 1 << 16),
         ("ucx attach", ucx.UcxAttach, [ucx.UcxAttach(secret, 1, 1 << 20, b"c" * 8, True)], 1 << 16),
         ("ucx reply", ucx.UcxReply, [ucx.UcxReply(secret, 1)], 1 << 16),

@@ -20,8 +20,7 @@ from kvferry.transport.planes import zmq as zmq_plane
 from kvferry.transport.planes.push import PushReceiver
 from kvferry.transport.planes.shm import Arena
 from kvferry.transport.planes.socket_plane import SocketAttach
-from kvferry.transport.planes.tcp import TcpRecvChannel
-from kvferry.transport.planes.tcp_messages import HEADER
+from kvferry.transport.planes.tcp import HEADER, TcpRecvChannel
 from tests.fuzz.honest import Decoder, encode
 
 

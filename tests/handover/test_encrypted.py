@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.transport.planes.tcp_messages import Cipher
+from kvferry.transport.planes.tcp import Cipher
 from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin
 from tests.handover.rank_group import RankGroup

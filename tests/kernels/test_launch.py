@@ -6,8 +6,6 @@ way each launch goes.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,11 +16,12 @@ import pytest
 import torch
 
 from kvferry.kernels import launch
-from kvferry.kernels.launch import Launcher, use_triton_launcher_only
+from kvferry.kernels.launch import variant_of
 from kvferry.transport import cuda
 from tests.kernels import convert_cases, paged_copy_cases, paged_parts, zero_blocks_cases
 from tests.kernels.checksum_cases import NO_FAULT, found_on
 from tests.kernels.triton_process import python
+from tests.support.inside import use_triton_launcher_only
 
 GPU = torch.device("cuda", 0)
 PLAIN = {
@@ -31,15 +30,15 @@ PLAIN = {
 }  # fmt: skip
 """Metadata of a kernel that takes nothing but its arguments."""
 SWITCH = """
-from kvferry.kernels.launch import use_triton_launcher_only
-print(use_triton_launcher_only(False), use_triton_launcher_only(True), use_triton_launcher_only(True))
-"""
-INTERPRETED = """
-import torch
-from kvferry.kernels.paged_copy_triton import copy_pages_triton
-from tests.kernels.paged_copy_cases import CASES, differing
+import importlib, os
+from kvferry.kernels import launch
+from tests.support.inside import use_triton_launcher_only
 
-print(differing(CASES["pack-nhd"], torch.device("cpu"), copy_pages_triton))
+os.environ.pop("KVFERRY_TRITON_LAUNCHER", None)
+for value in (None, "", "0", "1"):
+    os.environ |= {} if value is None else {"KVFERRY_TRITON_LAUNCHER": value}
+    importlib.reload(launch)  # it reads the variable at its import
+    print(repr(value), use_triton_launcher_only(True), use_triton_launcher_only(False))
 """
 
 
@@ -61,7 +60,6 @@ class Kernel:
         monkeypatch.setattr(launch, "stream_buffers", lambda device: buffers)
         monkeypatch.setattr(cuda, "device_guard", lambda device: nullcontext())
         self.table: Any = SimpleNamespace(on_device=lambda buffers: ("tensor", 4096))
-        self.launcher = Launcher(self)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def run(*arguments: object, **options: object) -> Any:
@@ -76,7 +74,7 @@ class Kernel:
 
     def ways(self, count: int, scalars: tuple[int, ...] = (1, 2)) -> list[object]:
         """Which way so many launches go."""
-        variant = self.launcher.variant(4, ("constant",))
+        variant = variant_of(self, 4, ("constant",))
         for _ in range(count):
             variant(9, self.table, GPU, scalars)
         found = [way for way, *_ in self.launches]
@@ -86,9 +84,8 @@ class Kernel:
 
 def test_a_kernel_is_launched_directly_once_triton_has_compiled_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch, PLAIN)
-    variant = kernel.launcher.variant(4, ("constant",))
     for _ in range(2):
-        variant(9, kernel.table, GPU, (1, 2))
+        variant_of(kernel, 4, ("constant",))(9, kernel.table, GPU, (1, 2))
     assert kernel.launches == [
         ("triton", (9, 1, 1), ("tensor", 1, 2, "constant"), {"num_warps": 4}),
         ("direct", 9, 4096, (1, 2)),
@@ -133,21 +130,9 @@ def test_a_kernel_of_many_arguments_is_launched_by_triton(monkeypatch: pytest.Mo
     assert Kernel(monkeypatch, PLAIN).ways(2, tuple(range(38))) == ["triton", "triton"]
 
 
-@pytest.mark.parametrize(("value", "set_by_it"), [(None, "False"), ("", "False"), ("0", "False"), ("1", "True")])
-def test_the_environment_variable_sets_the_switch(
-    monkeypatch: pytest.MonkeyPatch, value: str | None, set_by_it: str
-) -> None:
-    monkeypatch.delenv("KVFERRY_TRITON_LAUNCHER", raising=False)
-    if value is not None:
-        monkeypatch.setenv("KVFERRY_TRITON_LAUNCHER", value)
-    # The fork server has imported the module, and the module reads the variable at its import.
-    done = subprocess.run([sys.executable, "-c", SWITCH], capture_output=True, text=True, timeout=800, check=True)
-    assert done.stdout.split() == [set_by_it, "False", "True"]
-
-
-def test_the_interpreter_runs_under_the_switch_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_TRITON_LAUNCHER", "1")
-    assert python(INTERPRETED, interpret=True) == [["0"]]
+def test_the_environment_variable_sets_the_switch() -> None:
+    found = python(SWITCH, interpret=False)
+    assert found == [[value, str("1" in value), "True"] for value in ("None", "''", "'0'", "'1'")]
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

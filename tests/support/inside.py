@@ -9,6 +9,7 @@ from kvferry.connector.engine.loop import PostedPlans, TransferThread
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.wire.states import Tick
+from kvferry.kernels import launch
 from kvferry.transport import cuda
 from kvferry.transport.wake import RunningClock
 
@@ -177,6 +178,12 @@ def receives(channel: Any) -> bool:
 def copy_stream_of(copies: Any) -> Any:
     """The CUDA stream of a rank's copies."""
     return copies._stream
+
+
+def use_triton_launcher_only(enabled: bool) -> bool:
+    """Make every launch go through Triton's own launcher, or allow direct launches again. Returns what held before."""
+    before, launch._triton_launcher_only = launch._triton_launcher_only, enabled
+    return before
 
 
 def forget_driver() -> None:

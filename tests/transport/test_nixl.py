@@ -14,8 +14,7 @@ from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import nixl_agent, ucx_settings
-from kvferry.transport.planes.nixl import NixlPlane
-from kvferry.transport.planes.nixl_reads import FREE, MOST_UNSENT, READY
+from kvferry.transport.planes.nixl import FREE, MOST_UNSENT, READY, NixlPlane
 from kvferry.transport.planes.ucx_settings import choose_lanes
 from kvferry.transport.registry import make_plane, plane_spec
 from tests.support.fork_server import fork_server
@@ -45,7 +44,7 @@ def test_bytes_of_a_slot_that_p_has_used_again_are_no_message(pair: Pair, monkey
 
     def p_uses_the_slot_again(read: Any) -> Any:
         found = ended(read)
-        if found and not d.reads.fetches[0].checking:
+        if found and not d.fetches[0].checking:
             p.send_pool.uses[0] += 1
         return found
 
@@ -65,13 +64,13 @@ def test_a_read_under_way_keeps_its_slot_beyond_its_channel(pair: Pair, monkeypa
     with monkeypatch.context() as never:
         never.setattr(nixl_agent.NixlRead, "ended", lambda self: None)
         pair.send(sender, receiver, 1)
-        pair.turn(lambda: len(d.reads.fetches) == 1)
+        pair.turn(lambda: len(d.fetches) == 1)
         pair.p.sockets.drop(sender.sock)  # type: ignore[attr-defined]
         pair.follow(receiver)
-        assert d.retired_slots == 1 and d.reads.sources, "its connection must not be closed meanwhile"
+        assert d.retired_slots == 1 and d.sources, "its connection must not be closed meanwhile"
     sender.close()
     pair.turn(lambda: not pair.slots_out)
-    assert d.retired_slots == 0 and not d.reads.sources
+    assert d.retired_slots == 0 and not d.sources
     sender, receiver = pair.join()
     pair.carry(sender, receiver, 2).release()
 
@@ -88,7 +87,7 @@ def test_a_read_that_fails_breaks_the_connection_and_the_next_one_works(
         pair.send(sender, receiver, 1)
         pair.turn(lambda: receiver.error is not None)
     assert "a READ failed" in str(receiver.error) and other_receiver.error is not None
-    assert not d.reads.sources
+    assert not d.sources
     for end in (receiver, other_receiver):
         end.close()
     for channel in (sender, other_sender):
@@ -133,7 +132,7 @@ def test_a_channel_that_has_failed_gets_no_source(pair: Pair) -> None:
     with pytest.raises(PlaneUnavailableError, match="cut"):
         pair.d.finish(receiver, answer)
     d: Any = pair.d
-    assert not d.reads.sources
+    assert not d.sources
 
 
 @pytest.mark.nixl
@@ -226,7 +225,7 @@ def test_another_release_other_lanes_and_damaged_metadata_are_refused(pair: Pair
 def test_both_directions_together_register_no_more_than_the_staging_memory(pair: Pair) -> None:
     pair.join()
     p: Any = pair.p
-    p.reads.prepare()
+    p.prepare_to_read()
     assert p.staging_bytes == SLOTS * SLOT
 
 
@@ -249,10 +248,10 @@ def test_a_lost_channel_closes_the_connection_also_after_a_channel_that_ended_we
     first.close()
     pair.follow(first_end)
     d: Any = pair.d
-    assert d.reads.sources
+    assert d.sources
     pair.p.sockets.drop(second.sock)  # type: ignore[attr-defined]
     pair.follow(second_end)
-    assert not d.reads.sources
+    assert not d.sources
 
 
 @pytest.mark.nixl
@@ -270,17 +269,17 @@ def test_a_read_that_waits_holds_up_no_other_p(pair: Pair, monkeypatch: pytest.M
         for tag in (2, 3):
             pair.send(sender, receiver, tag)
         d: Any = pair.d
-        pair.turn(lambda: len(d.reads.fetches) == 2)
-        first, second = d.reads.fetches
+        pair.turn(lambda: len(d.fetches) == 2)
+        first, second = d.fetches
         looked.clear()
-        d.reads.look()
+        d.look()
         assert looked == [first.read]
         second.source = object()  # another P's
         looked.clear()
-        d.reads.look()
+        d.look()
         assert looked == [first.read, second.read]
         second.source = first.source
-    pair.turn(lambda: not d.reads.fetches)
+    pair.turn(lambda: not d.fetches)
     for message in receiver.poll():
         message.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from kvferry.transport.channels import Pieces, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes.tcp_messages import HEADER, TAG_BYTES, Cipher, Vector, new_key
+from kvferry.transport.planes.tcp import HEADER, KEY_BYTES, TAG_BYTES, Cipher, Vector
 from kvferry.transport.registry import make_plane
 from tests.transport.plane_pair import SLOT, Pair, intact, pattern
 
@@ -117,7 +118,7 @@ def test_a_changed_byte_is_noticed(ends: Any, monkeypatch: pytest.MonkeyPatch, w
 
 def test_a_message_in_another_ones_place_is_noticed() -> None:
     slots = [Slot(torch.from_numpy(np.append(pattern(n, 64), np.zeros(TAG_BYTES, np.uint8))), n) for n in (1, 2)]
-    p, d = (Cipher(key) for key in [new_key()] * 2)
+    p, d = (Cipher(key) for key in [secrets.token_bytes(KEY_BYTES)] * 2)
     header = HEADER.pack(1, 64 + TAG_BYTES)
     sizes = [p.seal(slot, 64, header) for slot in slots]
     assert sizes == [80, 80]

@@ -16,8 +16,7 @@ import pytest
 from kvferry.transport.channels import CPU, Pieces, Received
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import socket_plane, tcp
-from kvferry.transport.planes.tcp import TcpPlane, TcpRecvChannel, TcpSendChannel
-from kvferry.transport.planes.tcp_messages import HEADER, Vector
+from kvferry.transport.planes.tcp import HEADER, TcpPlane, TcpRecvChannel, TcpSendChannel, Vector
 from kvferry.transport.sockets import MAX_UNAUTHENTICATED
 from tests.transport.plane_pair import Pair
 

@@ -54,10 +54,10 @@ class WindowedSender(SendChannel):
 
     def free(self, index: int) -> bool:
         """A sent slot is needed no more. Returns whether it was one."""
-        slot = self.sent.pop(index, None)
-        if slot is not None:
-            self.pool.put(slot)
-        return slot is not None
+        if index not in self.sent:
+            return False
+        self.pool.put(self.sent.pop(index))
+        return True
 
     def _give_up(self) -> None:
         for index in list(self.sent):

@@ -23,6 +23,7 @@ import secrets
 import socket
 import struct
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -96,19 +97,18 @@ class Arena:
         Raises:
             TransportError: there is no memory or no descriptor for it, or it cannot be page-locked.
         """
-        fd = -1
-        try:
-            fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, slot_bytes * num_slots)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            mapping = mmap.mmap(fd, slot_bytes * num_slots)
-            return cls(mapping, slot_bytes, num_slots, device, read_only=False), fd
-        except BaseException as error:
-            if fd >= 0:
-                os.close(fd)
-            if isinstance(error, OSError):
+        with contextlib.ExitStack() as on_error:
+            try:
+                fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                on_error.callback(os.close, fd)
+                os.ftruncate(fd, slot_bytes * num_slots)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+                mapping = mmap.mmap(fd, slot_bytes * num_slots)
+            except OSError as error:
                 raise TransportError(f"shm: no shared memory can be had: {error.strerror}") from None
-            raise
+            arena = cls(mapping, slot_bytes, num_slots, device, read_only=False)
+            on_error.pop_all()
+            return arena, fd
 
     @classmethod
     def attach(cls, fd: int, slot_bytes: int, num_slots: int, device: torch.device = CPU) -> Arena:
@@ -154,26 +154,36 @@ class Arena:
                 mapping.close()
 
 
-def _records(sock: socket.socket, form: struct.Struct) -> tuple[list[tuple[int, ...]], bool]:
-    """The records that have arrived, and whether the peer is gone. Raises ProtocolError for a torn record."""
-    records: list[tuple[int, ...]] = []
-    for _ in range(8 * MAX_SLOTS):  # a peer that sends without end must not keep us here
-        try:
-            data = sock.recv(256)
-        except BlockingIOError:
-            return records, False
-        except OSError:
-            return records, True
-        if not data:
-            return records, True
-        if len(data) != form.size:
-            raise ProtocolError(f"shm: a record of {len(data)} bytes, expected {form.size}")
-        records.append(form.unpack(data))
-    return records, False
+def _receive(channel: ShmChannel, form: struct.Struct, take: Callable[..., None]) -> None:
+    """Call ``take`` with the fields of each record that has arrived. The channel fails where the peer is gone, where a
+    record is torn, and where ``take`` raises ProtocolError."""
+    try:
+        for _ in range(8 * MAX_SLOTS):  # a peer that sends without end must not keep us here
+            data = channel.sock.recv(256)
+            if not data:
+                raise ConnectionResetError
+            if len(data) != form.size:
+                raise ProtocolError(f"shm: a record of {len(data)} bytes, expected {form.size}")
+            take(*form.unpack(data))
+    except BlockingIOError:
+        pass
+    except OSError:
+        channel.fail(f"shm: the {channel.peer} closed the channel or died")
+    except ProtocolError as error:
+        channel.fail(str(error))
+
+
+def _send(channel: ShmChannel, record: bytes) -> None:
+    try:
+        channel.sock.send(record, socket.MSG_NOSIGNAL)
+    except OSError as error:
+        channel.fail(f"shm: the {channel.peer} is gone: {error}")
 
 
 class ShmSendChannel(WindowedSender):
     """P's end. Its slots lie in the arena, which stays mapped until the last acquired slot is back."""
+
+    peer: ClassVar[str] = "consumer"
 
     def __init__(self, plane: ShmPlane, sock: socket.socket, arena: Arena) -> None:
         pool = SlotPool(arena.slot_bytes, arena.num_slots * arena.slot_bytes, slab=arena.tensor())
@@ -186,22 +196,14 @@ class ShmSendChannel(WindowedSender):
 
     def on_readable(self) -> None:
         """The consumer freed slots, or is gone."""
-        try:
-            records, gone = _records(self.sock, FREED)
-            for (index,) in records:
-                if not self.free(index):
-                    raise ProtocolError(f"shm: the consumer freed slot {index}, which it does not hold")
-        except ProtocolError as error:
-            self.fail(str(error))
-            return
-        if gone:
-            self.fail("shm: the consumer closed the channel or died")
+        _receive(self, FREED, self._freed)
+
+    def _freed(self, index: int) -> None:
+        if not self.free(index):
+            raise ProtocolError(f"shm: the consumer freed slot {index}, which it does not hold")
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
-        try:
-            self.sock.send(FILLED.pack(tag, slot.index, nbytes), socket.MSG_NOSIGNAL)
-        except OSError as error:
-            self.fail(f"shm: the consumer is gone: {error}")
+        _send(self, FILLED.pack(tag, slot.index, nbytes))
 
     def _give_up(self) -> None:
         self._plane.sockets.mute(self.sock)
@@ -223,6 +225,7 @@ class ShmRecvChannel(PushReceiver):
     """D's end. D reads messages from the slots into which P packed them."""
 
     plane_name = "shm"
+    peer: ClassVar[str] = "producer"
 
     def __init__(self, plane: ShmPlane, sock: socket.socket) -> None:
         super().__init__()
@@ -236,14 +239,10 @@ class ShmRecvChannel(PushReceiver):
         try:
             if self._arena is None and not self._take_arena():
                 return
-            records, gone = _records(self.sock, FILLED)
-            for tag, index, nbytes in records:
-                self._filled(tag, index, nbytes)
         except (ProtocolError, TransportError) as error:
             self.fail(str(error))
-            return
-        if gone:
-            self.fail("shm: the producer closed the channel or died")
+        else:
+            _receive(self, FILLED, self._filled)
 
     def _take_arena(self) -> bool:
         try:
@@ -284,10 +283,7 @@ class ShmRecvChannel(PushReceiver):
         if self.closed:
             self._unmap_if_done()
         elif self.error is None:
-            try:
-                self.sock.send(FREED.pack(index), socket.MSG_NOSIGNAL)
-            except OSError as error:
-                self.fail(f"shm: the producer is gone: {error}")
+            _send(self, FREED.pack(index))
 
     def _give_up(self) -> None:
         self._plane.sockets.mute(self.sock)
@@ -300,6 +296,9 @@ class ShmRecvChannel(PushReceiver):
     def _unmap_if_done(self) -> None:
         if self._arena is not None and not self._held:
             self._arena.close()
+
+
+ShmChannel = ShmSendChannel | ShmRecvChannel
 
 
 class ShmPlane(SocketPlane):
@@ -359,19 +358,17 @@ class ShmPlane(SocketPlane):
             raise TransportError(
                 f"shm: staging memory is used up by {len(self.channels)} channels; raise staging_bytes"
             )
-        try:
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.sockets.drop, sock)
             arena, fd = Arena.create(slot_bytes, num_slots, self.device)
-        except TransportError:
-            self.sockets.drop(sock)
-            raise
-        try:
-            socket.send_fds(sock, [GEOMETRY.pack(slot_bytes, num_slots)], [fd], socket.MSG_NOSIGNAL)
-        except OSError as error:
-            arena.close()
-            self.sockets.drop(sock)
-            raise TransportError(f"shm: the consumer is gone: {error}") from None
-        finally:
-            os.close(fd)
+            on_error.callback(arena.close)
+            try:
+                socket.send_fds(sock, [GEOMETRY.pack(slot_bytes, num_slots)], [fd], socket.MSG_NOSIGNAL)
+            except OSError as error:
+                raise TransportError(f"shm: the consumer is gone: {error}") from None
+            finally:
+                os.close(fd)
+            on_error.pop_all()
         self.left_bytes -= nbytes
         channel = ShmSendChannel(self, sock, arena)
         self.channels[channel] = None

@@ -1,7 +1,7 @@
 """A data plane of which every channel is one connection: P listens on one socket for all consumers, D connects.
 
-This file has what such planes share: the listening socket and its pending connections, the table of the open channels,
-and the interface to the caller's poll loop. A plane derives from ``SocketPlane`` and adds its offer and its channels.
+Such planes share the listening socket and its pending connections, and the interface to the caller's poll loop. A plane
+adds its offer and its channels.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class SocketAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class AwaitedSender(WindowedSender):
     """P's end of a channel whose TCP connection may arrive after D's payload. ``id``: what D's hello names. ``sock``:
-    ``None`` until the connection is here.
-
-    ``deadline``: when the connection must be here, by ``time.monotonic``.
-    """
+    ``None`` until the connection is here, which must be by ``deadline``, of ``time.monotonic``."""
 
     def __init__(self, pool: SlotPool, channel_id: bytes, slot_bytes: int, window: int) -> None:
         super().__init__(pool, slot_bytes, window)
@@ -92,36 +89,21 @@ class ConnectingReceiver(PushReceiver):
     def connected(self) -> None:
         """The connection stands, and the hello is sent."""
 
-    def fail_late(self, now: float) -> bool:
-        """Fail where the connection is not there in time. Returns whether it has failed now."""
-        if now <= self.deadline or self.error is not None:
-            return False
-        self.fail(f"{self.plane_name}: {self.late}")
-        return True
-
 
 class SocketPlane(PushPlane):
-    """``pending`` are P's new connections; ``None`` before ``listen``. ``awaited`` are P's channels without a
-    connection.
-    """
+    """``pending``: P's new connections; ``None`` before ``listen``. ``awaited``: P's channels without a connection."""
 
     def __init__(self, slot_bytes: int) -> None:
         super().__init__(slot_bytes)
         self.awaited: dict[bytes, AwaitedSender] = {}
-        self._port = 0
         self.sockets = Sockets()
         self.pending: PendingConnections | None = None
+        self._port = 0
         self._secrets = Secrets()
 
-    def listen(
-        self,
-        listener: socket.socket,
-        *,
-        welcome: Callable[[socket.socket], bool] = lambda sock: True,
-        arrived: Callable[[bytes], None] = lambda channel: None,
-    ) -> None:
+    def listen(self, listener: socket.socket, welcome: Callable[[socket.socket], bool] = lambda sock: True) -> None:
         """P: accept connections on a bound, non-blocking socket; see ``PendingConnections``."""
-        self.pending = PendingConnections(self.sockets, listener, self._secrets, welcome=welcome, arrived=arrived)
+        self.pending = PendingConnections(self.sockets, listener, self._secrets, welcome=welcome, arrived=self._join)
 
     def new_secret(self) -> bytes:
         """P: the secret of one offer, which the D of that offer must send."""
@@ -132,8 +114,7 @@ class SocketPlane(PushPlane):
         return SocketAttach(secrets.token_bytes(CHANNEL_BYTES), self.slot_bytes)
 
     def listen_tcp(self, host: str) -> int:
-        """P: listen at the local address ``host``. Returns the port, which the system chooses at the first call. The
-        channels of this port are given to ``await_connection``.
+        """P: listen at the local address ``host``. Returns the port, which the system chooses at the first call.
 
         Raises:
             PlaneUnavailableError: it is no address of this host.
@@ -147,7 +128,7 @@ class SocketPlane(PushPlane):
             raise PlaneUnavailableError(f"{self.name}: {host!r} is no address: {error.strerror}") from None
         try:
             listener.bind(address)
-            self.listen(listener, arrived=self._join)
+            self.listen(listener)
         except OSError as error:
             listener.close()
             raise PlaneUnavailableError(f"{self.name}: cannot listen on {host}: {error.strerror}") from None
@@ -163,7 +144,7 @@ class SocketPlane(PushPlane):
         """
         if self.pending is None:
             raise TransportError(f"{self.name}: a consumer answers an offer that was never made")
-        if any(isinstance(channel, AwaitedSender) and channel.id == attach.channel for channel in self.channels):
+        if attach.channel in [channel.id for channel in self.channels if isinstance(channel, AwaitedSender)]:
             raise ProtocolError(f"{self.name} attach: this channel exists already")
 
     def await_connection(self, channel: AwaitedSender) -> None:
@@ -175,11 +156,8 @@ class SocketPlane(PushPlane):
     def _join(self, channel_id: bytes) -> None:
         """Join a channel and its connection once both are here."""
         assert self.pending is not None
-        channel = self.awaited.get(channel_id)
-        if channel is None or channel.error is not None:  # the connection came too late
-            return
-        sock = self.pending.take(channel_id)
-        if sock is not None:
+        channel = self.awaited.get(channel_id)  # None: the connection came too late
+        if channel is not None and channel.error is None and (sock := self.pending.take(channel_id)) is not None:
             del self.awaited[channel_id]
             channel.connected(sock)
 
@@ -205,8 +183,8 @@ class SocketPlane(PushPlane):
         return sock
 
     def connect_unix(self, kind: int, address: bytes, secret: bytes) -> tuple[socket.socket, SocketAttach]:
-        """D: a new Unix socket of type ``kind`` that is connected to ``address`` and has sent its hello, and the
-        payload of its channel. A Unix socket connects without a wait, so D's hello arrives before D's payload.
+        """D: a Unix socket of type ``kind`` that is connected to ``address`` and has sent its hello, and the payload of
+        its channel. A Unix socket connects without a wait, so D's hello arrives before D's payload.
 
         Raises:
             OSError: P is not there, or its queue of new connections is full (``BlockingIOError``).
@@ -250,13 +228,14 @@ class SocketPlane(PushPlane):
         if self.pending is not None:
             self.pending.expire()
         now = time.monotonic()
-        for channel in list(self.awaited.values()):
-            if now > channel.deadline:
-                del self.awaited[channel.id]
-                channel.fail(f"{self.name}: the consumer's connection did not come")
+        for sender in [sender for sender in self.awaited.values() if now > sender.deadline]:
+            del self.awaited[sender.id]
+            sender.fail(f"{self.name}: the consumer's connection did not come")
+            moved = True
+        for receiver in [channel for channel in self.channels if isinstance(channel, ConnectingReceiver)]:
+            if now > receiver.deadline and receiver.error is None:
+                receiver.fail(f"{self.name}: {receiver.late}")
                 moved = True
-        for each in list(self.channels):
-            moved |= isinstance(each, ConnectingReceiver) and each.fail_late(now)
         return moved
 
     def arm(self) -> bool:

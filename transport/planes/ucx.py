@@ -44,7 +44,7 @@ from kvferry.transport.planes.ucx_worker import (
     UcxEndpoint,
     UcxRequest,
     UcxWorker,
-    load_array,
+    load_ucxx,
 )
 from kvferry.transport.staging import SlotPool
 
@@ -96,7 +96,7 @@ class UcxTransfer:
 
     request: UcxRequest
     slot: Slot
-    channel: UcxSendChannel | UcxRecvChannel | None
+    channel: UcxChannel | None
     tag: int
     nbytes: int
 
@@ -168,6 +168,9 @@ class UcxRecvChannel(PushReceiver):
         self._plane.send_close(self)
 
 
+UcxChannel = UcxSendChannel | UcxRecvChannel
+
+
 class UcxPlane(PushPlane):
     """The UCX data plane of one process. The slots lie on the device of the caches. ``_workers``: one for the peers on
     this host (``True``), one for all others, each made when the first of them attaches.
@@ -181,23 +184,22 @@ class UcxPlane(PushPlane):
 
     def __init__(self, context: PlaneContext) -> None:
         refuse_ucx(context.host, os.environ, context.others)
-        super().__init__(context.slot_bytes)
         slot_bytes, staging_bytes, device = context.slot_bytes, context.staging_bytes, context.memory.device
+        super().__init__(slot_bytes)
         self.on_gpu = device.type != "cpu"
         if self.on_gpu:
             cuda.load()  # before the first hand-over allocates its slots: a missing driver is reported here
         self.window, self.receives = windows(_GPU_WINDOWS if self.on_gpu else _WINDOWS, staging_bytes, slot_bytes)
         self.moved_at = 0.0
-        self.make_array = load_array()
+        _, self.make_array = load_ucxx()
         settings_for(context.host, os.environ, here=False)  # a wrong address is reported here
         self._host = context.host
         self._workers: dict[bool, UcxWorker] = {}
-        self.send_pool = SlotPool(slot_bytes, staging_bytes, device)
+        self.send_pool, self.recv_pool = (SlotPool(slot_bytes, staging_bytes, device) for _ in range(2))
         self.by_tag: dict[int, UcxRecvChannel] = {}
         self.transfers: list[UcxTransfer] = []
-        self.recv_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._memories: dict[int, UcxArray] = {}  # by address
-        self._by_close_message: dict[int, UcxSendChannel | UcxRecvChannel] = {}
+        self._by_close_message: dict[int, UcxChannel] = {}
         self._farewells: list[tuple[UcxRequest, UcxArray]] = []
         self._pending: deque[UcxAnnouncement] = deque()
         self._starved = False
@@ -214,7 +216,7 @@ class UcxPlane(PushPlane):
         if not self.on_gpu or uses_rdma(os.environ):
             return ""
         theirs = decode_payload(offer, UcxOffer, "ucx offer")
-        if reached and theirs.host_id and theirs.host_id == host_id():
+        if reached and theirs.host_id == host_id() != "":
             return ""
         return "it has no way of its own between these GPUs, and would go through the host by TCP"
 
@@ -227,11 +229,10 @@ class UcxPlane(PushPlane):
             self.recv_pool.prepare()
         except TransportError as error:
             raise PlaneUnavailableError(f"no staging memory can be had: {error}") from None
-        here = is_ours(host)
-        worker, close_message = self._worker(here=here), secrets.token_bytes(8)
-        channel = UcxRecvChannel(self, worker, int.from_bytes(close_message, "little"))
+        here, close_message = is_ours(host), secrets.token_bytes(8)
+        channel = UcxRecvChannel(self, self._worker(here=here), int.from_bytes(close_message, "little"))
         self._add(channel)
-        ours = worker.address
+        ours = channel.worker.address
         return channel, msgspec.msgpack.encode(UcxAttach(ours, zlib.crc32(ours), self.slot_bytes, close_message, here))
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
@@ -250,7 +251,7 @@ class UcxPlane(PushPlane):
         assert isinstance(channel, UcxRecvChannel)
         channel.link = _link(channel.worker, decode_payload(reply, UcxReply, "ucx reply"))
 
-    def _add(self, channel: UcxSendChannel | UcxRecvChannel) -> None:
+    def _add(self, channel: UcxChannel) -> None:
         self.channels[channel] = None
         self._by_close_message[channel.close_message] = channel
 
@@ -269,23 +270,22 @@ class UcxPlane(PushPlane):
     def progress(self) -> bool:
         if self.closed:
             return False
-        self._progress_workers()
-        moved = bool(self.transfers) and self._reap()
+        for worker in self._workers.values():
+            worker.progress()
+        moved = self._reap()
         moved |= self._receive()
         if self._farewells:
-            self._farewells = [close_message for close_message in self._farewells if not close_message[0].completed]
-        lost = [
-            (channel, channel.link)
-            for channel in self._by_close_message.values()
-            if channel.error is None and channel.link is not None and not channel.link.alive
-        ]
-        for channel, link in lost:
-            channel.fail(f"ucx: the {channel.peer} closed the channel or died: {link.reason}")
-        for worker in self._workers.values() if lost else ():
-            worker.prune()
+            self._farewells = [(request, memory) for request, memory in self._farewells if not request.completed]
         if moved:
             self.moved_at = time.monotonic()
-        return moved or bool(lost)
+        lost = False
+        for channel in list(self._by_close_message.values()):
+            if channel.error is None and channel.link is not None and not channel.link.alive:
+                channel.fail(f"ucx: the {channel.peer} closed the channel or died: {channel.link.reason}")
+                lost = True
+        for worker in self._workers.values() if lost else ():
+            worker.prune()
+        return moved or lost
 
     def arm(self) -> bool:
         if self.closed:
@@ -325,21 +325,17 @@ class UcxPlane(PushPlane):
         """Keep the link busy between the copies of a batch: one copy takes as long as the link needs to empty its
         buffers."""
         if not self.closed:
-            self._progress_workers()
+            for worker in self._workers.values():
+                worker.progress()
             self._receive()
-
-    def _progress_workers(self) -> None:
-        for worker in self._workers.values():
-            worker.progress()
 
     def memory(self, slot: Slot, nbytes: int) -> UcxArray:
         """The first ``nbytes`` of a slot."""
         if nbytes < slot.nbytes:
             return self._array(slot.tensor[:nbytes])
-        memory = self._memories.get(slot.address)
-        if memory is None:
-            memory = self._memories[slot.address] = self._array(slot.tensor)
-        return memory
+        if slot.address not in self._memories:
+            self._memories[slot.address] = self._array(slot.tensor)
+        return self._memories[slot.address]
 
     def _array(self, data: torch.Tensor) -> UcxArray:
         """``data`` (uint8, contiguous) in the form that UCXX takes.
@@ -356,18 +352,23 @@ class UcxPlane(PushPlane):
         self.recv_pool.put(slot)
         self.progress_once()
 
-    def send_close(self, channel: UcxSendChannel | UcxRecvChannel) -> None:
+    def send_close(self, channel: UcxChannel) -> None:
         """Send the close message of a closed channel, and retire the slots that UCX still holds."""
         self.channels.pop(channel, None)
         self._by_close_message.pop(channel.close_message, None)
+        pool = self.send_pool if isinstance(channel, UcxSendChannel) else self.recv_pool
         for transfer in self.transfers:
             if transfer.channel is channel:
-                (self.send_pool if isinstance(channel, UcxSendChannel) else self.recv_pool).retire(transfer.slot)
-        if channel.link is None:  # P's channel ends with D's session
-            return
+                pool.retire(transfer.slot)
+        if channel.link is not None:  # else P's channel ends with D's session
+            self._say(partial(channel.link.send, tag=channel.close_message))
+
+    def _say(self, move: Callable[[UcxArray], UcxRequest]) -> None:
+        """Send or receive a close message, without a slot: on a GPU a P that receives nothing else would allocate all
+        its slots for it."""
         with contextlib.suppress(TransportError):
-            close_message = self._array(torch.zeros(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
-            self._farewells.append((channel.link.send(close_message, channel.close_message), close_message))
+            memory = self._array(torch.zeros(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
+            self._farewells.append((move(memory), memory))
 
     def _receive(self) -> bool:
         """Probe for announced messages, and begin to receive as many as there are free slots."""
@@ -379,7 +380,7 @@ class UcxPlane(PushPlane):
             closing = self._by_close_message.get(message.tag)  # None where we have closed the channel, too
             if closing is not None:
                 closing.fail(f"ucx: the {closing.peer} closed the channel")
-            self._drop(message)
+            self._say(message.receive)
         if not self._pending:
             return False
         before = len(self._pending)
@@ -395,13 +396,6 @@ class UcxPlane(PushPlane):
         waiting.extend(self._pending)
         self._pending = waiting
         return len(waiting) < before
-
-    def _drop(self, close_message: UcxAnnouncement) -> None:
-        """Receive and drop a close message, without a slot: on a GPU a P that receives nothing else would allocate all
-        its slots for it."""
-        with contextlib.suppress(TransportError):
-            nowhere = self._array(torch.empty(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
-            self._farewells.append((close_message.receive(nowhere), nowhere))
 
     def _take_in(self, message: UcxAnnouncement, channel: UcxRecvChannel | None) -> None:
         if channel is not None:
@@ -431,8 +425,8 @@ class UcxPlane(PushPlane):
     def _reap(self) -> bool:
         """Finish the transfers that UCX has completed."""
         ended = [transfer for transfer in self.transfers if transfer.request.completed]
-        if ended:
-            self.transfers = [transfer for transfer in self.transfers if transfer not in ended]
+        for transfer in ended:
+            self.transfers.remove(transfer)
         for transfer in ended:
             self._finish(transfer)
         return bool(ended)

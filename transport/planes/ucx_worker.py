@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.planes.ucx_settings import failing_as, settings_for
@@ -20,8 +20,8 @@ _CLOSE_ROUNDS = 100
 """Rounds of progress for closing the endpoints. Endpoints that are still open then end with the worker."""
 
 
-def load_ucxx() -> Any:
-    """UCXX's binding (``ucxx._lib.libucxx``).
+def load_ucxx() -> tuple[Any, Any]:
+    """UCXX's binding (``ucxx._lib.libucxx``), and its ``Array``, the form in which it takes memory.
 
     Raises:
         PlaneUnavailableError: it is not installed, does not load, or is too old.
@@ -31,29 +31,21 @@ def load_ucxx() -> Any:
     try:
         import ucxx
         from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
     except ModuleNotFoundError as error:
         raise PlaneUnavailableError(f"ucx: {error.name} is not installed; pip install 'kvferry[ucx]'") from None
     except (ImportError, OSError) as error:
         raise PlaneUnavailableError(f"ucx: UCXX does not load: {str(error).splitlines()[0]}") from None
     if not hasattr(libucxx.UCXEndpoint, "tag_recv_with_handle"):
         raise PlaneUnavailableError(f"ucx: UCXX {ucxx.__version__} is too old, 0.47 is the first that will do")
-    return libucxx
-
-
-def load_array() -> Any:
-    """UCXX's ``Array``, the form in which UCXX takes memory. Raises PlaneUnavailableError as ``load_ucxx`` does."""
-    load_ucxx()
-    from ucxx._lib.arr import Array
-
-    return Array
+    return libucxx, Array
 
 
 class UcxEndpoint:
     """An endpoint to one peer process, always with error handling, so that the death of the peer is noticed."""
 
-    def __init__(self, worker: UcxWorker, endpoint: Any) -> None:
-        self._worker = worker
-        self._endpoint = endpoint
+    def __init__(self, library: Any, endpoint: Any) -> None:
+        self._library, self._endpoint = library, endpoint
 
     @property
     def alive(self) -> bool:
@@ -79,7 +71,7 @@ class UcxEndpoint:
         if not self.alive:
             raise TransportError(f"ucx: the link is down: {self.reason}")
         with failing_as(TransportError, "ucx: sending failed"):
-            return self._endpoint.tag_send(data, self._worker.library.UCXXTag(tag))
+            return self._endpoint.tag_send(data, self._library.UCXXTag(tag))
 
     def close(self) -> Any:
         """Begin to close. Returns the request, or ``None`` where there is nothing to close."""
@@ -91,16 +83,13 @@ class UcxEndpoint:
         return None
 
 
-class UcxAnnouncement:
-    """A message that a peer has sent, or has announced: ``tag``, ``nbytes``."""
+class UcxAnnouncement(NamedTuple):
+    """A message that a peer has sent, or has announced."""
 
-    __slots__ = ("_worker", "nbytes", "probe", "tag")
-
-    def __init__(self, worker: UcxWorker, probe: Any) -> None:
-        self._worker = worker
-        self.probe = probe
-        self.tag = int(probe.sender_tag.value)
-        self.nbytes = int(probe.length)
+    worker: UcxWorker
+    probe: Any
+    tag: int
+    nbytes: int
 
     def receive(self, into: UcxArray) -> UcxRequest:
         """Receive into ``into``, which must hold at least ``nbytes``.
@@ -110,7 +99,7 @@ class UcxAnnouncement:
         """
         assert into.nbytes >= self.nbytes
         with failing_as(TransportError, "ucx: receiving failed"):
-            return self._worker.native.tag_recv_with_handle(into, self.probe)
+            return self.worker.native.tag_recv_with_handle(into, self.probe)
 
 
 class UcxWorker:
@@ -119,7 +108,7 @@ class UcxWorker:
     There is one link per peer process, and it stays until that process is gone: UCX over TCP leaves a connection
     behind for each endpoint that is closed between two living workers.
 
-    From its construction on UCX listens, see ``ucx_library.settings_for``.
+    From its construction on UCX listens, see ``ucx_settings.settings_for``.
 
     Raises:
         PlaneUnavailableError: UCXX or UCX cannot be had.
@@ -127,16 +116,16 @@ class UcxWorker:
 
     def __init__(self, host: str, *, here: bool) -> None:
         self._host = host
-        self.library = load_ucxx()
+        self._library, _ = load_ucxx()
         settings = settings_for(host, os.environ, here=here)
-        feature = self.library.Feature
+        feature = self._library.Feature
         with failing_as(PlaneUnavailableError, f"ucx: UCX does not start on {host}"):
-            self._context = self.library.UCXContext(settings, (feature.TAG, feature.WAKEUP))
-            self.native = self.library.UCXWorker(self._context)
+            self._context = self._library.UCXContext(settings, (feature.TAG, feature.WAKEUP))
+            self.native = self._library.UCXWorker(self._context)
             self.native.init_blocking_progress_mode()
         self.fd: int = self.native.epoll_file_descriptor
         self.address = bytes(self.native.address)
-        self._any_tag, self._any_mask = self.library.UCXXTag(0), self.library.UCXXTagMask(0)
+        self._any = self._library.UCXXTag(0), self._library.UCXXTagMask(0)
         self._links: dict[bytes, UcxEndpoint] = {}
 
     def link(self, address: bytes) -> UcxEndpoint:
@@ -155,9 +144,9 @@ class UcxWorker:
             )
         hint = "; both sides need an address (side_channel_host) on a network that they share"
         with failing_as(PlaneUnavailableError, f"ucx: the peer cannot be reached from {self._host}", hint):
-            peer = self.library.UCXAddress.create_from_buffer(address)
-            endpoint = self.library.UCXEndpoint.create_from_worker_address(self.native, peer, True)
-        self._links[address] = UcxEndpoint(self, endpoint)
+            peer = self._library.UCXAddress.create_from_buffer(address)
+            endpoint = self._library.UCXEndpoint.create_from_worker_address(self.native, peer, True)
+        self._links[address] = UcxEndpoint(self._library, endpoint)
         return self._links[address]
 
     def progress(self) -> None:
@@ -166,8 +155,7 @@ class UcxWorker:
 
     def prune(self) -> None:
         """Drop the links to peers that are gone."""
-        for address in [address for address, link in self._links.items() if not link.alive]:
-            del self._links[address]
+        self._links = {address: link for address, link in self._links.items() if link.alive}
 
     def arm(self) -> bool:
         """True: ``fd`` becomes readable with the next event. False: an event is there already."""
@@ -175,8 +163,8 @@ class UcxWorker:
 
     def probe(self) -> UcxAnnouncement | None:
         """The next message that is not received yet. The caller must receive it, or its sender waits for ever."""
-        probe = self.native.tag_probe(self._any_tag, self._any_mask, True)
-        return UcxAnnouncement(self, probe) if probe.matched else None
+        probe = self.native.tag_probe(*self._any, True)
+        return UcxAnnouncement(self, probe, int(probe.sender_tag.value), int(probe.length)) if probe.matched else None
 
     def close(self) -> None:
         """Close the links and the worker. Messages in flight break off, and peers see that their link is down."""

@@ -23,6 +23,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -160,10 +161,10 @@ class ZmqSendChannel(WindowedSender):
         for event, fd in self.end.events():
             moved = True
             (self._connections.add if event == zmq.EVENT_ACCEPTED else self._connections.discard)(fd)
-        if self._fd is not None and self._fd not in self._connections:
-            self.fail("zmq: the consumer closed the channel or died")
         if self._fd is None and time.monotonic() > self._deadline:
             self.fail(f"zmq: the consumer did not connect within {CONNECT_SECONDS:g} s")
+        elif self._fd is not None and self._fd not in self._connections:
+            self.fail("zmq: the consumer closed the channel or died")
         return moved
 
     def on_message(self, frame: zmq.Frame) -> None:
@@ -193,7 +194,7 @@ class ZmqSendChannel(WindowedSender):
     def _give_up(self) -> None:
         for slot, tracker in self._by_tag.values():
             del self.sent[slot.index]
-            self._plane.put_later(slot, tracker)
+            self._plane.busy.append((slot, tracker))
         self._by_tag.clear()
 
     def _close(self) -> None:
@@ -285,7 +286,7 @@ class ZmqRecvChannel(PushReceiver):
         else:
             del self.expected[tag]
             held = [frame]  # the frame owns the bytes until it is released
-            self.arrived.append(Received(tag, _address(frame), nbytes, partial(self._release, tag, held)))
+            self.arrived.append(Received(tag, _address(frame), nbytes, partial(self._release, tag, held.clear)))
 
     def _copy_waiting(self) -> bool:
         """Copy waiting messages into slots for as long as slots are free. Returns whether it handled any message."""
@@ -307,15 +308,12 @@ class ZmqRecvChannel(PushReceiver):
             self._waiting.popleft()
             nbytes = self.expected.pop(tag).nbytes
             ctypes.memmove(slot.address, _address(frame), nbytes)
-            self.arrived.append(Received(tag, slot.address, nbytes, partial(self._put, tag, slot, pool)))
+            release = partial(self._release, tag, partial(pool.put, slot))
+            self.arrived.append(Received(tag, slot.address, nbytes, release))
         return len(self._waiting) < before
 
-    def _release(self, tag: int, held: list[zmq.Frame]) -> None:
-        held.clear()
-        self._credit(tag)
-
-    def _put(self, tag: int, slot: Slot, pool: SlotPool) -> None:
-        pool.put(slot)
+    def _release(self, tag: int, free: Callable[[], None]) -> None:
+        free()
         self._credit(tag)
 
     def _credit(self, tag: int) -> None:
@@ -336,18 +334,22 @@ def _address(frame: zmq.Frame) -> int:
     return int(np.frombuffer(frame.buffer, dtype=np.uint8).ctypes.data)
 
 
+ZmqChannel = ZmqSendChannel | ZmqRecvChannel
+
+
 class ZmqPlane(PushPlane):
     """``context.staging_bytes`` bounds P's slots, and the frames that D holds; for caches on a GPU half of these bytes
-    is for D's slots."""
+    is for D's slots. ``busy``: slots for which no credit will come, each with the tracker that says when ZMQ needs it
+    no more."""
 
     name: ClassVar[str] = "zmq"
 
     def __init__(self, context: PlaneContext) -> None:
         if not zmq.has("curve"):
             raise PlaneUnavailableError("zmq: this libzmq has no CURVE; install pyzmq from PyPI")
-        gpu = context.memory.device.type == "cuda"
         slot_bytes, staging_bytes = context.slot_bytes, context.staging_bytes
         super().__init__(slot_bytes)
+        gpu = context.memory.device.type == "cuda"
         self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
         self.recv_pool = SlotPool(slot_bytes, staging_bytes // 2, page_locked=gpu)
         self.copies_frames = gpu
@@ -355,7 +357,7 @@ class ZmqPlane(PushPlane):
         self._window_left = max(1, (staging_bytes // 2 if gpu else staging_bytes) // slot_bytes)
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self.zmq.max_sockets = MOST_SOCKETS
-        self._busy: list[tuple[Slot, Any]] = []
+        self.busy: list[tuple[Slot, Any]] = []
 
     def offer(self) -> bytes:
         return b""
@@ -395,8 +397,8 @@ class ZmqPlane(PushPlane):
             raise PlaneUnavailableError(f"zmq: no socket can be had: {error}") from None
 
     @property
-    def _ends(self) -> list[ZmqSendChannel | ZmqRecvChannel]:
-        return [channel for channel in self.channels if isinstance(channel, (ZmqSendChannel, ZmqRecvChannel))]
+    def _ends(self) -> list[ZmqChannel]:
+        return [channel for channel in self.channels if isinstance(channel, ZmqChannel)]
 
     def pollables(self) -> list[tuple[int, int]]:
         return [(fd, select.POLLIN) for channel in self._ends for fd in channel.end.fds()]
@@ -406,8 +408,9 @@ class ZmqPlane(PushPlane):
         for channel in self._ends:
             if channel.error is None:
                 moved |= channel.progress()
-        if self._busy:
-            self._busy = [sent for sent in self._busy if not self._returned(*sent)]
+        for sent in [sent for sent in self.busy if sent[1].done]:
+            self.busy.remove(sent)
+            self.send_pool.put(sent[0])
         return moved
 
     def arm(self) -> bool:
@@ -419,17 +422,7 @@ class ZmqPlane(PushPlane):
         # ``term`` waits for libzmq's own thread, so another thread calls it.
         threading.Thread(target=self.zmq.term, name="kvferry-zmq-term", daemon=True).start()
 
-    def drop(self, channel: ZmqSendChannel | ZmqRecvChannel) -> None:
+    def drop(self, channel: ZmqChannel) -> None:
         """Forget a closed channel."""
         del self.channels[channel]
         self._window_left += channel.window if isinstance(channel, ZmqRecvChannel) else 0
-
-    def put_later(self, slot: Slot, tracker: Any) -> None:
-        """Free a slot for which no credit will come, once ZMQ does not use it any more."""
-        self._busy.append((slot, tracker))
-
-    def _returned(self, slot: Slot, tracker: Any) -> bool:
-        if not tracker.done:
-            return False
-        self.send_pool.put(slot)
-        return True
