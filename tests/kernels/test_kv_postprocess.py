@@ -42,7 +42,7 @@ cases = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases, seed=st.integers(0, 1 << 30), small_bounce=st.booleans())
 def test_any_shape(case: Case, seed: int, small_bounce: bool) -> None:
     case = replace(case, tokens=case.tokens * max(1, case.ratio))
@@ -112,15 +112,6 @@ def test_no_indices_or_no_bytes_touch_nothing(kind: str, ids: torch.dtype) -> No
     fix_up(arena.case, arena.cache()[:, :, :, :0], torch.tensor([1, 0], dtype=ids))
     fix_up(arena.case, arena.cache()[:, :0], torch.tensor([1, 0], dtype=ids))
     np.testing.assert_array_equal(arena.memory, before)
-
-
-def test_the_order_of_indices_is_free_between_remote_blocks() -> None:
-    for case in (Case("blksize", ratio=2, groups=5), Case("blksize", ratio=-2, groups=5)):
-        arena = Arena(case)
-        want = arena.expected()
-        shuffled = arena.indices().view(5, case.group)[torch.randperm(5)].reshape(-1)
-        fix_up(case, arena.cache(), shuffled)
-        np.testing.assert_array_equal(arena.memory, want)
 
 
 def test_a_cache_that_was_made_in_inference_mode_is_fixed_outside_of_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import paged_copy
-from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
+from kvferry.kernels.paged_copy import Pages, copy_pages
 from tests.kernels.paged_copy_cases import CASES, Case, Layout, differing, expected
 
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ cases = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=cases, to_wire=st.booleans(), from_wire=st.booleans(), seed=st.integers(0, 1 << 30))
 def test_any_pair_of_layouts(case: Case, to_wire: bool, from_wire: bool, seed: int) -> None:
     wire = Layout(block_size=case.tokens)
@@ -61,34 +60,6 @@ def test_a_copy_that_needs_more_than_one_scratch_buffer(monkeypatch: pytest.Monk
 def test_layers_too_far_apart_for_one_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_copy, "MAX_NUMEL", 1)
     assert [differing(CASES[name], CPU) for name in ("pack-hnd", "unpack-nhd", "hnd-to-nhd")] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("fault", ["token", "bases", "block_ids", "byte"])
-def test_the_comparison_sees_an_off_by_one(fault: str) -> None:
-    """Plants one fault in a copy that is otherwise right."""
-
-    def copy(dst: Pages, src: Pages, **how: Any) -> None:
-        faulty = {
-            "token": replace(dst, token=dst.token + 1),
-            "bases": replace(dst, bases=dst.bases + 1),
-            "block_ids": replace(dst, block_ids=dst.block_ids[::-1].copy()),
-        }
-        copy_pages(faulty.get(fault, dst), src, **how)
-        if fault == "byte":
-            at = (ctypes.c_uint8 * 1).from_address(int(dst.bases[0]) - 1)
-            at[0] ^= 1
-
-    assert differing(CASES["unpack-nhd"], CPU, copy) > 0
-
-
-def test_wire_is_contiguous_layers_heads_tokens_content() -> None:
-    src = np.arange(2 * 3 * 5 * 4, dtype=np.uint8)
-    dst = np.zeros_like(src)
-    copy_pages(
-        wire_pages(dst.ctypes.data, 2, 3, 5, 4), wire_pages(src.ctypes.data, 2, 3, 5, 4), num_heads=3, num_tokens=5,
-        content_bytes=4, device=CPU,
-    )  # fmt: skip
-    np.testing.assert_array_equal(dst, src)
 
 
 @pytest.mark.parametrize("empty", ["num_heads", "num_tokens", "layers"])

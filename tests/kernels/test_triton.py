@@ -6,6 +6,7 @@ of its own.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,8 @@ import pytest
 
 from kvferry.kernels import zero_blocks_triton
 from kvferry.kernels.paged_copy import Pages
-from kvferry.kernels.paged_copy_triton import ALL_SMS, CAPPED, alignment, tile_shape
+from kvferry.kernels.paged_copy_triton import alignment
 from kvferry.kernels.zero_blocks import Segments
-from kvferry.kernels.zero_blocks_triton import tile_words
 from tests.kernels import convert_cases, paged_copy_cases, zero_blocks_cases
 from tests.kernels.checksum_cases import NO_FAULT, SIZES
 from tests.kernels.triton_process import python
@@ -43,9 +43,8 @@ SUMS = """
 import torch
 from tests.kernels.checksum_cases import SIZES, found_on
 
-for size in SIZES:
-    for sms in (None, 2):
-        print(*found_on(torch.device("cpu"), *size, sms))
+for number, size in enumerate(SIZES):
+    print(*found_on(torch.device("cpu"), *size, (None, 2)[number % 2]))
 """
 COMPILED = """
 import re
@@ -82,13 +81,15 @@ for capability in (80, 90):
         narrowest = [min(width(word) for word in words) for words in found]
         print(capability, of, to, *narrowest, "ftz" in code)
 """
+OF_THE_HOST = re.compile("consecutive|descending|layers-anywhere|gap-between|nhd-to-nhd|prime|one-layer|unpack-hnd")
+"""Cases that differ for the host implementation alone, and twins of others: a program in the interpreter takes long."""
 STORES = {16: "st.global.v2.b64", 8: "st.global.b64", 4: "st.global.b32", 2: "st.global.b16", 1: "st.global.b8"}
 
 
 @pytest.mark.parametrize(
     ("stem", "function", "names"),
     [
-        ("paged_copy", "copy_pages", [*paged_copy_cases.CASES]),
+        ("paged_copy", "copy_pages", [name for name in paged_copy_cases.CASES if not OF_THE_HOST.search(name)]),
         ("convert", "unpack_converted", [name for name in convert_cases.CASES if "more-than" not in name]),
         ("zero_blocks", "zero_blocks", [*zero_blocks_cases.CASES]),
     ],
@@ -102,7 +103,7 @@ def test_parts_of_pages_that_are_there_pass_to_the_wire_and_back() -> None:
 
 
 def test_sums_in_the_interpreter_agree_with_oracle_and_host_and_find_faults() -> None:
-    assert python(SUMS, interpret=True) == [[str(value) for value in NO_FAULT]] * 2 * len(SIZES)
+    assert python(SUMS, interpret=True) == [[str(value) for value in NO_FAULT]] * len(SIZES)
 
 
 def test_compiled_for_a_gpu_they_store_as_wide_as_the_alignment_allows() -> None:
@@ -121,37 +122,19 @@ def test_compiled_for_a_gpu_a_conversion_moves_wide_words_and_flushes_no_subnorm
         assert int(loaded) >= 8 and int(stored) == 16 and flushed == "False", lines
 
 
-@pytest.mark.parametrize(
-    ("words", "word", "all_sms", "capped"),
-    [
-        (64, 8, (32, 64), (128, 64)),
-        (144, 8, (64, 32), (256, 32)),
-        (1, 8, (128, 1), (256, 1)),
-        (13, 1, (128, 16), (256, 16)),
-    ],
-)
-def test_tile_shape_wastes_few_lanes(words: int, word: int, all_sms: tuple[int, int], capped: tuple[int, int]) -> None:
-    assert (tile_shape(words, word, ALL_SMS), tile_shape(words, word, CAPPED)) == (all_sms, capped)
+BASES = np.array([1 << 20, (1 << 20) + 1])
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [
-        ({}, 16),
-        ({"block_stride": 520}, 8),
-        ({"head_stride": 68}, 4),
-        ({"token_stride": 34}, 2),
-        ({"bases": np.array([1 << 20, (1 << 20) + 1])}, 1),
-    ],
+    [({}, 16), ({"block_stride": 520}, 8), ({"head_stride": 68}, 4), ({"token_stride": 34}, 2), ({"bases": BASES}, 1)],
 )
 def test_alignment_is_that_of_the_worst_row(change: dict[str, Any], expected: int) -> None:
+    """Of the strides that something walks along. A GPU faults where it is too large, and the interpreter does not."""
     pages = Pages(np.array([1 << 20, 1 << 21]), np.array([3]), 16, 512, 64, 32)
     assert alignment(replace(pages, **change), 2, 2, 32) == expected
-
-
-def test_alignment_forgets_strides_that_nothing_walks_along() -> None:
-    pages = Pages(np.array([1 << 20]), np.array([3]), 16, 512, 33, 35)
-    assert [alignment(pages, 1, 1, content) for content in (32, 12)] == [16, 4]
+    lone = Pages(np.array([1 << 20]), np.array([3]), 16, 512, 33, 35)
+    assert [alignment(lone, 1, 1, content) for content in (32, 12)] == [16, 4]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +143,3 @@ def test_alignment_forgets_strides_that_nothing_walks_along() -> None:
 def test_alignment_is_that_of_the_worst_segment(change: tuple[int, int, int], wanted: int) -> None:
     numbers = [np.array([1 << 20, (1 << 20) + more], dtype=np.int64) for more in change]
     assert zero_blocks_triton.alignment(Segments(*numbers)) == wanted
-
-
-def test_tiles_are_no_wider_than_the_largest_segment() -> None:
-    assert [tile_words(n, 8) for n in (1, 8, 9, 100, 1 << 14, 1 << 20)] == [1, 1, 2, 16, 2048, 2048]

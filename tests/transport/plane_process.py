@@ -7,7 +7,7 @@ import json
 import random
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ import pytest
 
 from tests.support.fork_server import fork_server
 
-SLOT = 1 << 20
-STAGING = 16 << 20
+SLOT = 256 << 10
+STAGING = 4 << 20
+MESSAGE = 250_000
+"""Bytes of a message that nearly fills a slot; encrypted it is longer."""
 
 
 class Peer:
     """A child process that serves a plane."""
 
-    def __init__(self, plane: str, staging: int = STAGING, device: str = "cpu") -> None:
+    def __init__(self, plane: str, device: str = "cpu") -> None:
         script = Path(__file__).with_name("plane_peer.py")
-        self.process = fork_server().start(str(script), plane, str(SLOT), str(staging), device)
+        self.process = fork_server().start(str(script), plane, str(SLOT), str(STAGING), device)
         self._answer()
 
     def __call__(self, do: str, **arguments: Any) -> Any:
@@ -54,16 +56,24 @@ class Peer:
             assert time.monotonic() < deadline, f"not reached within {seconds} s: {status}"
             time.sleep(0.01)
 
+    def broken(self, id: str = "a") -> str:
+        """The error of a channel, once it has one; and not by a heartbeat."""
+        error: str = self.until(lambda s: s["errors"][id] is not None, seconds=20)["errors"][id]
+        return error
+
+    def close(self, id: str) -> None:
+        self("close", id=id)
+
     def kill(self) -> None:
         self.process.close()
 
 
 def rest(*peers: Peer) -> bool:
-    """Whether there is a second in which none of them takes a tenth of a core. One that polls takes all that it gets;
-    what a slow host adds is not there in every second."""
+    """Whether there is half a second in which none of them takes a tenth of a core. One that polls takes all that it
+    gets; what a slow host adds is not always there."""
     for _ in range(20):
         begun, before = time.monotonic(), [peer("status")["cpu"] for peer in peers]
-        time.sleep(1)
+        time.sleep(0.5)
         taken = [peer("status")["cpu"] - was for peer, was in zip(peers, before, strict=True)]
         if max(taken) < 0.1 * (time.monotonic() - begun):
             return True
@@ -92,6 +102,12 @@ class Peers:
                 self.idle.append(peer)
         self.used.clear()
 
+    def pair(self, fresh: bool = False) -> tuple[Peer, Peer]:
+        """P and D with a channel ``a``; ``fresh``: whose memory has not grown yet, and which may end."""
+        p, d = self.start(fresh), self.start(fresh)
+        join(p, d)
+        return p, d
+
 
 def lend(pool: dict[str, Peers], request: pytest.FixtureRequest, plane: str, device: str = "cpu") -> Iterator[Peers]:
     """The peers of a plane for one test. After one that failed they are ended, not lent again."""
@@ -117,6 +133,13 @@ def join(p: Peer, d: Peer, id: str = "a") -> None:
 def announce(p: Peer, d: Peer, messages: list[tuple[int, int]], id: str = "a") -> None:
     d("expect", id=id, messages=messages)
     p("send", id=id, messages=messages)
+
+
+def carry(p: Peer, d: Peer, tags: Iterable[int], nbytes: int = MESSAGE, id: str = "a") -> None:
+    """All of these messages come, whole."""
+    tags = list(tags)
+    announce(p, d, [(tag, nbytes) for tag in tags], id)
+    d.until(all_good(tags, id))
 
 
 def damaged(payload: bytes) -> list[str]:

@@ -17,18 +17,18 @@ import pytest
 
 from tests.support.engines import python_path
 from tests.support.served import eventually
-from tests.transport.plane_process import SLOT, STAGING, Peer, all_good, announce
+from tests.transport.plane_process import MESSAGE, SLOT, STAGING, Peer, announce, carry
 
 pytestmark = [pytest.mark.root, pytest.mark.nixl]
 P, D = "10.77.0.1", "10.77.0.2"
 
 
 class Hosts:
-    """Two network namespaces with a link between them, named by their addresses."""
+    """Two network namespaces with a link between them, named by their addresses, and a peer in each."""
 
     def __init__(self) -> None:
         self.names = {address: f"kvferry-nixl-{os.getpid()}-{end}" for end, address in (("p", P), ("d", D))}
-        self.peers: list[NamespacePeer] = []
+        self.peers: dict[str, NamespacePeer] = {}
         for name in self.names.values():
             ip("netns", "add", name)
         p, d = self.names.values()
@@ -38,6 +38,8 @@ class Hosts:
             for device in ("lo", "kvn0"):
                 ip("-n", name, "link", "set", device, "up")
         self._until_up()
+        for address in self.names:
+            self.start(address)
 
     def link(self, state: str) -> None:
         ip("-n", self.names[P], "link", "set", "kvn0", state)
@@ -51,13 +53,30 @@ class Hosts:
         show = [["ip", "-n", name, "-oneline", "link", "show", "kvn0"] for name in self.names.values()]
         eventually(lambda: all(b"state UP" in subprocess.check_output(each) for each in show), "the link is up")
 
-    def start(self, address: str) -> NamespacePeer:
-        peer = NamespacePeer(self.names[address], address)
-        self.peers.append(peer)
-        return peer
+    def start(self, address: str) -> None:
+        """A new peer, in the place of one that was killed."""
+        self.peers[address] = NamespacePeer(self.names[address], address)
+
+    def join(self, id: str) -> None:
+        p, d = self.peers[P], self.peers[D]
+        payload = d("connect", id=id, offer=p("offer"), host=P)
+        d("finish", id=id, reply=p("accept", id=id, payload=payload))
+
+    def moving(self) -> None:
+        """A channel on which messages move."""
+        self.join("a")
+        announce(self.peers[P], self.peers[D], [(tag, MESSAGE) for tag in range(1, 5000)], "a")
+        self.peers[D].until(lambda s: len(s["good"]["a"]) >= 3)
+
+    def carries(self) -> None:
+        """A new channel carries messages, and all slots come back."""
+        self.join("again")
+        carry(self.peers[P], self.peers[D], range(10**6, 10**6 + 20), id="again")
+        for peer in self.peers.values():
+            peer.until(lambda s: s["retired"] == 0 and not s["bad"])
 
     def close(self) -> None:
-        for peer in self.peers:
+        for peer in self.peers.values():
             peer.kill()
         for name in self.names.values():
             ip("netns", "delete", name)
@@ -86,8 +105,8 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
+@pytest.fixture(scope="module")
+def both() -> Iterator[Hosts]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and iproute2")
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
@@ -97,50 +116,34 @@ def hosts() -> Iterator[Hosts]:
     hosts.close()
 
 
-def join(p: Peer, d: Peer, id: str) -> None:
-    payload = d("connect", id=id, offer=p("offer"), host=P)
-    d("finish", id=id, reply=p("accept", id=id, payload=payload))
-
-
-def carries(p: Peer, d: Peer, id: str, first: int) -> None:
-    tags = list(range(first, first + 20))
-    announce(p, d, [(tag, 1_000_000) for tag in tags], id)
-    d.until(all_good(tags, id))
+@pytest.fixture
+def hosts(both: Hosts) -> Iterator[Hosts]:
+    yield both
+    for peer in both.peers.values():
+        peer("reset")
 
 
 @pytest.mark.parametrize("victim", [P, D])
 def test_a_peer_that_dies_is_noticed_and_a_new_one_is_served(hosts: Hosts, victim: str) -> None:
-    p, d = hosts.start(P), hosts.start(D)
-    join(p, d, "a")
-    announce(p, d, [(tag, 1_000_000) for tag in range(1, 2000)], "a")
-    d.until(lambda s: len(s["good"]["a"]) >= 3)
-    dead, survivor = (p, d) if victim == P else (d, p)
-    dead.kill()
+    hosts.moving()
+    hosts.peers[victim].kill()
+    survivor = hosts.peers[D if victim == P else P]
     survivor.until(lambda s: s["errors"]["a"] is not None)
-    survivor("close", id="a")
-    survivor.until(lambda s: s["retired"] == 0)
-    new = hosts.start(victim)
-    p, d = (new, d) if victim == P else (p, new)
-    join(p, d, "again")
-    carries(p, d, "again", 10**6)
+    survivor.close("a")
+    hosts.start(victim)
+    hosts.carries()
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["healed", "restarted"])
 def test_a_link_that_swallows_everything(hosts: Hosts, restarts: bool) -> None:
     """D's READs stay under way, and keep their slots; the others go on. When the link is back they come back."""
-    p, d = hosts.start(P), hosts.start(D)
-    join(p, d, "a")
-    announce(p, d, [(tag, 1_000_000) for tag in range(1, 5000)], "a")
-    d.until(lambda s: len(s["good"]["a"]) >= 3)
+    hosts.moving()
     hosts.link("down")
-    d("close", id="a")  # as D does when no life sign has come
+    hosts.peers[D].close("a")  # as D does when no life sign has come
     if restarts:
-        p.kill()
-        p = hosts.start(P)
+        hosts.peers[P].kill()
+        hosts.start(P)
     else:
-        p("close", id="a")
+        hosts.peers[P].close("a")
     hosts.link("up")
-    join(p, d, "again")
-    carries(p, d, "again", 10**6)
-    status = d.until(lambda s: s["retired"] == 0)
-    assert not status["bad"]
+    hosts.carries()

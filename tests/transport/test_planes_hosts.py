@@ -31,6 +31,15 @@ from tests.support.fork_server import fork_server
 from tests.transport.plane_pair import Pair
 
 SLOT, STAGING = 1 << 20, 16 << 20
+CONTEXT = PlaneContext("127.0.0.1", SLOT, STAGING)
+RDMA = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
+PRELUDE = f"""
+import base64, os, sys
+from kvferry.transport.errors import PlaneUnavailableError
+from kvferry.transport.plane import PlaneContext
+from kvferry.transport.registry import make_plane
+CONTEXT = PlaneContext("127.0.0.1", {SLOT}, {STAGING})
+"""
 
 
 def test_ucx_settings_leave_the_users_alone() -> None:
@@ -49,23 +58,23 @@ def test_device_of_an_address() -> None:
 
 
 def test_what_is_not_chosen_automatically() -> None:
-    """UCX has an open port and is slower than tcp; zmq is for encrypted bytes."""
     assert preferred_planes(CPU) == ("cma", "shm", "nixl", "tcp")
     assert preferred_planes(torch.device("cuda", 0)) == ("cuda_ipc", "ucx", "nixl", "shm", "tcp")
 
 
 def test_ucx_has_no_tcp_port_beyond_the_host_but_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rdma = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
-    for hardware, environ in ((False, {}), (True, {}), (True, rdma)):
+    for hardware, environ in ((False, {}), (True, {}), (True, RDMA)):
         monkeypatch.setattr(ucx_settings, "active_ports", lambda hardware=hardware: ["mlx5_0:1"] * hardware)
         assert ucx_settings.settings_for("192.0.2.77", environ, here=True)["NET_DEVICES"] == "lo"
         afar = ucx_settings.settings_for("127.0.0.1", environ, here=False)
         assert (afar.get("NET_DEVICES"), afar.get("TLS")) == ((None, "^tcp") if environ else ("lo", None))
-    assert "TLS" not in ucx_settings.settings_for("127.0.0.1", {**rdma, "UCX_TLS": "all"}, here=False)
+    assert "TLS" not in ucx_settings.settings_for("127.0.0.1", {**RDMA, "UCX_TLS": "all"}, here=False)
+    with pytest.raises(PlaneUnavailableError, match=r"no network device is known by its address 192\.0\.2\.77"):
+        ucx_settings.settings_for("192.0.2.77", {}, here=False)
+    assert "NET_DEVICES" not in ucx_settings.settings_for("192.0.2.77", {"UCX_NET_DEVICES": "eth7"}, here=False)
 
 
 def test_lanes_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the words of the plane ``nixl``."""
     monkeypatch.setattr(ucx_settings, "active_ports", lambda: ["mlx5_0:1"])
 
     def lanes(environ: dict[str, str], *, here: bool = False, on_gpu: bool = False) -> str:
@@ -73,14 +82,7 @@ def test_lanes_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert lanes({"UCX_NET_DEVICES": "", "UCX_TLS": ""}) == "TCP on lo", "an empty variable is none"
     assert lanes({}) == lanes({}, here=True) == "TCP on lo" and lanes({}, here=True, on_gpu=True) == "CUDA IPC"
-    rdma = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
-    assert lanes(rdma) == "RDMA on mlx5_0:1" and lanes(rdma | {"UCX_TLS": "rc"}) == "UCX_TLS=rc"
-
-
-def test_ucx_does_not_listen_on_all_devices_for_want_of_a_known_one() -> None:
-    with pytest.raises(PlaneUnavailableError, match=r"no network device is known by its address 192\.0\.2\.77"):
-        ucx_settings.settings_for("192.0.2.77", {}, here=False)
-    assert "NET_DEVICES" not in ucx_settings.settings_for("192.0.2.77", {"UCX_NET_DEVICES": "eth7"}, here=False)
+    assert lanes(RDMA) == "RDMA on mlx5_0:1" and lanes(RDMA | {"UCX_TLS": "rc"}) == "UCX_TLS=rc"
 
 
 def listening_ports(pid: int) -> list[tuple[str, int]]:
@@ -101,14 +103,10 @@ def listening_ports(pid: int) -> list[tuple[str, int]]:
 
 
 def listening_addresses(pid: int) -> set[str]:
-    """The addresses of ``listening_ports``."""
     return {address for address, _ in listening_ports(pid)}
 
 
-PORTS = """
-import sys
-from kvferry.transport.registry import make_plane
-from kvferry.transport.plane import PlaneContext
+PORTS = f"""{PRELUDE}
 p, d = (make_plane(sys.argv[1], PlaneContext(sys.argv[2], 1 << 20, 16 << 20)) for _ in range(2))
 offer = p.offer()
 print("offered", flush=True)
@@ -152,15 +150,12 @@ def test_ucx_listens_from_the_attach_on_and_for_this_host_on_loopback_only() -> 
 
 
 def test_ucx_missing_names_the_extra() -> None:
-    script = (
-        "import sys; sys.modules['ucxx'] = None\n"
-        "from kvferry.transport.registry import make_plane\n"
-        "from kvferry.transport.plane import PlaneContext\n"
-        "from kvferry.transport.errors import PlaneUnavailableError\n"
-        f"try: make_plane('ucx', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
-        "except PlaneUnavailableError as error: print(error)"
-    )
-    out = fork_server().run("-c", script, timeout=800)
+    script = """
+sys.modules["ucxx"] = None
+try: make_plane("ucx", CONTEXT)
+except PlaneUnavailableError as error: print(error)
+"""
+    out = fork_server().run("-c", PRELUDE + script, timeout=800)
     assert out.returncode == 0 and "pip install 'kvferry[ucx]'" in out.stdout and out.stdout.count("\n") == 1
 
 
@@ -170,21 +165,15 @@ def test_shm_knows_another_network_namespace() -> None:
         pytest.skip("needs root and unshare")
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this container may make no network namespace")
-    p = make_plane("shm", PlaneContext("127.0.0.1", SLOT, STAGING))
+    p = make_plane("shm", CONTEXT)
     offer = base64.b64encode(p.offer()).decode()
-    script = (
-        "import base64; from kvferry.transport.registry import make_plane\n"
-        "from kvferry.transport.plane import PlaneContext\n"
-        "from kvferry.transport.errors import PlaneUnavailableError\n"
-        f"d = make_plane('shm', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
-        f"try: d.connect(base64.b64decode({offer!r}), '127.0.0.1'); print('connected')\n"
-        "except PlaneUnavailableError as error: print(error)"
-    )
-    for command, expected in (([], "connected"), (["unshare", "--net"], "network namespace")):
-        out = subprocess.run(
-            [*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=800, check=True
-        )
-        assert expected in out.stdout and out.stdout.count("\n") == 1
+    script = f"""
+try: make_plane("shm", CONTEXT).connect(base64.b64decode({offer!r}), "127.0.0.1"); print("connected")
+except PlaneUnavailableError as error: print(error)
+"""
+    command = ["unshare", "--net", sys.executable, "-c", PRELUDE + script]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=800, check=True)
+    assert "network namespace" in out.stdout and out.stdout.count("\n") == 1
     p.close()
 
 
@@ -192,19 +181,16 @@ def test_shm_knows_another_network_namespace() -> None:
 def test_shm_lets_only_its_own_user_in() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    p = make_plane("shm", PlaneContext("127.0.0.1", SLOT, STAGING))
+    p = make_plane("shm", CONTEXT)
     offer = base64.b64encode(p.offer()).decode()
-    script = (
-        "import base64, os, sys; from kvferry.transport.registry import make_plane\n"
-        "from kvferry.transport.plane import PlaneContext\n"
-        "from kvferry.transport.planes import shm\n"
-        "os.setuid(65534); lie = os.getuid\n"
-        "shm.os.getuid = lambda: 0\n"  # get past our own check, to meet that of the peer
-        f"d = make_plane('shm', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
-        f"channel, _ = d.connect(base64.b64decode({offer!r}), '127.0.0.1')\n"
-        "print('connected', flush=True); sys.stdin.readline(); d.progress(); print(channel.error)"
-    )
-    with fork_server().start("-c", script) as process:
+    script = f"""
+os.setuid(65534)
+os.getuid = lambda: 0  # get past our own check, to meet that of the peer
+d = make_plane("shm", CONTEXT)
+channel, _ = d.connect(base64.b64decode({offer!r}), "127.0.0.1")
+print("connected", flush=True); sys.stdin.readline(); d.progress(); print(channel.error)
+"""
+    with fork_server().start("-c", PRELUDE + script) as process:
         assert process.stdout.readline() == b"connected\n"
         p.progress()
         process.stdin.write(b"\n")
@@ -220,7 +206,7 @@ def zmq_pair() -> Iterator[Pair]:
 
 
 def test_zmq_admits_only_who_knows_the_key_of_the_channel(zmq_pair: Pair) -> None:
-    p, d, other = zmq_pair.p, zmq_pair.d, make_plane("zmq", PlaneContext("127.0.0.1", SLOT, STAGING))
+    p, d, other = zmq_pair.p, zmq_pair.d, make_plane("zmq", CONTEXT)
     receiver, payload = d.connect(p.offer(), "127.0.0.1")
     sender, reply = p.accept(payload)
     assert not sender.pulls and not receiver.pulls
@@ -265,20 +251,15 @@ def test_zmq_address_that_is_not_ours() -> None:
 
 @pytest.mark.ucx
 def test_ucx_tells_when_there_is_no_way() -> None:
-    script = (
-        "import sys, base64; from kvferry.transport.registry import make_plane\n"
-        "from kvferry.transport.plane import PlaneContext\n"
-        "from kvferry.transport.errors import PlaneUnavailableError\n"
-        "import os; os.environ['UCX_TLS'] = 'self' if sys.argv[1] == 'self' else 'tcp'\n"
-        f"p = make_plane('ucx', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
-        "try: p.accept(base64.b64decode(sys.argv[2])); print('accepted')\n"
-        "except PlaneUnavailableError as error: print(error)"
-    )
-    d = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
+    script = """
+os.environ["UCX_TLS"] = "self"
+try: make_plane("ucx", CONTEXT).accept(base64.b64decode(sys.argv[1])); print("accepted")
+except PlaneUnavailableError as error: print(error)
+"""
+    d = make_plane("ucx", CONTEXT)
     payload = base64.b64encode(d.connect(d.offer(), "127.0.0.1")[1]).decode()
-    for tls, expected in (("tcp", "accepted"), ("self", "cannot be reached from 127.0.0.1")):
-        out = fork_server().run("-c", script, tls, payload, timeout=800)
-        assert out.returncode == 0 and expected in out.stdout, out
+    out = fork_server().run("-c", PRELUDE + script, payload, timeout=800)
+    assert out.returncode == 0 and "cannot be reached from 127.0.0.1" in out.stdout, out
     d.close()
 
 
@@ -290,7 +271,7 @@ def test_ucx_tells_when_there_is_no_way() -> None:
 def test_a_ucx_address_that_is_not_one_of_this_release_is_not_parsed(
     flip: int, error: type[Exception], why: str
 ) -> None:
-    p = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
+    p = make_plane("ucx", CONTEXT)
     attach = msgspec.msgpack.decode(p.connect(p.offer(), "127.0.0.1")[1])
     address = bytearray(attach["address"])
     address[flip] ^= 0x0F

@@ -8,12 +8,14 @@ import errno
 import logging
 import os
 import re
+import runpy
 import secrets
 import socket
 import struct
 import subprocess
 import sys
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -23,14 +25,7 @@ import pytest
 from msgspec import Meta
 
 from kvferry.connector.config import Settings, load_settings
-from kvferry.transport.channels import (
-    CPU,
-    ByteRanges,
-    Copy,
-    PageRead,
-    Received,
-    Slot,
-)
+from kvferry.transport.channels import CPU, ByteRanges, Copy, PageRead, Received, Slot
 from kvferry.transport.errors import ConfigError, PlaneUnavailableError, ProtocolError
 from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import PlaneContext, decode_payload
@@ -46,7 +41,7 @@ PUSH = PlaneSpec(
     host=Use(90, slot_bytes=1 << 20), extra="toy-planes",
 )  # fmt: skip
 PULL = PlaneSpec("toy_pull", "test_toy_plane:ToyPullPlane", "same host", "D reads `/proc/PID/mem` of P", host=Use(80))
-ENTRY_POINTS = "[kvferry.planes]\ntoy_push = test_toy_plane:PUSH\ntoy_pull = test_toy_plane:PULL\n"
+ENTRY_POINTS = "toy_push = test_toy_plane:PUSH\ntoy_pull = test_toy_plane:PULL"
 
 # --- a PUSH plane -------------------------------------------------------------------------------------------------
 
@@ -184,13 +179,8 @@ class ToyPushPlane(SocketPlane):
 
     def __init__(self, context: PlaneContext) -> None:
         super().__init__(context.slot_bytes)
-        self.send_pool = SlotPool(context.slot_bytes, context.staging_bytes)
-        self.recv_pool = SlotPool(context.slot_bytes, context.staging_bytes)
+        self.send_pool, self.recv_pool = (SlotPool(context.slot_bytes, context.staging_bytes) for _ in range(2))
         self._name = b""
-
-    @property
-    def staging_bytes(self) -> int:
-        return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
         if not self._name:
@@ -228,7 +218,7 @@ class ToyPushPlane(SocketPlane):
 
     @property
     def _starved(self) -> list[ToyReceiver]:
-        return [channel for channel in self.channels if isinstance(channel, ToyReceiver) and channel.starved]
+        return [channel for channel in self.receivers(ToyReceiver) if channel.starved]
 
     def arm(self) -> bool:
         return not (self._starved and self.recv_pool.free)
@@ -317,75 +307,58 @@ class ToyPullPlane(PullPlane[ToyReader, ToyMemory]):
 # --- the tests ----------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
-
-
-def install(where: Path, name: str, entry_points: str) -> None:
-    """What an installer leaves of a distribution that registers these entry points."""
-    info = where / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(entry_points)
+CONTEXT = PlaneContext("127.0.0.1", 1 << 20, 4 << 20)
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    """Of a process that finds the two planes as another distribution's."""
-    install(tmp_path, "toy_planes", ENTRY_POINTS)
-    before = os.environ.get("PYTHONPATH", "")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent), before])}
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """What an installer leaves of a distribution that registers these entry points; also child processes find it."""
 
+    def installed(entry_points: str) -> None:
+        info = tmp_path / "toy_planes-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy_planes\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[kvferry.planes]\n{entry_points}\n")
+        for folder in (str(Path(__file__).parent), str(tmp_path)):
+            monkeypatch.syspath_prepend(folder)
+            monkeypatch.setenv("PYTHONPATH", folder, prepend=os.pathsep)
 
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for this process."""
-    install(tmp_path, "toy_planes", ENTRY_POINTS)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    return installed
 
 
 CONTRACT = {
-    "tests/transport/test_planes.py": 20, "tests/transport/test_pull_planes.py": 14,
+    "tests/transport/test_planes.py": 18, "tests/transport/test_pull_planes.py": 14,
     "tests/transport/test_late_calls.py": 10, "tests/handover/test_handover.py": 8,
 }  # fmt: skip
 """The files of the contract, and of hand-overs, with how many of their tests the toy planes take at least."""
 
 
 @pytest.mark.timeout(1800)
-def test_they_pass_the_contract_and_carry_hand_overs(environ: dict[str, str]) -> None:
+def test_they_pass_the_contract_and_carry_hand_overs(install: Callable[[str], None]) -> None:
+    install(ENTRY_POINTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "toy", *CONTRACT]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=1700, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
     summary = run.stdout.splitlines()[-1]
     assert run.returncode == 0 and not re.search("failed|error|skipped", summary), run.stdout[-8000:] + run.stderr
     passed = Counter(re.findall(r"^PASSED ([^:]+)::", run.stdout, re.MULTILINE))
     assert all(passed[file] >= least for file, least in CONTRACT.items()), passed
 
 
-@pytest.mark.usefixtures("installed")
-def test_they_are_registered() -> None:
+def test_they_are_registered(install: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="'toy_push' is not usable: expected one of"):
+        load_settings({"plane": "toy_push"}, {})
+    install(ENTRY_POINTS)
     assert {"toy_push", "toy_pull"} < set(plane_names())
     names = preferred_planes(CPU)
     assert names[:1] == ("cma",) and names[-2:] == ("toy_pull", "toy_push")
-    plane = make_plane("toy_pull", PlaneContext("127.0.0.1", 1 << 20, 4 << 20))
+    plane = make_plane("toy_pull", CONTEXT)
     assert plane.name == "toy_pull" and plane.pulls
     plane.close()
-
-
-@pytest.mark.usefixtures("installed")
-def test_settings_accept_them() -> None:
     assert load_settings({"plane": "toy_push"}, {}) == Settings(plane="toy_push")
     with pytest.raises(ConfigError, match=r"expected one of auto, .*, toy_pull, toy_push, .*did you mean 'toy_push'"):
         load_settings({"plane": "toy_posh"}, {})
-
-
-def test_without_their_distribution_they_are_unknown() -> None:
-    assert not any(name.startswith("toy") for name in plane_names())
-    with pytest.raises(ConfigError, match="'toy_push' is not usable: expected one of"):
-        load_settings({"plane": "toy_push"}, {})
-
-
-def test_the_table_shows_them(environ: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "kvferry.transport.registry"]
-    table = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=800, check=True).stdout
+    runpy.run_module("kvferry.transport.registry", run_name="__main__")
+    table = capsys.readouterr().out
     assert "| `toy_pull` | same host | host |  | D reads `/proc/PID/mem` of P |" in table.splitlines()
     assert "| `pip install 'toy-planes'` |" in table and "| `cuda_ipc` |" in table
 
@@ -399,13 +372,11 @@ def test_the_table_shows_them(environ: dict[str, str]) -> None:
     ],
 )
 def test_a_broken_distribution_costs_its_own_plane_only(
-    value: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    value: str, why: str, install: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    install(tmp_path, "broken", f"[kvferry.planes]\nbroken = {value}\n")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    install(f"broken = {value}")
     with pytest.raises(PlaneUnavailableError, match=why):
-        make_plane("broken", PlaneContext("127.0.0.1", 1 << 20, 4 << 20))
+        make_plane("broken", CONTEXT)
     with caplog.at_level(logging.WARNING):
         assert preferred_planes(CPU)[0] == "cma"
     assert sum("no data plane broken" in line for line in caplog.messages) == 1
@@ -417,7 +388,6 @@ def test_a_class_that_cannot_be_imported_is_named() -> None:
         spec.load()
 
 
-def test_another_distribution_cannot_replace_one_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, "impostor", "[kvferry.planes]\ncma = test_toy_plane:PULL\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_another_distribution_cannot_replace_one_of_ours(install: Callable[[str], None]) -> None:
+    install("cma = test_toy_plane:PULL")
     assert plane_spec("cma").plane == "kvferry.transport.planes.cma:CmaPlane"
