@@ -13,8 +13,8 @@ from pathlib import Path
 from kvferry.cli.doctor.findings import Finding, Machine, note, ok, warning
 from kvferry.cli.doctor.host import limit
 from kvferry.transport.errors import PlaneUnavailableError
+from kvferry.transport.planes.ucx import load_ucxx
 from kvferry.transport.planes.ucx_settings import RDMA_LANES, nixl_release
-from kvferry.transport.planes.ucx_worker import load_ucxx
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _IB_MODULE = "libuct_ib"

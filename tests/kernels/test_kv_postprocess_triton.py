@@ -20,6 +20,7 @@ import sys
 import numpy as np
 import torch
 from tests.kernels.kv_postprocess_cases import CASES, Arena
+from kvferry.kernels import kv_postprocess_triton
 from kvferry.kernels.kv_postprocess import exchange_host, exchange_of
 
 tile, scratch, *names = sys.argv[1:]
@@ -40,7 +41,7 @@ for number, name in enumerate(names):
 COMPILED = """
 import re
 from kvferry.kernels import kv_postprocess_triton as kernels
-from tests.kernels.compiled import ptx
+from tests.kernels.triton_process import ptx
 
 for kernel, tile, warps in (
     (kernels.exchange_kernel, kernels.TILE, kernels.NUM_WARPS),

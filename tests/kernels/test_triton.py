@@ -49,7 +49,7 @@ for number, size in enumerate(SIZES):
 COMPILED = """
 import re
 import triton.language as tl
-from tests.kernels.compiled import ptx
+from tests.kernels.triton_process import ptx
 from kvferry.kernels.paged_copy_triton import ALL_SMS, CAPPED, LANES, copy_kernel, finish_kernel, tile_shape
 from kvferry.kernels.zero_blocks_triton import NUM_WARPS, tile_words, zero_kernel
 
@@ -65,7 +65,7 @@ ptx(finish_kernel, (LANES,), 1)
 """
 CONVERTS = """
 import re
-from tests.kernels.compiled import ptx
+from tests.kernels.triton_process import ptx
 from kvferry.kernels.convert_triton import FORMATS, convert_kernel, format_constants
 from kvferry.kernels.paged_copy_triton import ALL_SMS
 

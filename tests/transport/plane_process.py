@@ -88,8 +88,8 @@ class Peers:
         self.idle: list[Peer] = []
         self.used: list[Peer] = []
 
-    def start(self, fresh: bool = False) -> Peer:
-        peer = self.idle.pop() if self.idle and not fresh else Peer(self.plane, device=self.device)
+    def start(self) -> Peer:
+        peer = self.idle.pop() if self.idle else Peer(self.plane, self.device)
         self.used.append(peer)
         return peer
 
@@ -102,9 +102,9 @@ class Peers:
                 self.idle.append(peer)
         self.used.clear()
 
-    def pair(self, fresh: bool = False) -> tuple[Peer, Peer]:
-        """P and D with a channel ``a``; ``fresh``: whose memory has not grown yet, and which may end."""
-        p, d = self.start(fresh), self.start(fresh)
+    def pair(self) -> tuple[Peer, Peer]:
+        """P and D with a channel ``a``."""
+        p, d = self.start(), self.start()
         join(p, d)
         return p, d
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,8 +23,6 @@ from kvferry.transport.planes import cma
 from kvferry.transport.planes.cma import CmaChannel, CmaPlane
 from kvferry.transport.planes.pull import MemoryFileAddress, PullOffer
 from tests.support.fork_server import Program, fork_server
-
-import msgspec  # isort: skip
 
 CHILD = """
 import sys, ctypes
@@ -59,7 +58,12 @@ def child() -> Iterator[Child]:
         yield Child(process, bytes.fromhex(offer), bytes.fromhex(reply), int(address))
 
 
-CONTEXT = PlaneContext("127.0.0.1", 1 << 20, 4 << 20)
+@pytest.fixture
+def plane() -> Iterator[CmaPlane]:
+    plane = CmaPlane(PlaneContext("127.0.0.1", 1 << 20, 4 << 20))
+    yield plane
+    plane.close()
+    plane.close()
 
 
 class Read(PageRead):
@@ -90,19 +94,17 @@ def ended(plane: CmaPlane, copy: Copy) -> Copy:
 
 
 @pytest.mark.parametrize(("count", "threads"), [(1, 4), (4096, 4), (32768, 1), (32768, 2), (32768, 4)])
-def test_scattered_runs_arrive(child: Child, count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scattered_runs_arrive(
+    child: Child, plane: CmaPlane, count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cma, "thread_count", lambda: threads)
-    address = child.address
-    plane = CmaPlane(CONTEXT)
     reader = child.join(plane)
     into = np.zeros(256 * count, dtype=np.uint8)
     order = np.random.default_rng(1).permutation(count)
-    read = Read(into.ctypes.data + 256 * np.arange(count), address + 256 * order, np.full(count, 256))
+    read = Read(into.ctypes.data + 256 * np.arange(count), child.address + 256 * order, np.full(count, 256))
     copy = ended(plane, reader.read(read))
     assert not copy.error and copy.moved == 256 * count
     assert (into.reshape(count, 256) == np.arange(256, dtype=np.uint8)).all()
-    plane.close()
-    plane.close()
 
 
 def helper_threads() -> list[threading.Thread]:
@@ -111,10 +113,9 @@ def helper_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("started", range(cma.MAX_THREADS - 1))
 def test_without_helper_threads_the_plane_copies_alone(
-    child: Child, started: int, monkeypatch: pytest.MonkeyPatch
+    child: Child, plane: CmaPlane, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system starts some of the helper threads and refuses the next one: the thread limit of a container."""
-    address = child.address
     monkeypatch.setattr(cma, "thread_count", lambda: cma.MAX_THREADS)
     monkeypatch.setattr(cma, "helper_pool", functools.cache(cma.helper_pool.__wrapped__))
     before, attempts, start = helper_threads(), 0, threading.Thread.start
@@ -128,12 +129,12 @@ def test_without_helper_threads_the_plane_copies_alone(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited_start)
-    plane = CmaPlane(CONTEXT)
     reader = child.join(plane)
     for _ in range(2):  # the second copy must not try again
         into = np.zeros(8 << 20, dtype=np.uint8)
         offsets = np.arange(0, 8 << 20, 1 << 20)
-        copy = ended(plane, reader.read(Read(into.ctypes.data + offsets, address + offsets, np.full(8, 1 << 20))))
+        read = Read(into.ctypes.data + offsets, child.address + offsets, np.full(8, 1 << 20))
+        copy = ended(plane, reader.read(read))
         assert not copy.error and copy.moved == 8 << 20
         assert (into.reshape(-1, 256) == np.arange(256, dtype=np.uint8)).all()
     assert attempts == started + 1
@@ -141,51 +142,46 @@ def test_without_helper_threads_the_plane_copies_alone(
     while len(left := helper_threads()) > len(before) and time.monotonic() < end:
         time.sleep(0.01)
     assert set(left) <= set(before), "the threads that did start have ended"
-    plane.close()
 
 
-def test_descriptors_beyond_those_of_select(child: Child) -> None:
-    process = child.process
+def test_descriptors_beyond_those_of_select(child: Child, plane: CmaPlane) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
     held: list[int] = []
-    plane = CmaPlane(CONTEXT)
     try:
         held += [os.dup(0) for _ in range(1100)]
         reader = child.join(plane)
         assert reader.process.fd > 1024
-        process.kill()
-        process.wait(60)
+        child.process.kill()
+        child.process.wait(60)
         assert plane.progress() and not plane.pollables()
         assert isinstance(reader.error, TransportError)
         into = np.zeros(8, dtype=np.uint8)
         copy = ended(plane, reader.read(Read(column(into.ctypes.data), column(child.address), column(8))))
         assert "failed" in copy.error and copy.peer_lost
     finally:
-        plane.close()
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_address_that_is_not_mapped(child: Child) -> None:
-    plane = CmaPlane(CONTEXT)
+def test_an_address_that_is_not_mapped(child: Child, plane: CmaPlane) -> None:
     reader = child.join(plane)
     into = np.zeros(8, dtype=np.uint8)
     copy = ended(plane, reader.read(Read(column(into.ctypes.data), column(4096), column(8))))
     assert "Bad address" in copy.error and copy.peer_lost
 
 
-def test_copies_take_turns_and_each_can_be_cancelled(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_take_turns_and_each_can_be_cancelled(
+    child: Child, plane: CmaPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cma, "TURN_BYTES", 1000)
-    address = child.address
-    plane = CmaPlane(CONTEXT)
     channels = [child.join(plane) for _ in range(2)]
     into = np.zeros((4, 2560), dtype=np.uint8)
     offsets = 256 * np.arange(10)
 
     def begin(channel: cma.CmaChannel, row: np.ndarray) -> Copy:
-        return channel.read(Read(row.ctypes.data + offsets, address + offsets, np.full(10, 256)))
+        return channel.read(Read(row.ctypes.data + offsets, child.address + offsets, np.full(10, 256)))
 
     copies = [begin(channels[number // 2], row) for number, row in enumerate(into)]
     for expected in ([768, 0, 0, 0], [768, 768, 0, 0], [768, 768, 768, 0], [768, 768, 768, 768], [1536, 768, 768, 768]):
@@ -200,23 +196,27 @@ def test_copies_take_turns_and_each_can_be_cancelled(child: Child, monkeypatch: 
     assert (into[0].reshape(10, 256) == np.arange(256)).all() and not into[1:, 768:].any()
     channels[0].cancel(copies[0])
     assert not copies[0].error, "a copy that has ended stays as it is"
-    plane.close()
+
+
+def changed(offer: bytes, changes: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(offer, type=PullOffer), **changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [({"host_id": "elsewhere"}, "another host"), ({"host_id": ""}, "another host"), ({"pid": 1 << 29}, "be found")],
 )
-def test_another_host_or_no_process_is_refused(child: Child, changes: dict[str, object], named: str) -> None:
-    offer = msgspec.msgpack.decode(child.offer, type=PullOffer)
+def test_another_host_or_no_process_is_refused(
+    child: Child, plane: CmaPlane, changes: dict[str, object], named: str
+) -> None:
     with pytest.raises(PlaneUnavailableError, match=named) as caught:
-        CmaPlane(CONTEXT).connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
+        plane.connect(changed(child.offer, changes), "127.0.0.1")
     assert "\n" not in str(caught.value)
 
 
-def test_only_what_p_publishes_in_its_own_memory_can_be_read(child: Child) -> None:
+def test_only_what_p_publishes_in_its_own_memory_can_be_read(child: Child, plane: CmaPlane) -> None:
     """A page outside the caches, for example P's heap, is refused, whatever the message with the pages says."""
-    reader = child.join(CmaPlane(CONTEXT))
+    reader = child.join(plane)
     assert reader.translate(child.address, 8 << 20) == child.address
     for address, nbytes in ((child.address - 1, 2), (child.address, (8 << 20) + 1), (4096, 1), (0, 1 << 61)):
         with pytest.raises(TransportError, match="in no KV cache that P has published"):
@@ -224,18 +224,15 @@ def test_only_what_p_publishes_in_its_own_memory_can_be_read(child: Child) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"\xc0", b"\x82", bytes(cma.MAX_VECTORS)])
-def test_a_reply_that_names_another_file_is_refused(child: Child, content: bytes) -> None:
+def test_a_reply_that_names_another_file_is_refused(plane: CmaPlane, content: bytes) -> None:
     """A file that is not P's description: D looks at it, and at no address that it might name."""
-    plane = CmaPlane(CONTEXT)
     file = os.memfd_create("other")
     os.write(file, content)
-    plane = CmaPlane(CONTEXT)
     channel, _ = plane.connect(plane.offer(), "127.0.0.1")
     with pytest.raises(ProtocolError, match="cma memory"):
         plane.finish(channel, msgspec.msgpack.encode(MemoryFileAddress(file)))
     with pytest.raises(ProtocolError, match="cma reply"):
         plane.finish(channel, content)
-    plane.close()
     os.close(file)
 
 
@@ -248,16 +245,14 @@ def open_pidfds() -> int:
     return found
 
 
-def test_a_refused_connect_leaves_no_descriptor_behind(child: Child) -> None:
-    offer = msgspec.msgpack.decode(child.offer, type=PullOffer)
-    plane = CmaPlane(CONTEXT)
+def test_a_refused_connect_leaves_no_descriptor_behind(child: Child, plane: CmaPlane) -> None:
     gc.collect()
     before = open_pidfds()
     channel = child.join(plane)
     assert open_pidfds() == before + 1
     for changes in ({"host_id": "elsewhere"}, {"pid": 1 << 29}) * 5:
         with pytest.raises(PlaneUnavailableError):
-            plane.connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
+            plane.connect(changed(child.offer, changes), "127.0.0.1")
     with pytest.raises(PlaneUnavailableError):
         plane.finish(channel, msgspec.msgpack.encode(MemoryFileAddress(1 << 20)))
     assert open_pidfds() == before + 1

@@ -6,11 +6,11 @@ The driver itself is met in tests/ranks/test_gpus.py and tests/gpu, on GPUs.
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
@@ -44,28 +44,17 @@ class Driver:
         self.size = SIZE
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in (
-            "bind_context", "device_uuid", "check_peer_access", "allocate", "address_range", "ipc_handle",
-            "open_handle", "close_handle", "read_bytes",
-        ):  # fmt: skip
+        for name in ("check_peer_access", "address_range", "ipc_handle", "open_handle", "read_bytes"):
             monkeypatch.setattr(cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
-
-    def synchronize(self) -> None:
-        pass
-
-    def bind_context(self, device: torch.device) -> None:
-        pass
-
-    def device_uuid(self, device: torch.device) -> str:
-        return "GPU-0"
+        monkeypatch.setattr(cuda, "bind_context", lambda device: None)
+        monkeypatch.setattr(cuda, "device_uuid", lambda device: "GPU-0")
+        monkeypatch.setattr(cuda, "allocate", lambda nbytes, device: torch.zeros(64, dtype=torch.uint8))
+        monkeypatch.setattr(cuda, "close_handle", self.mapped.remove)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
 
     def check_peer_access(self, device: torch.device, uuid: str) -> None:
         if self.broken == "no peer access":
             raise TransportError("GPU 0 has no peer access to GPU 1")
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        return torch.zeros(64, dtype=torch.uint8)
 
     def address_range(self, address: int) -> tuple[int, int]:
         return address // SIZE * SIZE, self.size
@@ -80,9 +69,6 @@ class Driver:
             raise TransportError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
         self.mapped.append(int.from_bytes(handle[:8], "little") + self.SHIFT)
         return self.mapped[-1]
-
-    def close_handle(self, address: int) -> None:
-        self.mapped.remove(address)
 
     def read_bytes(self, address: int, nbytes: int, device: torch.device) -> bytes:
         return bytes(nbytes) if self.broken == "other bytes" else self.secret
@@ -166,10 +152,15 @@ def until(condition: Callable[[], bool], plane: CudaIpcPlane) -> None:
         time.sleep(1e-3)
 
 
-def test_p_s_memory_is_mapped_once_and_found_at_our_addresses(driver: Driver, plane: Make, p: P) -> None:
-    d = plane()
+def joined(p: P, d: CudaIpcPlane) -> IpcChannel:
     channel = p.join(d)
     until(lambda: channel.ready, d)
+    return channel
+
+
+def test_p_s_memory_is_mapped_once_and_found_at_our_addresses(driver: Driver, plane: Make, p: P) -> None:
+    d = plane()
+    channel = joined(p, d)
     assert len(driver.mapped) == 3, "two allocations and the probe"
     assert channel.translate(3 * SIZE + 5, 100) == 3 * SIZE + 5 + Driver.SHIFT
     assert channel.translate(7 * SIZE, 10) == 7 * SIZE + Driver.SHIFT
@@ -185,8 +176,7 @@ def test_it_is_unmapped_once_the_copies_have_ended(driver: Driver, plane: Make, 
     ended = threading.Event()
     waited: list[bool] = []
     d = plane(synchronize=lambda: waited.append(ended.wait(60)))
-    channel = p.join(d)
-    until(lambda: channel.ready, d)
+    channel = joined(p, d)
     channel.close()
     time.sleep(0.2)
     assert not waited, "nothing waits for it"
@@ -239,8 +229,7 @@ def test_memory_without_handles_can_only_read_from_others(driver: Driver, plane:
     d = plane()
     assert "virtual memory" in d.cannot_serve
     assert msgspec.msgpack.decode(d.offer(), type=IpcOffer).why == d.cannot_serve
-    channel = p.join(d)
-    until(lambda: channel.ready, d)
+    joined(p, d)
 
 
 def test_a_layer_in_several_allocations_is_not_offered(plane: Make) -> None:
@@ -249,19 +238,16 @@ def test_a_layer_in_several_allocations_is_not_offered(plane: Make) -> None:
 
 def test_the_end_of_p_is_noticed(driver: Driver, plane: Make, p: P) -> None:
     d = plane()
-    channel = p.join(d)
-    until(lambda: channel.ready, d)
+    channel = joined(p, d)
     os.kill(p.offer.pid, 9)
     until(lambda: channel.error is not None, d)
     assert "died" in str(channel.error)
 
 
-@pytest.mark.parametrize(
-    "offer", [b"", b"\xc0", secrets.token_bytes(100), bytes(1 << 17)], ids=["empty", "nil", "random", "long"]
-)
-def test_a_malformed_offer_is_a_protocol_error(plane: Make, offer: bytes) -> None:
-    with pytest.raises(ProtocolError, match="cuda_ipc offer"):
-        plane().connect(offer, "127.0.0.1")
+def test_a_malformed_offer_is_a_protocol_error(plane: Make) -> None:
+    for offer in (b"", b"\xc0", bytes(1 << 17)):
+        with pytest.raises(ProtocolError, match="cuda_ipc offer"):
+            plane().connect(offer, "127.0.0.1")
 
 
 def test_the_handles_are_not_in_the_offer(driver: Driver, plane: Make) -> None:

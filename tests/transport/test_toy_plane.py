@@ -190,7 +190,7 @@ class ToyPushPlane(SocketPlane):
             listener.listen(64)
             self.listen(listener)
             self._name = name
-        return msgspec.msgpack.encode(PushOffer(self._name, self.new_secret()))
+        return msgspec.msgpack.encode(PushOffer(self._name, self.secrets.new()))
 
     def connect(self, offer: bytes, host: str) -> tuple[ToyReceiver, bytes]:
         theirs = decode_payload(offer, PushOffer, "toy offer")

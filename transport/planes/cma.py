@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
@@ -54,11 +55,8 @@ class CmaMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_memory(pid: int, dst: Int64s, src: Int64s, nbytes: Int64s) -> None:
     """Copy ranges from another process: ``nbytes[i]`` bytes from its address ``src[i]`` to our address ``dst[i]``.
 
-    Releases the GIL. At most ``MAX_VECTORS`` ranges.
-
-    Raises:
-        OSError: not permitted (EPERM), no such process (ESRCH), an address that is not mapped (EFAULT).
-    """
+    Releases the GIL. At most ``MAX_VECTORS`` ranges. Raises OSError: not permitted (EPERM), no such process (ESRCH), an
+    address that is not mapped (EFAULT)."""
     count = len(nbytes)
     local, remote = np.empty((2, count, 2), dtype=np.int64)
     local[:, 0], remote[:, 0] = dst, src
@@ -101,10 +99,7 @@ def helper_pool() -> ThreadPoolExecutor | None:
 
 def copy_ranges(pid: int, ranges: ByteRanges) -> None:
     """Copy ranges from another process, shared by threads. When it returns or raises, nothing writes ``dst`` any more.
-
-    Raises:
-        TransportError: the process is gone, or an address does not belong to it.
-    """
+    Raises TransportError: the process is gone, or an address does not belong to it."""
     total = int(ranges.nbytes.sum())
     shares = min(thread_count(), total // SHARE_BYTES, len(ranges.nbytes))
     helpers = helper_pool() if shares > 1 else None
@@ -176,21 +171,29 @@ class CmaChannel(ProcessChannel):
 
     def read(self, request: PageRead) -> Copy:
         copy = CmaCopy(self, request.byte_ranges())
-        self._plane.add(copy)
+        if not self._plane.copies:
+            self._plane.watch_at = time.monotonic() + WATCH_SECONDS
+        self._plane.copies.append(copy)
         return copy
 
     def cancel(self, copy: Copy) -> None:
-        self._plane.end_copies([each for each in self._plane.copies if each is copy])
+        self._cancel(lambda each: each is copy)
 
     def _close(self) -> None:
-        self._plane.end_copies([each for each in self._plane.copies if each.channel is self])
+        self._cancel(lambda each: each.channel is self)
         self.process.close()
+
+    def _cancel(self, which: Callable[[CmaCopy], bool]) -> None:
+        for copy in filter(which, list(self._plane.copies)):
+            self._plane.copies.remove(copy)
+            copy.end("cma: the copy was cancelled")
 
 
 class CmaPlane(PullPlane[CmaChannel, CmaMemory]):
     """Reads between processes of one host that may trace each other (same user; see Yama's ``ptrace_scope``).
 
     ``copies`` are the copies under way. ``progress`` copies a part of the first one and puts it behind the others.
+    ``watch_at``: when it looks for processes that have ended.
     """
 
     name: ClassVar[str] = "cma"
@@ -203,7 +206,7 @@ class CmaPlane(PullPlane[CmaChannel, CmaMemory]):
             raise PlaneUnavailableError("this system has no process_vm_readv")
         self.copies: deque[CmaCopy] = deque()
         self._secret = ctypes.create_string_buffer(secrets.token_bytes(SECRET_BYTES), SECRET_BYTES)
-        self._watch_at = 0.0
+        self.watch_at = 0.0
         self.publish(CmaMemory(ctypes.addressof(self._secret), self._secret.raw, joined(context.memory.ranges)))
 
     def join(self, process: PeerProcess) -> CmaChannel:
@@ -221,18 +224,6 @@ class CmaPlane(PullPlane[CmaChannel, CmaMemory]):
             raise PlaneUnavailableError("P's memory is not what P's file says")
         channel.ranges = memory.ranges
 
-    def add(self, copy: CmaCopy) -> None:
-        """Let ``progress`` copy it."""
-        if not self.copies:
-            self._watch_at = time.monotonic() + WATCH_SECONDS
-        self.copies.append(copy)
-
-    def end_copies(self, copies: list[CmaCopy]) -> None:
-        """End copies before their last byte."""
-        for copy in copies:
-            self.copies.remove(copy)
-            copy.end("cma: the copy was cancelled")
-
     @property
     def active(self) -> bool:
         return bool(self.copies)
@@ -244,8 +235,8 @@ class CmaPlane(PullPlane[CmaChannel, CmaMemory]):
         copy.turn()
         if not copy.done:
             self.copies.append(copy)
-        if time.monotonic() >= self._watch_at:
-            self._watch_at = time.monotonic() + WATCH_SECONDS
+        if time.monotonic() >= self.watch_at:
+            self.watch_at = time.monotonic() + WATCH_SECONDS
             self.watch()
         return True
 

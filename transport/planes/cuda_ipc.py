@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, ClassVar
 
@@ -26,16 +26,8 @@ from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError
 from kvferry.transport.host import host_id
 from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes.pull import (
-    SECRET_BYTES,
-    Address,
-    ProcessChannel,
-    PullOffer,
-    PullPlane,
-    Ranges,
-    Secret,
-    joined,
-)
+from kvferry.transport.planes import pull
+from kvferry.transport.planes.pull import SECRET_BYTES, ProcessChannel, PullOffer, PullPlane, joined
 from kvferry.transport.wake import Waker
 
 _PROBE_BYTES = 2 << 20
@@ -50,8 +42,8 @@ class IpcOffer(PullOffer, frozen=True, forbid_unknown_fields=True):
 
 
 class IpcAllocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    base: Address
-    nbytes: Address
+    base: pull.Address
+    nbytes: pull.Address
     handle: Annotated[bytes, Meta(min_length=cuda.HANDLE_BYTES, max_length=cuda.HANDLE_BYTES)]
 
 
@@ -59,11 +51,11 @@ class IpcMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of the file. The probe begins with the secret, which shows D that its mappings are P's memory.
     ``ranges``: the KV caches in the allocations."""
 
-    secret: Secret
+    secret: pull.Secret
     gpu: Annotated[str, Meta(max_length=128)]
     probe: IpcAllocation
     allocations: Annotated[tuple[IpcAllocation, ...], Meta(max_length=_MAX_ALLOCATIONS)]
-    ranges: Ranges
+    ranges: pull.Ranges
 
 
 class IpcChannel(ProcessChannel):
@@ -92,7 +84,7 @@ class IpcChannel(ProcessChannel):
 
     def _close(self) -> None:
         self.process.close()
-        self._plane.later(self._unmap)
+        self._plane.thread.submit(self._unmap)
 
     def map(self, memory: IpcMemory) -> None:
         """Map P's allocations. The plane's thread calls this."""
@@ -111,7 +103,7 @@ class IpcChannel(ProcessChannel):
         else:
             self.ranges, self._allocations = memory.ranges, memory.allocations
             self.ready = True
-        self._plane.wake()
+        self._plane.waker.wake()
 
     def _unmap(self) -> None:
         self.ready = False
@@ -121,11 +113,8 @@ class IpcChannel(ProcessChannel):
 
 
 class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
-    """Reads between processes of one host whose GPUs reach each other's memory, or share a GPU.
-
-    Raises:
-        PlaneUnavailableError: NVIDIA's driver is missing.
-    """
+    """Reads between processes of one host whose GPUs reach each other's memory, or share a GPU. ``thread`` maps and
+    unmaps; ``waker``: a channel has changed. Raises PlaneUnavailableError: NVIDIA's driver is missing."""
 
     name: ClassVar[str] = "cuda_ipc"
     offers: ClassVar[type[PullOffer]] = IpcOffer
@@ -137,8 +126,8 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
         memory = context.memory
         self.device, self.synchronize = memory.device, memory.synchronize
         self._probe: torch.Tensor | None = None
-        self._waker = Waker()
-        self._thread = ThreadPoolExecutor(1, "kvferry-cuda-ipc")
+        self.waker = Waker()
+        self.thread = ThreadPoolExecutor(1, "kvferry-cuda-ipc")
         cuda.bind_context(self.device)
         try:
             self._export(memory.ranges)
@@ -181,25 +170,17 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
             cuda.check_peer_access(self.device, memory.gpu)
         except TransportError as error:
             raise PeerUnreachableError(str(error)) from None
-        self.later(lambda: channel.map(memory))
-
-    def later(self, act: Callable[[], None]) -> None:
-        """Call ``act`` on the thread that maps and unmaps, after the calls before it."""
-        self._thread.submit(act)
-
-    def wake(self) -> None:
-        """A channel has changed: let the poller of ``pollables`` return."""
-        self._waker.wake()
+        self.thread.submit(channel.map, memory)
 
     def pollables(self) -> list[tuple[int, int]]:
-        return [(self._waker.fd, select.POLLIN), *super().pollables()]
+        return [(self.waker.fd, select.POLLIN), *super().pollables()]
 
     @property
     def active(self) -> bool:
         return False
 
     def progress(self) -> bool:
-        changed = self._waker.drain()
+        changed = self.waker.drain()
         return self.watch() or changed
 
     def arm(self) -> bool:
@@ -207,6 +188,6 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
 
     def close(self) -> None:
         super().close()
-        self._thread.shutdown()
-        self._waker.close()
+        self.thread.shutdown()
+        self.waker.close()
         self._probe = None

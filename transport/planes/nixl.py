@@ -334,11 +334,8 @@ class NixlPlane(SocketPlane):
     """The NIXL data plane of one process. Each direction has half of the staging memory.
 
     The slots lie in the memory of the GPU where the lanes carry that, else in host memory. ``sources``: the Ps that D
-    reads from, by agent. ``fetches``: READs under way, in the order in which they began.
-
-    Raises:
-        PlaneUnavailableError: no RDMA port is up, or NIXL is not installed or does not start.
-    """
+    reads from, by agent. ``fetches``: READs under way, in the order in which they began. Raises PlaneUnavailableError:
+    no RDMA port is up, or NIXL is not installed or does not start."""
 
     name: ClassVar[str] = "nixl"
 
@@ -380,7 +377,7 @@ class NixlPlane(SocketPlane):
 
     def offer(self) -> bytes:
         port = self.listen_tcp(self._host)
-        return msgspec.msgpack.encode(NixlOffer(port, self.new_secret(), self._release, self._lanes.kind))
+        return msgspec.msgpack.encode(NixlOffer(port, self.secrets.new(), self._release, self._lanes.kind))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, NixlOffer, "nixl offer")
@@ -430,11 +427,7 @@ class NixlPlane(SocketPlane):
         return NixlReply(self._agent.name, metadata, zlib.crc32(b"".join(metadata)), slots)
 
     def prepare_to_read(self) -> None:
-        """D: allocate and register the slots.
-
-        Raises:
-            TransportError: there is no memory, or NIXL refused.
-        """
+        """D: allocate and register the slots. Raises TransportError: there is no memory, or NIXL refused."""
         if not self._may_read:
             self.recv_pool.prepare()
             assert self.recv_pool.slab is not None

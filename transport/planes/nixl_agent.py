@@ -46,11 +46,8 @@ class NixlRead:
 
 
 class NixlAgent:
-    """One agent, and from ``start`` on NIXL's UCX with one thread of NIXL, which sleeps while nothing moves.
-
-    Raises:
-        PlaneUnavailableError: NIXL does not load on this machine.
-    """
+    """One agent, and from ``start`` on NIXL's UCX with one thread of NIXL, which sleeps while nothing moves. Raises
+    PlaneUnavailableError: NIXL does not load on this machine."""
 
     def __init__(self, lanes: Lanes) -> None:
         package, _ = nixl_release()
@@ -69,11 +66,8 @@ class NixlAgent:
             self.native.getPluginParams("UCX")  # loads UCX, 0.4 s, which no hand-over should wait for
 
     def start(self) -> None:
-        """Start UCX, if it has not started. Over TCP it listens from then on.
-
-        Raises:
-            PlaneUnavailableError: it does not start on this machine.
-        """
+        """Start UCX, if it has not started. Over TCP it listens from then on. Raises PlaneUnavailableError: it does not
+        start on this machine."""
         if self._backend is not None:
             return
         refused = failing_as(PlaneUnavailableError, f"nixl: UCX does not start with {self._lanes.shown}")
@@ -81,11 +75,8 @@ class NixlAgent:
             self._backend = self.native.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
 
     def register(self, memory: torch.Tensor) -> bytes:
-        """Register ``memory``, uint8 [n]. Returns our address, and what a peer needs to READ the memory.
-
-        Raises:
-            TransportError: NIXL refused.
-        """
+        """Register ``memory``, uint8 [n]. Returns our address, and what a peer needs to READ the memory. Raises
+        TransportError: NIXL refused."""
         rows = self.binding.nixlRegDList(_segment(self.binding, memory.device.type), [(*_row(memory), "")])
         with failing_as(TransportError, "nixl: memory cannot be registered"):
             self.native.registerMem(rows, [self._backend])
@@ -93,11 +84,7 @@ class NixlAgent:
 
     def load(self, name: str, metadata: bytes) -> None:
         """Take what ``register`` returned to agent ``name``. Native code parses it: it must come from an authenticated
-        peer.
-
-        Raises:
-            TransportError: NIXL refused, or it is another agent's.
-        """
+        peer. Raises TransportError: NIXL refused, or it is another agent's."""
         with failing_as(TransportError, "nixl: the peer's metadata is refused"):
             loaded = self.native.loadRemoteMD(metadata)
         if (loaded.decode() if isinstance(loaded, bytes) else loaded) != name:
@@ -116,11 +103,7 @@ class NixlAgent:
 
     def read(self, memory: torch.Tensor, name: str, address: int, device: int | None) -> NixlRead:
         """READ a peer's memory from ``address`` on into ``memory``, uint8 [n]. ``device``: the index of the peer's GPU,
-        ``None`` for host memory there.
-
-        Raises:
-            TransportError: the peer is gone.
-        """
+        ``None`` for host memory there. Raises TransportError: the peer is gone."""
         binding = self.binding
         row = _row(memory)
         ours = binding.nixlXferDList(_segment(binding, memory.device.type), [row])

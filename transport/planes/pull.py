@@ -100,11 +100,7 @@ class PullPlane(Plane, Generic[C, M]):
         self._channels: list[C] = []
 
     def publish(self, content: M) -> None:
-        """P: write the file, which nothing changes any more.
-
-        Raises:
-            PlaneUnavailableError: it would be too large.
-        """
+        """P: write the file, which nothing changes any more. Raises PlaneUnavailableError: it would be too large."""
         data = msgspec.msgpack.encode(content)
         if len(data) > MAX_FILE_BYTES:
             raise PlaneUnavailableError(
@@ -120,11 +116,8 @@ class PullPlane(Plane, Generic[C, M]):
 
     @abstractmethod
     def begin(self, channel: C, memory: M) -> None:
-        """D: the caller of ``finish`` has checked that the channel's process is P, and P's file says ``memory``.
-
-        Raises:
-            PlaneUnavailableError: D cannot read it.
-        """
+        """D: the caller of ``finish`` has checked that the channel's process is P, and P's file says ``memory``. Raises
+        PlaneUnavailableError: D cannot read it."""
 
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(PullOffer(host_id(), os.getpid()))
@@ -188,11 +181,8 @@ class PullPlane(Plane, Generic[C, M]):
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
-    """Ranges in order of their addresses, where those that touch or overlap are one.
-
-    Raises:
-        PlaneUnavailableError: there are more than ``MAX_RANGES``.
-    """
+    """Ranges in order of their addresses, where those that touch or overlap are one. Raises PlaneUnavailableError:
+    there are more than ``MAX_RANGES``."""
     found: list[tuple[int, int]] = []
     for address, nbytes in sorted(ranges):
         if found and address <= sum(found[-1]):

@@ -90,11 +90,8 @@ class PushReceiver(RecvChannel):
         self.expected[tag] = Expected(nbytes, into)
 
     def check_size(self, tag: int, nbytes: int) -> Expected | None:
-        """The announcement of a message that comes; ``None`` for one that was forgotten, or never announced.
-
-        Raises:
-            ProtocolError: it was announced with another size.
-        """
+        """The announcement of a message that comes; ``None`` for one that was forgotten, or never announced. Raises
+        ProtocolError: it was announced with another size."""
         expected = self.expected.get(tag)
         if expected is not None and expected.nbytes != nbytes:
             raise ProtocolError(f"{self.plane_name}: message {tag:#x} has {nbytes} bytes, expected {expected.nbytes}")

@@ -92,11 +92,8 @@ class Arena:
 
     @classmethod
     def create(cls, slot_bytes: int, num_slots: int, device: torch.device = CPU) -> tuple[Arena, int]:
-        """A new arena and its file descriptor, which the caller closes.
-
-        Raises:
-            TransportError: there is no memory or no descriptor for it, or it cannot be page-locked.
-        """
+        """A new arena and its file descriptor, which the caller closes. Raises TransportError: there is no memory or no
+        descriptor for it, or it cannot be page-locked."""
         with contextlib.ExitStack() as on_error:
             try:
                 fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -324,7 +321,7 @@ class ShmPlane(SocketPlane):
             listener.bind(name)
             self.listen(listener, welcome=same_user)
             self._name = name
-        return msgspec.msgpack.encode(ShmOffer(self._name, self.new_secret(), os.getuid()))
+        return msgspec.msgpack.encode(ShmOffer(self._name, self.secrets.new(), os.getuid()))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, ShmOffer, "shm offer")

@@ -91,34 +91,28 @@ class ConnectingReceiver(PushReceiver):
 
 
 class SocketPlane(PushPlane):
-    """``pending``: P's new connections; ``None`` before ``listen``. ``awaited``: P's channels without a connection."""
+    """``pending``: P's new connections; ``None`` before ``listen``. ``awaited``: P's channels without a connection.
+    ``secrets``: each offer has one, which the D of that offer must send."""
 
     def __init__(self, slot_bytes: int) -> None:
         super().__init__(slot_bytes)
         self.awaited: dict[bytes, AwaitedSender] = {}
         self.sockets = Sockets()
         self.pending: PendingConnections | None = None
+        self.secrets = Secrets()
         self._port = 0
-        self._secrets = Secrets()
 
     def listen(self, listener: socket.socket, welcome: Callable[[socket.socket], bool] = lambda sock: True) -> None:
         """P: accept connections on a bound, non-blocking socket; see ``PendingConnections``."""
-        self.pending = PendingConnections(self.sockets, listener, self._secrets, welcome=welcome, arrived=self._join)
-
-    def new_secret(self) -> bytes:
-        """P: the secret of one offer, which the D of that offer must send."""
-        return self._secrets.new()
+        self.pending = PendingConnections(self.sockets, listener, self.secrets, welcome=welcome, arrived=self._join)
 
     def new_attach(self) -> SocketAttach:
         """D: the payload of a new channel."""
         return SocketAttach(secrets.token_bytes(CHANNEL_BYTES), self.slot_bytes)
 
     def listen_tcp(self, host: str) -> int:
-        """P: listen at the local address ``host``. Returns the port, which the system chooses at the first call.
-
-        Raises:
-            PlaneUnavailableError: it is no address of this host.
-        """
+        """P: listen at the local address ``host``. Returns the port, which the system chooses at the first call. Raises
+        PlaneUnavailableError: it is no address of this host."""
         if self._port:
             return self._port
         try:
@@ -163,10 +157,7 @@ class SocketPlane(PushPlane):
 
     def connect_tcp(self, host: str, port: int) -> socket.socket:
         """D: a socket that begins to connect to a numeric address; it is writable when it has connected, or failed.
-
-        Raises:
-            PlaneUnavailableError: there is no way to it.
-        """
+        Raises PlaneUnavailableError: there is no way to it."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
             family, _, _, _, address = found[0]
@@ -184,11 +175,8 @@ class SocketPlane(PushPlane):
 
     def connect_unix(self, kind: int, address: bytes, secret: bytes) -> tuple[socket.socket, SocketAttach]:
         """D: a Unix socket of type ``kind`` that is connected to ``address`` and has sent its hello, and the payload of
-        its channel. A Unix socket connects without a wait, so D's hello arrives before D's payload.
-
-        Raises:
-            OSError: P is not there, or its queue of new connections is full (``BlockingIOError``).
-        """
+        its channel. A Unix socket connects without a wait, so D's hello arrives before D's payload. Raises OSError: P
+        is not there, or its queue of new connections is full (``BlockingIOError``)."""
         sock, attach = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK), self.new_attach()
         try:
             sock.connect(address)
@@ -199,11 +187,8 @@ class SocketPlane(PushPlane):
         return sock, attach
 
     def take_connection(self, channel: bytes) -> socket.socket:
-        """P: the connection of a channel whose hello arrives before its payload, see ``connect_unix``.
-
-        Raises:
-            TransportError: there is none.
-        """
+        """P: the connection of a channel whose hello arrives before its payload, see ``connect_unix``. Raises
+        TransportError: there is none."""
         self.progress()
         sock = None if self.pending is None else self.pending.take(channel)
         if sock is None:

@@ -220,12 +220,9 @@ class Cipher:
     key and nonce is used once: the nonce is the number of the message. The header of a message is authenticated with
     it. So bytes that were changed, left out, repeated or moved are never taken for P's.
 
-    Over it, ``tcp`` moves twice the bytes in a second that ``zmq`` moves over CURVE (benchmarks/planes/planes.py).
-    The kernel's TLS would need its module on both hosts.
-
-    Raises:
-        PlaneUnavailableError: this machine lacks the package ``cryptography``, or its version is too old.
-    """
+    Over it, ``tcp`` moves twice the bytes in a second that ``zmq`` moves over CURVE (benchmarks/planes/planes.py). The
+    kernel's TLS would need its module on both hosts. Raises PlaneUnavailableError: this machine lacks the package
+    ``cryptography``, or its version is too old."""
 
     def __init__(self, key: bytes) -> None:
         self._aead = aead()(key)
@@ -568,7 +565,7 @@ class TcpPlane(SocketPlane):
         self._host = context.host
 
     def offer(self) -> bytes:
-        return msgspec.msgpack.encode(TcpOffer(self.listen_tcp(self._host), self.new_secret()))
+        return msgspec.msgpack.encode(TcpOffer(self.listen_tcp(self._host), self.secrets.new()))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, TcpOffer, "tcp offer")

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 import torch
@@ -36,16 +36,7 @@ from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, Trans
 from kvferry.transport.host import host_id, is_ours
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.push import PushPlane, PushReceiver, WindowedSender, windows
-from kvferry.transport.planes.ucx_settings import lanes_to, refuse_ucx, settings_for, uses_rdma
-from kvferry.transport.planes.ucx_worker import (
-    DONE,
-    UcxAnnouncement,
-    UcxArray,
-    UcxEndpoint,
-    UcxRequest,
-    UcxWorker,
-    load_ucxx,
-)
+from kvferry.transport.planes.ucx_settings import failing_as, lanes_to, refuse_ucx, settings_for, uses_rdma
 from kvferry.transport.staging import SlotPool
 
 _WINDOWS, _GPU_WINDOWS = (4, 2), (6, 3)
@@ -61,6 +52,169 @@ _CLOSE_MESSAGE_BYTES = 1
 """The size of the message that closes a channel."""
 _CLOSE_SECONDS = 0.5
 """Bound on the wait for the messages in flight when the plane closes."""
+
+# --- UCXX from one thread: a worker, and links to the workers of peers ----------------------------------------------
+
+UcxArray = Any
+"""UCXX's ``Array``: the memory of a tensor in the form that UCXX takes. It keeps the tensor alive; ``nbytes``."""
+UcxRequest = Any
+"""UCXX's request, a send or a receive: ``completed``: UCX uses the memory no more; ``status`` then is ``DONE``, or an
+error."""
+DONE = 0
+"""UCS_OK."""
+_CLOSE_ROUNDS = 100
+"""Rounds of progress for closing the endpoints. Endpoints that are still open then end with the worker."""
+
+
+def load_ucxx() -> tuple[Any, Any]:
+    """UCXX's binding (``ucxx._lib.libucxx``), and its ``Array``, the form in which it takes memory. Raises
+    PlaneUnavailableError: it is not installed, does not load, or is too old."""
+    # UCXX itself sets variables, and builds of UCX without CUDA warn about them.
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    try:
+        import ucxx
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+    except ModuleNotFoundError as error:
+        raise PlaneUnavailableError(f"ucx: {error.name} is not installed; pip install 'kvferry[ucx]'") from None
+    except (ImportError, OSError) as error:
+        raise PlaneUnavailableError(f"ucx: UCXX does not load: {str(error).splitlines()[0]}") from None
+    if not hasattr(libucxx.UCXEndpoint, "tag_recv_with_handle"):
+        raise PlaneUnavailableError(f"ucx: UCXX {ucxx.__version__} is too old, 0.47 is the first that will do")
+    return libucxx, Array
+
+
+class UcxEndpoint:
+    """An endpoint to one peer process, always with error handling, so that the death of the peer is noticed."""
+
+    def __init__(self, library: Any, endpoint: Any) -> None:
+        self._library, self._endpoint = library, endpoint
+
+    @property
+    def alive(self) -> bool:
+        """False once the peer is gone."""
+        return self._endpoint is not None and bool(self._endpoint.alive)
+
+    @property
+    def reason(self) -> str:
+        """UCX's name of the error that ended the link."""
+        try:
+            if self._endpoint is not None:
+                self._endpoint.raise_on_error()
+        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
+            return str(error)
+        return "closed"
+
+    def send(self, data: UcxArray, tag: int) -> UcxRequest:
+        """Send all of ``data``, which must live until the request is completed. Raises TransportError: the peer is
+        gone."""
+        if not self.alive:
+            raise TransportError(f"ucx: the link is down: {self.reason}")
+        with failing_as(TransportError, "ucx: sending failed"):
+            return self._endpoint.tag_send(data, self._library.UCXXTag(tag))
+
+    def close(self) -> Any:
+        """Begin to close. Returns the request, or ``None`` where there is nothing to close."""
+        endpoint, self._endpoint = self._endpoint, None
+        # UCXX returns a null request for a broken endpoint, and any use of that request crashes.
+        if endpoint is not None and endpoint.alive:
+            with contextlib.suppress(Exception):
+                return endpoint.close()
+        return None
+
+
+class UcxAnnouncement(NamedTuple):
+    """A message that a peer has sent, or has announced."""
+
+    worker: UcxWorker
+    probe: Any
+    tag: int
+    nbytes: int
+
+    def receive(self, into: UcxArray) -> UcxRequest:
+        """Receive into ``into``, which must hold at least ``nbytes``. Raises TransportError: UCX refused."""
+        assert into.nbytes >= self.nbytes
+        with failing_as(TransportError, "ucx: receiving failed"):
+            return self.worker.native.tag_recv_with_handle(into, self.probe)
+
+
+class UcxWorker:
+    """One UCX worker, without thread mode and without asyncio; all calls from one thread.
+
+    There is one link per peer process, and it stays until that process is gone: UCX over TCP leaves a connection
+    behind for each endpoint that is closed between two living workers.
+
+    From its construction on UCX listens, see ``ucx_settings.settings_for``. Raises PlaneUnavailableError: UCXX or UCX
+    cannot be had."""
+
+    def __init__(self, host: str, *, here: bool) -> None:
+        self._host = host
+        self._library, _ = load_ucxx()
+        settings, feature = settings_for(host, os.environ, here=here), self._library.Feature
+        with failing_as(PlaneUnavailableError, f"ucx: UCX does not start on {host}"):
+            self._context = self._library.UCXContext(settings, (feature.TAG, feature.WAKEUP))
+            self.native = self._library.UCXWorker(self._context)
+            self.native.init_blocking_progress_mode()
+        self.fd: int = self.native.epoll_file_descriptor
+        self.address = bytes(self.native.address)
+        self._any = self._library.UCXXTag(0), self._library.UCXXTagMask(0)
+        self._links: dict[bytes, UcxEndpoint] = {}
+
+    def link(self, peer: UcxAttach | UcxReply) -> UcxEndpoint:
+        """The link to a peer's worker.
+
+        Raises:
+            PlaneUnavailableError: UCX finds no way to it.
+            ProtocolError: its address is damaged.
+        """
+        address = peer.address
+        if zlib.crc32(address) != peer.checksum:
+            raise ProtocolError("ucx: the peer's worker address is damaged")
+        link = self._links.get(address)
+        if link is not None and link.alive:
+            return link
+        if address[0] != self.address[0]:  # the version and flags of the format; UCX aborts the process on others
+            raise PlaneUnavailableError(
+                f"ucx: the peer's worker address is of format {address[0]:#x}, ours is {self.address[0]:#x}; "
+                "run the same UCX release on both sides"
+            )
+        hint = "; both sides need an address (side_channel_host) on a network that they share"
+        with failing_as(PlaneUnavailableError, f"ucx: the peer cannot be reached from {self._host}", hint):
+            native = self._library.UCXAddress.create_from_buffer(address)
+            endpoint = self._library.UCXEndpoint.create_from_worker_address(self.native, native, True)
+        self._links[address] = UcxEndpoint(self._library, endpoint)
+        return self._links[address]
+
+    def progress(self) -> None:
+        """Move the bytes that can move now. UCXX loops inside, without the GIL, until nothing more moves."""
+        self.native.progress()
+
+    def prune(self) -> None:
+        """Drop the links to peers that are gone."""
+        self._links = {address: link for address, link in self._links.items() if link.alive}
+
+    def arm(self) -> bool:
+        """True: ``fd`` becomes readable with the next event. False: an event is there already."""
+        return bool(self.native.arm())
+
+    def probe(self) -> UcxAnnouncement | None:
+        """The next message that is not received yet. The caller must receive it, or its sender waits for ever."""
+        probe = self.native.tag_probe(*self._any, True)
+        return UcxAnnouncement(self, probe, int(probe.sender_tag.value), int(probe.length)) if probe.matched else None
+
+    def close(self) -> None:
+        """Close the links and the worker. Messages in flight break off, and peers see that their link is down."""
+        self.native.progress()  # sends the messages that were just handed to UCX
+        closing = [request for link in self._links.values() if (request := link.close()) is not None]
+        for _ in range(_CLOSE_ROUNDS):
+            self.native.progress()
+            if all(request.completed for request in closing):
+                break
+        self._links.clear()
+        del self.native, self._context
+
+
+# --- the plane ------------------------------------------------------------------------------------------------------
 
 _Address = Annotated[bytes, Meta(min_length=8, max_length=32 << 10)]
 _Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -114,7 +268,7 @@ class UcxSendChannel(WindowedSender):
     def acquire(self) -> Slot | None:
         slot = super().acquire()
         if slot is not None:  # else nothing moves, and the transfer thread may sleep
-            self._plane.note_activity()
+            self._plane.moved_at = time.monotonic()
         return slot
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
@@ -125,7 +279,7 @@ class UcxSendChannel(WindowedSender):
             self.free(slot.index)
             return
         self._plane.transfers.append(UcxTransfer(request, slot, self, tag, nbytes))
-        self._plane.note_activity()
+        self._plane.moved_at = time.monotonic()
         self._plane.progress_once()
 
     def _give_up(self) -> None:
@@ -152,7 +306,7 @@ class UcxRecvChannel(PushReceiver):
         if not self.closed:
             super().expect(tag, nbytes, into)
             self._plane.by_tag[tag] = self
-            self._plane.note_activity()
+            self._plane.moved_at = time.monotonic()
 
     def posted(self) -> set[int]:
         return set(self.receiving)
@@ -173,12 +327,9 @@ UcxChannel = UcxSendChannel | UcxRecvChannel
 
 class UcxPlane(PushPlane):
     """The UCX data plane of one process. The slots lie on the device of the caches. ``_workers``: one for the peers on
-    this host (``True``), one for all others, each made when the first of them attaches.
-
-    Raises:
-        PlaneUnavailableError: UCXX cannot be had, ``context.host`` is on no network device, or, for slots on a GPU,
-            NVIDIA's driver is missing.
-    """
+    this host (``True``), one for all others, each made when the first of them attaches. ``moved_at``: when bytes have
+    moved, or will soon: the worker is polled for ``_SPIN_SECONDS`` from then on. Raises PlaneUnavailableError: UCXX
+    cannot be had, ``context.host`` is on no network device, or, for slots on a GPU, NVIDIA's driver is missing."""
 
     name: ClassVar[str] = "ucx"
 
@@ -242,14 +393,13 @@ class UcxPlane(PushPlane):
         if close_message in self._by_close_message:
             raise ProtocolError("ucx attach: this channel exists already")
         worker = self._worker(here=attach.here)
-        link = _link(worker, attach)
-        channel = UcxSendChannel(self, link, min(self.slot_bytes, attach.slot_bytes), close_message)
+        channel = UcxSendChannel(self, worker.link(attach), min(self.slot_bytes, attach.slot_bytes), close_message)
         self._add(channel)
         return channel, msgspec.msgpack.encode(UcxReply(worker.address, zlib.crc32(worker.address)))
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
         assert isinstance(channel, UcxRecvChannel)
-        channel.link = _link(channel.worker, decode_payload(reply, UcxReply, "ucx reply"))
+        channel.link = channel.worker.link(decode_payload(reply, UcxReply, "ucx reply"))
 
     def _add(self, channel: UcxChannel) -> None:
         self.channels[channel] = None
@@ -299,9 +449,8 @@ class UcxPlane(PushPlane):
     @property
     def _expecting(self) -> bool:
         """Whether messages are on their way, or will soon be."""
-        if self.transfers or self.by_tag:
-            return True
-        return any(isinstance(channel, UcxSendChannel) and channel.in_use for channel in self.channels)
+        in_use = (isinstance(channel, UcxSendChannel) and channel.in_use for channel in self.channels)
+        return bool(self.transfers or self.by_tag) or any(in_use)
 
     def _close(self) -> None:
         # UCX does not complete the messages in flight when their endpoint closes, and these keep the worker alive, with
@@ -316,10 +465,6 @@ class UcxPlane(PushPlane):
         self._pending.clear()
         self.transfers.clear()  # these too keep the worker alive, and with that its connections
         self._farewells.clear()
-
-    def note_activity(self) -> None:
-        """Record that a message will move now: the worker is polled for ``_SPIN_SECONDS``."""
-        self.moved_at = time.monotonic()
 
     def progress_once(self) -> None:
         """Keep the link busy between the copies of a batch: one copy takes as long as the link needs to empty its
@@ -338,11 +483,7 @@ class UcxPlane(PushPlane):
         return self._memories[slot.address]
 
     def _array(self, data: torch.Tensor) -> UcxArray:
-        """``data`` (uint8, contiguous) in the form that UCXX takes.
-
-        Raises:
-            TransportError: UCXX refused.
-        """
+        """``data`` (uint8, contiguous) in the form that UCXX takes. Raises TransportError: UCXX refused."""
         try:
             return self.make_array(data if data.is_cuda else data.numpy())
         except Exception as error:  # on any error the caller must get its slot back
@@ -445,9 +586,3 @@ class UcxPlane(PushPlane):
             channel.receiving.discard(transfer.tag)
         if channel is not None and not ok:
             channel.fail(f"ucx: the {channel.peer} is gone: a message broke off")
-
-
-def _link(worker: UcxWorker, peer: UcxAttach | UcxReply) -> UcxEndpoint:
-    if zlib.crc32(peer.address) != peer.checksum:
-        raise ProtocolError("ucx: the peer's worker address is damaged")
-    return worker.link(peer.address)

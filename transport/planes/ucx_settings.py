@@ -67,24 +67,15 @@ def settings_for(host: str, environ: Mapping[str, str], *, here: bool) -> dict[s
 
     UCX listens on every network device that it may use, and whoever reaches its TCP port writes the memory of this
     process. So for peers of this host it gets the loopback device; for others the device of ``host``, or, with RDMA
-    hardware and a UCX that uses it, no TCP at all.
-
-    Raises:
-        PlaneUnavailableError: no device has the address ``host``, and the environment names none.
-    """
+    hardware and a UCX that uses it, no TCP at all. Raises PlaneUnavailableError: no device has the address ``host``,
+    and the environment names none."""
     settings = dict(DEFAULTS)
     if here:
         settings["NET_DEVICES"] = "lo"
     elif uses_rdma(environ):
         settings["TLS"] = "^tcp"
     else:
-        device = device_of(host)
-        if device is None and not environ.get("UCX_NET_DEVICES"):
-            raise PlaneUnavailableError(
-                f"ucx: no network device is known by its address {host}; set UCX_NET_DEVICES to the device that peers "
-                "reach, or UCX would listen on all of them"
-            )
-        settings["NET_DEVICES"] = device or ""
+        settings["NET_DEVICES"] = environ.get("UCX_NET_DEVICES") or _device("ucx", host)
     if ":" in host and "NET_DEVICES" in settings:
         settings["TCP_AF_PRIO"] = "inet6,inet"
     return {name: value for name, value in settings.items() if not environ.get(f"UCX_{name}")}
@@ -101,6 +92,17 @@ def lanes_to(host: str, environ: Mapping[str, str], *, here: bool, on_gpu: bool)
     if "TLS" in settings:
         return f"RDMA on {environ.get('UCX_NET_DEVICES') or ', '.join(active_ports())}"
     return f"TCP on {environ.get('UCX_NET_DEVICES') or settings.get('NET_DEVICES', 'all devices')}"
+
+
+def _device(plane: str, host: str) -> str:
+    """``device_of``. Raises PlaneUnavailableError where it is unknown."""
+    device = device_of(host)
+    if device is None:
+        raise PlaneUnavailableError(
+            f"{plane}: no network device is known by its address {host}; set UCX_NET_DEVICES to the device that peers "
+            "reach, or UCX would listen on all of them"
+        )
+    return device
 
 
 def device_of(host: str) -> str | None:
@@ -151,24 +153,15 @@ class Lanes(NamedTuple):
 def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
     """The lanes of a process whose peers reach it at the local address ``host``: RDMA, or what ``UCX_TLS`` lists.
 
-    TCP is used only where ``UCX_TLS`` lists it.
-
-    Raises:
-        PlaneUnavailableError: no RDMA port is up, and ``UCX_TLS`` lists no other lane.
-    """
+    TCP is used only where ``UCX_TLS`` lists it. Raises PlaneUnavailableError: no RDMA port is up, and ``UCX_TLS`` lists
+    no other lane."""
     listed = environ.get("UCX_TLS", "")
     names = {name.strip() for name in listed.split(",")}
     if listed and not listed.startswith("^") and "all" not in names:
         settings = _unless_set(environ, _MUTEX) | {"UCX_TLS": listed}
-        if "tcp" in names and not environ.get("UCX_NET_DEVICES"):
-            device = device_of(host)
-            if device is None:
-                raise PlaneUnavailableError(
-                    f"nixl: no network device is known by its address {host}; set UCX_NET_DEVICES to the device that "
-                    "peers reach, or UCX would listen on all of them"
-                )
-            settings["UCX_NET_DEVICES"] = device
         if "tcp" in names:
+            if not environ.get("UCX_NET_DEVICES"):
+                settings["UCX_NET_DEVICES"] = _device("nixl", host)
             settings |= _unless_set(environ, {f"UCX_{name}": value for name, value in DEFAULTS.items()})
         rdma = bool(names & RDMA_LANES) and "tcp" not in names
         on_gpu = "cuda_ipc" in names or "cuda" in names
