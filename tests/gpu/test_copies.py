@@ -137,12 +137,6 @@ def seen_by_portions(copies: GpuCopies) -> list[list[float]]:
     return found
 
 
-def test_the_engine_s_sms_are_its_own_while_it_computes(copies: GpuCopies) -> None:
-    assert copies.sms == 7
-    copies.idle = True
-    assert copies.sms is None
-
-
 @pytest.mark.parametrize("first", ["after", "start"])
 def test_a_thread_that_has_asked_nothing_of_the_gpu_yet(first: str) -> None:
     copies = GpuCopies(torch.device("cuda", 0), 20)

@@ -102,25 +102,19 @@ def test_the_switch_sends_every_launch_through_triton(monkeypatch: pytest.Monkey
     assert kernel.ways(2) == ["triton"] * 2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"global_scratch_size": 128},
-        {"profile_scratch_size": 128},
-        {"num_ctas": 2},
-        {"launch_cooperative_grid": True},
-        {"launch_pdl": True},
-        {"instrumentation_mode": "gsan"},
-        {"global_scratch_size": None},
-        {"profile_scratch_size": None},
-    ],
-    ids=str,
-)
+NEEDS: list[tuple[str, object]] = [
+    ("global_scratch_size", 128), ("profile_scratch_size", 128), ("num_ctas", 2), ("launch_cooperative_grid", True),
+    ("launch_pdl", True), ("instrumentation_mode", "gsan"), ("global_scratch_size", None),
+    ("profile_scratch_size", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), NEEDS)
 def test_a_kernel_that_needs_more_is_launched_by_triton(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+    monkeypatch: pytest.MonkeyPatch, field: str, value: object
 ) -> None:
     """``None``: the metadata of this Triton have no such field; it may pass arguments in another way."""
-    metadata = {name: value for name, value in (PLAIN | change).items() if value is not None}
+    metadata = {name: value for name, value in (PLAIN | {field: value}).items() if value is not None}
     assert Kernel(monkeypatch, metadata).ways(3) == ["triton"] * 3
 
 

@@ -9,7 +9,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -198,7 +198,7 @@ def test_copies_take_turns_and_each_can_be_cancelled(
     assert not copies[0].error, "a copy that has ended stays as it is"
 
 
-def changed(offer: bytes, changes: dict[str, object]) -> bytes:
+def changed(offer: bytes, changes: Mapping[str, object]) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(offer, type=PullOffer), **changes))
 
 

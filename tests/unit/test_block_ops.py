@@ -130,10 +130,6 @@ def caches(dtype: torch.dtype, *, permuted: bool, value: int | None = None) -> d
     return made
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
-
-
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64, torch.int8])
 def test_copied_blocks_and_no_others(dtype: torch.dtype, direction: Any) -> None:
@@ -144,12 +140,16 @@ def test_copied_blocks_and_no_others(dtype: torch.dtype, direction: Any) -> None
         copy_kv_blocks(source, target, theirs, ours, direction)
         for name, cache in source.items():
             for one, other in zip(theirs, ours, strict=True):
-                assert torch.equal(bits(target[name])[other], bits(cache)[one])
-            assert bool((bits(target[name])[sorted({*range(9)} - {*ours})] == 7).all())
+                assert torch.equal(target[name].view(torch.uint8)[other], cache.view(torch.uint8)[one])
+            assert bool((target[name].view(torch.uint8)[sorted({*range(9)} - {*ours})] == 7).all())
+
+
+def both() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return caches(torch.int8, permuted=False), caches(torch.int8, permuted=False, value=7)
 
 
 def test_nothing_to_copy() -> None:
-    source, target = caches(torch.int8, permuted=False), caches(torch.int8, permuted=False, value=7)
+    source, target = both()
     copy_kv_blocks(source, target, [], [], "h2d")
     copy_kv_blocks({}, target, [1], [1], "h2d")
     copy_kv_blocks(source, {}, [1], [1], "h2d")
@@ -167,7 +167,7 @@ def test_nothing_to_copy() -> None:
     ],
 )
 def test_bad_calls_copy_nothing(theirs: list[int], ours: list[int], direction: Any, message: str) -> None:
-    source, target = caches(torch.int8, permuted=False), caches(torch.int8, permuted=False, value=7)
+    source, target = both()
     with pytest.raises(GeometryError, match=message):
         copy_kv_blocks(source, target, theirs, ours, direction)
     assert all(bool((cache == 7).all()) for cache in target.values())
@@ -185,7 +185,7 @@ def test_bad_calls_copy_nothing(theirs: list[int], ours: list[int], direction: A
     ],
 )
 def test_layers_that_do_not_fit_copy_nothing(wrong: dict[str, torch.Tensor], message: str) -> None:
-    source, target = caches(torch.int8, permuted=False), caches(torch.int8, permuted=False, value=7)
+    source, target = both()
     with pytest.raises(GeometryError, match=message):
         copy_kv_blocks(source, {"a": target["a"], **wrong}, [1], [1], "h2d")
     assert bool((target["a"] == 7).all())
