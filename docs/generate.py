@@ -9,6 +9,7 @@ A table stands between ``<!-- generated NAME: python docs/generate.py -->`` and 
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import doctor_output
 
 from benchmarks.harness import pages, runs
 from kvferry.connector.config import settings_table
-from kvferry.connector.geometry.dtypes import error_table
+from kvferry.connector.geometry.dtypes import CONVERTIBLE
 from kvferry.connector.wire.series import series_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +34,17 @@ def matrix() -> str:
     """The tables of pairings, by the script beside the tests that ran them."""
     script = [sys.executable, str(ROOT / "tests" / "ranks" / "table.py")]
     return subprocess.run(script, capture_output=True, text=True, timeout=240, check=True, cwd=ROOT).stdout
+
+
+def error_table() -> str:
+    """Error bounds of one conversion of an element."""
+    rows = ["| converted to | relative error | if smaller than | absolute error | largest number |"]
+    rows.append("|---|---|---|---|---|")
+    for name, to in CONVERTIBLE.items():
+        relative, absolute = f"2^-{to.mantissa + 1}", f"2^{math.frexp(to.absolute_error)[1] - 1}"
+        below = f"2^{math.frexp(to.smallest_normal)[1] - 1}"
+        rows.append(f"| `{name}` | {relative} | {below} | {absolute} | ±{to.maximum:g} |")
+    return "\n".join(rows)
 
 
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {

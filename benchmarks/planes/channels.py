@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.planes.endpoints import ArenaEndpoint, told
 from benchmarks.planes.points import Config, Point, Side
 from kvferry.connector.geometry.byte_ranges import byte_ranges, wire_ordered
-from kvferry.connector.geometry.spans import Chunk, Span, chunks
+from kvferry.connector.geometry.spans import Chunk, Span, cut_span
 from kvferry.connector.pages.checksums import PlacedMessage, Verdict, new_trailer, sealed_pieces, trailer_bytes
 from kvferry.kernels.checksum import ChecksumName, WireCheck, trailer_fits, write_trailer
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -47,7 +47,7 @@ class PlaneEnd(ArenaEndpoint):
         span = Span(0, 0, form.layers, 0, form.heads, 0, point.tokens)
         return [
             (chunk, replace(pages, bases=pages.bases[chunk.layer : chunk.layer + chunk.num_layers], token=chunk.token))
-            for chunk in chunks(span, form.content, self.chunk_bytes, form.block)
+            for chunk in cut_span(span, form.content, self.chunk_bytes, form.block)
         ]
 
 

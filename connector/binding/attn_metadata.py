@@ -30,12 +30,9 @@ class AttentionCGSupport(enum.Enum):
     """Batches of which a backend's kernels can be captured in a CUDA graph; the greater value includes the lesser.
     Names and values are vLLM's, so that vLLM's builders can answer with their own enum."""
 
-    ALWAYS = 3
-    """Any batch, prefill and decode mixed."""
-    UNIFORM_BATCH = 2
-    """Batches whose requests have equally many query tokens."""
-    UNIFORM_SINGLE_TOKEN_DECODE = 1
-    """Batches whose requests have one query token each."""
+    ALWAYS = 3  # Any batch, prefill and decode mixed
+    UNIFORM_BATCH = 2  # Batches whose requests have equally many query tokens
+    UNIFORM_SINGLE_TOKEN_DECODE = 1  # Batches whose requests have one query token each
     NEVER = 0
 
 

@@ -27,16 +27,12 @@ class MultiModalBudget:
     cut.
     """
 
-    encoder_compute_budget: int
-    """Encoder tokens of a step; 0 where no modality is in use."""
-    encoder_cache_size: int
-    """Encoder tokens that the cache holds; 0 where no modality is in use."""
-    mm_limits: Mapping[str, int]
-    """Items of each modality in a prompt, as the processor allows."""
+    encoder_compute_budget: int  # Encoder tokens of a step; 0 where no modality is in use
+    encoder_cache_size: int  # Encoder tokens that the cache holds; 0 where no modality is in use
+    mm_limits: Mapping[str, int]  # Items of each modality in a prompt, as the processor allows
     mm_max_toks_per_item: dict[str, int]
     """Encoder tokens of an item at most. Modalities whose placeholders are another modality's have no entry."""
-    mm_max_items_per_prompt: dict[str, int]
-    """At least 1, where an item has tokens."""
+    mm_max_items_per_prompt: dict[str, int]  # At least 1, where an item has tokens
     mm_max_items_per_batch: dict[str, int]
     """The lesser of the encoder budget and the prompts of a step, at least 1, where an item has tokens."""
 

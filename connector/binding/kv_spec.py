@@ -65,24 +65,17 @@ class CacheSpec(Protocol):
 class AttentionSpec:
     """One attention layer's cache."""
 
-    block_size: int
-    """Tokens of a manager block."""
+    block_size: int  # Tokens of a manager block
     num_kv_heads: int
-    head_size: int
-    """Elements of a key."""
+    head_size: int  # Elements of a key
     dtype: torch.dtype
-    head_size_v: int | None = None
-    """Elements of a value, by default as of a key; MLA has none: 0."""
-    page_size_padded: int | None = None
-    """Bytes of a page with padding at its end."""
-    num_head_slots: int | None = None
-    """H, where a backend packs heads in its own way."""
-    state_content_bytes: int | None = None
-    """C, likewise."""
+    head_size_v: int | None = None  # Elements of a value, by default as of a key; MLA has none: 0
+    page_size_padded: int | None = None  # Bytes of a page with padding at its end
+    num_head_slots: int | None = None  # H, where a backend packs heads in its own way
+    state_content_bytes: int | None = None  # C, likewise
     tokens_per_state: int | Fraction = 1
     """Tokens that one stored state stands for, a fraction where a token has several."""
-    block_stride_alignment: int | None = None
-    """Bytes."""
+    block_stride_alignment: int | None = None  # Bytes
     encoder_only: bool = False
 
     @property

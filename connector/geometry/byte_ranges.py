@@ -25,15 +25,12 @@ def byte_ranges(to: Pages, of: Pages, num_heads: int, num_tokens: int, content_b
     unit that is contiguous in both layouts."""
     starts, lengths = _segments(to, of, num_tokens)
     dense_tokens = to.token_stride == of.token_stride == content_bytes
-    row = num_heads * content_bytes
+    row, heads, each = num_heads * content_bytes, np.arange(num_heads), np.arange(num_tokens)
     if num_heads == 1 or to.head_stride == of.head_stride == content_bytes:  # heads of a token lie together
         if to.token_stride == of.token_stride == row:
-            return _build(to, of, starts, lengths * row, np.zeros(1, dtype=np.int64))
-        each = np.arange(num_tokens, dtype=np.int64)
-        return _build(to, of, each, np.full(num_tokens, row), np.zeros(1, dtype=np.int64))
-    heads = np.arange(num_heads, dtype=np.int64)
+            return _build(to, of, starts, lengths * row, heads[:1])
+        return _build(to, of, each, np.full(num_tokens, row), heads[:1])
     if not dense_tokens:
-        each = np.arange(num_tokens, dtype=np.int64)
         return _build(to, of, each, np.full(num_tokens, content_bytes), heads)
     whole = (lengths * content_bytes == to.head_stride) & (to.head_stride == of.head_stride)
     if not whole.any():
@@ -81,7 +78,7 @@ def join_ranges(parts: list[ByteRanges]) -> ByteRanges:
 
 
 def check_layouts(layouts: Sequence[PageLayout], geometry: RankGeometry) -> None:
-    """Check that a peer's pages agree with the geometry that the peer sent. Raises GeometryError: names the region."""
+    """Check that a peer's pages agree with the geometry that the peer sent. Raises GeometryError."""
     if len(layouts) != len(geometry.regions):
         raise GeometryError(f"the peer describes {len(layouts)} groups of pages, it has {len(geometry.regions)}")
     for index, (layout, region) in enumerate(zip(layouts, geometry.regions, strict=True)):

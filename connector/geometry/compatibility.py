@@ -10,19 +10,15 @@ from kvferry.connector.geometry.rank_geometry import MAX_REGION_LAYERS, RankGeom
 from kvferry.connector.geometry.topology import MAX_RANKS, TpKVTopology
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
-MAX_BLOCK_TOKENS = 1 << 20
-"""Bound on a block; a peer names its own, and kernel blocks of one are counted out."""
-MAX_LAYERS = 8192
-"""Bound on the layers of a rank, over all regions."""
-LayerIndex = dict[tuple[str, str], tuple[int, int]]
-"""(region, place in it) by part and layer name."""
+MAX_BLOCK_TOKENS = 1 << 20  # Bound on a block; a peer names its own, and kernel blocks of one are counted out
+MAX_LAYERS = 8192  # Bound on the layers of a rank, over all regions
+LayerIndex = dict[tuple[str, str], tuple[int, int]]  # (region, place in it) by part and layer name
 
 
 def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True, convert: bool = False) -> None:
-    """Whether KV can pass between two ranks at all; layouts, block sizes and parallel sizes may differ. The order
-    inside packed tiles, and with it their size, must agree (``RegionGeometry.packing``). Raises IncompatiblePeerError:
-    names the field and both values; GeometryError: a geometry contradicts itself. ``local``: ours. ``consumer``:
-    whether we are D. ``convert``: whether D converts elements."""
+    """Check that KV can pass between two ranks; layouts, block sizes and parallel sizes may differ. Raises
+    IncompatiblePeerError: names the field and both values; GeometryError: a geometry contradicts itself. ``local``:
+    ours. ``consumer``: whether we are D. ``convert``: whether D converts elements."""
     for geometry in (local, remote):
         check_geometry(geometry)
     needs, has = (local, remote) if consumer else (remote, local)
@@ -49,15 +45,13 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
 
 
 def check_geometry(geometry: RankGeometry) -> None:
-    """Check that a rank can have this geometry. Raises GeometryError: more than ``MAX_LAYERS`` layers or
-    ``MAX_REGION_LAYERS`` of one region, ranks outside sizes, heads other than the rank's interval, a token shard of
-    another rank, a layer listed twice, or scales that are none."""
-    layers = sum(len(region.layers) for region in geometry.regions)
-    if layers > MAX_LAYERS:
-        raise GeometryError(f"{layers} layers in {len(geometry.regions)} regions, limit {MAX_LAYERS}")
-    if any(len(region.layers) > MAX_REGION_LAYERS for region in geometry.regions):
-        most = max(len(region.layers) for region in geometry.regions)
-        raise GeometryError(f"{most} layers of one form in one block table, limit {MAX_REGION_LAYERS}")
+    """Check that a rank can have this geometry. Raises GeometryError: too many layers, ranks outside sizes, heads other
+    than the rank's interval, a token shard of another rank, a layer listed twice, or scales that are none."""
+    counts = [len(region.layers) for region in geometry.regions]
+    if sum(counts) > MAX_LAYERS:
+        raise GeometryError(f"{sum(counts)} layers in {len(counts)} regions, limit {MAX_LAYERS}")
+    if max(counts, default=0) > MAX_REGION_LAYERS:
+        raise GeometryError(f"{max(counts)} layers of one form in one block table, limit {MAX_REGION_LAYERS}")
     for axis in ("tp", "pp"):
         rank, size = getattr(geometry, f"{axis}_rank"), getattr(geometry, f"{axis}_size")
         if size > MAX_RANKS or rank >= size:
@@ -136,18 +130,14 @@ def _same_form(layer: str, ours: RegionGeometry, theirs: RegionGeometry, convert
 def _refuse_parts(layer: str, ours: RankGeometry, theirs: RankGeometry) -> None:
     """One side's packed blocks are divided into parts and the other's are not, or are otherwise."""
     mine, other = (
-        ", ".join(
-            f"{region.part or 'whole'} ({region.packing or 'not packed'})"
-            for region in side.regions
-            if layer in region.layers
-        )
+        ", ".join(f"{r.part or 'whole'} ({r.packing or 'not packed'})" for r in side.regions if layer in r.layers)
         for side in (ours, theirs)
     )
     raise IncompatiblePeerError(f"packing of layer {layer!r}", mine, other)
 
 
 def refuse_missing(missing: Sequence[str], held: int, consumer: bool) -> None:
-    """Raises IncompatiblePeerError: names the first of the layers that D needs and P, with ``held`` others, lacks."""
+    """Raises IncompatiblePeerError: the first of the layers that D needs and P, with ``held`` others, lacks."""
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     needed, lacking = f"{missing[0]!r}{more} needed", f"{held} layers without it"
     raise IncompatiblePeerError("layers", *((needed, lacking) if consumer else (lacking, needed)))

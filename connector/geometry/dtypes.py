@@ -28,8 +28,7 @@ ALIASES = {
     "fp8_e5m2": "float8_e5m2",
 }
 """vLLM's names of a ``--kv-cache-dtype``, and torch's name where it differs."""
-CONVERTIBLE = FORMATS
-"""Dtypes that can be converted."""
+CONVERTIBLE = FORMATS  # Dtypes that can be converted
 SCALED = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -61,9 +60,8 @@ def check_elements(region: RegionGeometry) -> None:
 def check_same_elements(
     name: str, ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]], *, convert: bool
 ) -> None:
-    """Check that the elements of two regions mean the same, or can be converted. Raises IncompatiblePeerError: names
-    the field and both values. ``name``: of the regions, for the error. ``places``: the index of each common layer, in
-    ours and in theirs. ``convert``: whether D converts."""
+    """Check that the elements of two regions mean the same, or can be converted if ``convert``. Raises
+    IncompatiblePeerError: names the field and both values. ``name``: of the regions. ``places``: ``common_layers``."""
     if ours.dtype == theirs.dtype:
         if ours.content_bytes != theirs.content_bytes:
             raise IncompatiblePeerError(f"content_bytes of {name}", ours.content_bytes, theirs.content_bytes)
@@ -106,16 +104,13 @@ def _scaled(ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int
 
 def converted_pairs(local: RankGeometry, remote: RankGeometry) -> frozenset[tuple[int, int]]:
     """The index pairs of the regions of D and P between which elements are converted."""
-    found = set()
-    for i, ours in enumerate(local.regions):
-        for j, theirs in enumerate(remote.regions):
-            if ours.part != theirs.part:
-                continue
-            places = common_layers(ours, theirs)
-            differ = ours.dtype != theirs.dtype or any(scales(ours, a) != scales(theirs, b) for a, b in places)
-            if places and differ:
-                found.add((i, j))
-    return frozenset(found)
+    return frozenset(
+        (i, j)
+        for i, ours in enumerate(local.regions)
+        for j, theirs in enumerate(remote.regions)
+        if ours.part == theirs.part and (places := common_layers(ours, theirs))
+        if ours.dtype != theirs.dtype or any(scales(ours, a) != scales(theirs, b) for a, b in places)
+    )
 
 
 def common_layers(ours: RegionGeometry, theirs: RegionGeometry) -> list[tuple[int, int]]:
@@ -128,10 +123,8 @@ def common_layers(ours: RegionGeometry, theirs: RegionGeometry) -> list[tuple[in
 class WireElements:
     """Elements on the wire."""
 
-    region: RegionGeometry
-    """P's."""
-    layer: int
-    """The index of the first layer in it."""
+    region: RegionGeometry  # P's
+    layer: int  # The index of the first layer in it
 
     def conversion(self, ours: RegionGeometry, layer: int, num_layers: int) -> Conversion:
         """The conversion to ``num_layers`` layers of ``ours``, from index ``layer`` on."""
@@ -148,12 +141,11 @@ class WireElements:
 def layer_cache_dtype(
     spec: Any, names: Sequence[str], layers: Mapping[str, Any], cache_dtype: str, *, fnuz: bool = False
 ) -> CacheDtype | None:
-    """The cache dtype of the layers of one of vLLM's specs; ``None`` for states: their elements differ in kind. The
-    dtype is read from the layers: the configuration's quantisation may exclude some layers, and checkpoints contain
-    scales of their own. The scales exist once the model is loaded. The dtype of the tensors is no source, because vLLM
-    allocates fp8 caches as bytes. Raises ConfigError: K or V of a layer has more than one scale. ``names``: the names
-    of the layers. ``layers``: vLLM's attention layers, by name; a missing layer counts as a layer with ``cache_dtype``
-    and no scales. ``cache_dtype``: ``--kv-cache-dtype``. ``fnuz``: whether e4m3 is the fnuz variant of AMD's MI300."""
+    """The cache dtype of the layers ``names`` of one of vLLM's specs; ``None`` for states: their elements differ in
+    kind. The source are the layers, once the model is loaded: quantisation may exclude some, checkpoints contain scales
+    of their own, and vLLM allocates fp8 caches as bytes. Raises ConfigError: K or V of a layer has more than one scale.
+    ``layers``: vLLM's attention layers, by name; a missing one has ``cache_dtype`` (``--kv-cache-dtype``) and no
+    scales. ``fnuz``: whether e4m3 is the fnuz variant of AMD's MI300."""
     if not hasattr(spec, "head_size"):
         return None
     names_of = {str(getattr(layers.get(name), "kv_cache_dtype", cache_dtype)) for name in names} or {cache_dtype}
@@ -181,14 +173,3 @@ def _layer_scales(name: str, layer: Any, alone: bool) -> tuple[float, float]:
             )
     k, v = (float(getattr(layer, half, 1.0)) for half in ("_k_scale_float", "_v_scale_float"))
     return (k, k) if alone else (k, v)
-
-
-def error_table() -> str:
-    """Error bounds of one conversion as a Markdown table, for docs/compatibility.md."""
-    rows = ["| converted to | relative error | if smaller than | absolute error | largest number |"]
-    rows.append("|---|---|---|---|---|")
-    for name, to in CONVERTIBLE.items():
-        relative, absolute = f"2^-{to.mantissa + 1}", f"2^{math.frexp(to.absolute_error)[1] - 1}"
-        below = f"2^{math.frexp(to.smallest_normal)[1] - 1}"
-        rows.append(f"| `{name}` | {relative} | {below} | {absolute} | ±{to.maximum:g} |")
-    return "\n".join(rows)

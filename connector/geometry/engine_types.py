@@ -17,14 +17,11 @@ class BlockTable:
 
     kind: CacheKind
     """In a ``state`` table, block n holds the state after the last computed token of the n-th ``block_size`` tokens."""
-    block_size: int
-    """Tokens of a block, on all ranks together."""
+    block_size: int  # Tokens of a block, on all ranks together
     window: int = 0
     """Tokens of a sliding window or local chunk. Outside of it the engine has block 0, the null block, in the table."""
-    extra: int = 0
-    """Tokens that it keeps beyond a sliding window."""
-    sharding: TokenSharding = UNSHARDED[0]
-    """How ranks shard its tokens."""
+    extra: int = 0  # Tokens that it keeps beyond a sliding window
+    sharding: TokenSharding = UNSHARDED[0]  # How ranks shard its tokens
 
     @property
     def whole(self) -> bool:
@@ -46,11 +43,9 @@ class ScheduledTokens:
     """The tokens of one request that the engine computes in one step."""
 
     request_id: str
-    start: int
-    """The number of the first one."""
+    start: int  # The number of the first one
     count: int
-    block_ids: Sequence[Sequence[int]]
-    """Per block table, the blocks that the request got since its last step."""
+    block_ids: Sequence[Sequence[int]]  # Per block table, the blocks that the request got since its last step
     all_blocks: bool = False
     """They are all that it has, as in its first step, and in the first one after the engine has preempted it."""
 
@@ -70,16 +65,13 @@ class LayerGroup:
 
     kind: CacheKind
     layers: tuple[str, ...]
-    block_size: int
-    """Tokens of a block on one rank: only those that ``sharding`` gives the rank."""
+    block_size: int  # Tokens of a block on one rank: only those that ``sharding`` gives the rank
     total_heads: int
     window: int = 0
     packing: str = ""
-    table: int = 0
-    """The number of the block table."""
+    table: int = 0  # The number of the block table
     sharding: TokenSharding = UNSHARDED[0]
-    cache_dtype: CacheDtype | None = None
-    """Without it the tensors define the dtype."""
+    cache_dtype: CacheDtype | None = None  # Without it the tensors define the dtype
     sections: tuple[Section, ...] = ()
     """Of each page of a state. Each has a head count of its own, which replaces ``total_heads``."""
 
@@ -116,13 +108,10 @@ class RequestView:
     prompt_token_ids: Sequence[int] | None
     num_prompt_tokens: int
     num_computed_tokens: int
-    extra: tuple[str, ...] = ()
-    """The inputs of its KV beside its tokens."""
-    adapter: str = ""
-    """A digest of its LoRA adapter; empty where there is none, or it is unknown."""
+    extra: tuple[str, ...] = ()  # The inputs of its KV beside its tokens
+    adapter: str = ""  # A digest of its LoRA adapter; empty where there is none, or it is unknown
     rejected: bool = False
     """The engine refused it before admission; it comes here only to be aborted, with a placeholder as its prompt."""
     whole_prompt: bool = False
     """D computes all of its prompt, for its log-probabilities, so nothing of it is loaded."""
-    traceparent: str = ""
-    """The span that its spans belong to; empty where it is not traced."""
+    traceparent: str = ""  # The span that its spans belong to; empty where it is not traced

@@ -14,8 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_TEXT = 900
-"""Characters of a value. A longer value is cut and followed by a digest."""
+MAX_TEXT = 900  # Characters of a value. A longer value is cut and followed by a digest.
 
 PLAIN = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,11 +40,10 @@ class PackedPart:
 
 
 def split_packed(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart, ...]:
-    """A cache with packed blocks: the whole cache, and its keys and values in the smallest tiles of the order. A part
-    whose tokens have bytes of their own, with channels in order, is not packed: ``packing`` is empty, though a token's
-    bytes may lie in rows. The largest tile of a part is the whole block. ``view``: the cache, keys and values together.
-    ``places``: [2, N, D], where channel d of the key (0) or value (1) of token t lies in its (block, head). Returns the
-    whole, ``k`` and ``v``; empty if the order cannot be divided in this way."""
+    """A cache with packed blocks as a whole, ``k`` and ``v``, these in the smallest tiles of the order; empty if the
+    order cannot be divided so. A part whose tokens have bytes of their own, with channels in order, is not packed:
+    ``packing`` is empty, though a token's bytes may lie in rows. ``view``: the cache, keys and values together.
+    ``places``: [2, N, D], where channel d of the key (0) or value (1) of token t lies in its (block, head)."""
     kinds, tokens, channels = places.shape
     half = tokens * channels
     item_bytes, rest = divmod(view.content_bytes, kinds * channels)
@@ -55,21 +55,18 @@ def split_packed(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart
         own = places[kind] - kind * half
         if not np.array_equal(np.sort(own, axis=None), np.arange(half)):
             return ()
-        order = _order_of(own)
+        sizes = (size for size in range(1, tokens + 1) if tokens % size == 0)
+        order = next(order for size in sizes if (order := _order_in_tiles(own, size)))
         of_part = replace(
-            view,
-            bases=tuple(base + kind * half * item_bytes for base in view.bases),
-            content_bytes=channels * item_bytes,
-            token_stride=order.token_stride * item_bytes,
-            rows=order.rows,
+            view, bases=tuple(base + kind * half * item_bytes for base in view.bases),
+            content_bytes=channels * item_bytes, token_stride=order.token_stride * item_bytes, rows=order.rows,
             row_stride=order.row_stride * item_bytes,
-        )
+        )  # fmt: skip
         parts.append(PackedPart(part, of_part, order.name, order.tile_tokens))
     return tuple(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
+class _Order(NamedTuple):
     """The order of the keys or the values of a block: per row, one tile after the other."""
 
     tile_tokens: int
@@ -79,20 +76,9 @@ class _Order:
     name: str
 
 
-def _order_of(places: NDArray[np.int64]) -> _Order:
-    """The order with the smallest tile; ``places`` [N, D] holds each of 0..N*D once, so a tile of N always is one."""
-    tokens = len(places)
-    for tile_tokens in range(1, tokens):
-        order = _order_in_tiles(places, tile_tokens) if tokens % tile_tokens == 0 else None
-        if order is not None:
-            return order
-    order = _order_in_tiles(places, tokens)
-    assert order is not None
-    return order
-
-
 def _order_in_tiles(places: NDArray[np.int64], tile_tokens: int) -> _Order | None:
-    """The order in tiles of ``tile_tokens`` tokens, if the tiles have one form, equal distances, and equal rows."""
+    """The order in tiles of ``tile_tokens`` tokens, if the tiles have one form, equal distances, and equal rows.
+    ``places`` [N, D] holds each of 0..N*D once, so a tile of N tokens always is one."""
     channels = places.shape[1]
     tiles = places.reshape(-1, tile_tokens, channels)
     first, starts = tiles[0], tiles[:, 0, 0] - tiles[0, 0, 0]
@@ -109,21 +95,9 @@ def _order_in_tiles(places: NDArray[np.int64], tile_tokens: int) -> _Order | Non
         return None
     assert step == width, "equal tiles that fill a block, the first one first, follow each other in every row"
     order = np.searchsorted(taken, first)  # [tile_tokens, D], the position in a contiguous tile
-    return _Order(
-        tile_tokens=tile_tokens,
-        token_stride=width // tile_tokens,
-        rows=rows,
-        row_stride=int(row_strides[0]) if rows > 1 else 0,
-        name=_name(order),
-    )
-
-
-def _name(order: NDArray[np.int64]) -> str:
-    """The name of the order inside a tile; empty where a token's channels lie one after the other."""
-    tile_tokens, channels = order.shape
-    if tile_tokens == 1 and np.array_equal(order[0], np.arange(channels)):
-        return ""
-    return f"tiles of {tile_tokens} tokens x {channels} channels, order {_digest(order)}"
+    in_order = tile_tokens == 1 and np.array_equal(order[0], np.arange(channels))
+    name = "" if in_order else f"tiles of {tile_tokens} tokens x {channels} channels, order {_digest(order)}"
+    return _Order(tile_tokens, width // tile_tokens, rows, int(row_strides[0]) if rows > 1 else 0, name)
 
 
 def _digest(order: NDArray[np.int64]) -> str:
@@ -169,11 +143,10 @@ to slots [N]."""
 def element_order(
     write: Write, tokens: int, channels: int, *, given: torch.dtype, stored: torch.dtype, held: torch.dtype
 ) -> NDArray[np.int64] | None:
-    """Where ``write`` puts each element inside a (block, head), for ``packing.split_packed``. It writes a block in
-    which every element carries its number, one base-8 digit at a time, because these digits are exact in every dtype.
-    ``given``: the dtype of keys and values. ``stored``: the dtype of the cache as a tensor; vLLM keeps fp8 as bytes.
-    ``held``: the dtype of the elements of the cache. Returns [2, N, D] for keys and values; None where the writer takes
-    other arguments."""
+    """Where ``write`` puts each element inside a (block, head), [2, N, D] for ``split_packed``; ``None`` where the
+    writer takes other arguments. It writes a block in which every element carries its number, one base-8 digit at a
+    time, because these digits are exact in every dtype. Dtypes: ``given``, of keys and values; ``stored``, of the cache
+    as a tensor (vLLM keeps fp8 as bytes); ``held``, of the elements of the cache."""
     numbers = torch.arange(2 * tokens * channels).view(2, tokens, 1, channels)
     found = torch.zeros(2 * tokens * channels, dtype=torch.int64)
     scratch = torch.zeros(1, 1, 2 * tokens, channels, dtype=stored)

@@ -19,8 +19,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 
-PackingName = Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
-
 MAX_REGIONS = 256
 """Bound on the regions of a rank. Models with attention and states have many block tables, each state has sections."""
 
@@ -33,8 +31,7 @@ CacheKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
 class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One region of a rank's caches: layers with the same form in memory, under one block table."""
 
-    kind: CacheKind
-    """A ``state`` region holds one state per block; the rows of the state take the place of tokens."""
+    kind: CacheKind  # A ``state`` region holds one state per block; the rows of the state take the place of tokens
     layers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_REGION_LAYERS)]
     """The engine's layer names in order."""
     part: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)] = ""
@@ -42,27 +39,21 @@ class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     block_size: Size
     """Tokens of a manager block; under context parallelism the rank's own tokens, as all sizes in memory."""
     head_start: Count
-    num_heads: Size
-    """From ``head_start`` on, of the ``total_heads`` global KV heads; MLA has one head in all."""
+    num_heads: Size  # From ``head_start`` on, of the ``total_heads`` global KV heads; MLA has one head in all
     total_heads: Size
-    content_bytes: Size
-    """C."""
-    dtype: Name
-    """Of the elements, by torch's name if it has one."""
+    content_bytes: Size  # C
+    dtype: Name  # Of the elements, by torch's name if it has one
     keys: Count | None = None
     """The first elements of each (head, token) that are K, the others are V; ``None`` if that is not known."""
     scales: Annotated[tuple[tuple[float, float], ...], Meta(max_length=MAX_REGION_LAYERS)] = ()
     """Of K and V, for each layer; empty if all scales are 1."""
-    window: Count = 0
-    """Tokens of a sliding window or of a local chunk, 0 for none."""
-    packing: PackingName = ""
+    window: Count = 0  # Tokens of a sliding window or of a local chunk, 0 for none
+    packing: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)] = ""
     """The backend's own order of the tokens of one (kernel block, head), or the order in the sections of a state."""
     tile_tokens: Size = 1
     """Packed tokens have no bytes of their own: only whole tiles move, between ranks with the same packing."""
-    shard: TokenShard = ALL_TOKENS
-    """Which tokens of a prompt the rank holds."""
-    rows: Size = 1
-    """Pieces of a token's content in memory (``CacheView.rows``); they stay apart on the wire."""
+    shard: TokenShard = ALL_TOKENS  # Which tokens of a prompt the rank holds
+    rows: Size = 1  # Pieces of a token's content in memory (``CacheView.rows``); they stay apart on the wire
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,8 +68,7 @@ class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     head_counts: Annotated[tuple[Size, ...], Meta(min_length=1, max_length=64)]
     """The ``total_heads`` of all regions, ascending."""
     shardings: Annotated[tuple[TokenSharding, ...], Meta(min_length=1, max_length=4)] = UNSHARDED
-    regions: Annotated[tuple[RegionGeometry, ...], Meta(max_length=MAX_REGIONS)]
-    """A pipeline stage may hold none."""
+    regions: Annotated[tuple[RegionGeometry, ...], Meta(max_length=MAX_REGIONS)]  # A pipeline stage may hold none
 
 
 Address = Annotated[int, Meta(ge=0, lt=1 << 62)]

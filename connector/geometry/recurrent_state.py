@@ -37,20 +37,15 @@ class Section:
     of the page."""
 
     name: str
-    total_heads: int
-    """Different heads of all ranks."""
-    heads: int
-    """Of one rank."""
-    rows: int
-    """Of a head."""
-    content_bytes: int
-    """Of a row."""
+    total_heads: int  # Different heads of all ranks
+    heads: int  # Of one rank
+    rows: int  # Of a head
+    content_bytes: int  # Of a row
     offset: int
     head_stride: int
     row_stride: int
     dtype: str
-    packing: str
-    """The order of the content; P and D must have the same one (``RegionGeometry``)."""
+    packing: str  # The order of the content; P and D must have the same one (``RegionGeometry``)
 
     @property
     def end(self) -> int:
@@ -73,10 +68,8 @@ class _Projection:
 
     name: str
     total_heads: int
-    heads: int
-    """Of them on one rank."""
-    channels: int
-    """Of a head."""
+    heads: int  # Of them on one rank
+    channels: int  # Of a head
 
 
 def whole_page(nbytes: int, total_heads: int, packing: str) -> Section:

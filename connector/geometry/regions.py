@@ -1,9 +1,8 @@
 """The regions of a rank, from the caches that its engine registers.
 
-A region has layers of one form, with one block table. Plans, packing and the handshake use regions. A layer group has
-one region for each form of its caches; a group of states has one for each section and form. Some backends pack blocks
-in an order that can be divided: then the keys and the values are regions beside the whole cache (``packing``). A layer
-that uses the cache of another layer is in no region.
+A region has layers of one form, with one block table. A layer group has one region for each form of its caches, a
+group of states one for each section and form. Where packed blocks can be divided, the keys and the values are regions
+beside the whole cache (``packing``). A layer that uses the cache of another layer is in no region.
 """
 
 from __future__ import annotations
@@ -39,17 +38,13 @@ class Region:
 
 
 def regions(
-    groups: Sequence[LayerGroup],
-    kv_caches: Mapping[str, TensorLike],
-    info: RankInfo,
-    num_blocks: int | None = None,
+    groups: Sequence[LayerGroup], kv_caches: Mapping[str, TensorLike], info: RankInfo, num_blocks: int | None = None,
     places: ElementOrder | None = None,
-) -> list[Region]:
-    """The regions of one rank, in the order of ``groups``. A group without layers on this pipeline stage has no region.
-    Raises GeometryError: a cache is missing, has a form that is not carried, or has another number of heads than the
-    rank should hold; names the layer. ``groups``: the layer groups of the engine, with the layers of this rank.
-    ``kv_caches``: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``. ``info``: the rank's place. ``num_blocks``: manager
-    blocks, where known. ``places``: the order of packed elements; called for one layer of each packed group."""
+) -> list[Region]:  # fmt: skip
+    """The regions of one rank, in the order of ``groups``. Raises GeometryError: a cache is missing, has a form that is
+    not carried, or has another number of heads than the rank should hold; names the layer. ``groups``: of the engine,
+    with the layers of this rank. ``kv_caches``: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``. ``num_blocks``:
+    manager blocks, where known. ``places``: called for one layer of each packed group."""
     found = []
     for group in groups:
         for tensors in _alike(group, kv_caches):
@@ -67,19 +62,15 @@ def regions(
 def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[Region]) -> RankGeometry:
     """The geometry that a rank sends to its peers. ``groups``: the layer groups of the whole engine."""
     return RankGeometry(
-        tp_rank=info.tp_rank,
-        tp_size=info.tp_size,
-        pp_rank=info.pp_rank,
-        pp_size=info.pp_size,
+        tp_rank=info.tp_rank, tp_size=info.tp_size, pp_rank=info.pp_rank, pp_size=info.pp_size,
         head_counts=tuple(sorted({heads for group in groups for heads in group.head_counts})),
         shardings=tuple(sorted({group.sharding for group in groups})),
         regions=tuple(region.geometry for region in found),
-    )
+    )  # fmt: skip
 
 
 def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[str, TensorLike]]:
-    """The caches of a group by layer name, one mapping for each form. Of layers that share a cache only the first one
-    is there. Raises GeometryError: a cache is missing; names the layer."""
+    """The caches of a group by layer name, one mapping for each form; of layers that share a cache only the first."""
     by_form: dict[object, dict[str, TensorLike]] = {}
     places: set[tuple[int, object]] = set()
     for name in group.layers:
@@ -116,8 +107,7 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeom
 
 
 def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
-    """The global KV heads of the rank as ``(start, count)``. Raises GeometryError: the cache has another number of
-    heads."""
+    """The global KV heads of the rank as ``(start, count)``. Raises GeometryError: the cache has another number."""
     start, count = TpKVTopology.head_interval(info.tp_rank, info.tp_size, total_heads)
     if view.num_heads != count:
         raise GeometryError(

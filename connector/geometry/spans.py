@@ -19,20 +19,16 @@ from kvferry.transport.errors import GeometryError
 MAX_CHUNKS = 1 << 20
 """Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
 
-MAX_SPANS = 4096
-"""Bound on the spans of one read. P checks all of them before it answers, which takes some 10 ms."""
+MAX_SPANS = 4096  # Bound on the spans of one read. P checks all of them before it answers, which takes some 10 ms.
 
-MAX_LISTED_RUNS = 1 << 14
-"""Runs of tokens of one layer that are kept for the next layer."""
+MAX_LISTED_RUNS = 1 << 14  # Runs of tokens of one layer that are kept for the next layer
 
 TAPER_BYTES, TAPERED = 32 << 20, 3
 """If the last of several messages of a span would be at least ``TAPERED`` times ``TAPER_BYTES``, its last
-``TAPER_BYTES`` are a message of their own: no bytes move while D unpacks the last message. No bytes move while P packs
-the first message either. But after a small first message the link would wait for the second: each message costs both
-sides 0.2 ms of steps, in which NVLink moves 75 MB."""
+``TAPER_BYTES`` are a message of their own: no bytes move while D unpacks the last message. The first one is not cut:
+the link would wait for the second, as each message costs both sides 0.2 ms of steps, in which NVLink moves 75 MB."""
 
-MAX_RANGES = 256
-"""Bound on the token ranges of one read; a read needs one range for each kind of region."""
+MAX_RANGES = 256  # Bound on the token ranges of one read; a read needs one range for each kind of region
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -51,8 +47,8 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Chunk(NamedTuple):
-    """A part of a span: offsets ``layer`` and ``token`` count from the span's first layer and token. Only tokens that
-    both sides hold count. A chunk has all heads of the span."""
+    """A part of a span, with all of its heads. ``layer`` and ``token`` count from the span's first ones, and only
+    tokens that both sides hold."""
 
     layer: int
     num_layers: int
@@ -64,8 +60,7 @@ _new_chunk: Callable[[tuple[int, int, int, int]], Chunk] = partial(tuple.__new__
 
 
 def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
-    """Check that a span from a peer lies inside our rank and inside a prompt of ``num_tokens``. Raises GeometryError:
-    names the value that is out of bounds."""
+    """Check that a span from a peer lies inside our rank and a prompt of ``num_tokens``. Raises GeometryError."""
     if span.region >= len(geometry.regions):
         raise GeometryError(f"span of region {span.region}, there are {len(geometry.regions)} regions")
     region = geometry.regions[span.region]
@@ -95,8 +90,7 @@ def whole_tiles(num_tokens: int, region: RegionGeometry) -> int:
 
 
 def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) -> None:
-    """``check_span`` for each, and check that together they have no more elements than the rank holds of the prompt.
-    Raises GeometryError: names the value that is out of bounds."""
+    """``check_span`` for each; together they have no more elements than the rank holds. Raises GeometryError."""
     asked: dict[int, int] = {}
     ranges = {(span.token, span.num_tokens) for span in spans}
     if len(ranges) > MAX_RANGES:
@@ -119,15 +113,11 @@ class SpanCut(msgspec.Struct, frozen=True):
     after the other, so a long read costs no memory."""
 
     num_layers: int
-    step: int
-    """Whole layers of a chunk, with all tokens."""
-    first: int
-    """The number of the span's first token in the prompt."""
+    step: int  # Whole layers of a chunk, with all tokens
+    first: int  # The number of the span's first token in the prompt
     num_tokens: int
-    most: int
-    """Tokens of a chunk, where one layer has more: then a chunk is a run of tokens of one layer."""
-    align: int
-    """The multiple at which runs end."""
+    most: int  # Tokens of a chunk, where one layer has more: then a chunk is a run of tokens of one layer
+    align: int  # The multiple at which runs end
     token_bytes: int
 
     @property
@@ -191,13 +181,6 @@ def cut_span(
             f"of {chunk_bytes} bytes"
         )
     return cut
-
-
-def chunks(
-    span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1, shard: TokenShard = ALL_TOKENS
-) -> list[Chunk]:
-    """All chunks of ``cut_span``."""
-    return list(cut_span(span, content_bytes, chunk_bytes, token_align, shard))
 
 
 def _tapered(cut: list[Chunk], token_bytes: int, first: int, align: int) -> list[Chunk]:

@@ -21,8 +21,7 @@ from kvferry.transport.errors import GeometryError
 
 Int64s = npt.NDArray[np.int64]
 
-MAX_SHARES = 4096
-"""Bound on the ranks that shard tokens; a peer sends its own count."""
+MAX_SHARES = 4096  # Bound on the ranks that shard tokens; a peer sends its own count
 
 
 class TokenSharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, order=True):
@@ -37,8 +36,7 @@ class TokenSharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
         return TokenShard(self.size, tp_rank % self.size, self.interleave)
 
 
-UNSHARDED = (TokenSharding(),)
-"""The shardings of an engine whose ranks all hold every token."""
+UNSHARDED = (TokenSharding(),)  # The shardings of an engine whose ranks all hold every token
 
 
 class TokenShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -69,9 +67,9 @@ class TokenShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     def meets(self, other: TokenShard) -> bool:
         """Whether a long enough prompt has tokens in both. Each is a run of residues, modulo its round: some pair of
         them is equal modulo what the rounds have in common."""
-        common_tokens = math.gcd(self.interleave * self.size, other.interleave * other.size)
+        common = math.gcd(self.interleave * self.size, other.interleave * other.size)
         low = self.rank * self.interleave - (other.rank + 1) * other.interleave + 1
-        return (low + self.interleave + other.interleave - 2) // common_tokens * common_tokens >= low
+        return (low + self.interleave + other.interleave - 2) // common * common >= low
 
     def check(self) -> None:
         """Raises GeometryError if the rank is outside the group."""
@@ -137,28 +135,21 @@ def _common(ours: TokenShard, theirs: TokenShard, start: int, stop: int) -> Toke
     local = edges if ours.whole else edges // (ours.interleave * ours.size) * ours.interleave + edges % ours.interleave
     starts, stops = local + begins - edges, local + ends - edges
     apart = starts[1:] != stops[:-1]
-    return TokenRuns(
-        int((ends - begins).sum()),
-        starts[np.concatenate([[True], apart])],
-        stops[np.concatenate([apart, [True]])],
-    )
+    first, last = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
+    return TokenRuns(int((ends - begins).sum()), starts[first], stops[last])
 
 
 def num_common_tokens(ours: TokenShard, theirs: TokenShard, start: int, stop: int) -> int:
     """How many tokens of ``[start, stop)`` both ranks hold."""
-    if ours.size == theirs.size == 1:
-        return max(0, stop - start)
     if _all_in_common(ours, theirs):
         return max(0, ours.count(stop) - ours.count(start))
-    return common_tokens(ours, theirs, start, stop).num_tokens
+    return _common(ours, theirs, start, stop).num_tokens
 
 
 def token_blocks(places: TokenRuns, ids: Int64s, block_size: int, block_stride: int, token_stride: int) -> TokenBlocks:
-    """Tokens at ``places``, in blocks as large as their runs allow. A paged copy takes every token of its blocks, one
-    after the other. Runs that leave tokens out are such blocks all the same, only smaller ones: as large as divides
-    where runs begin and end, and the block. ``places``: in this rank's numbering; ``ids`` cover them. ``ids``: blocks
-    of ``block_size`` tokens. ``block_size``: tokens. ``block_stride``: bytes from id to id. ``token_stride``: bytes
-    from token to token in a block."""
+    """Tokens at ``places``, in blocks as large as their runs allow: a paged copy takes every token of its blocks, so a
+    block divides the places where runs begin and end, and ``block_size``. ``places``: in this rank's numbering.
+    ``ids``: blocks of ``block_size`` tokens that cover them. Strides in bytes, from id to id, from token to token."""
     if places.dense:
         return TokenBlocks(ids, block_size, block_stride, int(places.starts[0]))
     size = math.gcd(block_size, int(np.gcd.reduce(places.starts[1:])), int(np.gcd.reduce(places.stops[:-1])))
@@ -178,10 +169,8 @@ def common_blocks(
 ) -> tuple[int, TokenBlocks]:  # fmt: skip
     """The number of tokens of ``[start, stop)`` that both ranks hold, and the blocks of ours that these tokens lie in.
     The same as ``token_blocks`` of ``common_tokens``, without arrays where the other rank holds all of our tokens."""
-    if ours.size == theirs.size == 1:
-        return max(0, stop - start), TokenBlocks(ids, block_size, block_stride, start)
     if _all_in_common(ours, theirs):
         first = ours.count(start)
         return max(0, ours.count(stop) - first), TokenBlocks(ids, block_size, block_stride, first)
-    places = common_tokens(ours, theirs, start, stop)
+    places = _common(ours, theirs, start, stop)
     return places.num_tokens, token_blocks(places, ids, block_size, block_stride, token_stride)

@@ -25,8 +25,7 @@ from kvferry.transport.errors import GeometryError, RatioError
 
 MAX_RANKS = 4096
 """Bound on a tensor-parallel size. Peers send their size, and the release map has one entry per rank."""
-MAX_HEADS = 1 << 16
-"""Bound on a model's KV heads. Peers send this number too."""
+MAX_HEADS = 1 << 16  # Bound on a model's KV heads. Peers send this number too.
 LOCAL, REMOTE = "local", "remote"
 """Engine ids in a topology that stands for engines of a form (``TpKVTopology.between``)."""
 
@@ -40,15 +39,13 @@ class HeadRead(NamedTuple):
 
 
 class EngineForm(Protocol):
-    """The two facts about a remote engine on which the choice of ranks depends."""
+    """The facts about a remote engine on which the choice of ranks depends: its tensor-parallel size, and the ways in
+    which its ranks shard tokens, one or more block tables each."""
 
     @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
-
+    def tp_size(self) -> int: ...
     @property
-    def shardings(self) -> tuple[TokenSharding, ...]:
-        """The ways in which its ranks shard tokens, one or more block tables each."""
+    def shardings(self) -> tuple[TokenSharding, ...]: ...
 
 
 @dataclass
@@ -59,28 +56,20 @@ class TpKVTopology:
     remote engine are about the only remote engine that the topology knows; those without a head count are about
     ``total_num_kv_heads``. All methods raise ``GeometryError`` where a rank or a size is out of range."""
 
-    tp_rank: int
-    """The local rank."""
-    remote_tp_size: dict[str, int]
-    """Tensor-parallel size by engine id, the local engine's under ``engine_id``."""
-    is_mla: bool
-    """Whether all layers are MLA."""
-    total_num_kv_heads: int
-    """Global KV heads; of the layers that have most, where layers differ."""
-    attn_backend: object
-    """Not used. Layouts are read from strides."""
-    engine_id: str
-    """The local engine."""
+    tp_rank: int  # The local rank
+    remote_tp_size: dict[str, int]  # Tensor-parallel size by engine id, the local engine's under ``engine_id``
+    is_mla: bool  # Whether all layers are MLA
+    total_num_kv_heads: int  # Global KV heads; of the layers that have most, where layers differ
+    attn_backend: object  # Not used. Layouts are read from strides.
+    engine_id: str  # The local engine
     remote_block_size: dict[str, int]
     """Tokens per manager block by engine id, the local engine's under ``engine_id``."""
     head_counts: tuple[int, ...] = ()
     """Global KV heads of each kind of layer, 1 for MLA; by default of one kind, ``total_num_kv_heads``."""
-    shardings: tuple[TokenSharding, ...] = UNSHARDED
-    """How local ranks shard tokens."""
+    shardings: tuple[TokenSharding, ...] = UNSHARDED  # How local ranks shard tokens
     remote_shardings: dict[str, tuple[TokenSharding, ...]] = field(default_factory=dict)
     """The same by engine id; an engine that is missing does not shard tokens."""
-    pp_size: int = 1
-    """The local engine's pipeline stages."""
+    pp_size: int = 1  # The local engine's pipeline stages
 
     def __post_init__(self) -> None:
         self.head_counts = self.head_counts or (1 if self.is_mla else self.total_num_kv_heads,)
@@ -88,8 +77,7 @@ class TpKVTopology:
     @classmethod
     def between(cls, local: RankGeometry, remote: EngineForm) -> TpKVTopology:
         """The topology of D's rank ``local`` and a P engine, under the engine ids ``LOCAL`` and ``REMOTE``. One object
-        serves all peers of the same form, so no caller may change it. Its ``block_size`` is the block size of the
-        rank's first region, 0 for a rank without regions."""
+        serves all peers of the same form: do not change it. ``block_size`` is that of the rank's first region, or 0."""
         return _between(
             local.tp_rank, local.tp_size, local.pp_size,
             bool(local.regions) and all(region.kind == "mla" for region in local.regions), local.head_counts,
@@ -98,10 +86,9 @@ class TpKVTopology:
 
     @staticmethod
     def head_interval(rank: int, tp_size: int, total_heads: int) -> tuple[int, int]:
-        """The global KV heads of a rank as ``(start, count)``; ``count`` is at least 1. With H heads and T ranks, rank
-        r holds the heads from ``r * H // T`` to ``(r + 1) * H // T``, end excluded, and at least one. Where T divides
-        H, or H divides T, this is vLLM's split (``ModelConfig.get_num_kv_heads``, and the weight loader of
-        ``QKVParallelLinear``). Other counts differ by at most one."""
+        """The global KV heads of a rank as ``(start, count)``. With H heads and T ranks, rank r holds the heads from
+        ``r * H // T`` to ``(r + 1) * H // T``, end excluded, and at least one. Where T divides H, or H divides T, this
+        is vLLM's split (``ModelConfig.get_num_kv_heads``, and the weight loader of ``QKVParallelLinear``)."""
         _check(rank, tp_size, total_heads)
         start = rank * total_heads // tp_size
         return start, max(1, (rank + 1) * total_heads // tp_size - start)
@@ -157,9 +144,8 @@ class TpKVTopology:
     # --- D's rank reads -----------------------------------------------------------------------------------------
 
     def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
-        """The remote ranks that face the local rank, ascending; never empty, for any pair of sizes. Where sizes and
-        heads divide as vLLM requires, these are the ranks that ``tp_ratio`` gives: one rank, or a run of ranks.
-        Otherwise these are the ranks of ``overlaps``. ``source_ranks`` gives the ranks that are read."""
+        """The remote ranks that face the local rank, ascending; never empty. Where sizes and heads divide as vLLM
+        requires, these are the ranks that ``tp_ratio`` gives, else those of ``overlaps``."""
         if self._divides(remote_tp_size):
             ratio = self.tp_ratio(remote_tp_size)
             if ratio > 0:
@@ -193,12 +179,11 @@ class TpKVTopology:
         sharding: TokenSharding = UNSHARDED[0],
         remote_sharding: TokenSharding = UNSHARDED[0],
     ) -> tuple[HeadRead, ...]:
-        """The reads of the local rank: each of its KV heads exactly once, in order of heads. Where the remote engine
-        replicates a head (``is_kv_replicated``), the local ranks that hold this head spread evenly over the replicas.
-        Where remote ranks shard the tokens of a head, each head comes once from every shard that has tokens of the
-        local rank's."""
+        """The reads of the local rank: each of its KV heads once, in order of heads; where remote ranks shard its
+        tokens, once from every shard that has tokens of the local rank's. The local ranks that hold a head spread
+        evenly over its remote replicas."""
         size, heads = self._size(remote_tp_size), self._heads(total_heads)
-        return head_sources(self.tp_rank, self.tp_size, size, heads, sharding, remote_sharding)
+        return _head_sources(self.tp_rank, self.tp_size, size, heads, sharding, remote_sharding)
 
     def source_ranks(self, remote_engine_id: str | None = None) -> tuple[int, ...]:
         """The remote ranks that the local rank reads from, ascending: those in ``sources`` of every head count and
@@ -208,15 +193,15 @@ class TpKVTopology:
     # --- D's ranks release --------------------------------------------------------------------------------------
 
     def release_map(self, remote_engine_id: str | None = None) -> tuple[tuple[int, ...], ...]:
-        """For each remote rank, the local tensor-parallel ranks that must release a lease there: never none. All local
-        ranks that read from a remote rank are in its entry. A remote rank from which no rank reads (a replica) gets one
-        local rank, else its lease would last until it expires; these are spread evenly."""
-        return release_maps(*self._pair(remote_engine_id))[0]
+        """For each remote rank, the local tensor-parallel ranks that must release a lease there: all that read from it.
+        A remote rank from which none reads (a replica) gets one local rank, else its lease would last until it expires;
+        these are spread evenly."""
+        return _release_maps(*self._pair(remote_engine_id))[0]
 
     def release_ranks(self, remote_engine_id: str | None = None) -> tuple[int, ...]:
         """The remote ranks at which the local rank must release: the inverse of ``release_map``. May be empty."""
         _check(self.tp_rank, self.tp_size, 1)
-        return release_maps(*self._pair(remote_engine_id))[1][self.tp_rank]
+        return _release_maps(*self._pair(remote_engine_id))[1][self.tp_rank]
 
     def expected_consumers(self, remote_rank: int, remote_engine_id: str | None = None) -> tuple[int, ...]:
         """The local ranks that must release at a remote rank, as ``pp_rank * tp_size + tp_rank``. A pipeline stage
@@ -250,13 +235,8 @@ class TpKVTopology:
     ) -> tuple[int, int, tuple[int, ...], tuple[TokenSharding, ...], tuple[TokenSharding, ...]]:
         """D's and P's tensor-parallel sizes, the model's head counts, D's and P's shardings."""
         peer = self._peer(remote_engine_id)
-        return (
-            self.tp_size,
-            self.remote_tp_size[peer],
-            self.head_counts,
-            self.shardings,
-            self.remote_shardings.get(peer, UNSHARDED),
-        )
+        theirs = self.remote_shardings.get(peer, UNSHARDED)
+        return self.tp_size, self.remote_tp_size[peer], self.head_counts, self.shardings, theirs
 
     def _divides(self, remote_tp_size: int) -> bool:
         sizes = sorted((self.tp_size, remote_tp_size))
@@ -291,14 +271,10 @@ def _ratio(what: str, local: int, remote: int) -> int:
     """Positive ``local / remote`` where local is the greater or equal, else negative ``remote / local``."""
     if local < 1 or remote < 1:
         raise GeometryError(f"no {what} between local {local} and remote {remote}: sizes are at least 1")
-    if local >= remote:
-        ratio, rest = divmod(local, remote)
-    else:
-        ratio, rest = divmod(remote, local)
-        ratio = -ratio
+    ratio, rest = divmod(max(local, remote), min(local, remote))
     if rest:
         raise RatioError(what, local, remote)
-    return ratio
+    return ratio if local >= remote else -ratio
 
 
 def _check(rank: int, size: int, total_heads: int) -> None:
@@ -321,19 +297,14 @@ def _holders(head: int, size: int, total_heads: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def head_sources(
+def _head_sources(
     d_rank: int, d_size: int, p_size: int, total_heads: int, d_sharding: TokenSharding, p_sharding: TokenSharding
 ) -> tuple[HeadRead, ...]:
-    sharded = d_sharding.size > 1 or p_sharding.size > 1
     start, count = TpKVTopology.head_interval(d_rank, d_size, total_heads)
     _check(0, p_size, total_heads)
     reads: list[HeadRead] = []
     for head in range(start, start + count):
-        if sharded:
-            p_ranks = _shard_holders(head, d_rank, d_size, p_size, total_heads, d_sharding, p_sharding)
-        else:
-            p_ranks = [_replica(head, d_rank, d_size, p_size, total_heads)]
-        for p_rank in p_ranks:
+        for p_rank in _shard_holders(head, d_rank, d_size, p_size, total_heads, d_sharding, p_sharding):
             if reads and reads[-1].p_rank == p_rank:
                 reads[-1] = reads[-1]._replace(num_heads=reads[-1].num_heads + 1)
             else:
@@ -341,35 +312,23 @@ def head_sources(
     return tuple(reads)
 
 
-def _replica(head: int, d_rank: int, d_size: int, p_size: int, total_heads: int) -> int:
-    """The P rank that D's rank reads a head from, where each holder of the head has all of its tokens. The D ranks that
-    hold the head (readers) spread evenly over the P ranks that hold it (replicas): reader i of n reads from replica
-    ``i * replicas // n``."""
-    first_reader, num_readers = _holders(head, d_size, total_heads)
-    first_replica, num_replicas = _holders(head, p_size, total_heads)
-    return first_replica + (d_rank - first_reader) * num_replicas // num_readers
-
-
 def _shard_holders(
     head: int, d_rank: int, d_size: int, p_size: int, total_heads: int, d_sharding: TokenSharding,
     p_sharding: TokenSharding,
 ) -> list[int]:  # fmt: skip
-    """The P ranks that D's rank reads a head from, where ranks shard its tokens: one for each of P's shards that has
-    tokens of D's rank, in the order of the shards. The rank of P's shard s is s modulo P's sharding size, so every
-    ``p_sharding.size``-th holder is a replica of the same shard. As in ``_replica``, the readers of a shard spread
-    evenly over its replicas. Readers are the D ranks that hold the head and whose own shard has tokens in common with s
-    (``meeting``). ``before``, ``place`` and ``beyond`` count such ranks below the first reader, below D's rank, and
-    below the end of the readers."""
+    """The P ranks that D's rank reads a head from: one for each of P's shards that has tokens of D's rank, in the order
+    of the shards. The rank of P's shard s is s modulo P's sharding size, so every ``p_sharding.size``-th holder of the
+    head is a replica of the same shard. Readers are the D ranks that hold the head and whose own shard has tokens in
+    common with s (``meeting``). They spread evenly over the replicas: reader i of n reads from replica
+    ``i * replicas // n``. ``before``, ``place`` and ``beyond`` count readers below the first one, below D's rank, and
+    below the end."""
     first_reader, num_readers = _holders(head, d_size, total_heads)
     first_replica, num_replicas = _holders(head, p_size, total_heads)
     found, meets = [], _meeting(d_sharding, p_sharding)
-    held = sorted(
-        {rank % p_sharding.size for rank in range(first_replica, first_replica + min(num_replicas, p_sharding.size))}
-    )
-    for shard, meeting in ((shard, meets[shard]) for shard in held):
-        first = first_replica + (shard - first_replica) % p_sharding.size
-        replicas = range(first, first_replica + num_replicas, p_sharding.size)
-        if d_rank % d_sharding.size not in meeting or not replicas:
+    size, end = p_sharding.size, first_replica + num_replicas
+    for first in sorted(range(first_replica, min(end, first_replica + size)), key=lambda rank: rank % size):
+        meeting, replicas = meets[first % size], range(first, end, size)
+        if d_rank % d_sharding.size not in meeting:
             continue
         before, place, beyond = (
             rank // d_sharding.size * len(meeting) + bisect_left(meeting, rank % d_sharding.size)
@@ -389,31 +348,24 @@ def _meeting(d_sharding: TokenSharding, p_sharding: TokenSharding) -> tuple[tupl
 
 
 def _source_ranks(
-    d_rank: int,
-    d_size: int,
-    p_size: int,
-    head_counts: tuple[int, ...],
-    d_shardings: tuple[TokenSharding, ...],
+    d_rank: int, d_size: int, p_size: int, head_counts: tuple[int, ...], d_shardings: tuple[TokenSharding, ...],
     p_shardings: tuple[TokenSharding, ...],
-) -> tuple[int, ...]:
+) -> tuple[int, ...]:  # fmt: skip
     found = {
         read.p_rank
         for heads in head_counts
         for d_sharding in d_shardings
         for p_sharding in p_shardings
-        for read in head_sources(d_rank, d_size, p_size, heads, d_sharding, p_sharding)
+        for read in _head_sources(d_rank, d_size, p_size, heads, d_sharding, p_sharding)
     }
     return tuple(sorted(found))
 
 
 @lru_cache(maxsize=256)
-def release_maps(
-    d_size: int,
-    p_size: int,
-    head_counts: tuple[int, ...],
-    d_shardings: tuple[TokenSharding, ...],
+def _release_maps(
+    d_size: int, p_size: int, head_counts: tuple[int, ...], d_shardings: tuple[TokenSharding, ...],
     p_shardings: tuple[TokenSharding, ...],
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:  # fmt: skip
     """The D ranks that release at each P rank (``TpKVTopology.release_map``), and the P ranks at which each D rank
     releases."""
     _check(0, p_size, 1)

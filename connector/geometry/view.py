@@ -20,7 +20,7 @@ from kvferry.transport.errors import GeometryError
 
 
 class TensorLike(Protocol):
-    """The attributes of a cache tensor that a view needs; ``torch.Tensor`` has them."""
+    """The part of ``torch.Tensor`` that a view needs."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -42,19 +42,15 @@ class CacheView:
     ``c % row_bytes`` of row ``c // row_bytes``."""
 
     layers: tuple[str, ...]
-    bases: tuple[int, ...]
-    """Byte address of block 0, per layer."""
-    num_blocks: int
-    """Kernel blocks."""
+    bases: tuple[int, ...]  # Byte address of block 0, per layer
+    num_blocks: int  # Kernel blocks
     num_heads: int
-    block_size: int
-    """Tokens per kernel block."""
+    block_size: int  # Tokens per kernel block
     content_bytes: int
     block_stride: int
     head_stride: int
     token_stride: int
-    blocks_per_page: int
-    """Kernel blocks per manager block."""
+    blocks_per_page: int  # Kernel blocks per manager block
     dtype: str
     device: str
     rows: int = 1
@@ -90,12 +86,11 @@ class CacheView:
 
 
 def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int | None = None) -> CacheView:
-    """The view of layers with the same form, from the tensors that the engine registers. Raises GeometryError: no
-    layer; a tensor without this form, whose elements overlap, or that differs from the first tensor; a block count or
-    ``page_tokens`` that does not fit. Names the layer. ``tensors``: by layer name, in order: ``[B, H, N, C]`` or, for
-    MLA, ``[B, N, C]``. C is contiguous and counts elements; the other strides are free. ``page_tokens``: of a manager
-    block; a multiple of N. ``num_pages``: manager blocks, where known. It distinguishes a manager block that is split
-    into kernel blocks from a state that stands for several tokens: the shapes are the same."""
+    """The view of layers with the same form. Raises GeometryError: no layer; a tensor without this form, whose elements
+    overlap, or that differs from the first one; a block count or ``page_tokens`` that does not fit. Names the layer.
+    ``tensors``: by layer name, ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``. C is contiguous and counts elements; the
+    other strides are free. ``page_tokens``: of a manager block; a multiple of N. ``num_pages``: manager blocks, where
+    known. It tells a split manager block from a state that stands for several tokens: the shapes are the same."""
     if not tensors:
         raise GeometryError("a layer group has no layers, expected at least one")
     names = tuple(tensors)
@@ -129,7 +124,7 @@ def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int 
 
 
 def first_outside(ids: NDArray[np.int64], bound: int) -> int | None:
-    """The first of ``ids`` that is below 0 or not below ``bound``; ``None`` where there is none."""
+    """The first of ``ids`` outside ``0..bound - 1``, if there is one."""
     unsigned = ids.view(np.uint64)  # negative ids become larger than any bound
     if not len(ids) or int(np.maximum.reduce(unsigned)) < bound:
         return None
@@ -137,17 +132,14 @@ def first_outside(ids: NDArray[np.int64], bound: int) -> int | None:
 
 
 def split_pages(ids: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int64]:
-    """The kernel block ids of manager blocks, ``[len(ids) * blocks_per_page]``. Manager block i consists of the kernel
-    blocks from ``i * blocks_per_page`` on. Checks nothing."""
+    """The kernel block ids of manager blocks, in the order of the tokens: ``[len(ids) * blocks_per_page]``."""
     if blocks_per_page == 1:
         return ids
-    split = np.arange(blocks_per_page, dtype=np.int64)
-    return (ids[:, None] * blocks_per_page + split).reshape(-1)
+    return (ids[:, None] * blocks_per_page + np.arange(blocks_per_page)).reshape(-1)
 
 
 def kernel_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """The kernel block ids of manager blocks, in the order of the tokens: ``[len(block_ids) * blocks_per_page]``.
-    Raises GeometryError: the ids are not a flat list, or an id is out of range; names the first one."""
+    """``split_pages`` of ids from an engine. Raises GeometryError: they are no flat list, or one is out of range."""
     ids = np.asarray(block_ids, dtype=np.int64)
     if ids.ndim != 1:
         raise GeometryError(f"block ids have {ids.ndim} dimensions, expected a flat list")
@@ -172,8 +164,7 @@ _FORM = ("shape", "strides", "dtype", "device")
 
 
 def _form(name: str, tensor: TensorLike) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
-    """The form of a tensor, which has one head where it has no axis H. Raises GeometryError: another number of axes, an
-    empty tensor, a content that is not contiguous, elements that overlap."""
+    """The form of a tensor, with one head where it has no axis H. Raises GeometryError: see ``view_of``."""
     shape, stride, item = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.element_size())
     if len(shape) == 3:
         shape, stride = (shape[0], 1, *shape[1:]), (stride[0], 0, *stride[1:])
@@ -195,12 +186,8 @@ def _form(name: str, tensor: TensorLike) -> tuple[tuple[int, ...], tuple[int, ..
     head_stride = int(stride[1]) * item if heads > 1 else token_stride * tokens
     block_stride = int(stride[0]) * item if blocks > 1 else max(head_stride * heads, token_stride * tokens)
     _check_distinct(name, ((tokens, token_stride), (heads, head_stride), (blocks, block_stride)), content)
-    return (
-        (blocks, heads, tokens, content),
-        (block_stride, head_stride, token_stride),
-        str(tensor.dtype).removeprefix("torch."),
-        str(tensor.device),
-    )
+    strides = (block_stride, head_stride, token_stride)
+    return (blocks, heads, tokens, content), strides, str(tensor.dtype).removeprefix("torch."), str(tensor.device)
 
 
 def _check_distinct(name: str, dims: Sequence[tuple[int, int]], content: int) -> None:

@@ -144,7 +144,7 @@ class Ask(_Message, frozen=True):
 
     ``consumer`` names this life of D's engine, the same on all of its ranks. ``expected`` are D's ranks that will
     release the lease at this P rank (``TpKVTopology.expected_consumers``); the first ask of a consumer fixes them.
-    ``chunk_bytes`` bounds one chunk; both sides cut spans by ``spans.chunks``.
+    ``chunk_bytes`` bounds one chunk; both sides cut spans by ``spans.cut_span``.
     """
 
     read: ReadNumber

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,11 +18,7 @@ from kvferry.connector.binding.attention_group import (
     prepare_kernel_block_sizes,
     select_common_block_size,
 )
-from kvferry.connector.binding.kv_spec import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MultipleOf,
-)
+from kvferry.connector.binding.kv_spec import KVCacheConfig, KVCacheGroupSpec, MultipleOf
 from kvferry.transport.errors import GeometryError
 from tests.unit.kv_layers import Layer, backend, spec
 
@@ -38,31 +35,17 @@ def test_specs_of_layers_that_keep_a_cache() -> None:
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     assert get_kv_cache_spec(config) == get_kv_cache_spec(layers)
     assert get_shared_kv_cache_layers(config) == {"a.2": "a.0"}
-
-
-def test_what_a_layer_is_given() -> None:
-    asked: list[object] = []
-
-    class Curious(Layer):
-        def get_kv_cache_spec(self, config: object) -> object:
-            asked.append(config)
-            return None
-
-    layers = {"a.0": Curious()}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    get_kv_cache_spec(layers, "given")
-    get_kv_cache_spec(config)
-    get_kv_cache_spec(layers)
-    assert asked == ["given", config, None]
+    curious = SimpleNamespace(get_kv_cache_spec=Mock(return_value=None))
+    config.compilation_config.static_forward_context = {"a.0": curious}
+    for given in (({"a.0": curious}, "given"), (config,), ({"a.0": curious},)):
+        get_kv_cache_spec(*given)
+    assert [call.args[0] for call in curious.get_kv_cache_spec.mock_calls] == ["given", config, None]
 
 
 def test_backends_in_order_and_once() -> None:
     """A class that was made anew for every layer is one backend."""
-    layers = {
-        "a.0": Layer(None, backend(1, name="X")),
-        "a.1": Layer(None, ANY),
-        "a.2": Layer(None, backend(2, name="X")),
-    }
+    kinds = {"a.0": backend(1, name="X"), "a.1": ANY, "a.2": backend(2, name="X")}
+    layers = {name: Layer(None, each) for name, each in kinds.items()}
     found = get_current_attn_backends(layers)
     assert [each.__name__ for each in found] == ["X", "Any"]
     assert get_current_attn_backend(layers).__name__ == "X" and get_current_attn_backend(layers, ["a.1"]) is ANY

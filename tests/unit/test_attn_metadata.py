@@ -40,13 +40,11 @@ def kind(*sizes: Any, name: str = "Fake", builder: type = Builder, **members: An
     return made
 
 
-def cache(*groups: KVCacheGroupSpec) -> KVCacheConfig:
-    return KVCacheConfig(4, [], list(groups))
-
-
-def two_groups(first: Any, second: Any) -> tuple[dict[str, Layer], KVCacheConfig]:
+def two_groups(first: Any, second: Any = None) -> tuple[dict[str, Layer], KVCacheConfig]:
+    second = second or kind()
     layers = {"a.0": Layer(None, first), "a.1": Layer(None, first), "b.0": Layer(None, second)}
-    return layers, cache(KVCacheGroupSpec(["a.0", "a.1"], spec(block=48)), KVCacheGroupSpec(["b.0"], spec(heads=1)))
+    groups = [KVCacheGroupSpec(["a.0", "a.1"], spec(block=48)), KVCacheGroupSpec(["b.0"], spec(heads=1))]
+    return layers, KVCacheConfig(4, [], groups)
 
 
 def test_builders_of_every_group() -> None:
@@ -73,7 +71,7 @@ def test_sharing_layers_join_their_targets_once() -> None:
 
 
 def test_fast_prefill_that_cannot_be() -> None:
-    layers, cache_config = two_groups(kind(), kind())
+    layers, cache_config = two_groups(kind())
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True))
     with pytest.raises(ConfigError, match="kv_sharing_fast_prefill is on, expected fast_prefill_backend"):
         init_attn_backend(cache_config, layers, CPU, config=config)
@@ -88,26 +86,28 @@ def batch(groups: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ready(first: Any = None, config: Any = None) -> tuple[list[list[Any]], KVCacheConfig]:
+    """The groups of two kinds of layers, with their builders."""
+    layers, cache_config = two_groups(first or kind())
+    return init_attn_backend(cache_config, layers, CPU, config=config)[0], cache_config
+
+
 def test_every_layer_gets_what_its_builder_built() -> None:
-    layers, config = two_groups(kind(16), kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU)
+    groups, config = ready(kind(16))
     built = build_attn_metadata(groups, kv_cache_config=config, **batch(2))
     assert list(built) == ["a.0", "a.1", "b.0"] and built["a.0"] is built["a.1"] is not built["b.0"]
     first, second = built["a.0"].common, built["b.0"].common
     assert built["a.0"].prefix == 0 and built["a.0"].by is groups[0][0].get_metadata_builder()
     assert first.seq_lens.tolist() == [7, 9] and first.num_reqs == 2 and first.num_actual_tokens == 5
     assert first.query_start_loc.tolist() == [0, 2, 5] and first.max_seq_len == 9 and first.causal is True
-    assert first.block_table_tensor.tolist() == [
-        [3, 4, 5, 6, 7, 8],
-        [9, 10, 11, 0, 1, 2],
-    ]  # kernel blocks, 3 to a block
+    kernel_blocks = [[3, 4, 5, 6, 7, 8], [9, 10, 11, 0, 1, 2]]  # 3 to a block
+    assert first.block_table_tensor.tolist() == kernel_blocks
     assert second.block_table_tensor.tolist() == [[1, 2], [4, 0]]
     assert (first.slot_mapping.tolist(), second.slot_mapping.tolist()) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
 
 
 def test_what_a_model_and_fast_prefill_add() -> None:
-    layers, config = two_groups(kind(), kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU)
+    groups, config = ready()
     added = {"is_prefilling": "the model's", "encoder_seq_lens": "longer", "num_logits_indices": 1}
     model = SimpleNamespace(
         get_extra_common_attn_kwargs=lambda number, num_reqs: added if number else {},
@@ -126,9 +126,8 @@ def test_what_a_model_and_fast_prefill_add() -> None:
 
 
 def test_micro_batches_have_builders_of_their_own() -> None:
-    layers, config = two_groups(kind(), kind())
-    settings = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=True, num_ubatches=2))
-    groups, _, _ = init_attn_backend(config, layers, CPU, config=settings)
+    parallel = SimpleNamespace(use_ubatching=True, num_ubatches=2)
+    groups, config = ready(config=SimpleNamespace(parallel_config=parallel))
     built = build_attn_metadata(groups, kv_cache_config=config, **batch(2, ubatch_idx=1))
     assert built["b.0"].by is groups[1][0].metadata_builders[1]
     with pytest.raises(GeometryError, match="metadata builder 2 of 2"):
@@ -146,8 +145,7 @@ def test_micro_batches_have_builders_of_their_own() -> None:
     ],
 )
 def test_batches_that_do_not_fit(more: dict[str, Any], message: str) -> None:
-    layers, config = two_groups(kind(), kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU)
+    groups, config = ready()
     with pytest.raises(GeometryError, match=message):
         build_attn_metadata(**{"attn_groups": groups, "kv_cache_config": config, **batch(2), **more})
 
@@ -161,8 +159,7 @@ def test_batches_that_do_not_fit(more: dict[str, Any], message: str) -> None:
     ],
 )
 def test_fields_that_a_model_may_not_give(added: dict[str, Any], message: str) -> None:
-    layers, config = two_groups(kind(), kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU)
+    groups, config = ready()
     model = SimpleNamespace(get_extra_common_attn_kwargs=lambda *given: added, get_extra_attn_kwargs=lambda *given: {})
     with pytest.raises(GeometryError, match=message):
         build_attn_metadata(groups, kv_cache_config=config, **batch(2, model_specific_attn_metadata=model))
@@ -177,8 +174,7 @@ def test_a_batch_of_another_type() -> None:
         block_table_tensor: torch.Tensor
         num_reqs: int
 
-    layers, config = two_groups(kind(), kind())
-    groups, _, _ = init_attn_backend(config, layers, CPU)
+    groups, config = ready()
     with pytest.raises(GeometryError, match=r"Smaller has no field causal, max_query_len, .*, which this step needs"):
         build_attn_metadata(groups, kv_cache_config=config, common_metadata_type=Smaller, **batch(2))
     smaller = make_dataclass("Smaller", [name for name in FIELDS if name not in ("logits_indices_padded", "req_idx")])

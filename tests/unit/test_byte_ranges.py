@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -53,9 +55,10 @@ def address(pages: Pages, layer: int, head: int, token: int) -> int:
     skipped=st.tuples(st.integers(0, 1), st.integers(0, 1)),
 )
 def test_every_byte_once_and_from_its_own_place(layouts, sizes, offsets, pads, tokens, heads, skipped) -> None:
+    given = zip(layouts, sizes, offsets, pads, skipped, strict=True)
     both = [
-        side(layouts[n], heads + skipped[n], sizes[n], 30, skipped[n], offsets[n], (n + 1) << 32, pads[n])
-        for n in (0, 1)
+        side(layout, heads + head, size, 30, head, token, (n + 1) << 32, pad)
+        for n, (layout, size, token, pad, head) in enumerate(given)
     ]
     found = byte_ranges(both[0], both[1], heads, tokens, CONTENT)
     copied = {}
@@ -63,14 +66,10 @@ def test_every_byte_once_and_from_its_own_place(layouts, sizes, offsets, pads, t
         for byte in range(nbytes):
             assert to + byte not in copied, "a byte is written twice"
             copied[to + byte] = of + byte
-    wanted = {
-        address(both[0], layer, head, token) + byte: address(both[1], layer, head, token) + byte
-        for layer in range(3)
-        for head in range(heads)
-        for token in range(tokens)
-        for byte in range(CONTENT)
+    places = list(itertools.product(range(3), range(heads), range(tokens)))
+    assert copied == {
+        address(both[0], *place) + byte: address(both[1], *place) + byte for place in places for byte in range(CONTENT)
     }
-    assert copied == wanted
 
 
 def test_whole_blocks_are_one_run() -> None:
@@ -82,12 +81,11 @@ def test_whole_blocks_are_one_run() -> None:
 
 def test_taken_parts_are_bounded_and_complete() -> None:
     left = ByteRanges(np.arange(10), np.arange(10), np.full(10, 100))
-    sizes = []
     rest: ByteRanges | None = left
-    while rest is not None:
+    for more in (True, True, True, True, False):
+        assert rest is not None
         first, rest = rest.split(250)
-        sizes.append(len(first.nbytes))
-    assert sizes == [2, 2, 2, 2, 2]
+        assert len(first.nbytes) == 2 and (rest is not None) == more
     assert left.split(1)[0].nbytes.tolist() == [100], "one at least"
     assert len(join_ranges([left, left]).nbytes) == 20
 
@@ -105,10 +103,11 @@ def test_a_peers_pages_are_checked(bases: tuple[int, ...], ids: list[int], named
         pages_of(layout, np.array(ids, dtype=np.int64), SPAN)
 
 
-def test_a_peers_manager_blocks_are_kernel_blocks() -> None:
-    pages = pages_of(PageLayout((7, 8), 9, 2, 8, 100, 50, 5), np.array([3, 1]), SPAN)
+def test_a_peers_manager_blocks_are_kernel_blocks_and_its_rows_are_layers() -> None:
+    layout = PageLayout((1000, 9000), 9, 2, 8, 2000, 500, 5, rows=3, row_stride=40)
+    pages = pages_of(layout, np.array([3, 1], dtype=np.int64), SPAN)
     assert pages.block_ids.tolist() == [6, 7, 2, 3]
-    assert pages.bases.tolist() == [7, 8]
+    assert pages.bases.tolist() == [1000, 1040, 1080, 9000, 9040, 9080]
 
 
 @pytest.mark.parametrize(
@@ -129,9 +128,3 @@ def test_a_peers_pages_are_those_of_its_geometry(layouts: list[PageLayout], name
     check_layouts([PageLayout((7, 8), 9, 2, 8, 100, 50, 5, rows=2, row_stride=40)], geometry)
     with pytest.raises(GeometryError, match=named):
         check_layouts(layouts, geometry)
-
-
-def test_rows_of_a_peers_layers_are_layers_of_the_copy() -> None:
-    layout = PageLayout((1000, 9000), 9, 2, 8, 2000, 500, 5, rows=3, row_stride=40)
-    pages = pages_of(layout, np.array([3, 1], dtype=np.int64), SPAN)
-    assert pages.bases.tolist() == [1000, 1040, 1080, 9000, 9040, 9080]

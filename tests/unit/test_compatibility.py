@@ -44,11 +44,8 @@ def test_p_states_a_mismatch_from_its_own_side() -> None:
         compatible(few, OURS, consumer=False)
 
 
-def test_layers_and_block_sizes_may_be_arranged_otherwise() -> None:
+def test_layers_and_block_sizes_may_differ_and_one_side_may_keep_what_has_left_the_window() -> None:
     compatible(OURS, MODEL.rank((2, 3), (1, 3), 48, random.Random(1)))
-
-
-def test_one_side_may_keep_what_has_left_the_window() -> None:
     compatible(OURS, edit(OURS, 1, kind="full", window=0))
     compatible(edit(OURS, 1, kind="full", window=0), OURS)
 

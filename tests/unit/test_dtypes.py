@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvferry.connector.geometry.dtypes import (
-    ALIASES,
     CONVERTIBLE,
     WireElements,
     canonical,
@@ -44,23 +43,21 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], convert: bool) -> None
     check_same_elements("layer 'a'", a, b, common_layers(a, b), convert=convert)
 
 
-@pytest.mark.parametrize("convert", [False, True])
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        ({}, {}),
         ({}, {"keys": None}),  # nobody needs to know
         (FP8, FP8),
         (FP8, {**FP8, "layers": ("b", "a"), "scales": FP8["scales"][::-1]}),
         (FP8, {**FP8, "layers": ("b",), "scales": FP8["scales"][1:]}),
         ({"scales": ((1.0, 1.0), (1.0, 1.0))}, {}),
-        ({"dtype": "int8"}, {"dtype": "int8"}),
         ({"dtype": "nvfp4"}, {"dtype": "nvfp4"}),
         ({**FP8, "packing": "tiles"}, {**FP8, "packing": "tiles"}),
     ],
 )
-def test_numbers_that_agree_are_copied(ours: dict[str, Any], theirs: dict[str, Any], convert: bool) -> None:
-    compare(ours, theirs, convert)
+def test_numbers_that_agree_are_copied(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for convert in (False, True):
+        compare(ours, theirs, convert)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +136,9 @@ def test_a_source_takes_the_scales_of_its_own_layers() -> None:
     assert got.src_scales.tolist() == [[0.5, 0.25], [2.0, 1.0]] and got.dst_scales.tolist() == [[1.0, 1.0]] * 2
 
 
-def test_names() -> None:
+def test_dtypes_are_as_torch_names_and_describes_them() -> None:
     assert canonical("torch.bfloat16") == "bfloat16" and canonical("fp8") == canonical("fp8_e4m3") == "float8_e4m3fn"
     assert canonical("int8_per_token_head") == "int8_per_token_head"
-    assert set(ALIASES.values()) <= set(CONVERTIBLE)
-
-
-def test_dtypes_are_as_torch_describes_them() -> None:
     for name, known in CONVERTIBLE.items():
         info = torch.finfo(getattr(torch, name))
         assert (known.itemsize, known.maximum) == (info.bits // 8, info.max)
@@ -158,17 +151,9 @@ SCALE_ERROR = 2.0**-23
 
 
 def error_bound(dtype: str, number: float, scale: float = 1.0) -> float:
-    """How far a converted number may be from ``number``. Infinite beyond the largest number: it becomes the largest.
-
-    Args:
-        dtype: the dtype after the conversion.
-        number: the value of the element, scale included.
-        scale: the layer's scale on D.
-    """
+    """How far a number with the layer's ``scale`` on D may be from ``number`` after its conversion to ``dtype``."""
     to = CONVERTIBLE[dtype]
     size = abs(number)
-    if size > to.maximum * scale:
-        return math.inf
     rounding = max(size * to.relative_error, to.absolute_error * scale)
     return rounding * (1 + SCALE_ERROR) + size * SCALE_ERROR
 
@@ -191,4 +176,3 @@ def test_the_error_bound_holds_and_is_reached(dtype: str, scale: float) -> None:
     assert (errors <= bounds).all()
     if dtype != "float32":  # whose numbers these are
         assert (errors > 0.95 * bounds).any(), "a bound that nothing comes near promises too little"
-    assert error_bound(dtype, 2 * float(to[0, 0]) * CONVERTIBLE[dtype].maximum, float(to[0, 0])) == math.inf

@@ -6,6 +6,7 @@ Orders are made of the axes token tile, token in tile, channel group and channel
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvferry.transport.errors import IncompatiblePeerError
 from tests.unit.whole_plan import plan_all
 
 ITEM = 4
+GEOMETRY = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(3,), regions=())
 HEADS, BLOCKS = 3, 6
 SEQUENCES = list(itertools.permutations(range(4)))
 BY_TOKEN, TRANSPOSED = (0, 1, 2, 3), (2, 3, 0, 1)
@@ -57,49 +59,19 @@ class Packed:
         )  # fmt: skip
         self.parts = split_packed(self.whole, order)[1:]
 
-    def element(self, ids: list[int], kind: int, token: int) -> tuple[int, np.ndarray]:
-        return ids[token // self.tokens], self.order[kind, token % self.tokens]
-
-    def fill(self, ids: list[int], tokens: int) -> None:
-        for kind, head, token in itertools.product(range(2), range(HEADS), range(tokens)):
-            block, at = self.element(ids, kind, token)
-            self.memory[block, head, at] = label(kind, head, token, self.channels)
-
-    def wrong(self, ids: list[int], tokens: int, first_head: int, heads: int) -> int:
-        """How many (kind, head, token) have anything but what the source's head ``first_head + head`` had."""
-        count = 0
+    def elements(self, ids: list[int], heads: int, tokens: int) -> Iterator[tuple[tuple[int, int, int], Any]]:
+        """(kind, head, token), and the index of its channels in memory."""
         for kind, head, token in itertools.product(range(2), range(heads), range(tokens)):
-            block, at = self.element(ids, kind, token)
-            wanted = label(kind, first_head + head, token, self.channels)
-            count += not np.array_equal(self.memory[block, head, at], wanted)
-        return count
+            yield (kind, head, token), (ids[token // self.tokens], head, self.order[kind, token % self.tokens])
+
+    def box(self, part: PackedPart, ids: list[int], head: int, count: int) -> tuple[RankCaches, PageBox]:
+        table = TokenBlocks(np.array(ids, dtype=np.int64), part.view.block_size, part.view.block_stride, 0)
+        caches = RankCaches(GEOMETRY, (part.view,), Copies())
+        return caches, PageBox(0, 0, 1, head, HEADS - 1, 0, count, table)
 
 
 def label(kind: int, head: int, token: int, channels: int) -> np.ndarray:
     return ((kind * 64 + head) * 4096 + token) * 1024 + np.arange(channels)
-
-
-def move(p: Packed, d: Packed, theirs: list[PackedPart], ours: list[PackedPart], ids: list[list[int]], tokens: int):
-    """Hand over all but P's first head, over the wire, in whole tiles."""
-    geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(HEADS,), regions=())
-    for of, to in zip(theirs, ours, strict=True):
-        count = -(-tokens // of.tile_tokens) * of.tile_tokens
-        source, target = (
-            (
-                RankCaches(geometry, (part.view,), Copies()),
-                PageBox(0, 0, 1, head, HEADS - 1, 0, count, table_of(part, ids[side])),
-            )
-            for side, (part, head) in enumerate(((of, 1), (to, 0)))
-        )
-        nbytes = source[0].nbytes(source[1])
-        assert nbytes == target[0].nbytes(target[1])
-        wire = np.empty(nbytes, dtype=np.uint8)
-        source[0].pack(wire.ctypes.data, source[1])
-        target[0].unpack(wire.ctypes.data, target[1])
-
-
-def table_of(part: PackedPart, ids: list[int]) -> TokenBlocks:
-    return TokenBlocks(np.array(ids, dtype=np.int64), part.view.block_size, part.view.block_stride, 0)
 
 
 def agree(of: PackedPart, to: PackedPart) -> bool:
@@ -108,10 +80,21 @@ def agree(of: PackedPart, to: PackedPart) -> bool:
 
 
 def handed_over(p: Packed, d: Packed, tokens: int) -> int:
-    ids = [[4, 1, 5, 0, 2][: -(-tokens // side.tokens)] for side in (p, d)]
-    p.fill(ids[0], tokens)
-    move(p, d, list(p.parts), list(d.parts), ids, tokens)
-    return d.wrong(ids[1], tokens, 1, HEADS - 1)
+    """Hand over all but P's first head, over the wire, in whole tiles. How many (kind, head, token) differ."""
+    p_ids, d_ids = ([4, 1, 5, 0, 2][: -(-tokens // side.tokens)] for side in (p, d))
+    for element, at in p.elements(p_ids, HEADS, tokens):
+        p.memory[at] = label(*element, p.channels)
+    for of, to in zip(p.parts, d.parts, strict=True):
+        count = -(-tokens // of.tile_tokens) * of.tile_tokens
+        (source, there), (target, here) = p.box(of, p_ids, 1, count), d.box(to, d_ids, 0, count)
+        wire = np.empty(source.nbytes(there), dtype=np.uint8)
+        assert wire.nbytes == target.nbytes(here)
+        source.pack(wire.ctypes.data, there)
+        target.unpack(wire.ctypes.data, here)
+    return sum(
+        not np.array_equal(d.memory[at], label(kind, head + 1, token, d.channels))
+        for (kind, head, token), at in d.elements(d_ids, HEADS - 1, tokens)
+    )
 
 
 @given(
@@ -129,7 +112,6 @@ def test_what_agrees_by_name_arrives(sequence, other, tiles, region, sizes, toke
         Packed(both(*(places(size, 8, tile, region, part) for tile, part in zip(tiles, parts, strict=True))))
         for size, parts in zip(sizes, (sequence, of_d), strict=True)
     )
-    assert len(p.parts) == len(d.parts) == 2
     if all(map(agree, p.parts, d.parts)):
         assert handed_over(p, d, tokens) == 0
     else:
@@ -176,20 +158,14 @@ def test_an_order_that_depends_on_the_block_is_one_tile() -> None:
         assert not any(map(agree, packed.parts, larger.parts))
 
 
-def test_names_tell_orders_in_a_tile_apart() -> None:
-    names = {
-        Packed(both(*[places(8, 8, 4, region, sequence)] * 2)).parts[0].packing
-        for region, sequence in ((2, (0, 2, 1, 3)), (4, (0, 2, 1, 3)), (2, (0, 3, 1, 2)))
-    }
-    assert len(names) == 3 and all(name.startswith("tiles of 4 tokens x 8 channels, order ") for name in names)
-
-
-def test_whole_blocks_are_named_by_their_size_and_order() -> None:
-    orders = (places(8, 8, 4, 2, (0, 2, 1, 3)), places(16, 8, 4, 2, (0, 2, 1, 3)), places(8, 8, 2, 2, (2, 0, 1, 3)))
-    wholes = [split_packed(Packed(both(order, order)).whole, both(order, order))[0] for order in orders]
-    assert [(whole.part, whole.tile_tokens) for whole in wholes] == [("", 8), ("", 16), ("", 8)]
-    assert len({whole.packing for whole in wholes}) == 3
-    assert wholes[0].packing.startswith("blocks of 8 tokens x 8 channels, order ")
+def test_names_tell_orders_apart() -> None:
+    forms = [(8, 4, 2, (0, 2, 1, 3)), (8, 4, 4, (0, 2, 1, 3)), (8, 4, 2, (0, 3, 1, 2)), (16, 4, 2, (0, 2, 1, 3))]
+    orders = [both(*[places(size, 8, tile, region, sequence)] * 2) for size, tile, region, sequence in forms]
+    whole, keys, _ = zip(*(split_packed(Packed(order).whole, order) for order in orders), strict=True)
+    assert len({part.packing for part in keys}) == 3 and keys[0].packing == keys[3].packing
+    assert all(part.packing.startswith("tiles of 4 tokens x 8 channels, order ") for part in keys)
+    assert len({part.packing for part in whole}) == 4 and [part.tile_tokens for part in whole] == [8, 8, 8, 16]
+    assert whole[0].packing.startswith("blocks of 8 tokens x 8 channels, order ")
 
 
 def of_layers(*layers: str, block_size: int = 16, order: str = "o", divided: bool = True) -> list[RegionGeometry]:

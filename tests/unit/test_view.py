@@ -17,13 +17,9 @@ from kvferry.transport.errors import GeometryError
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn]
 
 
-def bytes_at(address: int, count: int) -> np.ndarray:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
-
-
 def read_element(view: CacheView, layer: int, block: int, head: int, token: int) -> bytes:
     address = view.bases[layer] + block * view.block_stride + head * view.head_stride + token * view.token_stride
-    return bytes_at(address, view.content_bytes).tobytes()
+    return ctypes.string_at(address, view.content_bytes)
 
 
 def labelled(tensors: dict[str, torch.Tensor]) -> None:
@@ -70,20 +66,15 @@ def test_any_order_of_axes_and_any_padding(order, shape, dtype, pad, offset) -> 
     assert_reads_back(view, tensors)
 
 
-@pytest.mark.parametrize("content_first", [False, True])
-def test_mla_tensors_have_one_head(content_first: bool) -> None:
+def test_mla_tensors_have_one_head_whose_stride_does_not_matter() -> None:
     arena = torch.zeros(5, 8, 12, dtype=torch.bfloat16)
-    tensors = {"a": arena[:, :, :6], "b": arena[:, :, 6:]} if content_first else {"a": arena}
+    tensors = {"a": arena[:, :, :6], "b": arena[:, :, 6:]}
     labelled(tensors)
     view = view_of(tensors, page_tokens=8)
     assert view.num_heads == 1 and view.layout == "HND/NHD" and view.token_stride == 24
     assert_reads_back(view, tensors)
-
-
-def test_strides_of_single_elements_do_not_set_layers_apart() -> None:
     odd = torch.zeros(4096).as_strided((3, 1, 4, 8), (32, 7, 8, 1))
-    view = view_of({"a": odd, "b": torch.zeros(3, 1, 4, 8)}, 4)
-    assert view.head_stride == 128
+    assert view_of({"a": odd, "b": torch.zeros(3, 1, 4, 8)}, 4).head_stride == 128
 
 
 def test_block_ids_expand_to_kernel_blocks() -> None:
@@ -96,17 +87,11 @@ def test_block_ids_expand_to_kernel_blocks() -> None:
     read = [int.from_bytes(read_element(view, 0, int(block), 0, 0), "little") for block in ids]
     assert read == pages.tolist()
     assert kernel_block_ids(view, np.array([], dtype=np.int32)).tolist() == []
-    assert kernel_block_ids(view, np.frombuffer(np.array([1], "<i4").tobytes(), "<i4")).tolist() == [3, 4, 5]
-
-
-@pytest.mark.parametrize(("ids", "bad"), [([0, 4], 4), ([-1, 2], -1), ([3, 1 << 40], 1 << 40)])
-def test_a_block_id_out_of_range_is_named(ids: list[int], bad: int) -> None:
-    view = view_of({"a": torch.zeros(8, 1, 16, 4)}, page_tokens=32)
-    assert kernel_block_ids(view, [0, 3]).tolist() == [0, 1, 6, 7]
-    with pytest.raises(GeometryError, match=rf"block id {bad} is outside 0\.\.3"):
-        kernel_block_ids(view, ids)
     with pytest.raises(GeometryError, match="2 dimensions"):
         kernel_block_ids(view, np.zeros((2, 2), dtype=np.int64))
+    for wrong, bad in (([0, 4], 4), ([-1, 2], -1), ([3, 1 << 40], 1 << 40)):
+        with pytest.raises(GeometryError, match=rf"block id {bad} is outside 0\.\.3"):
+            kernel_block_ids(view, wrong)
 
 
 def strided(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
