@@ -22,7 +22,7 @@ from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.copies import Copies, DeviceEvent, WaitPolicy
 from kvferry.kernels.checksum import WireCheck
-from kvferry.transport.channels import CPU, Copy, Pieces
+from kvferry.transport.channels import CPU, Copy
 from tests.simulation.timeline import Timeline, Violation
 
 BLOCK_TOKENS, CONTENT = 16, 16
@@ -213,8 +213,3 @@ class SimCopies(Copies):
         """As on a GPU: end what was started."""
         for end in list(self.under_way.values()):
             end()
-
-
-def pieces_of(pages: Pages, pieces: Pieces) -> frozenset[int]:
-    """The blocks in which pieces lie."""
-    return pages.at(pieces.addresses.tolist())

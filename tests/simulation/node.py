@@ -22,9 +22,7 @@ from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
 from tests.simulation.network import WAKER_FD, Network, SimDialer, SimListener
-from tests.simulation.plane_base import SimPlane
-from tests.simulation.pull_plane import PullPlane
-from tests.simulation.push_planes import PlacePlane, PushPlane
+from tests.simulation.planes import PlacePlane, PullPlane, PushPlane, SimPlane
 from tests.simulation.timeline import Violation
 from tests.support.inside import (
     board_of,
