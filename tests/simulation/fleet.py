@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from kvferry.connector.wire.step_plan import RendezvousResult
-from tests.simulation.engines import Engine
+from tests.simulation.engines import Engine, Prompt, Request, view
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Odds
-from tests.simulation.prompts import Prompt, Request
 from tests.simulation.world import World
 
 HEADS, BLOCKS = 2, 160
@@ -168,13 +167,13 @@ class Fleet:
             self._load(d, request, 0, inside=inside, step_tokens=result.step_tokens)
 
         def abort() -> None:
-            d.searches.abort(name, "aborted before P told of the prompt")
+            d.abort_search(name, "aborted before P told of the prompt")
             for request in requests:
                 d.abort(request)
 
         def ask() -> None:
             if d.alive:
-                d.searches.begin(name, number, tokens, p, transfer_id, found, ended=rng.random() < 0.02)
+                d.search(view(name, number, tokens), p, transfer_id, found, ended=rng.random() < 0.02)
 
         after(0.004 * rng.random(), ask)
         if rng.random() < 0.05:
@@ -256,5 +255,5 @@ class Fleet:
             self.network.faults["burst of cancels"] += 1
             for request in [*d.kept, *d.requests.values()]:
                 d.abort(request)
-            for name in list(d.searches.open):
-                d.searches.abort(name, "aborted before P told of the prompt")
+            for name in list(d.searches):
+                d.abort_search(name, "aborted before P told of the prompt")

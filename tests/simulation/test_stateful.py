@@ -13,10 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.simulation.engines import Engine
+from tests.simulation.engines import Engine, Prompt, Request
 from tests.simulation.memory import Form
 from tests.simulation.node import Node
-from tests.simulation.prompts import Prompt, Request
 from tests.simulation.world import World
 
 HEADS, BLOCKS = 6, 24

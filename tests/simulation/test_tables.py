@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from kvferry.connector.decode_side.renew import SIBLING_SECONDS, LeaseRenewals
 from kvferry.connector.prefill_side.session import SILENT_SECONDS
 from kvferry.connector.wire.states import Lifetime, Tick
-from tests.simulation.engines import Engine
+from tests.simulation.engines import Engine, Request, view
 from tests.simulation.memory import Form
 from tests.simulation.network import Packet
-from tests.simulation.prompts import Request
 from tests.simulation.world import World
 from tests.support.inside import consumer_of, sessions_of
 
@@ -121,7 +120,7 @@ def test_a_tick_costs_nothing_while_nothing_is_due(world: World, monkeypatch: py
     prompts = [engine.prefill(20) for engine in (p, still) for _ in range(40)]
     requests = [d.keep(prompt, prompt.name) for prompt in prompts if prompt is not None]
     for number in range(40):
-        d.searches.begin(f"search {number}", 1000 + number, 20, p, f"name {number}", lambda request, result: None)
+        d.search(view(f"search {number}", 1000 + number, 20), p, f"name {number}", lambda request, result: None)
     world.run(0.1)
     still.nodes[0].stand_still(600.0)
     assert all(d.load(request) for request in requests[40:])

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from kvferry.connector.config import Settings
 from kvferry.connector.wire.messages import IDLE_LINK_SECONDS
 from kvferry.connector.wire.metrics import Figures, add, no_figures
-from tests.simulation.engines import Engine
+from tests.simulation.engines import Engine, Request
 from tests.simulation.memory import Form
 from tests.simulation.network import Network, Odds
-from tests.simulation.prompts import Request
 from tests.simulation.timeline import ErrorLog, Timeline, Violation
 
 SETTINGS = Settings(
