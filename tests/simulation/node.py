@@ -104,10 +104,10 @@ class Node:
         self.number = network.new_number()
         self.name = f"{engine_id}.{tp_rank}"
         self.alive, self._stands_still_until = True, 0.0
-        self.finished: Callable[[Node, Load, bool], None] = lambda node, load, ok: None
-        self.freed: Callable[[Node, str], None] = lambda node, request_id: None
-        self.begun: Callable[[Node, Load, Check | None], None] = lambda node, load, stands: None
-        self.told: Callable[[Node, str, RendezvousResult], None] = lambda node, request_id, result: None
+        self.finished: Callable[[Node, Load, bool], None]
+        self.freed: Callable[[Node, str], None]
+        self.begun: Callable[[Node, Load, Check | None], None]
+        self.told: Callable[[Node, str, RendezvousResult], None]
         info = RankInfo(engine_id=engine_id, tp_rank=tp_rank, tp_size=form.tp_size, pp_rank=0, pp_size=1, model=MODEL)
         self.copies = SimCopies(self.timeline, slow)
         self.pages = Pages(form, tp_rank, info, self.copies)
@@ -136,7 +136,11 @@ class Node:
         self.thread.waker = NoWaker()
         self.copies.on_done = self.wake
         self.prefills = PrefillEvents(
-            self.copies, self.pages.caches.geometry, self._step_advanced, self._step_over, self.timeline.clock
+            self.copies,
+            self.pages.caches.geometry,
+            lambda: self.wake() if producer_of(self).reads_wait else None,
+            lambda: self.wake() if producer_of(self).answers_wait else None,
+            self.timeline.clock,
         )
         self._turn_at = float("inf")
         self._events: list[float] = []  # when the timeline calls ``_look``, the next time at the end
@@ -152,12 +156,10 @@ class Node:
             # Plans come at any time here. Those without chunks begin no step while one is computed.
             begins = bool(plan.chunks) or not self.prefills.under_way
             step = self.prefills.begin_step(plan) if begins else None
-            self.thread.post(plan, listener=StepLoads(inside, self._load_begun) if inside else None, step=step)
+            listener = StepLoads(inside, lambda load, stands: self.begun(self, load, stands)) if inside else None
+            self.thread.post(plan, listener=listener, step=step)
             if plan.wakes_thread:
                 self.wake()
-
-    def _load_begun(self, load: Load, stands: Check | None) -> None:
-        self.begun(self, load, stands)
 
     # --- turns ----------------------------------------------------------------------------------------------------
 
@@ -166,14 +168,6 @@ class Node:
         if self.alive:
             self.thread.mark_ready(what)
             self._turn_in(TURN_SECONDS)
-
-    def _step_advanced(self) -> None:
-        if producer_of(self).reads_wait:
-            self.wake()
-
-    def _step_over(self) -> None:
-        if producer_of(self).answers_wait:
-            self.wake()
 
     def wake(self) -> None:
         if self.alive:
@@ -298,46 +292,36 @@ class Node:
             unhurried = IDLE_SECONDS if not link.lifetime.state.plane_wanted else 0.0
             if link.lifetime.state.deadline + unhurried < late:
                 yield f"link to {link.name}, {link.phase.value}"
-        for renewal in consumer.leases.kept.values():
-            if renewal.renew_at < late:
-                yield f"renewal of {renewal.token.hex()[:8]}"
         for lookup in (*consumer.lookups.open.values(), *consumer.lookups.left):
             asked = lookup.lifetime.state
             until = asked.until if asked.phase is LookupPhase.LEFT else asked.retry_at
             if until is not None and until < late:
                 yield f"question of {lookup.wanted.request_id}, {asked.phase.value}, by {late - until:.3f} s"
-        for question in producer.named.held.values():
-            if question.deadline < late:
-                yield f"held question {question.resolve.number}"
-        for held in leases_of(producer).values():
-            lease = held.lifetime.state
-            if lease.deadline < late:
-                yield f"lease {held.grant.request_id}, {lease.phase.value}, by {late - lease.deadline:.3f} s"
-        for ask in early_asks(producer).values():
-            if ask.deadline < late:
-                yield f"held ask {ask.request.read}"
-        for key in early_votes(producer):
-            vote = early_votes(producer).get(key)
-            if vote is not None and vote.deadline < late and key[0] not in producer.named:  # else P keeps it that long
-                yield "early release"
+        waiting = [(f"renewal of {each.token.hex()[:8]}", each.renew_at) for each in consumer.leases.kept.values()]
+        waiting += [(f"held question {each.resolve.number}", each.deadline) for each in producer.named.held.values()]
+        waiting += [(f"lease {each.grant.request_id}", each.lifetime.state.deadline)
+                    for each in leases_of(producer).values()]  # fmt: skip
+        waiting += [(f"held ask {each.request.read}", each.deadline) for each in early_asks(producer).values()]
+        votes = early_votes(producer)  # P keeps a vote for a prompt that it knows for as long as that
+        waiting += [("early release", votes.get(key).deadline) for key in list(votes) if key[0] not in producer.named]
+        yield from (what for what, deadline in waiting if deadline < late)
 
     def left(self) -> Iterator[str]:
         """What is still in a table."""
         consumer, producer = consumer_of(self), producer_of(self)
-        reads, lookups = consumer.reads, consumer.lookups
+        reads, lookups, sends = consumer.reads, consumer.lookups, sends_of(producer)
         tables: dict[str, Any] = {
             "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer.loads.running],
-            "reads": [f"{r.number} of {r.active_load.load.request_id} {r.story()} {sorted(r.tags)}"
-                      for r in reads.by_number.values()],
+            "reads": [f"{r.number} {r.story()} {sorted(r.tags)}" for r in reads.by_number.values()],
             "writes": reads.writes,
             "messages": reads.arrived,
-            "kept leases": list(consumer.leases.kept.values()),
-            "renewals": list(consumer.leases.to_renew),
+            "kept leases": consumer.leases.kept,
+            "renewals": consumer.leases.to_renew,
             "links": [f"{link.name} {link.lifetime.story()}" for link in consumer.links],
             "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in leases_of(producer).values()],
             "prompts that are computed": prompts_of(producer),
             "steps that compute them": producer.steps.flights,
-            "reads that wait for them": sends_of(producer).waiting,
+            "reads that wait for them": sends.waiting,
             "named prompts": producer.named.prompts,
             "names": producer.named.tokens,
             "questions of D": producer.named.held.values(),
@@ -348,30 +332,23 @@ class Node:
             "early releases": early_votes(producer).values(),
             "replies": replies_of(producer).kept.values(),
             "messages that have arrived": producer.arrived,
-            "outgoing reads": sends_of(producer).turns,
-            "live reads": sends_of(producer).live.values(),
-            "draining reads": sends_of(producer).draining,
+            "outgoing reads": sends.turns,
+            "live reads": sends.live.values(),
+            "draining reads": sends.draining,
             "posted grants": board_of(producer).posted,
             "sessions": [session.engine_id for session in sessions_of(producer).values()],
             "commands": plans_of(self).posted,
             "leases that are computed": plans_of(self).computing,
             "loads inside steps": self.thread.results.listeners,
-            "peers": list(self.listener.peers),
+            "peers": self.listener.peers,
             "reads of pages": [use for use in self.pages.reads if use.copy is None or not use.copy.done],
             "writes of pages": [use for use in self.pages.writes if use.copy is None or not use.copy.done],
-        }  # fmt: skip
+        }
+        for plane in self.context.planes:
+            tables[f"channels of {plane.name}"] = getattr(plane, "ends", ())
+            for name in ("send_pool", "recv_pool"):
+                pool = getattr(plane, name, None)
+                tables[f"slots of {plane.name}, {name}"] = () if pool is None else range(pool.capacity - pool.free)
         for name, table in tables.items():
             if table:
                 yield f"{len(table)} {name}: {', '.join(map(str, list(table)[:3]))}"
-        for plane in self.context.planes:
-            ends = getattr(plane, "ends", ())
-            if ends:
-                yield f"{len(ends)} channels of {plane.name}"
-            for pool in (getattr(plane, "send_pool", None), getattr(plane, "recv_pool", None)):
-                if pool is not None and pool.free != pool.capacity:
-                    yield f"{pool.capacity - pool.free} slots of {plane.name}"
-
-    @property
-    def draining(self) -> int:
-        """Loads whose copies must end before they are reported."""
-        return sum(load.lifetime.state.phase is LoadPhase.DRAINING for load in consumer_of(self).loads.running)
