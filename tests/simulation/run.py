@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ COLUMNS: Mapping[str, str] = {
 
 
 def simulate(seed: int, count: int, engines: int, shown: bool = False) -> dict[str, Any]:
-    """One fleet, to its end: its counts, or the violation."""
+    """One fleet, to its end: its counts, or the violation. ``shown``: print how far it is, every ten seconds."""
     torch.set_num_threads(1)
     began, last = time.process_time(), time.monotonic()
     fleet = Fleet(seed, count, engines, engines)
@@ -81,24 +81,6 @@ def _simulate(job: tuple[int, int, int]) -> dict[str, Any]:
     return simulate(*job, shown=True)
 
 
-def total(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counts of all processes together."""
-    numbers = ("handovers", "cpu_seconds", "virtual_seconds", "packets")
-    together: dict[str, Any] = {name: sum(result[name] for result in results) for name in numbers}
-    for name in COLUMNS:
-        together[name] = dict(sum((Counter(result[name]) for result in results), Counter()).most_common())
-    return together
-
-
-def table(together: Mapping[str, Any]) -> str:
-    """The counts as lines."""
-    lines = []
-    for name, title in COLUMNS.items():
-        lines.append(f"{title}:")
-        lines += [f"  {count:>10,}  {what}" for what, count in together[name].items()]
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1_000_000, help="hand-overs of all processes together")
@@ -111,11 +93,17 @@ def main() -> int:
     print(f"seed {options.seed}: {options.processes} x {share} hand-overs, {options.engines} P x {options.engines} D")
     jobs = [(options.seed + n, share, options.engines) for n in range(options.processes)]
     began = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        results = pool.map(_simulate, jobs, chunksize=1)
-    together = total(results)
+    if len(jobs) == 1:
+        results = [_simulate(jobs[0])]
+    else:
+        with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+            results = pool.map(_simulate, jobs, chunksize=1)
+    numbers = ("handovers", "cpu_seconds", "virtual_seconds", "packets")
+    together: dict[str, Any] = {name: sum(result[name] for result in results) for name in numbers}
+    together |= {name: dict(sum((Counter(r[name]) for r in results), Counter()).most_common()) for name in COLUMNS}
+    for name, title in COLUMNS.items():
+        print(f"{title}:", *(f"  {count:>10,}  {what}" for what, count in together[name].items()), sep="\n")
     seconds = time.monotonic() - began
-    print(table(together))
     cost = together["cpu_seconds"] / max(1, together["handovers"]) * 1e3
     print(
         f"{together['handovers']:,} hand-overs, {together['packets']:,} packets, {together['virtual_seconds']:.0f} s of"
@@ -130,6 +118,7 @@ def main() -> int:
         document = {
             "figures": {"seconds": round(seconds, 1), "cpu_ms_per_handover": round(cost, 3), "violations": len(failed)},
             **{name: value for name, value in together.items() if name != "cpu_seconds"},
+            "digests": [result["digest"] for result in results],
             "arguments": {"count": options.count, "seed": options.seed, "processes": options.processes,
                           "engines": options.engines},
             "versions": report.versions(),
