@@ -23,7 +23,10 @@ PLANES = st.sampled_from([("sim_pull",), ("sim_place",), ("sim_push",), ("sim_pu
 EVERYTHING = ("sim_pull", "sim_place", "sim_push")
 TP = st.sampled_from([1, 1, 2, 3])
 NUMBER = st.integers(0, 11)
-MOMENTS = st.sampled_from([30e-6, 100e-6, 200e-6, 300e-6, 600e-6, 1e-3])
+START = st.sampled_from([0, 0, 0, 3, 16])
+MOMENTS = st.sampled_from([30e-6, 100e-6, 200e-6, 300e-6, 600e-6, 1e-3, 3e-3, 10e-3])
+WHILES = st.sampled_from([0.02, 0.02, 0.1, 0.6, 2.5, 2.5, 6.0, 14.0])
+"""Long enough that a tick comes, a renewal, the end of a lease, of a time-out, of the cap."""
 LATE = st.sampled_from([0.0, 0.0, 0.0, 200e-6, 0.03, 0.7, None])
 
 
@@ -32,14 +35,12 @@ class HandOvers(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(seed=st.integers(0, 1 << 16), p=TP, q=TP, d=TP, e=TP, planes=PLANES, others=PLANES)
-    def begin(self, seed: int, p: int, q: int, d: int, e: int, planes: Any, others: Any) -> None:
+    @initialize(seed=st.integers(0, 1 << 16), sizes=st.tuples(TP, TP, TP, TP), planes=PLANES, others=PLANES)
+    def begin(self, seed: int, sizes: tuple[int, ...], planes: Any, others: Any) -> None:
         self.world = World(seed)
         self.prompts: list[Prompt] = []
         self.requests: list[tuple[Engine, Request]] = []
-        for name, size in (("p", p), ("q", q)):
-            self.world.engine(name, Form(size, HEADS, BLOCKS), EVERYTHING, slow=300e-6)
-        for name, size, use in (("d", d, planes), ("e", e, others)):
+        for name, size, use in zip("pqde", sizes, (EVERYTHING, EVERYTHING, planes, others), strict=True):
             self.world.engine(name, Form(size, HEADS, BLOCKS), use, slow=300e-6)
 
     def _nodes(self) -> list[Node]:
@@ -47,26 +48,22 @@ class HandOvers(RuleBasedStateMachine):
 
     # --- hand-overs -----------------------------------------------------------------------------------------------
 
-    @rule(p=st.sampled_from("ppq"), tokens=st.sampled_from([5, 16, 40, 90]), late=st.tuples(LATE, LATE, LATE))
-    def prefill(self, p: str, tokens: int, late: tuple[float | None, ...]) -> None:
+    @rule(p=st.sampled_from("ppq"), tokens=st.sampled_from([5, 16, 40, 90]), late=st.tuples(LATE, LATE, LATE),
+          again=st.one_of(st.none(), st.none(), NUMBER))  # fmt: skip
+    def prefill(self, p: str, tokens: int, late: tuple[float | None, ...], again: int | None) -> None:
+        """``again``: a prompt that perhaps another P has computed."""
+        number = None
+        if again is not None and self.prompts:
+            known = self.prompts[-1 - again % len(self.prompts)]
+            tokens, number = known.num_tokens, known.number
         with self.world.explained():
-            prompt = self.world.engines[p].prefill(tokens, late)
+            prompt = self.world.engines[p].prefill(tokens, late, number=number)
         if prompt is not None:
             self.prompts.append(prompt)
 
     @precondition(lambda self: self.prompts)
-    @rule(which=NUMBER, p=st.sampled_from("pq"))
-    def prefill_again(self, which: int, p: str) -> None:
-        """A P computes a prompt that another P has computed."""
-        prompt = self.prompts[-1 - which % len(self.prompts)]
-        with self.world.explained():
-            other = self.world.engines[p].prefill(prompt.num_tokens, number=prompt.number)
-        if other is not None:
-            self.prompts.append(other)
-
-    @precondition(lambda self: self.prompts)
     @rule(which=NUMBER, d=st.sampled_from("dde"), siblings=st.sampled_from([False, False, True]), at_once=st.booleans(),
-          inside=st.booleans(), start=st.sampled_from([0, 0, 0, 3, 16]))  # fmt: skip
+          inside=st.booleans(), start=START)  # fmt: skip
     def come(self, which: int, d: str, siblings: bool, at_once: bool, inside: bool, start: int) -> None:
         """A request comes to D: the first, one more sample, or a second consumer's."""
         engine, prompt = self.world.engines[d], self.prompts[-1 - which % len(self.prompts)]
@@ -75,14 +72,12 @@ class HandOvers(RuleBasedStateMachine):
             request = engine.keep(prompt, f"r{len(self.requests)}", siblings=siblings, others=others)
             self.requests.append((engine, request))
             if at_once:
-                self._load(engine, request, start, inside)
+                self.load(0, inside, start)
 
     @precondition(lambda self: self.requests)
-    @rule(which=NUMBER, inside=st.booleans(), start=st.sampled_from([0, 0, 3, 16]))
+    @rule(which=NUMBER, inside=st.booleans(), start=START)
     def load(self, which: int, inside: bool, start: int) -> None:
-        self._load(*self.requests[-1 - which % len(self.requests)], start, inside)
-
-    def _load(self, engine: Engine, request: Request, start: int, inside: bool) -> None:
+        engine, request = self.requests[-1 - which % len(self.requests)]
         with self.world.explained():
             engine.load(request, start if start < request.prompt.num_tokens else 0, now=inside)
 
@@ -98,16 +93,8 @@ class HandOvers(RuleBasedStateMachine):
         for request in [*engine.kept, *engine.requests.values()]:
             engine.abort(request)
 
-    # --- time -----------------------------------------------------------------------------------------------------
-
-    @rule(seconds=MOMENTS, again=st.sampled_from([1, 1, 3, 10]))
-    def a_moment(self, seconds: float, again: int) -> None:
-        with self.world.explained():
-            self.world.run(seconds * again)
-
-    @rule(seconds=st.sampled_from([0.02, 0.02, 0.1, 0.6, 2.5, 2.5, 6.0, 14.0]))
-    def a_while(self, seconds: float) -> None:
-        """Long enough that a tick comes, a renewal, the end of a lease, of a time-out, of the cap."""
+    @rule(seconds=st.one_of(MOMENTS, WHILES))
+    def wait(self, seconds: float) -> None:
         with self.world.explained():
             self.world.run(seconds)
 
@@ -118,51 +105,42 @@ class HandOvers(RuleBasedStateMachine):
     def harm_a_packet(self, which: int, how: str) -> None:
         network = self.world.network
         packet = network.packet(which)
-        if packet is None:
-            return
-        if how == "lose":
-            network.lose(packet)
-        elif how == "double":
-            network.double(packet)
-        else:
-            network.delay(packet, 400e-6 if how == "overtake" else 0.5)
+        match how:
+            case _ if packet is None:
+                return
+            case "lose":
+                network.lose(packet)
+            case "double":
+                network.double(packet)
+            case _:
+                network.delay(packet, 400e-6 if how == "overtake" else 0.5)
 
-    @rule(a=NUMBER, b=NUMBER, seconds=st.sampled_from([400e-6, 0.1, 2.5, 8.0]))
-    def cut(self, a: int, b: int, seconds: float) -> None:
+    @rule(a=NUMBER, b=NUMBER, seconds=st.sampled_from([400e-6, 0.1, 2.5, 8.0]),
+          how=st.sampled_from(["cut", "stand still", "break a plane", "copies fail", "copies succeed"]))  # fmt: skip
+    def harm_a_process(self, a: int, b: int, seconds: float, how: str) -> None:
+        """``break a plane``: the control connection stands."""
         nodes = self._nodes()
         first, second = nodes[a % len(nodes)], nodes[b % len(nodes)]
-        if first is not second and first.alive and second.alive:
-            self.world.network.cut(first, second, seconds)
-
-    @rule(which=NUMBER, seconds=st.sampled_from([400e-6, 0.1, 2.5, 8.0]))
-    def stand_still(self, which: int, seconds: float) -> None:
-        nodes = self._nodes()
-        nodes[which % len(nodes)].stand_still(seconds)
-
-    @rule(which=NUMBER, end=st.sampled_from([0.0, 0.3, 0.6, 0.99]))
-    def break_a_plane(self, which: int, end: float) -> None:
-        """A channel breaks, and the control connection stands."""
-        nodes = self._nodes()
-        nodes[which % len(nodes)].break_plane(end)
+        match how:
+            case "cut" if first is not second and first.alive and second.alive:
+                self.world.network.cut(first, second, seconds)
+            case "stand still":
+                first.stand_still(seconds)
+            case "break a plane":
+                first.break_plane(b / 12)
+            case "copies fail" | "copies succeed":
+                first.copies.failing = 0.5 if how == "copies fail" else 0.0
 
     @rule(name=st.sampled_from("pqde"), how=st.sampled_from(["kill", "kill", "power off", "close"]))
-    def end(self, name: str, how: str) -> None:
+    def end_or_restart(self, name: str, how: str) -> None:
         engine = self.world.engines[name]
         with self.world.explained():
-            if how == "close":
+            if not engine.alive:
+                self.world.restart(name)
+            elif how == "close":
                 engine.close()
             else:
                 engine.kill(silently=how == "power off")
-
-    @rule(name=st.sampled_from("pqde"))
-    def restart(self, name: str) -> None:
-        if not self.world.engines[name].alive:
-            self.world.restart(name)
-
-    @rule(which=NUMBER, odds=st.sampled_from([0.0, 0.5]))
-    def copies_fail(self, which: int, odds: float) -> None:
-        nodes = self._nodes()
-        nodes[which % len(nodes)].copies.failing = odds
 
     # --- promises -------------------------------------------------------------------------------------------------
 
@@ -186,4 +164,4 @@ class HandOvers(RuleBasedStateMachine):
 
 TestHandOvers = HandOvers.TestCase
 assert settings.default is not None
-TestHandOvers.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=40)
+TestHandOvers.settings = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=40)
