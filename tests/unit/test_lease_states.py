@@ -37,23 +37,22 @@ def released(rank: int, *expected: int, consumer: bytes = D1) -> ls.Released:
 # --- the lease --------------------------------------------------------------------------------------------------------
 
 
-def test_freed_when_one_consumers_full_set_has_released() -> None:
-    state, effects = run(granted(), asked(0, 1), released(0, 0, 1), released(0, 0, 1))
-    assert not effects and state.phase is PHASE.GRANTED
-    state, effects = run(state, released(1, 0, 1))
-    assert effects == [ls.Freed("released")] and state.phase is PHASE.RELEASED
-    assert run(state, released(1, 0, 1))[1] == []
-
-
-def test_first_ask_fixes_the_set_and_consumers_do_not_mix() -> None:
-    state, _ = run(granted(), asked(0, 1), asked(0))
-    state, effects = run(state, released(0, 0), released(0, 0, 1, consumer=D2))
-    assert not effects
-    assert run(state, released(1, 0, 1, consumer=D2))[1] == [ls.Freed("released")]
-
-
-def test_release_of_a_rank_that_never_asked_counts() -> None:
-    assert run(granted(), released(0, 0))[1] == [ls.Freed("released")]
+@pytest.mark.parametrize(
+    ("events", "freed"),
+    [
+        ((asked(0, 1), released(0, 0, 1), released(0, 0, 1)), []),
+        ((asked(0, 1), released(0, 0, 1), released(1, 0, 1), released(1, 0, 1)), [ls.Freed("released")]),
+        # The first ask fixes the set, and consumers do not mix.
+        ((asked(0, 1), asked(0), released(0, 0), released(0, 0, 1, consumer=D2)), []),
+        ((asked(0, 1), released(0, 0, 1, consumer=D2), released(1, 0, 1, consumer=D2)), [ls.Freed("released")]),
+        ((released(0, 0),), [ls.Freed("released")]),  # of a rank that never asked
+    ],
+)
+def test_freed_when_one_consumers_full_set_has_released(
+    events: tuple[ls.LeaseEvent, ...], freed: list[ls.LeaseEffect]
+) -> None:
+    state, effects = run(granted(), *events)
+    assert effects == freed and state.phase is (PHASE.RELEASED if freed else PHASE.GRANTED)
 
 
 def test_p_s_engine_ends_it() -> None:

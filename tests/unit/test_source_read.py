@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.decode_side import load_state as h
 from kvferry.connector.decode_side.link import Reason
+from kvferry.connector.decode_side.load_state import LoadEvent, LoadEventKind
 from kvferry.connector.decode_side.read import PROGRESS, Fence, PageWrite, ReadPhase, SourceRead
 from kvferry.connector.wire.step_plan import RankAddress
 from kvferry.transport.channels import Copy
 
-K = h.LoadEventKind
+K = LoadEventKind
 GONE = Reason("peer_lost", "gone")
 ADDRESS = RankAddress(0, 0, "host", 1, b"")
 
@@ -29,11 +29,11 @@ class Read:
         self.it.tags = set(range(left))
         self.it.asked(left, fence, 0.0)
 
-    def begin(self) -> h.LoadEvent:
+    def begin(self) -> LoadEvent:
         self.it.tags -= {max(self.it.tags, default=0)}
         return self.it.write_began(PageWrite(self.it, Copy(done=True), 1), 0.0)
 
-    def end(self, failure: Reason | None = None) -> h.LoadEvent | None:
+    def end(self, failure: Reason | None = None) -> LoadEvent | None:
         return self.it.write_ended(next(iter(self.it.writes)), failure, 0.0)
 
 
@@ -42,30 +42,27 @@ def landed(fence: Fence = "pushed", *, granted: bool = True) -> Read:
     if granted:
         assert read.it.take_grant(0.0) == PROGRESS
     read.begin()
-    assert read.end() == h.LoadEvent(K.MOVED, 7) and read.it.landed
+    assert read.end() == LoadEvent(K.MOVED, 7) and read.it.landed
     return read
 
 
 def test_a_pushed_read() -> None:
     read = Read(2)
     assert read.it.take_grant(0.0) == read.begin() == read.end() == read.begin() == PROGRESS
-    assert read.end() == h.LoadEvent(K.MOVED, 7) and read.it.commit(0.0) == h.LoadEvent(K.COMMITTED, 7)
+    assert read.end() == LoadEvent(K.MOVED, 7) and read.it.commit(0.0) == LoadEvent(K.COMMITTED, 7)
 
 
 def test_chunks_that_arrive_before_the_grant() -> None:
     read = Read(2)
     assert read.begin() == read.end() == PROGRESS and read.it.awaits_grant
     assert read.it.take_grant(0.0) == PROGRESS and not read.it.awaits_grant
-
-
-def test_all_chunks_arrive_before_the_grant() -> None:
-    read = landed(granted=False)
+    read = landed(granted=False)  # all of them
     assert read.it.awaits_grant and read.it.take_grant(0.0) == PROGRESS
-    assert read.it.commit(0.0) == h.LoadEvent(K.COMMITTED, 7)
+    assert read.it.commit(0.0) == LoadEvent(K.COMMITTED, 7)
     read = landed(granted=False)
     assert read.it.commit(0.0) is None, "without the grant the read must not be committed"
     assert read.it.answered(True, 0.0) is None
-    assert read.it.take_grant(0.0) == h.LoadEvent(K.COMMITTED, 7)
+    assert read.it.take_grant(0.0) == LoadEvent(K.COMMITTED, 7)
 
 
 @pytest.mark.parametrize("fence", ["asked", "posted"])
@@ -75,7 +72,7 @@ def test_a_pulled_read_is_committed_by_its_fence(fence: Fence) -> None:
     assert read.it.commit(0.0) is None
     failed = read.it.answered(False, 0.0)
     assert failed is not None and failed.kind is K.FAILED and failed.reason.kind == "expired"
-    assert read.it.answered(True, 0.0) == h.LoadEvent(K.COMMITTED, 7)
+    assert read.it.answered(True, 0.0) == LoadEvent(K.COMMITTED, 7)
     assert read.it.answered(True, 0.0) is None
 
 
@@ -83,7 +80,7 @@ def test_nothing_to_read() -> None:
     read = Read().it
     read.link = SimpleNamespace(slot_bytes=1)  # type: ignore[assignment]
     read.active_load = SimpleNamespace(load=None)  # type: ignore[assignment]
-    assert (read.plan((), 0.0), read.commit(0.0)) == (h.LoadEvent(K.MOVED, 7), h.LoadEvent(K.COMMITTED, 7))
+    assert (read.plan((), 0.0), read.commit(0.0)) == (LoadEvent(K.MOVED, 7), LoadEvent(K.COMMITTED, 7))
 
 
 def test_stopped_while_copies_write() -> None:
@@ -92,15 +89,12 @@ def test_stopped_while_copies_write() -> None:
     read.begin()
     assert read.it.stop(0.0, 3.0) and not read.it.stop(0.0, 3.0)
     assert read.end() is None, "one copy still writes"
-    assert read.end(GONE) == h.LoadEvent(K.DRAINED, 7)
+    assert read.end(GONE) == LoadEvent(K.DRAINED, 7)
     assert read.it.failed("data", "late") is None
-
-
-def test_a_stopped_read_is_due_while_messages_of_it_can_come() -> None:
-    read = Read(2).it
-    assert read.stop(1.0, 3.0) and read.due == 4.0
-    read.left = 0
-    assert read.due == float("inf")
+    read = Read(2)
+    assert read.it.stop(1.0, 3.0) and read.it.due == 4.0, "messages of it can come"
+    read.it.left = 0
+    assert read.it.due == float("inf")
 
 
 CALLS = st.sampled_from(["grant", "begin", "end", "fail", "commit", "answer", "stop"])
@@ -110,7 +104,7 @@ CALLS = st.sampled_from(["grant", "begin", "end", "fail", "commit", "answer", "s
 def test_nothing_is_drained_or_landed_while_a_copy_writes(fence: Fence, left: int, calls: list[str]) -> None:
     read, committed, stopped = Read(left, fence), 0, False
     for call in calls:
-        event: h.LoadEvent | None = None
+        event: LoadEvent | None = None
         match call:
             case "grant" if read.it.awaits_grant:
                 event = read.it.take_grant(0.0)

@@ -40,19 +40,19 @@ def table(*rows: object, events: tuple[type, ...] = (Switch, Look)) -> Transitio
 GOOD = table((Light, (Switch,), switch), (Light, (Look,), ignore))
 
 
-def test_a_missing_row_is_named() -> None:
-    with pytest.raises(ValueError, match=r"lamp: no row for \(RED, Look\), \(GREEN, Switch\), \(GREEN, Look\)"):
-        table(((Light.RED,), (Switch,), switch))
-
-
-def test_a_row_of_an_unknown_event_is_named() -> None:
-    with pytest.raises(ValueError, match=r"not listed, \(RED, Look\)"):
-        table((Light, (Switch, Look), switch), events=(Switch,))
-
-
-def test_a_row_that_is_never_used_is_named() -> None:
-    with pytest.raises(ValueError, match=r"the row of \(RED, Look\) is never used"):
-        table((Light, (Switch, Look), switch), ((Light.RED,), (Look,), ignore))
+@pytest.mark.parametrize(
+    ("rows", "events", "words"),
+    [
+        ([((Light.RED,), (Switch,), switch)], (Switch, Look),
+         r"lamp: no row for \(RED, Look\), \(GREEN, Switch\), \(GREEN, Look\)"),
+        ([(Light, (Switch, Look), switch)], (Switch,), r"not listed, \(RED, Look\)"),
+        ([(Light, (Switch, Look), switch), ((Light.RED,), (Look,), ignore)], (Switch, Look),
+         r"the row of \(RED, Look\) is never used"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_named(rows: list[object], events: tuple[type, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        table(*rows, events=events)
 
 
 def test_the_first_row_counts() -> None:
