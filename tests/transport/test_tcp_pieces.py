@@ -192,7 +192,8 @@ def test_a_producer_that_stops_in_the_middle(ends: Ends, monkeypatch: pytest.Mon
     seconds = 2 * SILENCE_SECONDS
     ends.d.progress()
     assert ends.receiver.error is None
-    ends.send_half(Memory(SLOT, 8192, 1), Memory(SLOT, 8192, 2))
+    source, target = Memory(SLOT, 8192, 1), Memory(SLOT, 8192, 2)
+    ends.send_half(source, target)
     for _ in range(2000):
         ends.d.progress()
     assert ends.receiver.error is None and ends.receiver.in_message, "not at once"
