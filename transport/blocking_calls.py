@@ -57,15 +57,15 @@ class BlockingCalls:
             if len(self._waiting) >= self.most_waiting:
                 call.error, call.done = f"{self.most_waiting} calls of {self._name} wait already", True
                 return call
+            self._waiting.append(call)  # type: ignore[arg-type]
             if self.running < self.most_threads:
                 try:
                     threading.Thread(target=self._serve, name=self._name, daemon=True).start()
                     self.running += 1
                 except RuntimeError as error:
                     if not self.running:
+                        self._waiting.pop()
                         call.error, call.done = str(error), True
-                        return call
-            self._waiting.append(call)  # type: ignore[arg-type]
         return call
 
     def _serve(self) -> None:
@@ -77,7 +77,7 @@ class BlockingCalls:
                 call = self._waiting.popleft()
             try:
                 call.run()
-            except BaseException:  # this thread ends, and another one may start
+            except BaseException:
                 with self._lock:
-                    self.running -= 1
+                    self.running -= 1  # this thread ends, and another one may start
                 raise

@@ -8,8 +8,8 @@ PULL: D copies from P's memory by itself; P does no work and sends no message.
 
     PulledChannel (P)  nothing but ``close`` and ``error``         ◀═══  PullChannel (D)  read ─▶ a Copy under way
 
-``channel.pulls`` distinguishes the kinds. One thread uses all channels of a process. No method blocks. No method raises
-because a peer died or broke the protocol: the channel then carries ``error``.
+One thread uses all channels of a process. No method blocks, and none raises because a peer died or broke the protocol:
+the channel then carries ``error``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,13 @@ CPU = torch.device("cpu")
 
 
 class Slot:
-    """Staging memory of one message.
-
-    ``address`` is the address of the first byte, ``nbytes`` the capacity, ``tensor`` the same bytes as uint8 [nbytes].
-    """
+    """Staging memory of one message: ``nbytes`` from ``address`` on, ``tensor`` is uint8 [nbytes]."""
 
     __slots__ = ("address", "index", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor, index: int) -> None:
-        self.tensor = tensor
-        self.address = tensor.data_ptr()
-        self.nbytes = tensor.numel()
-        self.index = index
+        self.tensor, self.index = tensor, index
+        self.address, self.nbytes = tensor.data_ptr(), tensor.numel()
 
 
 class Pieces(NamedTuple):
@@ -87,7 +82,7 @@ class Channel(ABC):  # noqa: B024 (its kinds have what is abstract)
             self._give_up()
 
     def _give_up(self) -> None:  # noqa: B027 (a channel may hold nothing for its peer)
-        """``fail`` has just set ``error``: free the resources that wait for the peer."""
+        """``error`` was set: free the resources that wait for the peer."""
 
     def close(self) -> None:
         """Free all resources. Idempotent, does not block; the peer's channel gets an ``error``."""
@@ -143,12 +138,15 @@ class SendChannel(Channel):
         slot = self.acquire()
         if slot is None:
             return False
+        total = 0
         try:
-            nbytes = _gather(pieces(), slot.address)
+            for source, nbytes in zip(*(column.tolist() for column in pieces()), strict=True):
+                ctypes.memmove(slot.address + total, source, nbytes)
+                total += nbytes
         except BaseException:
             self.give_back(slot)
             raise
-        self.send(slot, nbytes, tag)
+        self.send(slot, total, tag)
         return True
 
     @property
@@ -225,12 +223,9 @@ class Copy:
     __slots__ = ("done", "ended_at", "ends", "error", "events", "moved", "on_stream", "peer_lost")
 
     def __init__(self, *, done: bool = False, on_stream: bool = False) -> None:
-        self.done = done
-        self.error = ""
-        self.ended_at = 0.0
-        self.moved = 0
-        self.on_stream = on_stream
-        self.peer_lost = False
+        self.done, self.on_stream = done, on_stream
+        self.error, self.peer_lost = "", False
+        self.moved, self.ended_at = 0, 0.0
         self.ends: Sequence[int] = ()
         self.events: Sequence[Event] = ()
 
@@ -299,12 +294,3 @@ class PulledChannel(Channel):
 
 DChannel = RecvChannel | PullChannel
 PChannel = SendChannel | PulledChannel
-
-
-def _gather(pieces: Pieces, address: int) -> int:
-    """Copy pieces one after the other to ``address``. Returns the number of bytes."""
-    start = address
-    for source, nbytes in zip(pieces.addresses.tolist(), pieces.nbytes.tolist(), strict=True):
-        ctypes.memmove(address, source, nbytes)
-        address += nbytes
-    return address - start

@@ -1,14 +1,12 @@
 """The project's one binding to CUDA: calls of NVIDIA's driver library, ``libcuda.so.1``, through ``ctypes``.
 
-With ``ctypes`` each call can hold or release the GIL, whereas cuda-bindings releases it in every call, after which a
-thread waits tens of microseconds for it beside a thread that computes in Python (``gil_ms`` of
-``benchmarks/planes/planes.py``). ``ctypes`` also needs no package, and ``libcuda.so.1`` is there wherever a GPU works.
+With ``ctypes`` each call can hold or release the GIL. A call that releases it, as all of cuda-bindings do, waits tens
+of microseconds for it beside a thread that computes in Python (``gil_ms`` of ``benchmarks/planes/planes.py``). The
+calls in ``HOLDS_GIL`` return within microseconds; those in ``RELEASES_GIL`` may wait for a GPU, another process or the
+kernel. The library is opened at the first call, so this module can be imported without CUDA.
 
-The calls in ``HOLDS_GIL`` return within microseconds. The calls in ``RELEASES_GIL`` may wait for a GPU, for another
-process or for the kernel. The library is opened at the first call, so this module can be imported without CUDA.
-
-Streams, events and addresses are integers. Sizes are in bytes. A call acts on the CUDA context that is current in the
-calling thread, except where a function takes a ``device``. A ``device`` is a torch device with its index. Every call
+Streams, events and addresses are integers, sizes are in bytes, a ``device`` is a torch device with its index. A call
+acts on the CUDA context that is current in the calling thread, except where a function takes a ``device``. Every call
 that fails raises ``TransportError``, with the name of the call and CUDA's name of the error.
 """
 
@@ -49,11 +47,8 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = [("reserved", c_ubyte * HANDLE_BYTES)]
 
 
-_DEVICE = c_int
-_DEVICE_POINTER = c_uint64
-_HANDLE = c_void_p
-"""The handle of a context, a stream, an event or a kernel."""
-
+_DEVICE, _DEVICE_POINTER, _HANDLE = c_int, c_uint64, c_void_p
+"""A handle is that of a context, a stream, an event or a kernel."""
 _Signatures = Mapping[str, tuple[Any, ...]]
 
 HOLDS_GIL: _Signatures = {
@@ -142,12 +137,12 @@ def load() -> None:
     _driver()
 
 
-# Devices and contexts. The context of a device is its primary one, which PyTorch uses, too.
+# Devices and contexts. The context of a device is its primary one, which PyTorch uses, too, and retains until the
+# process ends.
 
 
 @functools.cache
 def _primary_context(index: int) -> int:
-    """The primary context of a device. It is retained until the process ends, as PyTorch retains it."""
     context, device = _HANDLE(), _DEVICE()
     _driver().held.cuDeviceGet(byref(device), index)
     _driver().released.cuDevicePrimaryCtxRetain(byref(context), device)
@@ -179,10 +174,7 @@ _NO_CHANGE = nullcontext()
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Make ``device`` the current CUDA device of this thread inside the ``with`` block, and the previous one after it.
-
-    Where it is current already, nothing is done: to read the current device takes a fraction of the time that
-    ``torch.cuda.device`` takes, which also releases the GIL.
-    """
+    Where it is current already, nothing is done: ``torch.cuda.device`` takes longer, and releases the GIL."""
     return _NO_CHANGE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
@@ -204,13 +196,8 @@ def device_uuid(device: torch.device) -> str:
 
 
 def check_peer_access(device: torch.device, peer_uuid: str) -> None:
-    """Check that ``device`` can access the memory of the GPU with that UUID.
-
-    Where this process does not see that GPU, nothing is checked, and ``open_handle`` fails if there is no access.
-
-    Raises:
-        TransportError: ``device`` has no access.
-    """
+    """Raise TransportError where ``device`` cannot access the memory of the GPU with that UUID. Where this process does
+    not see that GPU, nothing is checked, and ``open_handle`` fails if there is no access."""
     for index in range(torch.cuda.device_count()):
         if index == device.index or device_uuid(torch.device("cuda", index)) != peer_uuid:
             continue
@@ -269,8 +256,8 @@ class Event:
 
 
 def upload(dst: int, src: int, nbytes: int, stream: int) -> None:
-    """Enqueue a copy from page-locked host memory at ``src`` to device memory at ``dst``. The host memory must not
-    change before ``stream`` has reached the copy."""
+    """Enqueue a copy from page-locked host memory, which must not change before ``stream`` has reached the copy, to
+    device memory."""
     _driver().held.cuMemcpyHtoDAsync_v2(dst, src, nbytes, stream)
 
 
@@ -341,8 +328,8 @@ def ipc_handle(base: int) -> bytes:
 
 
 def open_handle(handle: bytes) -> int:
-    """Map another process's allocation into the context of this thread, and return its address here. Takes up to tens
-    of milliseconds.
+    """Map another process's allocation into the context of this thread; its address here. Takes up to tens of
+    milliseconds.
 
     Raises:
         TransportError: its GPU cannot be reached from this GPU, the allocation is gone, or it belongs to this process.
@@ -354,8 +341,7 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Unmap an allocation that ``open_handle`` mapped to ``address``. An error is ignored: the mapping ends with its
-    context."""
+    """Undo ``open_handle``. An error is ignored: the mapping ends with its context."""
     _driver().released.cuIpcCloseMemHandle(address)
 
 
@@ -375,9 +361,7 @@ def read_bytes(address: int, nbytes: int, device: torch.device) -> bytes:
 
 def register_host(address: int, nbytes: int, device: torch.device, *, read_only: bool) -> None:
     """Page-lock a whole mapping of host memory until ``unregister_host``. Kernels of ``device`` then use it at the
-    addresses that the host uses. Takes 0.1 ms per MiB.
-
-    ``read_only``: the memory is mapped without PROT_WRITE. CUDA refuses such a mapping without this flag.
+    addresses that the host uses. Takes 0.1 ms per MiB. ``read_only``: it is mapped without PROT_WRITE.
 
     Raises:
         TransportError: CUDA refused.
@@ -392,8 +376,7 @@ def register_host(address: int, nbytes: int, device: torch.device, *, read_only:
 
 
 def unregister_host(address: int, device: torch.device) -> None:
-    """Undo ``register_host``, after the last kernel that uses the memory and before the memory is unmapped. An error is
-    logged."""
+    """Undo ``register_host``, between the last kernel that uses the memory and its unmapping. An error is logged."""
     try:
         with _context_of(device):
             _driver().released.cuMemHostUnregister(address)

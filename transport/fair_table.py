@@ -45,12 +45,10 @@ class FairTable(Generic[K, V]):
         return iter(list(self._entries))
 
     def get(self, key: K) -> V | None:
-        """The value of a key."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
     def values(self) -> list[V]:
-        """All values."""
         return [entry.value for entry in self._entries.values()]
 
     def first(self, wanted: Callable[[V], bool]) -> list[V]:
@@ -58,7 +56,6 @@ class FairTable(Generic[K, V]):
         return list(takewhile(wanted, (entry.value for entry in self._entries.values())))
 
     def owners(self) -> list[bytes]:
-        """The owners of entries."""
         return list(self._owned)
 
     def owns(self, owner: bytes) -> bool:

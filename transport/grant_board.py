@@ -1,8 +1,7 @@
 """A board in shared memory: P posts grants, and any process of P's user on the host reads them without a message.
 
 Each posted grant lies in a slot of its own, behind a counter. The counter is a seqlock: it is odd while the grant must
-not be used. D finds a grant, reads the pages that it names, and then checks the counter. Where the counter has not
-changed, the grant was valid during the whole read::
+not be used. Where it is the same after D's read, the grant was valid during the whole read::
 
     P: place = board.post(key, text)              D: grant = reader.find(key)
     P: board.withdraw(place), then free pages     D: read the pages of the grant, then check grant.is_current
@@ -11,9 +10,9 @@ The key of a grant is 16 random bytes, which also determine the slots where it m
 the writer's descriptor through ``/proc``, and the kernel admits only processes that may look into P's memory.
 
 A processor may show D the writer's stores in another order than they were made in: aarch64 does. So a grant carries a
-digest of its counter, key and text, and D takes no grant whose digest does not fit what D has copied from the board.
-The counter then only has to say that a grant was withdrawn. It is one aligned word; and between its store and the
-engine's next use of the pages lie the locks and system calls that carry P's report to the engine's scheduler.
+digest of its counter, key and text, and D takes no grant whose digest does not fit what it has copied. The counter then
+only has to say that a grant was withdrawn; between its store and the engine's next use of the pages lie the locks and
+system calls that carry P's report to the engine's scheduler.
 """
 
 from __future__ import annotations
@@ -82,10 +81,8 @@ class GrantBoard:
         with self._lock:
             if self.fd < 0 or len(text) > SLOT_BYTES - HEADER.size:
                 return None
-            for at in slots_of(key):
-                if at not in self.posted:
-                    break
-            else:
+            at = next((at for at in slots_of(key) if at not in self.posted), None)
+            if at is None:
                 return None
             self.posted.add(at)
             counter = int(self.counters[at // 8])

@@ -1,11 +1,9 @@
 """Another process of this host: whether it is the one that D talks with, whether it lives, and its open files.
 
 A plane that reads P's memory must read the process at the other end of D's control connection and no other one. No
-message can prove that: a process between D and a real P can pass every message on, also a random number that P must
-write into its memory. It talks with D over one connection and with P over another one. So D asks the kernel. A TCP
-connection has one pair of addresses and ports at a time; the kernel names the socket at its other end, and the process
-that has this socket open. What arrives on the connection was then written by that process, and its own word about its
-own memory suffices: another process's words come by another connection, whose other end another process holds.
+message can prove that: a process between D and a real P can pass every message on. So D asks the kernel, which names
+the socket at the other end of a TCP connection, and the process that has this socket open. What arrives on the
+connection was then written by that process, and its own word about its own memory suffices.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import socket
 import stat
 import struct
 import threading
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvferry.transport.errors import PeerUnreachableError
@@ -33,21 +32,11 @@ class Ends(NamedTuple):
     def of(cls, fd: int) -> Ends | None:
         """The ends of the connection ``fd``, which another thread may close meanwhile; ``None`` where it has none."""
         try:
-            copy = os.dup(fd)
-        except (OSError, OverflowError):
+            with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as copy:  # its addresses fit for IPv4, too
+                ours, theirs = copy.getsockname(), copy.getpeername()
+        except (OSError, OverflowError):  # no socket, or one without a connection
             return None
-        try:
-            handle = socket.socket(fileno=copy)
-        except OSError:  # no socket
-            os.close(copy)
-            return None
-        with handle:
-            if handle.family not in (socket.AF_INET, socket.AF_INET6):
-                return None
-            try:
-                return cls(handle.getsockname()[:2], handle.getpeername()[:2])
-            except OSError:
-                return None
+        return cls(ours[:2], theirs[:2]) if isinstance(ours, tuple) and isinstance(ours[0], str) else None
 
 
 class PeerProcess:
@@ -108,13 +97,11 @@ class PeerProcess:
                 raise OSError(errno.EINVAL, "not a regular file")
             if found.st_uid != os.geteuid():
                 raise PermissionError(errno.EACCES, "another user's file")
-            ours = os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            if self.ended:  # then the number may be another process's by now
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+            return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         finally:
             os.close(place)
-        if self.ended:
-            os.close(ours)
-            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
-        return ours
 
     def close(self) -> None:
         """Close ``fd``. Idempotent."""
@@ -126,11 +113,9 @@ class PeerProcess:
     def _has_open(self, link: str) -> bool:
         folder = f"/proc/{self.pid}/fd"
         for name in os.listdir(folder):
-            try:
+            with suppress(FileNotFoundError):  # closed meanwhile
                 if os.readlink(f"{folder}/{name}") == link:
                     return True
-            except FileNotFoundError:  # closed meanwhile
-                continue
         return False
 
 

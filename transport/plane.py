@@ -11,8 +11,7 @@ A plane PUSHES or PULLS (``Plane.pulls``); ``transport/channels.py`` describes b
     D: channel.poll(): unpack; message.release()                D: copy = channel.read(request); poll copy.done
 
 In a PUSH channel every message is one staging slot of packed bytes under a 64-bit tag that D chose, and D announces
-messages in the order in which P sends them. One thread uses all planes of a process and polls them; no method blocks,
-and no method raises because a peer died: a channel then carries ``error``.
+messages in the order in which P sends them. One thread uses all planes of a process and polls them; no method blocks.
 
 A loop that sleeps only when that is safe::
 

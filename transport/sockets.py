@@ -40,8 +40,6 @@ seven seconds."""
 
 READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
 """The events of a socket. ENDED: the peer will send no more bytes; received bytes may still be unread."""
-
-
 EXHAUSTED: Final = object()
 """What a handler returns that has done all that it can before its socket is ready once more, and whose work no other
 channel waits for. The caller may then sleep without another look."""
@@ -129,10 +127,10 @@ class Strangers:
     and one that says all at once takes none either, however many others come.
 
     Args:
-        sockets: the sockets that watch the listener and the connections.
+        sockets: watch the listener and the connections.
         listener: a non-blocking socket that is bound; it listens from now on.
-        hear: called with a connection that may be ready. Returns whether the connection stays here; else the callee has
-            it, or has closed it. An OSError closes it.
+        hear: called with a connection that may be ready. Returns whether it stays here; else the callee has it, or has
+            closed it. An OSError closes it.
         welcome: returns whether a new connection may be accepted at all.
     """
 
@@ -206,10 +204,10 @@ class Strangers:
             if stays:
                 events = WRITABLE if stranger.answer else READABLE
                 self._sockets.watch(stranger.sock, partial(self._ready, stranger), events)
+            return stays
         except (OSError, MemoryError):
             self._sockets.drop(stranger.sock)
             return False
-        return stays
 
 
 def _network(address: object) -> bytes:
@@ -255,12 +253,11 @@ class PendingConnections:
     """Accepts connections and keeps each one until its channel takes it.
 
     A new connection sends its hello: a secret and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all. It
-    then sends nothing until it is served. A connection that sends other bytes is closed. At most ``MAX_UNAUTHENTICATED
-    + MAX_WAITING`` connections are held, one of each session.
+    then sends nothing until it is served, or it is closed. At most ``MAX_UNAUTHENTICATED + MAX_WAITING`` connections
+    are held, one of each session.
 
     Args:
-        sockets: the sockets that watch the listener and the connections.
-        listener, welcome: as ``Strangers`` takes them.
+        sockets, listener, welcome: as ``Strangers`` takes them.
         secrets: made the secrets of the plane's offers, of which every peer must send its own.
         arrived: called with the channel id of a connection that has sent its hello.
     """
@@ -281,8 +278,11 @@ class PendingConnections:
 
     def take(self, channel: bytes) -> socket.socket | None:
         """The connection of that channel, if it has sent its hello and is still open; it is watched for reading."""
-        waiting = self._forget(channel)
-        return None if waiting is None else waiting.sock
+        waiting = self.waiting.pop(channel, None)
+        if waiting is None:
+            return None
+        del self._of_session[waiting.session]
+        return waiting.sock
 
     def expire(self) -> None:
         """Close the connections whose deadline has passed."""
@@ -319,14 +319,8 @@ class PendingConnections:
         self._arrived(channel)
         return False
 
-    def _forget(self, channel: bytes) -> _Waiting | None:
-        waiting = self.waiting.pop(channel, None)
-        if waiting is not None:
-            del self._of_session[waiting.session]
-        return waiting
-
     def _cut(self, channel: bytes) -> None:
         """Close a connection that has sent its hello."""
-        waiting = self._forget(channel)
-        if waiting is not None:
-            self._sockets.drop(waiting.sock)
+        sock = self.take(channel)
+        if sock is not None:
+            self._sockets.drop(sock)

@@ -38,15 +38,14 @@ class SlotPool:
         slab: torch.Tensor | None = None,
     ) -> None:
         assert device == CPU or not page_locked
-        self.slot_bytes = slot_bytes
-        self.capacity = max(1, limit_bytes // slot_bytes)
-        self._device = device
-        self._page_locked = page_locked
+        self.slot_bytes, self.capacity = slot_bytes, max(1, limit_bytes // slot_bytes)
+        self._device, self._page_locked = device, page_locked
         self._in_one_piece = in_one_piece or device.type == "cuda"
+        self.slab = slab
+        """The memory of all slots, uint8 [capacity * slot_bytes], where it was allocated in one piece."""
         self._free: list[Slot] = []
-        self._slab = slab
-        self._retired: set[int] = set()
         self._slots: list[Slot] = []
+        self._retired: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -61,7 +60,7 @@ class SlotPool:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of memory allocated so far."""
-        return (len(self._slots) if self._slab is None else self.capacity) * self.slot_bytes
+        return (len(self._slots) if self.slab is None else self.capacity) * self.slot_bytes
 
     def take(self) -> Slot | None:
         """A slot, the most recently used one first (its bytes may still be in the cache); ``None`` if all are taken."""
@@ -69,9 +68,13 @@ class SlotPool:
             return self._free.pop()
         if len(self._slots) >= self.capacity:
             return None
-        slot = Slot(self._allocate(), len(self._slots))
-        self._slots.append(slot)
-        return slot
+        self.prepare()
+        if self.slab is not None:
+            tensor = self.slab[len(self._slots) * self.slot_bytes :][: self.slot_bytes]
+        else:
+            tensor = self._empty(self.slot_bytes)
+        self._slots.append(Slot(tensor, len(self._slots)))
+        return self._slots[-1]
 
     def put(self, slot: Slot) -> None:
         """Put a slot from ``take`` back, also a retired one."""
@@ -86,23 +89,12 @@ class SlotPool:
 
     def clear(self) -> None:
         """Forget the memory: it is freed once no slot that was taken is left."""
-        self._free, self._slots, self._slab = [], [], None
-
-    @property
-    def slab(self) -> torch.Tensor | None:
-        """The memory of all slots, uint8 [capacity * slot_bytes], where it was allocated in one piece."""
-        return self._slab
+        self._free, self._slots, self.slab = [], [], None
 
     def prepare(self) -> None:
         """Allocate all slots that lie in one piece: peers map or register the piece once, which takes milliseconds."""
-        if self._in_one_piece and self._slab is None:
-            self._slab = self._empty(self.capacity * self.slot_bytes)
-
-    def _allocate(self) -> torch.Tensor:
-        self.prepare()
-        if self._slab is not None:
-            return self._slab[len(self._slots) * self.slot_bytes :][: self.slot_bytes]
-        return self._empty(self.slot_bytes)
+        if self._in_one_piece and self.slab is None:
+            self.slab = self._empty(self.capacity * self.slot_bytes)
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         if self._page_locked:

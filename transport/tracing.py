@@ -66,24 +66,20 @@ class OpenSpan:
     def __init__(
         self, tracer: Tracer, name: str, kind: SpanKind, context: Context, attributes: Attributes | None
     ) -> None:
-        from opentelemetry.trace import set_span_in_context
-
         self._tracer, self._span = tracer, tracer.native.start_span(name, context, kind, attributes)
-        self._context = set_span_in_context(self._span)
+        self._context = tracer.trace.set_span_in_context(self._span)
         self.headers: dict[str, str] = {}
         tracer.propagator.inject(self.headers, self._context)
 
     def child(self, name: str, attributes: Attributes | None = None) -> OpenSpan:
         """Begin the span of a request that this process sends within this span."""
-        from opentelemetry.trace import SpanKind
-
-        return OpenSpan(self._tracer, name, SpanKind.CLIENT, self._context, attributes)
+        return OpenSpan(self._tracer, name, self._tracer.trace.SpanKind.CLIENT, self._context, attributes)
 
     def end(self, attributes: Attributes | None = None, error: str = "") -> None:
         """Only the first call counts. ``error``: why what the span stands for failed."""
         if self._span.is_recording():
             self._span.set_attributes(dict(attributes or {}))
-            _set_error(self._span, error)
+            self._tracer.set_error(self._span, error)
             self._span.end()
 
 
@@ -91,9 +87,10 @@ class Tracer:
     """Makes spans and hands them to an exporter. Thread-safe."""
 
     def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self.provider = provider
+        self.trace, self.provider = trace, provider
         self.native = provider.get_tracer("kvferry")
         self.propagator = TraceContextTextMapPropagator()
 
@@ -103,25 +100,24 @@ class Tracer:
         self._record(span, self.propagator.extract({TRACEPARENT: traceparent}), zero)
 
     def _record(self, span: RecordedSpan, context: Any, zero: int) -> None:
-        from opentelemetry.trace import set_span_in_context
-
-        made = self.native.start_span(
-            span.name, context, attributes=span.attributes, start_time=zero + int(span.begin * 1e9)
-        )
-        _set_error(made, span.error)
-        within = set_span_in_context(made)
+        began, ended = (zero + int(at * 1e9) for at in (span.begin, span.end))
+        made = self.native.start_span(span.name, context, attributes=span.attributes, start_time=began)
+        self.set_error(made, span.error)
         for child in span.children:
-            self._record(child, within, zero)
-        made.end(zero + int(span.end * 1e9))
+            self._record(child, self.trace.set_span_in_context(made), zero)
+        made.end(ended)
 
     def begin(
         self, name: str, headers: Mapping[str, str] | None = None, attributes: Attributes | None = None
     ) -> OpenSpan:
         """Begin the span of a request that came with these ``headers``: within the span that they name, or of a new
         trace."""
-        from opentelemetry.trace import SpanKind
+        return OpenSpan(self, name, self.trace.SpanKind.SERVER, self.propagator.extract(headers or {}), attributes)
 
-        return OpenSpan(self, name, SpanKind.SERVER, self.propagator.extract(headers or {}), attributes)
+    def set_error(self, span: SdkSpan, error: str) -> None:
+        """Why what a span stands for failed; empty where it did not."""
+        if error:
+            span.set_status(self.trace.Status(self.trace.StatusCode.ERROR, error))
 
     def close(self) -> None:
         """Send what is left, for ``CLOSE_SECONDS`` at most."""
@@ -169,10 +165,3 @@ def open_tracer(endpoint: str | None, identity: Attributes | None = None) -> Tra
     provider = TracerProvider(resource=Resource.create({"service.name": name, **(identity or {})}))
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracer(provider)
-
-
-def _set_error(span: SdkSpan, error: str) -> None:
-    if error:
-        from opentelemetry.trace import Status, StatusCode
-
-        span.set_status(Status(StatusCode.ERROR, error))

@@ -45,16 +45,16 @@ class ShortSwitchInterval:
 
     def shorten(self) -> None:
         """Have it no longer than so many seconds. Idempotent."""
-        if not self.short:
-            self._change(True)
+        self._change(True)
 
     def restore(self) -> None:
         """Leave it as it was before the first object shortened it, once no other wants it short. Idempotent."""
-        if self.short:
-            self._change(False)
+        self._change(False)
 
     def _change(self, short: bool) -> None:
         cls = ShortSwitchInterval
+        if self.short is short:
+            return
         with cls._lock:
             if self.short is short:
                 return
@@ -83,10 +83,8 @@ class Waker:
         """Make ``fd`` readable. Thread-safe, a few microseconds, never blocks, harmless after :meth:`close`."""
         with self._lock:  # without it a wake() beside close() could write to another file that got the same number
             if not self._closed:
-                try:
+                with contextlib.suppress(BlockingIOError):  # the counter is full: the poller is awake already
                     os.eventfd_write(self.fd, 1)
-                except BlockingIOError:
-                    return  # the counter is full: the poller is awake already
 
     def drain(self) -> bool:
         """Make ``fd`` unreadable again; True if ``wake`` was called before. Look at the work only after this call."""
@@ -170,9 +168,9 @@ class RunningClock:
 class RateLimitedLog:
     """Writes at most one line per ``seconds`` and key, and says how many lines of the key it suppressed. Thread-safe.
 
-    Peers cause these lines, so all is bounded: a key may come from a peer, because at most ``max_lines`` lines are
-    written per ``seconds`` for all keys together, and beyond ``max_keys`` the key that has been silent for the longest
-    time is forgotten. A line has at most ``MAX_LINE`` characters.
+    Peers cause these lines, and may choose the keys: at most ``max_lines`` lines are written per ``seconds`` for all
+    keys together, and beyond ``max_keys`` the key that was silent for the longest time is forgotten. A line has at most
+    ``MAX_LINE`` characters. Each method returns whether the line was written.
     """
 
     MAX_LINE = 2000
@@ -192,19 +190,16 @@ class RateLimitedLog:
         self.keys: dict[str, tuple[float, int]] = {}  # last warned at, suppressed since
 
     def info(self, key: str, message: str, *args: object) -> bool:
-        """``logger.info(message, *args)``, or count it as suppressed; True where it was written."""
         return self._log(logging.INFO, key, message, args)
 
     def warning(self, key: str, message: str, *args: object) -> bool:
-        """The same at WARNING."""
         return self._log(logging.WARNING, key, message, args)
 
     def error(self, key: str, message: str, *args: object) -> bool:
-        """The same at ERROR."""
         return self._log(logging.ERROR, key, message, args)
 
     def exception(self, key: str, message: str, *args: object) -> bool:
-        """The same at ERROR, with the traceback of the exception that is being handled."""
+        """At ERROR, with the traceback of the exception that is being handled."""
         return self._log(logging.ERROR, key, message, args, traceback=True)
 
     def _log(self, level: int, key: str, message: str, args: tuple[object, ...], *, traceback: bool = False) -> bool:

@@ -30,12 +30,11 @@ from kvferry.connector.wire.messages import (
     decode_reply,
     encode,
 )
-from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control.dialer import Connection, Dialer
 from kvferry.transport.control.keys import FINGERPRINT_BYTES, GREETING_BYTES, Keys
 from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.errors import ProtocolError, UsageError, shortened
-from kvferry.transport.host import numeric_address
+from kvferry.transport.host import AllowedPeers, numeric_address
 
 PEER_SECONDS = 5.0
 """How long each step may take: the TCP connection, the handshake of keys, and each answer."""

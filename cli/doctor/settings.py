@@ -11,10 +11,10 @@ from typing import Any
 
 from kvferry.cli.doctor.findings import Finding, Machine, fault, note, ok, warning
 from kvferry.connector.config import ENVIRONMENT, Settings, load_settings
-from kvferry.transport.allowed_peers import is_loopback
 from kvferry.transport.control.key_file import default_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError, did_you_mean, shortened
+from kvferry.transport.host import is_loopback
 
 PREFIX = "KVFERRY_"
 SECRET = "secret_key"

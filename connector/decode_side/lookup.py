@@ -46,8 +46,7 @@ from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import LeftAnswer, Rendezvous, RendezvousResult
 from kvferry.transport.blocking_calls import BlockingCall
-from kvferry.transport.bootstrap.fetch import fetch_page
-from kvferry.transport.bootstrap.page import first_rank
+from kvferry.transport.bootstrap import fetch_page, first_rank
 from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import KVFerryError, ProtocolError, TransportError, shortened
 

@@ -22,7 +22,7 @@ from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RemoteLease, Rendezvous
-from kvferry.transport.bootstrap.page import checked_url
+from kvferry.transport.bootstrap import checked_url
 from kvferry.transport.errors import ProtocolError, quoted
 
 PARAMS_VERSION = 1

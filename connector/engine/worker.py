@@ -38,10 +38,9 @@ from kvferry.connector.wire.step_plan import (
     by_region,
 )
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
-from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import TransportError
-from kvferry.transport.host import raise_file_limit
+from kvferry.transport.host import AllowedPeers, raise_file_limit
 from kvferry.transport.tracing import Tracer
 
 logger = logging.getLogger("vllm.kvferry.worker")

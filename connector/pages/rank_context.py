@@ -16,10 +16,10 @@ from kvferry.connector.pages.caches import RankCaches
 from kvferry.connector.wire.messages import MAX_REPLY_BYTES
 from kvferry.connector.wire.metrics import HandoverStats, rank_stats
 from kvferry.connector.wire.step_plan import RemoteLease
-from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import IncompatiblePeerError, ProtocolError
+from kvferry.transport.host import AllowedPeers
 from kvferry.transport.plane import Plane
 from kvferry.transport.tracing import Tracer
 from kvferry.transport.wake import RateLimitedLog

@@ -27,8 +27,7 @@ from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import RankAddress, StepPlan, StepResults
-from kvferry.transport.bootstrap import page as bootstrap_page
-from kvferry.transport.bootstrap.server import BootstrapServer
+from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
 from kvferry.transport.host import host_id
 from kvferry.transport.tracing import open_tracer
 
@@ -239,7 +238,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             self._scheduling.set_ranks(ours)
             if self._bootstrap is not None:
                 ranks = {(rank.tp_rank, rank.pp_rank): (rank.host, rank.port) for rank in ours}
-                self._bootstrap.publish(bootstrap_page.page(self._engine_id, self._dp_rank, ranks))
+                self._bootstrap.publish(bootstrap_page(self._engine_id, self._dp_rank, ranks))
         elif handshakes:
             logger.error(
                 "kvferry: the workers' addresses did not come (%s did); nothing can be handed over from here. "

@@ -8,8 +8,6 @@ Each seed is one case, which every pair runs. ``--seed S --count 1 --pair NAME``
 
 from __future__ import annotations
 
-import argparse
-import random
 import sys
 import time
 from pathlib import Path
@@ -17,8 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
+from benchmarks.harness import report
 from tests.faults.cases import draw
-from tests.faults.pair import Broken, FaultyPair
+from tests.faults.pair import FaultyPair
+from tests.support.pair import Broken, run_parser
 
 PAIRS: dict[str, dict[str, Any]] = {
     "tcp": {"plane": "tcp"},
@@ -34,30 +34,27 @@ DAMAGED = ("tcp", "zmq", "checksum", "encrypt")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, help="of the first case; each further case adds one")
-    parser.add_argument("--count", type=int, help="cases, instead of a time")
+    parser = run_parser(__doc__, seconds=600.0)
     parser.add_argument("--pair", choices=PAIRS, action="append", help="all, if none is named")
     args = parser.parse_args()
-    seed = random.randrange(1 << 32) if args.seed is None else args.seed
     pairs = {name: FaultyPair(PAIRS[name]) for name in args.pair or PAIRS}
-    end, number = time.monotonic() + args.seconds, 0
+    end, number, failed = time.monotonic() + args.seconds, 0, 0
     try:
         while number < args.count if args.count else time.monotonic() < end or not number:
             for name, pair in pairs.items():
-                case, begun = draw(seed + number, data=name in DAMAGED), time.monotonic()
+                case, begun = draw(args.seed + number, data=name in DAMAGED), time.monotonic()
                 pair.strike(case)
                 print(f"{name}: {case}: {time.monotonic() - begun:.1f} s", flush=True)
             number += 1
     except Broken as error:
-        print(f"{error}\nrepeat it: python tests/faults/run.py --seed {seed + number} --count 1 --pair {name}")
-        return 1
+        failed = 1
+        print(f"{error}\nrepeat it: python tests/faults/run.py --seed {args.seed + number} --count 1 --pair {name}")
     finally:
         for name, pair in pairs.items():
             print(f"{name}: {dict(pair.outcomes)}", flush=True)
             pair.close()
-    return 0
+    report.write(args.json, {"seed": args.seed, "rows": [{"pair": n, **pair.outcomes} for n, pair in pairs.items()]})
+    return failed
 
 
 if __name__ == "__main__":

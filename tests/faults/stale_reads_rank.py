@@ -1,23 +1,17 @@
-"""One process of ``stale_reads.py``: ``stale_reads_rank.py ROLE OPTIONS``, the P or the D of its races.
+"""The P and the D of ``stale_reads.py``, each in a process of its own.
 
-One JSON line per order on stdin, one per answer on stdout. Times are of ``time.monotonic``, which both processes share.
+Times are of ``time.monotonic``, which both processes share.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import queue
 import secrets
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import msgspec
 import torch
 
 from kvferry.connector.config import Settings
@@ -27,6 +21,7 @@ from kvferry.transport.channels import ByteRanges, Copy
 from kvferry.transport.planes import cma
 from tests.support.inside import consumer_of, thread_of
 from tests.support.ranks import Rank, load_plan, peer
+from tests.support.remote import tell
 
 POOL, BLOCKS, BLOCK_SIZE = 24, 7, 16
 """Blocks of P's cache and of D's, blocks of one prompt, tokens of one block."""
@@ -37,61 +32,43 @@ CYCLES_PER_SECOND = 1.5e9
 """About the clock of a GPU: how long a slow reader's kernel waits need not be exact."""
 
 
-def say(**answer: Any) -> None:
-    """One answer."""
-    print(json.dumps(answer), flush=True)
+class RacingRank:
+    def __init__(self, fence: str, lease_seconds: float, device: str, plane: str) -> None:
+        settings = Settings(plane=plane, lease_seconds=lease_seconds, ask_hold_seconds=lease_seconds)
+        self._device = device
+        self._rank = Rank(
+            engine_id=f"engine-{type(self).__name__}", settings=settings, blocks=POOL, block_size=BLOCK_SIZE,
+            layers=8, content=64, device=device,
+        )  # fmt: skip
+        self.close = self._rank.close
 
 
-def orders() -> queue.SimpleQueue[dict[str, Any] | None]:
-    """The orders, as they come in; ``None`` is the end."""
-    found: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            found.put(json.loads(line))
-        found.put(None)
-
-    threading.Thread(target=listen, daemon=True).start()
-    return found
-
-
-def taken(source: queue.SimpleQueue[dict[str, Any] | None]) -> Iterator[dict[str, Any] | None]:
-    """The orders that are here now; waits for a moment where there is none."""
-    with_wait = True
-    while True:
-        try:
-            yield source.get(timeout=TURN_SECONDS) if with_wait else source.get_nowait()
-        except queue.Empty:
-            return
-        with_wait = False
-
-
-class Producer:
+class Producer(RacingRank):
     """P: a pool of 24 blocks. Blocks whose lease has ended are overwritten in the same turn."""
 
-    def __init__(self, rank: Rank, device: str) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._free = list(range(POOL))
         self._leased: dict[str, list[int]] = {}
         self._waiting: list[int] = []
-        self._orders = orders()
 
-    def serve(self) -> None:
-        """Until the orders end."""
-        while True:
-            for order in taken(self._orders):
-                if order is None:
-                    return
-                self._waiting.append(order["race"])
-            self._rank.poll()
-            for name in [name for name in self._leased if name in self._rank.sent]:
-                blocks = self._leased.pop(name)
-                begun = time.monotonic()
-                self._write(blocks, -2 - int(name))
-                say(reused=int(name), begun=begun, ended=time.monotonic())
-                self._free += blocks
-            while self._waiting and len(self._free) >= BLOCKS:
-                self._grant(self._waiting.pop(0))
+    def where(self) -> PeerEngine:
+        return peer([self._rank])
+
+    def grant(self, race: int) -> None:
+        """Lease a prompt, once there are blocks for it."""
+        self._waiting.append(race)
+
+    def idle(self) -> float:
+        self._rank.poll()
+        for name in [name for name in self._leased if name in self._rank.sent]:
+            blocks, begun = self._leased.pop(name), time.monotonic()
+            self._write(blocks, -2 - int(name))
+            tell({"race": int(name), "begun": begun, "ended": time.monotonic()})
+            self._free += blocks
+        while self._waiting and len(self._free) >= BLOCKS:
+            self._grant(self._waiting.pop(0))
+        return TURN_SECONDS
 
     def _grant(self, race: int) -> None:
         blocks, self._free = self._free[:BLOCKS], self._free[BLOCKS:]
@@ -100,7 +77,7 @@ class Producer:
         lease = LeaseGrant(str(race), token, BLOCKS * BLOCK_SIZE, (pack_ids(blocks),))
         self._rank.worker.post(StepPlan(leases=(lease,)))
         self._leased[str(race)] = blocks
-        say(granted=race, token=base64.b64encode(token).decode())
+        tell({"race": race, "token": token})
 
     def _write(self, blocks: list[int], value: int) -> None:
         for cache in self._rank.caches.values():
@@ -109,41 +86,37 @@ class Producer:
             torch.cuda.synchronize()
 
 
-class Decoder:
+class Decoder(RacingRank):
     """D: reads slowly, and says of each load whether it was done, and whether its bytes were P's."""
 
-    def __init__(self, rank: Rank, device: str) -> None:
-        self._rank, self._device = rank, device
-        self._orders = orders()
+    def __init__(self, fence: str, **options: Any) -> None:
+        if fence == "off":
+            take_every_read_for_good()
+        if fence == "commit":  # D asks P for each grant, and commits each read
+            mock.patch.object(link, "BoardReader", side_effect=OSError("switched off")).start()
+        super().__init__(fence, **options)
         self._blocks: dict[str, list[int]] = {}
         self._slow: dict[str, float] = {}
         self._begun: dict[str, float] = {}
         self._copies: dict[str, Copy] = {}
         self._read_as = ""
-        thread: Any = thread_of(rank)
-        self._receiver = consumer_of(thread).reads
+        self._receiver: Any = consumer_of(thread_of(self._rank)).reads
         self._slow_down()
 
-    def serve(self, engine: PeerEngine) -> None:
-        """Until the orders end."""
-        while True:
-            for order in taken(self._orders):
-                if order is None:
-                    return
-                name, blocks = str(order["race"]), order["blocks"]
-                self._blocks[name], self._slow[name] = blocks, order["slow"]
-                token, tokens = base64.b64decode(order["token"]), BLOCKS * BLOCK_SIZE
-                self._rank.worker.post(load_plan(name, token, engine, blocks, 0, tokens))
-            self._rank.poll()
-            for name in [name for name in self._blocks if name in self._rank.received]:
-                self._say_end(name, self._blocks.pop(name))
+    def load(self, race: int, token: bytes, slow: float, blocks: list[int], engine: PeerEngine) -> None:
+        name = str(race)
+        self._blocks[name], self._slow[name] = blocks, slow
+        self._rank.worker.post(load_plan(name, token, engine, blocks, 0, BLOCKS * BLOCK_SIZE))
 
-    def _say_end(self, name: str, blocks: list[int]) -> None:
-        done = name not in self._rank.failed
-        right = done and all(bool((cache[blocks] == int(name)).all()) for cache in self._rank.caches.values())
-        copy = self._copies.pop(name, None)
-        read = [self._begun[name], copy.ended_at or time.monotonic()] if copy is not None else None
-        say(race=int(name), done=done, right=right, read=read)
+    def idle(self) -> float:
+        self._rank.poll()
+        for name in [name for name in self._blocks if name in self._rank.received]:
+            blocks, done = self._blocks.pop(name), name not in self._rank.failed
+            right = done and all(bool((cache[blocks] == int(name)).all()) for cache in self._rank.caches.values())
+            copy = self._copies.pop(name, None)
+            read = [self._begun[name], copy.ended_at or time.monotonic()] if copy is not None else None
+            tell({"race": int(name), "done": done, "right": right, "read": read})
+        return TURN_SECONDS
 
     # --- slow reads ---------------------------------------------------------------------------------------------
 
@@ -166,8 +139,7 @@ class Decoder:
             self._slow_down_calls()
 
     def _slow_down_kernels(self) -> None:
-        assert self._rank.worker.rank_context is not None
-        copies: Any = self._rank.worker.rank_context.caches.copies
+        copies: Any = self._rank.context.caches.copies
         start = copies.start
 
         def slow_start(enqueue: Any, *rest: Any) -> Copy:
@@ -183,9 +155,7 @@ class Decoder:
         copies.start = slow_start
 
     def _slow_down_calls(self) -> None:
-        turn, copy_ranges = cma.CmaCopy.turn, cma.copy_ranges
-
-        rank = self
+        turn, copy_ranges, rank = cma.CmaCopy.turn, cma.copy_ranges, self
 
         def slow_turn(self: cma.CmaCopy) -> None:
             with rank._of(next(w.read.active_load.load.request_id for w in rank._receiver.writes if w.copy is self)):
@@ -218,34 +188,3 @@ def take_every_read_for_good() -> None:
         return commit(self, now) or self.answered(True, now)
 
     read.SourceRead.commit = unfenced  # type: ignore[method-assign]
-
-
-def find_no_board(*_: object) -> None:
-    """In place of ``BoardReader``: D asks P for each grant, and commits each read."""
-    raise OSError("switched off")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    role, options = sys.argv[1], json.loads(sys.argv[2])
-    if options["fence"] == "off":
-        take_every_read_for_good()
-    if options["fence"] == "commit":
-        mock.patch.object(link, "BoardReader", find_no_board).start()
-    lease = options["lease_seconds"]
-    settings = Settings(plane=options["plane"], lease_seconds=lease, ask_hold_seconds=lease)
-    rank = Rank(
-        engine_id=f"engine-{role}", settings=settings, blocks=POOL, block_size=BLOCK_SIZE, layers=8, content=64,
-        device=options["device"],
-    )  # fmt: skip
-    say(engine=base64.b64encode(msgspec.msgpack.encode(peer([rank]))).decode())
-    if role == "p":
-        Producer(rank, options["device"]).serve()
-    else:
-        engine = msgspec.msgpack.decode(base64.b64decode(options["engine"]), type=PeerEngine)
-        Decoder(rank, options["device"]).serve(engine)
-    rank.close()
-
-
-if __name__ == "__main__":
-    main()

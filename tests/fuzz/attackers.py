@@ -37,11 +37,11 @@ def greeting_of(keys: Keys) -> bytes:
     return greeting(keys.admitted[keys.fingerprint])
 
 
-def client_hello() -> bytes:
-    """The begin of a TLS handshake, by a client without a key."""
+def client_hello(context: ssl.SSLContext) -> bytes:
+    """The begin of a TLS handshake."""
     said = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), said, server_hostname="kvferry").do_handshake()
+        context.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
     return said.read()
 
 
@@ -67,13 +67,12 @@ class Stranger:
     ) -> None:
         self._rng, self._port = rng, port
         self._greeting = b"" if keys is None else greeting_of(keys)
-        opening = self._greeting + client_hello()
-        garbage = [ZMTP, HTTP, rng.randbytes(SECRET_BYTES + CHANNEL_BYTES)]
-        self._mutator = Mutator(rng, [opening, *garbage, *recorded], "")
-        self._openings = [opening, *recorded]
         nothing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         nothing.check_hostname, nothing.verify_mode = False, ssl.CERT_NONE
         self._contexts = [nothing, Keys(new_secret()).of_d]
+        self._openings = [self._greeting + client_hello(nothing), *recorded]
+        garbage = [ZMTP, HTTP, rng.randbytes(SECRET_BYTES + CHANNEL_BYTES)]
+        self._mutator = Mutator(rng, [*self._openings, *garbage], "")
         self._open: list[socket.socket] = []
         self.inputs = 0
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -51,12 +52,12 @@ from kvferry.connector.wire.step_plan import (
     unpack_ids,
 )
 from kvferry.transport import grant_board
-from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control.key_file import read_key_file
 from kvferry.transport.control.keys import Keys, new_secret, raw_key
 from kvferry.transport.control.stream import Shared, Stream, StreamEndedError
 from kvferry.transport.errors import ConfigError, GeometryError, IncompatiblePeerError, ProtocolError
-from kvferry.transport.plane import decode_payload
+from kvferry.transport.host import AllowedPeers
+from kvferry.transport.plane import MAX_PAYLOAD_BYTES, decode_payload
 from kvferry.transport.planes import cma, cuda_ipc, nixl, shm, tcp, ucx
 from kvferry.transport.planes import zmq as zmq_plane
 from kvferry.transport.planes.pull import MAX_FILE_BYTES, MemoryFileAddress, PullOffer
@@ -135,33 +136,28 @@ def of_streams(honest: Honest) -> Iterator[Decoder]:
     yield Decoder("bytes of the control port", [*whole, whole[1] * 3], stream, (StreamEndedError, ProtocolError), "", 4)
 
 
-NIXL_SLOTS = nixl.NixlSlots(4096, 4096, 1, 8, None)
-
-
 def of_planes(honest: Honest) -> Iterator[Decoder]:
     """Offers, answers and files of each plane, by kind; and what P does with an answer."""
     secret = bytes(range(32))
-    kinds: list[tuple[str, type[msgspec.Struct], list[msgspec.Struct], int]] = [
-        ("tcp offer", tcp.TcpOffer, [tcp.TcpOffer(5, secret)], 1 << 16),
-        ("shm offer", shm.ShmOffer, [shm.ShmOffer(shm.NAME_PREFIX + b"0" * 32, secret, 0)], 1 << 16),
-        ("zmq attach", zmq_plane.ZmqAttach, [zmq_plane.ZmqAttach(1 << 20, 8)], 1 << 16),
-        ("zmq reply", zmq_plane.ZmqReply, [zmq_plane.ZmqReply(5, secret)], 1 << 16),
-        ("socket attach", SocketAttach, [SocketAttach(b"k" * 16, 1 << 20)], 1 << 16),
-        ("cma offer", PullOffer, [PullOffer("host", 77)], 1 << 16),
-        ("cma memory", cma.CmaMemory, [cma.CmaMemory(4096, bytes(16), ((1, 2), (3, 4)))], MAX_FILE_BYTES),
-        ("memory file", MemoryFileAddress, [MemoryFileAddress(7)], 1 << 16),
-        ("cuda_ipc offer", cuda_ipc.IpcOffer, [cuda_ipc.IpcOffer("host", 77)], 1 << 16),
-        ("nixl offer", nixl.NixlOffer, [nixl.NixlOffer(5600, secret, "1.5.1", "rdma")], 1 << 16),
-        ("nixl reply", nixl.NixlReply, [nixl.NixlReply("a", [secret] * 2, 1, NIXL_SLOTS)], 1 << 16),
-        ("ucx offer", ucx.UcxOffer, [ucx.UcxOffer("host")], 1 << 16),
-        ("ucx attach", ucx.UcxAttach, [ucx.UcxAttach(secret, 1, 1 << 20, b"c" * 8, True)], 1 << 16),
-        ("ucx reply", ucx.UcxReply, [ucx.UcxReply(secret, 1)], 1 << 16),
+    kinds: list[tuple[str, msgspec.Struct]] = [
+        ("tcp offer", tcp.TcpOffer(5, secret)),
+        ("shm offer", shm.ShmOffer(shm.NAME_PREFIX + b"0" * 32, secret, 0)),
+        ("zmq attach", zmq_plane.ZmqAttach(1 << 20, 8)),
+        ("zmq reply", zmq_plane.ZmqReply(5, secret)),
+        ("socket attach", SocketAttach(b"k" * 16, 1 << 20)),
+        ("cma offer", PullOffer("host", 77)),
+        ("cma memory", cma.CmaMemory(4096, bytes(16), ((1, 2), (3, 4)))),
+        ("memory file", MemoryFileAddress(7)),
+        ("cuda_ipc offer", cuda_ipc.IpcOffer("host", 77)),
+        ("nixl offer", nixl.NixlOffer(5600, secret, "1.5.1", "rdma")),
+        ("nixl reply", nixl.NixlReply("a", [secret] * 2, 1, nixl.NixlSlots(4096, 4096, 1, 8, None))),
+        ("ucx offer", ucx.UcxOffer("host")),
+        ("ucx attach", ucx.UcxAttach(secret, 1, 1 << 20, b"c" * 8, True)),
+        ("ucx reply", ucx.UcxReply(secret, 1)),
     ]
-    for name, kind, corpus, limit in kinds:
-        yield Decoder(
-            name, [encode(item) for item in corpus],
-            lambda data, kind=kind, name=name, limit=limit: decode_payload(data, kind, name, limit),  # type: ignore[misc]
-        )  # fmt: skip
+    for name, item in kinds:
+        limit = MAX_FILE_BYTES if name == "cma memory" else MAX_PAYLOAD_BYTES
+        yield Decoder(name, [encode(item)], partial(decode_payload, kind=type(item), what=name, limit=limit))
 
 
 def of_boards(honest: Honest) -> Iterator[Decoder]:
@@ -198,31 +194,31 @@ def of_files_and_keys(keys: Keys, folder: Path) -> Iterator[Decoder]:
         path.chmod(0o600)
         read_key_file(path)
 
-    def key(data: bytes) -> None:
-        raw_key("secret_key", data.decode("latin-1"))
-
     allowed = AllowedPeers(["127.0.0.0/8", "10.1.0.0/16", "::1"])
     secret = keys.secret.encode()
     yield Decoder("key files", [secret + b"\n", secret], key_file, (ConfigError,), "", 0.02)
-    yield Decoder("keys", [secret, keys.public.encode()], key, (ConfigError,), "", 2.0)
-    addresses = [b"127.0.0.1", b"10.1.2.3", b"::ffff:10.1.2.3", b"fe80::1%eth0"]
-
-    def address(data: bytes) -> None:
-        allowed.refusal(data[:255].decode("latin-1"))  # kv_transfer_params bounds the name of a host
-
-    yield Decoder("addresses of peers", addresses, address, (ValueError,), "", 0.2)
+    yield Decoder(
+        "keys", [secret, keys.public.encode()], lambda data: raw_key("secret_key", data.decode("latin-1")),
+        (ConfigError,), "", 2.0,
+    )  # fmt: skip
+    yield Decoder(  # kv_transfer_params bounds the name of a host
+        "addresses of peers", [b"127.0.0.1", b"10.1.2.3", b"::ffff:10.1.2.3", b"fe80::1%eth0"],
+        lambda data: allowed.refusal(data[:255].decode("latin-1")), (ValueError,), "", 0.2,
+    )  # fmt: skip
 
 
 def of_params(honest: Honest) -> Iterator[Decoder]:
     """What comes with a client's request, and what comes from the scheduler process."""
 
+    def value_of(data: bytes) -> Any:
+        with suppress(msgspec.DecodeError, RecursionError, ValueError):
+            return msgspec.json.decode(data)
+
     def params(data: bytes) -> None:
-        try:
-            value = msgspec.json.decode(data)
-        except (msgspec.DecodeError, RecursionError, ValueError):
-            return
-        rendezvous_of("r", value if isinstance(value, dict) else None)
-        remote = from_transfer_params(value if isinstance(value, dict) else None, (8, 4))
+        value = value_of(data)
+        given = value if isinstance(value, dict) else None
+        rendezvous_of("r", given)
+        remote = from_transfer_params(given, (8, 4))
         if remote is not None:
             check_reachable(remote.peer, "abcdef")
 
@@ -231,11 +227,7 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
     )
 
     def scheduler(data: bytes) -> None:
-        try:
-            value = msgspec.json.decode(data)
-        except (msgspec.DecodeError, RecursionError, ValueError):
-            return
-        view = RequestView("r", value, list(range(100)), 100, 0)
+        view = RequestView("r", value_of(data), list(range(100)), 100, 0)
         half.on_new_request(view)
         count, _ = half.num_new_matched_tokens(view, 0)
         if count:
@@ -276,23 +268,16 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Log lines of refusals cost more than the refusals."""
-    logger = logging.getLogger("vllm.kvferry")
+def every_decoder(folder: Path) -> Iterator[list[Decoder]]:
+    """All of them. ``folder``: for files. Log lines of refusals would cost more than the refusals."""
+    honest, logger = Honest(), logging.getLogger("vllm.kvferry")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
-        yield
+        with of_live_planes() as live:
+            yield [
+                *of_protocol(honest), *of_streams(honest), *of_planes(honest), *live, *of_boards(honest),
+                *of_files_and_keys(Keys(new_secret()), folder), *of_params(honest),
+            ]  # fmt: skip
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def every_decoder(folder: Path) -> Iterator[list[Decoder]]:
-    """All of them. ``folder``: for files."""
-    honest = Honest()
-    with quiet(), of_live_planes() as live:
-        yield [
-            *of_protocol(honest), *of_streams(honest), *of_planes(honest), *live, *of_boards(honest),
-            *of_files_and_keys(Keys(new_secret()), folder), *of_params(honest),
-        ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ INTERESTING = [0, 1, 2, 15, 16, 127, 128, 255, 256, 4095, 4096, 65535, 65536, (1
                1 << 32, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1, -1, -128, -(1 << 31),
                -(1 << 63)]  # fmt: skip
 TEXTS = ["", "a", "\0", "\n", "\u2028", "\ud800", "é" * 300, "%s%n", "x" * 5000, "../" * 20, "127.0.0.1", "::1", "type"]
+OTHERS = [float("nan"), float("inf"), -0.0, 1e308, 0.5, None, None, [], {"": 1}, {"type": -1}, True, False]
 LARGE_IN = 4000
 """One input of so many is large: up to a MiB, or nested deeply."""
 HEADS = bytes(range(0xC0, 0xE0)) + b"\x80\x8f\x90\x9f\xa0\xbf\x7f"
@@ -27,29 +29,30 @@ class Mutator:
 
     def __init__(self, rng: random.Random, corpus: Sequence[bytes], codec: str = "msgpack") -> None:
         """``codec``: "msgpack", "json", or "" where the bytes have no such structure."""
-        self._rng, self._corpus, self._codec = rng, list(corpus), codec
+        self._rng, self._corpus = rng, list(corpus)
+        self._codec: Any = {"msgpack": msgspec.msgpack, "json": msgspec.json}.get(codec)
         self._values: list[Any] = []
-        if codec:
-            decode = msgspec.msgpack.decode if codec == "msgpack" else msgspec.json.decode
-            for item in corpus:
-                try:
-                    self._values.append(decode(item))
-                except msgspec.MsgspecError:
-                    continue
+        for item in corpus if codec else ():
+            with suppress(msgspec.MsgspecError):
+                self._values.append(self._codec.decode(item))
 
     def next(self) -> bytes:
         """One input; seldom a valid one."""
         rng = self._rng
         if rng.random() < 1 / LARGE_IN:
             return self._large()
-        if self._values and rng.random() < 0.5:
-            return self._structured()
-        return self._bytes(bytearray(rng.choice(self._corpus)))
+        if not self._values or rng.random() < 0.5:
+            return self._bytes(rng.choice(self._corpus))
+        value = rng.choice(self._values)
+        for _ in range(rng.choice((1, 2))):
+            value = self._changed(value)
+        try:
+            return bytes(self._codec.encode(value))
+        except (ValueError, OverflowError, TypeError, msgspec.MsgspecError):  # what it has no form for
+            return b""
 
-    # --- bytes ----------------------------------------------------------------------------------------------------
-
-    def _bytes(self, data: bytearray) -> bytes:
-        rng = self._rng
+    def _bytes(self, changed: bytes) -> bytes:
+        rng, data = self._rng, bytearray(changed)
         for _ in range(1 + int(rng.random() * 3)):
             at = int(rng.random() * (len(data) + 1))
             kind = int(rng.random() * 8)
@@ -62,11 +65,11 @@ class Mutator:
             elif kind == 3:
                 data[at:at] = rng.randbytes(1 + int(rng.random() * 8))
             elif kind == 4:
-                data[at : at + 1] = bytes((HEADS[int(rng.random() * len(HEADS))],))
+                data[at : at + 1] = bytes((rng.choice(HEADS),))
             elif kind == 5:
-                data[at : at + 4] = COUNTS[int(rng.random() * len(COUNTS))]
+                data[at : at + 4] = rng.choice(COUNTS)
             elif kind == 6:
-                other = self._corpus[int(rng.random() * len(self._corpus))]
+                other = rng.choice(self._corpus)
                 begin = int(rng.random() * (len(other) + 1))
                 data[at : at + int(rng.random() * 64)] = other[begin : begin + int(rng.random() * 64)]
             else:
@@ -78,45 +81,23 @@ class Mutator:
         rng = self._rng
         piece = rng.choice([b"\x91", b"\x81\xa1a", b"\x90", b"\xc0", b"[", b'{"a":', b"\0", b"\xff", b"\xa1a\x01"])
         head = rng.choice([b"", b"\xdd\x00\x10\x00\x00", b"\xdf\x00\x08\x00\x00", b"\xdb\x00\x0f\xff\x00"])
-        count = (1 << rng.randrange(10, 21)) // len(piece)
-        return bytes(self._bytes(bytearray(rng.choice(self._corpus)))[:200] + head + piece * count)
+        return self._bytes(rng.choice(self._corpus))[:200] + head + piece * ((1 << rng.randrange(10, 21)) // len(piece))
 
-    # --- values ---------------------------------------------------------------------------------------------------
-
-    def _structured(self) -> bytes:
-        value = self._rng.choice(self._values)
-        for _ in range(1 + int(self._rng.random() * 2)):
-            value = self._changed(value, 0)
-        try:
-            return msgspec.msgpack.encode(value) if self._codec == "msgpack" else msgspec.json.encode(value)
-        except (
-            ValueError,
-            OverflowError,
-            TypeError,
-            msgspec.MsgspecError,
-        ):  # a number or a text that it has no form for
-            return b""
-
-    def _changed(self, value: Any, depth: int) -> Any:
+    def _changed(self, value: Any) -> Any:
         """A copy with one change, on the way down to a random node."""
-        rng = self._rng
+        rng, kind = self._rng, self._rng.random()
         if isinstance(value, dict) and value and rng.random() < 0.9:
             changed = dict(value)
             key = rng.choice(list(changed))
-            kind = rng.random()
             if kind < 0.08:
                 del changed[key]
             elif kind < 0.14:
                 changed[rng.choice(TEXTS)] = self._value()
-            elif kind < 0.18:
-                changed[key if isinstance(key, str) else "x"] = self._value()
             else:
-                changed[key] = self._changed(changed[key], depth + 1)
+                changed[key] = self._changed(changed[key])
             return changed
         if isinstance(value, list) and value and rng.random() < 0.9:
-            items = list(value)
-            at = rng.randrange(len(items))
-            kind = rng.random()
+            items, at = list(value), rng.randrange(len(value))
             if kind < 0.1:
                 del items[at]
             elif kind < 0.2:
@@ -124,32 +105,15 @@ class Mutator:
             elif kind < 0.25:
                 items = (items * rng.choice((2, 10, 70)))[:5000]
             else:
-                items[at] = self._changed(items[at], depth + 1)
+                items[at] = self._changed(items[at])
             return items
-        if isinstance(value, bytes) and rng.random() < 0.7:
-            return self._bytes(bytearray(value)) if rng.random() < 0.7 else rng.randbytes(len(value))
-        if isinstance(value, bool):
-            return not value
-        if isinstance(value, int) and rng.random() < 0.8:
-            return value + rng.choice((-1, 1, 7, 1 << 20)) if rng.random() < 0.4 else rng.choice(INTERESTING)
+        if isinstance(value, bytes) and kind < 0.7:
+            return self._bytes(value) if rng.random() < 0.7 else rng.randbytes(len(value))
+        if isinstance(value, int) and kind < 0.3:
+            return value + rng.choice((-1, 1, 7, 1 << 20))
         return self._value()
 
     def _value(self) -> Any:
         rng = self._rng
-        match int(rng.random() * 9):
-            case 0 | 1:
-                return rng.choice(INTERESTING)
-            case 2:
-                return rng.choice(TEXTS)
-            case 3:
-                return rng.randbytes(rng.choice((0, 1, 16, 32, 33, 300)))
-            case 4:
-                return rng.choice((float("nan"), float("inf"), -0.0, 1e308, 0.5))
-            case 5:
-                return None
-            case 6:
-                return []
-            case 7:
-                return {rng.choice(TEXTS): rng.choice(INTERESTING)}
-            case _:
-                return rng.random() < 0.5
+        sizes = (0, 1, 16, 32, 33, 300)
+        return rng.choice(rng.choice((INTERESTING, INTERESTING, TEXTS, OTHERS, [rng.randbytes(rng.choice(sizes))])))

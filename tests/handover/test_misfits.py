@@ -15,9 +15,9 @@ from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailabl
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
-from tests.support.dialed import dialed
 from tests.support.inside import sends_of
 from tests.support.ranks import SOON, grant, load_plan, peer, reason_of, wait
+from tests.transport.control_ends import Dialed
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_another_model_or_geometry_is_refused_by_name(
 
 def test_another_protocol_version_is_refused_by_name(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     p = group.rank()
-    connection = dialed(p)
+    connection = Dialed(p.address.port)
     connection.send([messages.MAGIC, (9).to_bytes(2, "big"), b"whatever version 9 says"])
     answers: list[list[bytes]] = []
     assert wait(lambda: bool(answers.extend(connection.receive()) or answers), [p])
@@ -102,7 +102,7 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(group: RankGroup, monkeypa
 )
 def test_garbage_is_counted_and_p_serves_on(group: RankGroup, frames: list[bytes]) -> None:
     p, d = group.rank(), group.rank(engine_id="engine-d")
-    connection = dialed(p)
+    connection = Dialed(p.address.port)
     for _ in range(50):
         connection.send(frames)
     p.fill(THEIRS, TOKENS)

@@ -25,9 +25,9 @@ from kvferry.transport.planes.shm import ShmPlane
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
-from tests.support.dialed import dialed
 from tests.support.inside import replies_of, sends_of, sessions_of
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
+from tests.transport.control_ends import Dialed
 
 ReplyT = TypeVar("ReplyT")
 
@@ -37,7 +37,7 @@ class RawD:
 
     def __init__(self, p: Rank, like: Rank) -> None:
         self._p, self._like = p, like
-        self._connection = dialed(p, limit=8 << 20)
+        self._connection = Dialed(p.address.port, limit=8 << 20)
         self._replies: list[Any] = []
         self.plane = ShmPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side import links, renew
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan, UnneededLease
-from kvferry.transport.allowed_peers import AllowedPeers
+from kvferry.transport.host import AllowedPeers
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup

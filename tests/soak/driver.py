@@ -1,19 +1,29 @@
-"""The driver of a soak: hand-overs, faults, samples, and what became of each hand-over."""
+"""The driver of a soak: processes, hand-overs, faults, samples, and what became of each hand-over."""
 
 from __future__ import annotations
 
 import random
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
+from kvferry.transport.control.key_file import shared_key
+from kvferry.transport.control.keys import Keys
+from tests.fuzz.attackers import Stranger
 from tests.soak.engine import MAX_TOKENS
-from tests.soak.fleet import Driver, EngineProcess
-from tests.soak.strangers import Strangers
 from tests.support.engines import free_port
+from tests.support.remote import Remote, RemoteError
+from tests.transport.test_planes_hosts import listening_ports
 
+SETTINGS = {
+    "lease_seconds": 2.0, "lease_cap_seconds": 12.0, "ask_hold_seconds": 1.0, "handshake_timeout_seconds": 2.0,
+    "transfer_timeout_seconds": 3.0,
+}  # fmt: skip
 PLANES = ("cma", "shm", "tcp", "zmq")
 UNDER_WAY = 6
 """Hand-overs at a time."""
@@ -25,8 +35,35 @@ BLOCKS = BURST + 20
 STOP_SECONDS = (0.05, 3.0)
 """For so long an engine is stopped; a lease lasts 2 s."""
 QUIET_SECONDS = 60.0
+THROW_SECONDS = 0.1
 ABORTED = {"before": 0.05, "during": 0.12, "never": 0.03}
 """The shares of hand-overs that are given up before they have blocks, while they load, or that D never hears of."""
+
+
+class EngineProcess(Remote):
+    """One life of one engine (``engine.SoakEngine``)."""
+
+    def __init__(self, name: str, plane: str, *, port: int = 0, leak: str = "") -> None:
+        self.name, self.plane, self.port = name, plane, port
+        self.ready, self.alive, self.stopped_until = False, True, 0.0
+        super().__init__(
+            "tests.soak.engine:SoakEngine", name=name, plane=plane, port=port, blocks=BLOCKS, settings=SETTINGS,
+            leak=leak,
+        )  # fmt: skip
+
+    def stop(self, until: float) -> None:
+        """SIGSTOP; the driver calls ``go_on`` at ``until``."""
+        self.stopped_until = until
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.stopped_until = 0.0
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.alive:
+            self.alive = self.ready = False
+            self.close()
 
 
 @dataclass(slots=True)
@@ -43,8 +80,36 @@ class HandOver:
     loading: bool = False
 
 
-class Soak(Driver):
-    """One run. ``leak``: a fault that is planted into the engines that last, see ``engine.py``."""
+class Strangers:
+    """Without a key they throw garbage, half-open connections and other protocols on every TCP port of some processes,
+    something each ``THROW_SECONDS`` until ``close``."""
+
+    def __init__(self, pids: Sequence[int], seed: int) -> None:
+        self._pids, self._rng = list(pids), random.Random(seed)
+        self._end, self._by_port = threading.Event(), dict[int, Stranger]()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        keys = Keys(shared_key())
+        while not self._end.wait(THROW_SECONDS):
+            port = self._rng.choice([port for _, port in listening_ports(self._rng.choice(self._pids))])
+            if port not in self._by_port:
+                self._by_port[port] = Stranger(self._rng, port, [], keys)
+            self._by_port[port].throw()
+
+    def close(self) -> int:
+        """The number of throws."""
+        self._end.set()
+        self._thread.join()
+        for stranger in self._by_port.values():
+            stranger.close()
+        return sum(stranger.inputs for stranger in self._by_port.values())
+
+
+class Soak:
+    """One run. ``leak``: a fault that is planted into the engines that last, see ``engine.py``. ``violations``: what
+    must not be, in words; nothing is waited for after one."""
 
     under_way = UNDER_WAY
     recovery_limit = RECOVERY_SECONDS
@@ -54,7 +119,7 @@ class Soak(Driver):
     """The run lasts until so many loads have succeeded, also where that takes longer, up to ``REPORT_SECONDS``."""
 
     def __init__(self, seconds: float, seed: int, planes: Sequence[str] = PLANES, leak: str = "") -> None:
-        super().__init__()
+        self.violations: list[str] = []
         self.seconds, self.rng, self.planes = seconds, random.Random(seed), planes
         self.began, self.lasted = time.monotonic(), seconds
         self.counts: Counter[str] = Counter()
@@ -63,17 +128,13 @@ class Soak(Driver):
         self.recovery: dict[str, list[float]] = {"P": [], "D": []}
         self.bursts: list[float] = []
         self.handovers: dict[str, HandOver] = {}
-        self.serial = 0
-        self.lasting = [self.start(f"{side}-{plane}", plane, leak=leak) for plane in planes for side in ("P", "D")]
-        self.restarts = 0
+        self.serial = self.restarts = 0
+        self.lasting = [EngineProcess(f"{side}-{plane}", plane, leak=leak) for plane in planes for side in ("P", "D")]
         self.mortal: dict[str, EngineProcess] = {}
         self.recovering: dict[EngineProcess, float] = {}
         self.burst: list[dict[str, Any]] = []  # the loads that D gets at once
 
     # --- processes ------------------------------------------------------------------------------------------------
-
-    def start(self, name: str, plane: str, port: int = 0, leak: str = "") -> EngineProcess:
-        return EngineProcess(name, plane, port=port, blocks=BLOCKS, leak=leak)
 
     def of(self, side: str, plane: str) -> EngineProcess:
         return next(engine for engine in self.lasting if engine.name == f"{side}-{plane}")
@@ -90,7 +151,7 @@ class Soak(Driver):
             self.kill(former)
             if self.rng.random() < 0.5:
                 plane, port = self.rng.choice(self.planes), free_port()
-        self.mortal[side] = self.start(f"{side}-mortal", plane, port)
+        self.mortal[side] = EngineProcess(f"{side}-mortal", plane, port=port)
         self.restarts += 1
 
     def kill(self, engine: EngineProcess) -> None:
@@ -104,11 +165,10 @@ class Soak(Driver):
 
     def begin(self, p: EngineProcess, d: EngineProcess, fate: str = "", tokens: int = 0) -> None:
         self.serial += 1
-        name = f"h{self.serial}"
+        name, number = f"h{self.serial}", self.rng.randrange(1 << 20)
         tokens = tokens or self.rng.randrange(2, MAX_TOKENS)
-        handover = HandOver(name, p, d, self.rng.randrange(1 << 20), tokens, fate, time.monotonic())
-        self.handovers[name] = handover
-        p.order("prefill", name=name, number=handover.number, tokens=tokens)
+        self.handovers[name] = HandOver(name, p, d, number, tokens, fate, time.monotonic())
+        p.order("prefill", name=name, number=number, tokens=tokens)
 
     def end(self, handover: HandOver, outcome: str) -> None:
         del self.handovers[handover.name]
@@ -119,17 +179,13 @@ class Soak(Driver):
         """Keep ``UNDER_WAY`` hand-overs under way, over the planes in turn."""
         ready = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
         for engine in list(self.recovering):  # one hand-over after the other until the first one succeeds
-            if engine in ready and not any(
-                h.fate == "recovery" and engine in (h.p, h.d) for h in self.handovers.values()
-            ):
-                side = engine.name[0]
-                other = self.of("D" if side == "P" else "P", engine.plane)
-                if not other.stopped_until:
-                    self.begin(*((engine, other) if side == "P" else (other, engine)), fate="recovery")
+            tried = any(h.fate == "recovery" and engine in (h.p, h.d) for h in self.handovers.values())
+            other = self.of("D" if engine.name[0] == "P" else "P", engine.plane)
+            if engine in ready and not tried and not other.stopped_until:
+                self.begin(*((engine, other) if engine.name[0] == "P" else (other, engine)), fate="recovery")
         while len(self.handovers) < self.under_way:
             plane = self.planes[self.serial % len(self.planes)]
-            ps = [e for e in ready if e.name[0] == "P" and e.plane == plane]
-            ds = [e for e in ready if e.name[0] == "D" and e.plane == plane]
+            ps, ds = ([e for e in ready if e.name[0] == side and e.plane == plane] for side in "PD")
             if not (ps and ds):
                 self.serial += 1
                 break
@@ -138,15 +194,40 @@ class Soak(Driver):
 
     # --- events ---------------------------------------------------------------------------------------------------
 
+    def take_events(self, seconds: float) -> None:
+        """Wait for an event, at most ``seconds``, and handle all that are there."""
+        by_connection = {engine.connection: engine for engine in self.engines if engine.alive}
+        for connection in wait(list(by_connection), seconds):
+            engine = by_connection[connection]  # type: ignore[index]
+            try:
+                for event in engine.events():
+                    self.handle(engine, event)
+            except RemoteError as error:
+                self.violations.append(f"{engine.name}: {error}")
+            except EOFError:
+                engine.kill()
+                self.violations.append(f"{engine.name} has ended by itself: {engine.process.poll()}")
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end and not self.violations:
+            self.take_events(0.02)
+        return condition()
+
     def handle(self, engine: EngineProcess, event: dict[str, Any]) -> None:
         match event.pop("event"):
-            case "ready" if engine in self.mortal.values():
-                self.recovering[engine] = time.monotonic()
+            case "violation":
+                self.violations.append(f"{engine.name}: {event['text']}")
+            case "ready":
+                engine.ready, engine.port = True, event["port"]
+                if engine in self.mortal.values():
+                    self.recovering[engine] = time.monotonic()
             case "prefilled":
                 self.prefilled(event["name"], event["params"])
             case "loaded":
                 self.loaded(event)
             case "sample":
+                self.violations += [f"{engine.name} logged: {error}" for error in event.pop("errors")]
                 at = round(time.monotonic() - self.began, 2)
                 self.samples.setdefault(engine.name, []).append({"at": at, **event})
 
@@ -154,32 +235,27 @@ class Soak(Driver):
         handover = self.handovers.get(name)
         if handover is None:
             return
-        if handover.fate == "burst" and params is not None:
-            handover.loading = True
-            load = {"name": name, "number": handover.number, "tokens": handover.tokens, "params": params}
-            self.burst.append(load)
-            return
         if params is None or handover.fate == "never" or not handover.d.alive:
             self.end(handover, "no block free at P" if params is None else "D never heard of it")
             return
-        after = {"before": -1.0, "during": self.rng.expovariate(1 / 0.004)}.get(handover.fate)
         handover.loading = True
-        handover.d.order(
-            "load", name=name, number=handover.number, tokens=handover.tokens, params=params, abort_after=after
-        )
+        load = {"name": name, "number": handover.number, "tokens": handover.tokens, "params": params}
+        if handover.fate == "burst":
+            self.burst.append(load)
+            return
+        after = {"before": -1.0, "during": self.rng.expovariate(1 / 0.004)}.get(handover.fate)
+        handover.d.order("load", **load, abort_after=after)
 
     def loaded(self, event: dict[str, Any]) -> None:
-        handover = self.handovers.get(event["name"])
+        handover, outcome = self.handovers.get(event["name"]), event["outcome"]
         if handover is None or not handover.loading:
             self.violations.append(f"{event['name']} is reported once more, or was never begun")
             return
         if not event["right"]:
             self.violations.append(f"{event['name']}: other bytes than P's over {handover.d.plane}")
-        if handover.fate == "burst":
-            event["outcome"] += " in a burst"
-        self.end(handover, event["outcome"])
+        self.end(handover, f"{outcome} in a burst" if handover.fate == "burst" else outcome)
         for engine in (handover.p, handover.d):
-            if event["outcome"] == "loaded" and engine in self.recovering and handover.fate == "recovery":
+            if outcome == "loaded" and engine in self.recovering and handover.fate == "recovery":
                 self.recovery[engine.name[0]].append(time.monotonic() - self.recovering.pop(engine))
 
     def check_hangs(self) -> None:
@@ -201,11 +277,6 @@ class Soak(Driver):
         if running and not self.recovering:  # the time of a recovery is that between two processes that run
             self.rng.choice(running).stop(now + self.rng.uniform(*STOP_SECONDS))
 
-    def go_on(self, now: float) -> None:
-        for engine in self.engines:
-            if engine.alive and 0 < engine.stopped_until <= now:
-                engine.go_on()
-
     def sample_all(self) -> None:
         for engine in self.lasting:
             if not engine.stopped_until:
@@ -223,7 +294,9 @@ class Soak(Driver):
             while self.goes_on(now := time.monotonic()):
                 self.traffic()
                 self.take_events(0.01)
-                self.go_on(now)
+                for engine in self.engines:
+                    if engine.alive and 0 < engine.stopped_until <= now:
+                        engine.go_on()
                 if now >= next_sample:
                     next_sample = now + max(0.1, min(1.0, self.seconds / 60))
                     self.sample_all()
@@ -232,8 +305,7 @@ class Soak(Driver):
                     next_fault = now + self.gap()
                     self.faults(now)
             self.lasted = now - self.began
-            stranger.close()
-            self.counts["throws of the stranger"] = stranger.throws
+            self.counts["throws of the stranger"] = stranger.close()
             for engine in self.engines:
                 engine.go_on()
             self.settle("the run")

@@ -8,13 +8,11 @@ holds ``FREE`` in each element until it is given away again, and a load that is 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from tests.support.inside import consumer_of, leases_of, producer_of, sends_of, sessions_of, thread_of
 from tests.support.ranks import Rank, labels
 from tests.support.remote import tell
-from tests.support.turns import LongestTurn
+from tests.support.turns import Usage
 
 MAX_TOKENS = 320
 FREE = -7
@@ -50,13 +48,6 @@ class Request:
     blocks: list[int] = field(default_factory=list)
 
 
-class ErrorsAreViolations(logging.Handler):
-    """Nothing that peers and clients do is an error of this engine."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        violation(f"it logged: {record.getMessage()[:300]}")
-
-
 def violation(text: str) -> None:
     tell({"event": "violation", "text": text})
 
@@ -65,9 +56,6 @@ class SoakEngine:
     """``leak``: a fault that is planted: "descriptor" or "memory" of each load, or the blocks of each tenth "lease"."""
 
     def __init__(self, name: str, plane: str, port: int, blocks: int, settings: dict[str, Any], leak: str) -> None:
-        logger = logging.getLogger("vllm.kvferry")
-        logger.setLevel(logging.ERROR)  # the faults of the run cause thousands of warnings
-        logger.addHandler(ErrorsAreViolations(logging.ERROR))
         options = Settings(plane=plane, side_channel_port=port, **settings)
         self.rank = Rank(engine_id=name, blocks=blocks, settings=options)
         self.scheduler = SchedulerHalf(
@@ -82,7 +70,7 @@ class SoakEngine:
         self.held: dict[str, list[int]] = {}  # blocks of prompts under a lease
         self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
-        self.turn = LongestTurn(self.rank)
+        self.usage = Usage(self.rank)
         self.leak = leak
         self.leaked: list[Any] = []
         tell({"event": "ready", "port": self.rank.address.port})
@@ -121,8 +109,7 @@ class SoakEngine:
         """Compute a prompt and lease its blocks; the parameters for D go out."""
         blocks = self.take(tokens)
         if blocks is None:
-            tell({"event": "prefilled", "name": name, "params": None})
-            return
+            return tell({"event": "prefilled", "name": name, "params": None})
         self.fill(blocks, tokens, number)
         view = self.view(name, number, tokens, {"do_remote_decode": True}, tokens)
         self.scheduler.on_new_request(view)
@@ -158,8 +145,7 @@ class SoakEngine:
         if blocks is None:
             self.scheduler.request_finished(request.view, [[]], completed=False)
             outcome = "aborted before the load" if gone else "not loaded"
-            tell({"event": "loaded", "name": name, "outcome": outcome, "right": True})
-            return
+            return tell({"event": "loaded", "name": name, "outcome": outcome, "right": True})
         assert beside and count == tokens
         request.blocks = blocks
         request.abort_at = None if abort_after is None else now + abort_after
@@ -190,8 +176,7 @@ class SoakEngine:
     def loaded(self, name: str, *, ok: bool) -> None:
         request = self.requests.pop(name, None)
         if request is None:
-            violation(f"load {name} is reported, which does not run")
-            return
+            return violation(f"load {name} is reported, which does not run")
         right = True
         if ok:
             tokens = request.view.num_prompt_tokens
@@ -210,8 +195,7 @@ class SoakEngine:
     def lease_ended(self, name: str) -> None:
         blocks = self.held.pop(name, None)
         if blocks is None:
-            violation(f"the lease of {name} ends, which is not held")
-            return
+            return violation(f"the lease of {name} ends, which is not held")
         self.counts["leases"] += 1
         if self.leak != "lease" or self.counts["leases"] % 10:
             self.give_back(blocks)
@@ -222,14 +206,7 @@ class SoakEngine:
         """Tell what this process holds now."""
         thread: Any = thread_of(self.rank)
         producer, consumer = producer_of(thread), consumer_of(thread)
-        longest, self.turn.seconds = self.turn.seconds, 0.0
-        rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
         held = {
-            "descriptors": len(os.listdir("/proc/self/fd")) - 1,
-            "threads": len(os.listdir("/proc/self/task")),
-            "mappings": Path("/proc/self/maps").read_bytes().count(b"\n"),
-            "rss_mib": int(rollup["Rss:"]) / 1024,
-            "pss_mib": int(rollup["Pss:"]) / 1024,
             "leases": len(leases_of(producer)) + self.scheduler.leases_held,
             "kept": len(consumer.leases.kept),
             "sessions": len(sessions_of(producer)),
@@ -237,9 +214,8 @@ class SoakEngine:
             "reads": len(sends_of(producer).live),
             "blocks": self.blocks - len(self.free),
             "requests": len(self.requests),
-            "turn_ms": 1e3 * longest,
         }
-        tell({"event": "sample", **held})
+        tell({"event": "sample", **self.usage.take(), **held})
 
     def idle(self) -> float:
         """A step; then seconds to wait for an order."""

@@ -9,52 +9,120 @@ with other bytes, twice or not at all, where a block is missing at the end, or w
 
 from __future__ import annotations
 
-import argparse
-import random
+import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / ".typing"))
 
 from benchmarks.harness import report  # noqa: E402
-from tests.soak import flatness, result  # noqa: E402
+from tests.soak import flatness  # noqa: E402
 from tests.soak.driver import PLANES, Soak  # noqa: E402
+from tests.support.pair import run_parser  # noqa: E402
+
+PANELS = {
+    "descriptors": "descriptors", "threads": "threads", "mappings": "mappings", "rss_mib": "resident memory, MiB",
+    "leases": "leases", "blocks": "blocks in use", "sessions": "sessions", "links": "links",
+    "turn_ms": "longest turn of the transfer thread, ms",
+}  # fmt: skip
 
 
-def outcomes(soak: Soak) -> str:
-    names = sorted({name for counts in soak.by_plane.values() for name in counts})
-    lines = [f"{'hand-overs that ended':<24}" + "".join(f"{plane:>9}" for plane in soak.planes)]
-    lines += [f"  {name:<22}" + "".join(f"{soak.by_plane[p][name]:>9}" for p in soak.planes) for name in names]
-    return "\n".join(lines)
+def verdicts(soak: Soak) -> list[flatness.Verdict]:
+    found = []
+    for engine in soak.lasting:
+        samples = [sample for sample in soak.samples.get(engine.name, ()) if sample["at"] <= soak.lasted]
+        found += flatness.judge(engine.name, samples, soak.lasted, soak.restarts)
+    return found
+
+
+def failures(soak: Soak) -> list[str]:
+    """Everything that must not be."""
+    grown = [
+        f"{v.process}: {v.quantity} {v.warm:g} to {v.end:g}, growth {v.growth:g}, bound {v.bound:g}"
+        for v in verdicts(soak)
+        if not v.flat
+    ]
+    slow = [
+        f"recovery of {side} took {max(found):.2f} s, limit {soak.recovery_limit:g} s"
+        for side, found in soak.recovery.items()
+        if found and max(found) > soak.recovery_limit
+    ]
+    return [*soak.violations, *grown, *slow]
+
+
+def document(soak: Soak) -> dict[str, Any]:
+    figures: dict[str, float] = {
+        "seconds": soak.lasted,
+        "handovers": sum(sum(counts.values()) for counts in soak.by_plane.values()),
+        "loaded": sum(counts["loaded"] for counts in soak.by_plane.values()),
+        "restarts": soak.restarts,
+        "longest_turn_ms": max((s["turn_ms"] for part in soak.samples.values() for s in part), default=0.0),
+        "bursts_of_cancels": len(soak.bursts),
+        "cancelled_in_bursts": soak.counts["aborted in a burst"],
+        "burst_blocks_back_s_max": max(soak.bursts, default=0.0),
+    }
+    for side, times in soak.recovery.items():
+        if times:
+            figures[f"recovery_{side.lower()}_s_median"] = statistics.median(times)
+            figures[f"recovery_{side.lower()}_s_max"] = max(times)
+            figures[f"recovery_{side.lower()}_count"] = len(times)
+    faults = [name for name in sorted(soak.counts) if name.startswith(("restart", "stop", "throws"))]
+    return {
+        "figures": {name: round(value, 4) for name, value in figures.items()} | {"failures": len(failures(soak))},
+        "outcomes": {plane: dict(counts.most_common()) for plane, counts in soak.by_plane.items()},
+        "faults": {name: soak.counts[name] for name in faults},
+        "rows": [asdict(verdict) for verdict in verdicts(soak)],
+    }
+
+
+def plot(soak: Soak, path: Path) -> None:
+    """Write a PNG of what each lasting process held, over time; needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 3, figsize=(15, 9), layout="constrained", sharex=True)
+    every: list[Any] = list(axes.flat)
+    for axis, (quantity, title) in zip(every, PANELS.items(), strict=True):
+        for name, samples in soak.samples.items():
+            shown = [(sample["at"], sample[quantity]) for sample in samples if sample["at"] <= soak.lasted]
+            axis.plot(*zip(*shown, strict=True), linewidth=0.9, label=name)
+        axis.axvspan(0, flatness.WARM_UP * soak.lasted, color="lightgrey", alpha=0.4)
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(bottom=0)
+    for axis in every[-3:]:
+        axis.set_xlabel("seconds; grey: warm-up")
+    every[0].legend(fontsize=7, ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=900.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
+    parser = run_parser(__doc__, seconds=900.0)
     parser.add_argument("--planes", nargs="+", default=PLANES, choices=PLANES)
     parser.add_argument("--leak", default="", choices=("", "descriptor", "memory", "lease"), help="plant a fault")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--plot", type=Path, help="write a plot to this PNG; needs matplotlib")
     options = parser.parse_args()
     print(f"soak: seed {options.seed}, {options.seconds:g} s over {', '.join(options.planes)}", flush=True)
     soak = Soak(options.seconds, options.seed, options.planes, options.leak)
     soak.run()
-    print(outcomes(soak))
-    print(flatness.table(result.verdicts(soak)))
-    for name, value in result.figures(soak).items():
+    found = document(soak)
+    for plane, outcomes in found["outcomes"].items():
+        print(f"{plane}: {', '.join(f'{count} {name}' for name, count in outcomes.items())}")
+    print(flatness.table(verdicts(soak)))
+    for name, value in found["figures"].items():
         print(f"{name:<28} {value:g}")
-    failures = result.failures(soak)
-    for failure in failures:
+    for failure in failures(soak):
         print(f"FAILED: {failure}")
     if options.plot:
-        from tests.soak.plot import plot
-
-        plot(soak.samples, soak.lasted, options.plot)
+        plot(soak, options.plot)
     arguments = {"seconds": options.seconds, "seed": options.seed, "planes": list(options.planes)}
-    report.write(options.json, result.document(soak) | {"arguments": arguments})
-    return 1 if failures else 0
+    report.write(options.json, found | {"arguments": arguments})
+    return 1 if failures(soak) else 0
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tests.soak import flatness
-from tests.soak.driver import BURST, BURSTS, Soak
-from tests.soak.result import failures
+from tests.soak.driver import BURST, Soak
+from tests.soak.run import failures
 
 SEED = 20261123
 
@@ -16,7 +16,7 @@ SEED = 20261123
 class Slice(Soak):
     """Some seconds on a slow host: fewer hand-overs, and no limit on the time of a recovery."""
 
-    under_way, least_loaded = 4, 50
+    under_way, least_loaded, bursts_each = 4, 40, 2
     recovery_limit = 60.0
 
 
@@ -33,25 +33,18 @@ def test_engines_hold_nothing_after_faults_and_restarts() -> None:
     soak = Slice(3.0, SEED, ("cma", "tcp"))
     soak.run()
     assert not failures(soak)
-    assert soak.counts["loaded"] >= 50 and soak.restarts >= 2 and soak.counts["throws of the stranger"]
-    assert len(soak.bursts) == 2 * BURSTS and soak.counts["aborted in a burst"] >= BURST, "blocks back without traffic"
+    assert soak.counts["loaded"] >= 40 and soak.restarts >= 2 and soak.counts["throws of the stranger"]
+    assert len(soak.bursts) == 4 and soak.counts["aborted in a burst"] >= BURST, "blocks back without traffic"
     assert all(soak.recovery.values()), "each restarted peer handed over again"
 
 
-@pytest.mark.parametrize(("leak", "grows"), [("descriptor", "descriptors"), ("memory", "rss_mib")])
-def test_what_grows_is_seen(leak: str, grows: str) -> None:
-    """Four descriptors, or 4 MiB, for each load."""
+@pytest.mark.parametrize(("leak", "grows"), [("descriptor", "descriptors"), ("memory", "rss_mib"), ("lease", "blocks")])
+def test_what_grows_or_does_not_come_back_is_seen(leak: str, grows: str) -> None:
+    """Four descriptors, or 4 MiB, for each load; the blocks of each tenth lease."""
     soak = Leaking(2.0, SEED, ("shm",), leak)
-    soak.run()
-    assert {failure.split()[1] for failure in failures(soak)} >= {grows}, failures(soak)
-
-
-def test_blocks_that_do_not_come_back_are_seen() -> None:
-    """The blocks of each tenth lease stay in use."""
-    soak = Slice(1.0, SEED, ("shm",), "lease")
     soak.quiet_seconds = 1.0
     soak.run()
-    assert any("blocks" in failure for failure in failures(soak)), failures(soak)
+    assert any(grows in failure for failure in failures(soak)), failures(soak)
 
 
 def samples(**growth: float) -> list[dict[str, float]]:

@@ -59,6 +59,7 @@ class _Connection:
 
     def __init__(self, port: int, lower: socket.socket, upper: socket.socket) -> None:
         self.port, self.lower, self.upper = port, lower, upper
+        self.came = bytearray(), bytearray()
 
     def end(self, *, abruptly: bool = False) -> None:
         """Close both sockets; with a reset where ``abruptly``."""
@@ -74,8 +75,10 @@ class _Connection:
 class FaultProxy:
     """Listens at ``address`` on the ports that ``open`` names, and connects to the same ports at another address."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, *, records: bool = False) -> None:
+        self.address, self._records = address, records
+        self.recorded: list[tuple[bytearray, bytearray]] = []
+        """Where it records: what came on each connection, upwards and downwards."""
         self.passed = 0
         """Bytes passed on so far, over all connections."""
         self.struck: list[Fault] = []
@@ -136,6 +139,7 @@ class FaultProxy:
                 continue
             connection = _Connection(port, lower, upper)
             self._connections.add(connection)
+            self.recorded.append(connection.came)
             for upwards in (True, False):
                 threading.Thread(target=self._pump, args=(connection, upwards), daemon=True).start()
 
@@ -143,6 +147,8 @@ class FaultProxy:
         of, to = (connection.lower, connection.upper) if upwards else (connection.upper, connection.lower)
         with suppress(OSError, ValueError):
             while data := of.recv(_READ_BYTES):
+                if self._records:
+                    connection.came[not upwards].extend(data)
                 for piece in self._pieces(connection, upwards, of, data):
                     self._wait(connection.port)
                     to.sendall(piece)

@@ -18,6 +18,7 @@ from tests.handover.prefilling import PrefillingEngine
 from tests.support.inside import thread_of
 from tests.support.ranks import Rank, grant, left_in_tables, let_time_pass, load_plan
 from tests.support.remote import Remote
+from tests.support.turns import Usage
 
 STEP_SECONDS = 5e-3
 """Before each step of a prompt that a rank computes."""
@@ -52,6 +53,7 @@ class HostedRank:
     def __init__(self, namespace: str = "", settings: dict[str, Any] | None = None, **rank: Any) -> None:
         if namespace:
             enter(namespace)
+        self._usage: Usage | None = None
         self.rank = Rank(settings=Settings(**settings or {}), **rank)
         self.fill, self.close = self.rank.fill, self.rank.close
         self._ahead = 0.0
@@ -95,6 +97,11 @@ class HostedRank:
     def retried(self) -> dict[str, int]:
         """Attempts of hand-overs that failed and were followed by another since the last call, by the reason."""
         return dict(self.rank.figures()["retried"])
+
+    def usage(self) -> dict[str, Any]:
+        """What this process holds, and what its turns and its log were like since the last call."""
+        self._usage = self._usage or Usage(self.rank)
+        return self._usage.take()
 
     def sleep(self) -> None:
         """Unregister the caches and make their pages inaccessible: whatever touches one ends the process."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
@@ -50,6 +51,24 @@ class Remote:
         if kind == "error":
             raise RemoteError(value)
         return value
+
+    def order(self, method: str, **options: Any) -> None:
+        """Call, and take no notice of the answer, nor of an end of the process."""
+        with suppress(OSError):
+            self.start(method, **options)
+
+    def events(self) -> Iterator[Any]:
+        """What has come since, without the answers. Raises EOFError where the process has ended, RemoteError where a
+        call raised an error."""
+        while not self.connection.closed and self.connection.poll():
+            try:
+                kind, value = self.connection.recv()
+            except ConnectionError:
+                raise EOFError from None
+            if kind == "error":
+                raise RemoteError(value)
+            if kind == "event":
+                yield value
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         self.start(method, *arguments, **options)

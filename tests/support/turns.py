@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 import time
@@ -68,6 +69,35 @@ class LongestTurn:
     def close(self) -> None:
         """Measure no more garbage."""
         gc.callbacks.remove(self._collects)
+
+
+class Usage(logging.Handler):
+    """Looks at this process from now on: nothing that peers and clients do is an error of an engine."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(logging.ERROR)
+        self._turn, self._errors = LongestTurn(rank), list[str]()
+        logger = logging.getLogger("vllm.kvferry")
+        logger.setLevel(logging.ERROR)  # the faults of a run cause thousands of warnings
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._errors.append(record.getMessage()[:300])
+
+    def take(self) -> dict[str, Any]:
+        """What the process holds; the longest turn and the errors that were logged since the last call."""
+        rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+        longest, self._turn.seconds = self._turn.seconds, 0.0
+        errors, self._errors = self._errors, []
+        return {
+            "descriptors": len(os.listdir("/proc/self/fd")) - 1,
+            "threads": len(os.listdir("/proc/self/task")),
+            "mappings": Path("/proc/self/maps").read_bytes().count(b"\n"),
+            "rss_mib": int(rollup["Rss:"]) / 1024,
+            "pss_mib": int(rollup["Pss:"]) / 1024,
+            "turn_ms": 1e3 * longest,
+            "errors": errors,
+        }
 
 
 def resident_bytes() -> int:

@@ -28,7 +28,7 @@ def listening(keys=KEYS, port=0, host="127.0.0.1", **options):
 
 
 class Dialed:
-    """One connection with a dialer of its own."""
+    """One connection with a dialer of its own, whose attributes it has."""
 
     def __init__(self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=300.0, limit=LIMIT):
         named = keys.fingerprint if key is None else key
@@ -36,8 +36,8 @@ class Dialed:
         self.connection = self.dialer.connect(host, port, key=named, timeout=timeout)
         _dialed.add(self)
 
-    def send(self, frames):
-        return self.connection.send(frames)
+    def __getattr__(self, name):
+        return getattr(self.connection, name)
 
     def receive(self):
         self.dialer.progress()
@@ -56,18 +56,6 @@ class Dialed:
     def lost(self):
         return self.state[1]
 
-    @property
-    def reason(self):
-        return self.connection.reason
-
-    @property
-    def dropped(self):
-        return self.connection.dropped
-
-    @property
-    def port(self):
-        return self.connection.port
-
     def close(self):
         _dialed.discard(self)
         self.connection.close()
@@ -82,6 +70,11 @@ def until(condition, seconds=300.0):
             end.dialer.progress()
         time.sleep(0.002)
     return done
+
+
+def gone(listener, left=0):
+    """Whether all peers but so many are gone."""
+    return until(lambda: (listener.receive(), listener.peers)[1] == left)
 
 
 def arrived(end, count=1, seconds=60.0):

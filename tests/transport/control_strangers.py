@@ -7,17 +7,17 @@ import contextlib
 import ctypes
 import socket
 import ssl
-import struct
 import threading
 
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from kvferry.transport.control.keys import GREETING_BYTES, Keys, certificate_of, greeting, new_secret
+from kvferry.transport.control.keys import GREETING_BYTES, Keys, certificate_of, new_secret
 from kvferry.transport.control.stream import ADMITTED
+from tests.fuzz.attackers import greeting_of, packed
 from tests.transport.control_ends import KEYS, exchanged, until
 
-GREETING = greeting(KEYS.admitted[KEYS.fingerprint])
+GREETING = greeting_of(KEYS)
 
 
 def served(listener, good):
@@ -95,7 +95,7 @@ def server_of(context, said=b""):
         accepting.join()
 
 
-def closed_by_peer(listener, peer, seconds=300.0):
+def closed_by_peer(listener, peer):
     """Whether the connection ends."""
     peer.settimeout(0.01)
 
@@ -108,29 +108,21 @@ def closed_by_peer(listener, peer, seconds=300.0):
         except OSError:
             return True
 
-    return until(closed, seconds)
-
-
-def head(first, second, third):
-    """The head of a message whose frames have these sizes."""
-    return struct.pack(">BBI", first, second, third)
+    return until(closed)
 
 
 def message(first=b"kvferry", second=b"\0\5", third=b"x"):
     """A message as TLS carries it."""
-    return head(len(first), len(second), len(third)) + first + second + third
+    return packed([first, second, third])
 
 
 class _Param(ctypes.Structure):
     """OSSL_PARAM."""
 
     _fields_ = (
-        ("key", ctypes.c_char_p),
-        ("type", ctypes.c_uint),
-        ("data", ctypes.c_char_p),
-        ("size", ctypes.c_size_t),
+        ("key", ctypes.c_char_p), ("type", ctypes.c_uint), ("data", ctypes.c_char_p), ("size", ctypes.c_size_t),
         ("returned", ctypes.c_size_t),
-    )
+    )  # fmt: skip
 
 
 def impostor(public, protocol=ssl.PROTOCOL_TLS_CLIENT):

@@ -6,67 +6,63 @@ import json
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import Any
 
 import pytest
 
-from kvferry.transport import sockets
+from kvferry.transport import bootstrap, sockets
 from kvferry.transport.blocking_calls import BlockingCall
-from kvferry.transport.bootstrap import fetch as bootstrap_fetch
-from kvferry.transport.bootstrap.fetch import MAX_FETCHES, fetch
-from kvferry.transport.bootstrap.page import checked_url, first_rank, page
-from kvferry.transport.bootstrap.server import MAX_REQUEST_BYTES, BootstrapServer
+from kvferry.transport.bootstrap import FETCHES, BootstrapServer, bootstrap_page, checked_url, fetch, first_rank
 from kvferry.transport.errors import ConfigError, ProtocolError
 from kvferry.transport.sockets import MAX_UNAUTHENTICATED
 
 RANKS = {(0, 0): ("10.0.0.1", 5600), (1, 0): ("10.0.0.1", 5601), (0, 1): ("fd00::2", 5600)}
+REQUEST = b"GET /query HTTP/1.1\r\n\r\n"
 
 
 @pytest.fixture
 def server() -> Iterator[BootstrapServer]:
-    server = BootstrapServer("127.0.0.1", 0)
-    yield server
-    server.close()
+    with closing(BootstrapServer("127.0.0.1", 0)) as server:
+        yield server
+
+
+def said_to(port: int, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), 60.0) as client:
+        client.sendall(request)
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
 
 def test_the_page_is_that_of_the_mooncake_connector() -> None:
     workers = {"0": {"0": "10.0.0.1:5600", "1": "[fd00::2]:5600"}, "1": {"0": "10.0.0.1:5601"}}
-    assert json.loads(page("p", 3, RANKS)) == {"3": {"engine_id": "p", "worker_addr": workers}}
-    assert first_rank(page("p", 0, RANKS), "p") == ("10.0.0.1", 5600)
-    assert first_rank(page("p", 0, {(0, 0): ("fd00::2", 1)}), "p") == ("fd00::2", 1)
+    assert json.loads(bootstrap_page("p", 3, RANKS)) == {"3": {"engine_id": "p", "worker_addr": workers}}
+    assert first_rank(bootstrap_page("p", 0, RANKS), "p") == ("10.0.0.1", 5600)
+    assert first_rank(bootstrap_page("p", 0, {(0, 0): ("fd00::2", 1)}), "p") == ("fd00::2", 1)
 
 
 def test_a_page_is_served_once_it_is_published(server: BootstrapServer) -> None:
     with pytest.raises(OSError, match="answers 404"):
         fetch("127.0.0.1", server.port)
-    server.publish(page("p", 0, RANKS))
+    server.publish(bootstrap_page("p", 0, RANKS))
     assert first_rank(fetch("127.0.0.1", server.port), "p") == ("10.0.0.1", 5600)
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other", timeout=30)
-
-
-REQUEST = b"GET /query HTTP/1.1\r\n\r\n"
+    assert said_to(server.port, b"GET /other HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 404 ")
 
 
 @contextmanager
-def strangers(port: int, said: bytes, count: int) -> Iterator[None]:
-    """So many connections that have said this, and stay open."""
+def strangers(port: int, said: bytes) -> Iterator[None]:
+    """Many connections that have said this, and stay open."""
     with ExitStack() as stack:
-        for _ in range(count):
+        for _ in range(2 * MAX_UNAUTHENTICATED):
             stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(said)
         yield
 
 
-@pytest.mark.parametrize("said", [b"", REQUEST[:9]], ids=["nothing", "half a request"])
-def test_strangers_shut_out_nobody(server: BootstrapServer, said: bytes) -> None:
+def test_silent_strangers_shut_out_nobody(server: BootstrapServer) -> None:
     """Sixteen connections did, each with a thread."""
     server.publish(b"{}")
-    with strangers(server.port, said, 2 * MAX_UNAUTHENTICATED):
-        for _ in range(3):
-            assert fetch("127.0.0.1", server.port) == b"{}"
+    with strangers(server.port, b""):
+        assert fetch("127.0.0.1", server.port) == b"{}"
         assert [thread.name for thread in threading.enumerate()].count("kvferry-bootstrap") == 1
 
 
@@ -74,7 +70,7 @@ def test_strangers_of_one_address_do_not_displace_a_slow_client_of_another(serve
     server.publish(b"{}")
     with socket.create_connection(("127.0.0.1", server.port), 30.0, ("127.0.0.2", 0)) as slow:
         slow.sendall(REQUEST[:9])
-        with strangers(server.port, REQUEST[:9], 2 * MAX_UNAUTHENTICATED):
+        with strangers(server.port, REQUEST[:9]):
             assert fetch("127.0.0.1", server.port) == b"{}", "so that all have been accepted"
             slow.sendall(REQUEST[9:])
             assert slow.recv(12) == b"HTTP/1.1 200"
@@ -88,13 +84,12 @@ def test_a_request_has_one_deadline_for_all_of_its_bytes(monkeypatch: pytest.Mon
             try:
                 drip.sendall(b"x")
                 assert drip.recv(1) == b""
-                break
+                return
             except TimeoutError:
                 continue
             except OSError:
-                break
-        else:
-            pytest.fail("each byte came in time, and the request never ended")
+                return
+    pytest.fail("each byte came in time, and the request never ended")
 
 
 def test_a_long_page_for_a_client_that_reads_slowly(server: BootstrapServer) -> None:
@@ -102,16 +97,13 @@ def test_a_long_page_for_a_client_that_reads_slowly(server: BootstrapServer) -> 
     server.publish(content)
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(REQUEST)
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other", timeout=30)
-        received = b"".join(iter(lambda: client.recv(1 << 16), b""))
-    assert received.endswith(b"\r\n\r\n" + content)
+        assert said_to(server.port, b"GET /other HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 404 ")
+        assert b"".join(iter(lambda: client.recv(1 << 16), b"")).endswith(b"\r\n\r\n" + content)
 
 
 def test_what_is_no_request_has_an_end(server: BootstrapServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), 30.0) as stranger, suppress(OSError):
-        stranger.sendall(b"x" * 2 * MAX_REQUEST_BYTES)
-        assert stranger.recv(1) == b""
+    with suppress(OSError):
+        assert said_to(server.port, b"x" * 2 * bootstrap.MAX_REQUEST_BYTES) == b""
 
 
 def test_a_port_that_is_taken(server: BootstrapServer) -> None:
@@ -136,20 +128,10 @@ def test_a_bad_page(content: bytes, said: str) -> None:
         first_rank(content, "p")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "10.0.0.1:8998",
-        "https://a:1",
-        "http://a",
-        "http://a:0",
-        "http://a:1/x",
-        "http://a:99999",
-        "http://[:1",
-        "http://user:secret@a:1",
-    ],
-)
+BAD = ["", "10.0.0.1:8998", "https://a:1", "http://a", "http://a:0", "http://a:1/x", "http://a:99999", "http://[:1"]
+
+
+@pytest.mark.parametrize("text", [*BAD, "http://user:secret@a:1"])
 def test_a_bad_address(text: str) -> None:
     with pytest.raises(ProtocolError, match="expected http://HOST:PORT") as raised:
         checked_url(text)
@@ -161,27 +143,46 @@ def test_a_good_address() -> None:
     assert checked_url("http://[fd00::1]:8998/") == ("fd00::1", 8998)
 
 
-def test_a_page_that_is_too_large(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap_fetch, "MAX_PAGE_BYTES", 10)
-    server.publish(b"x" * 11)
-    with pytest.raises(OSError, match="more than 10 bytes"):
-        fetch("127.0.0.1", server.port)
+def fetched(port: int, on_done: Callable[[], Any] | None = None) -> BlockingCall[bytes]:
+    done = threading.Event()
+    call = bootstrap.fetch_page(f"http://127.0.0.1:{port}", lambda address: "", on_done or done.set)
+    assert on_done or done.wait(60.0)
+    return call
 
 
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_errors_that_nobody_expects_leave_room_for_other_fetches(
+    server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the library, and of what is called at the end."""
+
+    def broken(*_: object) -> bytes:
+        raise ValueError("invalid literal")
+
+    server.publish(b"{}")
+    with monkeypatch.context() as patched:
+        patched.setattr(bootstrap, "fetch", broken)
+        for _ in range(FETCHES.most_threads):
+            assert "it failed: " in fetched(server.port).error
+    for _ in range(FETCHES.most_threads):
+        fetched(server.port, broken)
+        while FETCHES.running:
+            time.sleep(0.01)
+    assert fetched(server.port).result == b"{}"
 
 
 @contextmanager
-def raw_server(*answers: bytes) -> Iterator[int]:
-    """The port of a server that gives one of the answers to each connection."""
+def raw_server(head: bytes, ended: threading.Event | None = None) -> Iterator[int]:
+    """The port of a server that answers one request so, and then sends a byte now and then until ``ended``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            for answer in answers:
-                connection = listener.accept()[0]
-                with connection, suppress(OSError):
-                    connection.recv(4096)
-                    connection.sendall(answer)
+            connection = listener.accept()[0]
+            with connection, suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(head)
+                while ended is not None and not ended.wait(0.02):
+                    connection.sendall(b"x")
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -189,85 +190,33 @@ def raw_server(*answers: bytes) -> Iterator[int]:
         thread.join()
 
 
-def fetched(port: int) -> BlockingCall[bytes]:
-    done = threading.Event()
-    page_fetch = bootstrap_fetch.fetch_page(f"http://127.0.0.1:{port}", lambda address: "", done.set)
-    assert done.wait(60.0)
-    return page_fetch
-
-
-@pytest.mark.parametrize("chunk", [b"-5\r\nabc", b"-1\r\n" + b"x" * (2 << 20), b"2\r\n{}\r\n0\r\n\r\n"])
-def test_a_page_in_chunks_is_refused(chunk: bytes) -> None:
-    with raw_server(CHUNKED + chunk) as port, pytest.raises(OSError, match="has a Transfer-Encoding"):
-        fetch("127.0.0.1", port)
-
-
-def test_pages_that_the_library_cannot_read_end_no_thread(
-    server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(address: str, port: int) -> bytes:
-        raise ValueError("invalid literal")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(bootstrap_fetch, "fetch", broken)
-        for _ in range(MAX_FETCHES):
-            assert "it failed: " in fetched(server.port).error
-    server.publish(b"{}")
-    assert fetched(server.port).result == b"{}"
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_an_error_ends_makes_room_for_another(server: BootstrapServer) -> None:
-    def broken() -> None:
-        raise RuntimeError("the waker is gone")
-
-    server.publish(b"{}")
-    for _ in range(MAX_FETCHES):
-        bootstrap_fetch.fetch_page(f"http://127.0.0.1:{server.port}", lambda address: "", broken)
-        while bootstrap_fetch.FETCHES.running:
-            time.sleep(0.01)
-    assert fetched(server.port).result == b"{}"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    "head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b""]
+    ("answer", "said"),
+    [
+        (CHUNKED + b"-5\r\nabc", "has a Transfer-Encoding"),
+        (CHUNKED + b"2\r\n{}\r\n0\r\n\r\n", "has a Transfer-Encoding"),
+        (OK + b"x" * 11, "more than 10 bytes"),
+        (b"garbage\n\n", "does not answer in HTTP|reset"),
+    ],
 )
+def test_an_answer_that_is_no_page(answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MAX_PAGE_BYTES", 10)
+    with raw_server(answer) as port, pytest.raises(OSError, match=said):
+        fetch("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("head", [OK, b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b""])
 def test_a_page_that_never_ends(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sends a byte now and then, so that no read is silent for long."""
-    monkeypatch.setattr(bootstrap_fetch, "FETCH_SECONDS", 0.5)
+    """No read is silent for long."""
+    monkeypatch.setattr(bootstrap, "FETCH_SECONDS", 0.5)
     ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def drip() -> None:
-            connection = listener.accept()[0]
-            with connection, suppress(OSError):
-                connection.sendall(head)
-                while not ended.wait(0.02):
-                    connection.sendall(b"x")
-
-        thread = threading.Thread(target=drip)
-        thread.start()
+    with raw_server(head, ended) as port:
         try:
             with suppress(OSError):
-                assert len(fetch("127.0.0.1", listener.getsockname()[1])) < 1000
+                assert len(fetch("127.0.0.1", port)) < 1000
         finally:
             ended.set()
-            thread.join()
-
-
-def test_what_listens_is_no_web_server() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        answer = socket.create_connection(listener.getsockname())
-        answer.close()
-
-        def garbage() -> None:
-            listener.accept()[0].close()
-            connection = listener.accept()[0]
-            connection.sendall(b"garbage\n\n")
-            connection.close()
-
-        thread = threading.Thread(target=garbage)
-        thread.start()
-        with pytest.raises(OSError, match=r"does not answer in HTTP|reset"):
-            fetch("127.0.0.1", listener.getsockname()[1])
-        thread.join()

@@ -7,7 +7,6 @@ import logging
 import pickle
 import random
 import socket
-import ssl
 import struct
 import threading
 
@@ -17,48 +16,27 @@ from kvferry.transport import sockets
 from kvferry.transport.control import listener as control_listener
 from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.wake import RateLimitedLog
+from tests.fuzz.attackers import HTTP, client_hello
+from tests.support.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.fork_server import fork_server
-from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, listening, until
-from tests.transport.control_strangers import GREETING, closed_by_peer, head, holder, message, raw, say, served, total
+from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, exchanged, gone, listening, until
+from tests.transport.control_strangers import GREETING, closed_by_peer, holder, message, raw, say, served, total
 
-HTTP = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: a-scanner/1.0\r\nAccept: */*\r\n\r\n"
-
-
-def client_hello():
-    """What a holder of the key says first over TLS."""
-    said = ssl.MemoryBIO()
-    tls = KEYS.of_d.wrap_bio(ssl.MemoryBIO(), said)
-    with contextlib.suppress(ssl.SSLWantReadError):
-        tls.do_handshake()
-    return said.read()
+HELLO = client_hello(KEYS.of_d)
+GARBAGE = {
+    "http": HTTP, "http-long": HTTP * 50, "tls": HELLO, "zeros": bytes(10_000), "ones": b"\xff" * 10_000,
+    "pickle": pickle.dumps({"cmd": ("os.system", ["x"])}) * 50, "random": random.Random(1).randbytes(100_000),
+    "greeting-http": GREETING + HTTP, "greeting-message": GREETING + message() * 100,
+    "hello-http": GREETING + HELLO + HTTP,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        HTTP,
-        HTTP * 50,
-        client_hello(),
-        b"\n" * 10_000,
-        bytes(10_000),
-        b"\xff" * 10_000,
-        pickle.dumps({"cmd": ("os.system", ["x"])}) * 50,
-        random.Random(1).randbytes(100_000),
-        GREETING + HTTP,
-        GREETING + message() * 100,
-        GREETING + client_hello() + HTTP,
-    ],
-    ids=[
-        *("http", "http-long", "tls", "newlines", "zeros", "ones", "pickle", "random"),
-        *("greeting-http", "greeting-message", "hello-http"),
-    ],
-)
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_is_dropped_and_counted(listener, good, data):
     served(listener, good)
     with raw(listener, data) as peer:
         assert closed_by_peer(listener, peer)
-    assert until(lambda: total(listener) >= 1)
-    assert set(listener.dropped) == {"handshake"}
+    assert until(lambda: total(listener) >= 1) and set(listener.dropped) == {"handshake"}
     served(listener, good)
 
 
@@ -83,10 +61,10 @@ def test_the_log_is_limited_in_rate(listener, good, caplog, monkeypatch):
     assert len(lines) == 1 and "\n" not in lines[0]
 
 
-@pytest.mark.parametrize("frames", [(0, 0, LIMIT + 1), (255, 255, 0xFFFF_FFFF), (1, 0, LIMIT)])
-def test_a_message_that_is_too_large_ends_its_connection_at_its_head(listener, good, frames):
+@pytest.mark.parametrize("head", [(0, 0, LIMIT + 1), (255, 255, 0xFFFF_FFFF), (1, 0, LIMIT)])
+def test_a_message_that_is_too_large_ends_its_connection_at_its_head(listener, good, head):
     served(listener, good)
-    with holder(listener, message() + head(*frames)) as peer:
+    with holder(listener, message() + struct.pack(">BBI", *head)) as peer:
         assert closed_by_peer(listener, peer) and listener.dropped == {"oversize": 1}
     served(listener, good)
 
@@ -103,70 +81,54 @@ def test_a_message_is_whole_however_it_is_cut(listener):
     assert [frames for _, frames, _ in found] == sent
 
 
-def test_a_holder_of_the_key_that_leaves_at_any_moment(listener, good):
-    """In the middle of a message, of a record, or of the handshake, with a reset or without."""
+def test_peers_that_leave_at_any_moment(listener, good):
+    """In the middle of a message, of a record, or of a handshake, damaged or not, with a reset or without."""
     served(listener, good)
-    hello, source = GREETING + client_hello(), random.Random(2)
+    source = random.Random(2)
     for number in range(60):
         with contextlib.ExitStack() as stack:
             if number % 3:
+                hello = bytearray(GREETING + HELLO)
+                if number % 3 == 1:
+                    hello[source.randrange(len(GREETING), len(hello))] ^= 1 << source.randrange(8)
                 peer = stack.enter_context(raw(listener, hello[: source.randrange(1, len(hello) + 1)]))
             else:
                 peer = stack.enter_context(holder(listener, message()[: source.randrange(1, 15)]))
             if number % 2:
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         listener.receive()
-    assert until(lambda: (listener.receive(), listener.peers)[1] == 1)
+    assert gone(listener, 1)
     served(listener, good)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_handshake_with_wrong_bytes(listener, good, seed):
-    served(listener, good)
-    source = random.Random(seed)
-    for _ in range(40):
-        hello = bytearray(client_hello())
-        for _ in range(source.randrange(1, 5)):
-            hello[source.randrange(len(hello))] = source.randrange(256)
-        with raw(listener, GREETING + hello + source.randbytes(source.randrange(200))) as peer:
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_WR)
-            assert closed_by_peer(listener, peer)
-    assert listener.peers == 1
-    served(listener, good)
+@pytest.mark.parametrize("at", [0, 2, 4, 40], ids=["type", "version", "length", "content"])
+@pytest.mark.parametrize("upwards", [True, False], ids=["to P", "to D"])
+def test_a_damaged_byte_of_a_tls_record(listener, connect, upwards, at):
+    """It ends its connection, and no process."""
+    proxy = FaultProxy("127.0.0.3")
+    proxy.open(listener.port, "127.0.0.1")
+    first = connect(listener.port, proxy.address)
+    with contextlib.closing(proxy):
+        assert exchanged(listener, first)
+        proxy.arm(Fault(Kind.CORRUPT, listener.port, upwards, at=at))
 
+        def lost():
+            for identity, frames, _ in listener.receive():
+                assert frames == MESSAGE
+                listener.send(identity, MESSAGE)
+            assert all(frames == MESSAGE for frames in first.receive())
+            first.send(MESSAGE)  # a record whose length was changed waits for more bytes
+            return first.lost
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_bytes_of_a_holder_of_the_key(listener, good, seed):
-    served(listener, good)
-    source = random.Random(seed)
-    for _ in range(20):
-        with holder(listener, source.randbytes(source.randrange(1, 5000))):
-            pass
-        listener.receive()
-    assert until(lambda: (listener.receive(), listener.peers)[1] == 1)
-    assert set(listener.dropped) <= {"oversize"}
-    until(lambda: not listener.receive())
-    served(listener, good)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_records_that_are_not_of_tls_after_the_handshake(listener, good, seed):
-    served(listener, good)
-    source = random.Random(seed)
-    for _ in range(20):
-        with holder(listener, message()) as peer, socket.socket(fileno=peer.detach()) as bare:
-            with contextlib.suppress(OSError):
-                bare.sendall(b"\x17\x03\x03" + struct.pack(">H", 100) + source.randbytes(100))
-            assert until(listener.receive) and closed_by_peer(listener, bare)
-    assert listener.peers == 1
-    served(listener, good)
+        assert until(lost) and proxy.struck
+        first.close()
+        assert gone(listener) and exchanged(listener, connect(listener.port, proxy.address))
 
 
 def test_slow_connections_end_and_hold_up_nobody(listener, good, monkeypatch):
     served(listener, good)
     monkeypatch.setattr(sockets, "HELLO_SECONDS", 1.0)
-    hello = GREETING + client_hello()
+    hello = GREETING + HELLO
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(raw(listener, hello[:1])) for _ in range(100)]
         stop = threading.Event()
@@ -220,31 +182,21 @@ def test_a_flood_of_connections_shuts_out_nobody(listener, address, said):
             end = Dialed(listener.port)
             served(listener, end)
             end.close()
-            assert until(lambda: (listener.receive(), listener.peers)[1] == 0)
+            assert gone(listener)
         assert flood.poll() is None
 
 
-def test_peers_are_bounded():
-    listener = listening(max_peers=3)
-    ends = []
-
-    def connection():
-        ends.append(Dialed(listener.port))
-        return ends[-1]
-
-    try:
-        for _ in range(3):
-            served(listener, connection())
-        more = [connection() for _ in range(5)]
+def test_peers_are_bounded(connect):
+    with contextlib.closing(listening(max_peers=3)) as listener:
+        first, *_ = ends = [connect(listener.port) for _ in range(3)]
+        for end in ends:
+            served(listener, end)
+        more = [connect(listener.port) for _ in range(5)]
         for end in more:
             end.send(MESSAGE)
         assert until(lambda: (listener.receive(), all(end.lost for end in more))[1])
         assert all("as many peers as it takes" in end.reason for end in more) and listener.peers == 3
         assert listener.dropped == {"peers": 5}
-        ends[0].close()
-        assert until(lambda: (listener.receive(), listener.peers)[1] == 2)
-        served(listener, connection())
-    finally:
-        for end in ends:
-            end.close()
-        listener.close()
+        first.close()
+        assert gone(listener, 2)
+        served(listener, connect(listener.port))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import socket
 import ssl
-import threading
 from datetime import datetime
 
 import pytest
@@ -22,6 +20,7 @@ from kvferry.transport.control.keys import Keys
 from kvferry.transport.control.stream import OTHER_KEY
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog
+from tests.support.fault_proxy import FaultProxy
 from tests.transport.control_ends import KEYS, MESSAGE, Dialed, arrived, exchanged, listening, new_keys, until
 from tests.transport.control_strangers import GREETING, closed_by_peer, impostor, raw, server_of
 
@@ -37,53 +36,39 @@ def every_line(monkeypatch):
 
 
 @pytest.fixture
-def ends():
-    made = []
+def ends(connect):
+    """Makes a listener with one set of keys, and a connection to it with another."""
+    with contextlib.ExitStack() as stack:
 
-    def make(server, client, key=None):
-        listener = listening(server)
-        made.append(listener)
-        connection = Dialed(listener.port, keys=client, key=server.fingerprint if key is None else key)
-        made.insert(0, connection)
-        return listener, connection
+        def make(server, client, key=None):
+            listener = stack.enter_context(contextlib.closing(listening(server)))
+            return listener, connect(listener.port, keys=client, key=server.fingerprint if key is None else key)
 
-    yield make
-    for end in made:
-        end.close()
+        yield make
 
 
 def lines_of(caplog, port):
     return [line for record in caplog.records if str(port) in (line := record.getMessage())]
 
 
-@pytest.mark.parametrize(
-    ("server", "client", "key", "ours", "theirs"),
-    [
-        (
-            KEYS,
-            OTHERS,
-            None,
-            f"the peer's key is {KEYS.fingerprint}, and this engine admits {OTHERS.fingerprint}",
-            None,
-        ),
-        (
-            KEYS,
-            Keys(OTHERS.secret, [KEYS.public]),
-            None,
-            f"the peer refused us: it does not admit our key {OTHERS.fingerprint}",
-            f"connection ended: the peer's key is {OTHERS.fingerprint}, and this engine admits {KEYS.fingerprint}",
-        ),
-        (KEYS, KEYS, "", "the peer's key is not named", None),
-        (
-            OTHERS,
-            ADMITS_BOTH,
-            KEYS.fingerprint,
-            "its key is not the one that it has named",
-            "connection ended: the handshake failed: it is no KVFerry engine, or takes this one for another",
-        ),
-    ],
-    ids=["unknown-to-d", "unknown-to-p", "not-named", "other"],
-)
+MISMATCHES = {
+    "unknown-to-d": (
+        KEYS, OTHERS, None, f"the peer's key is {KEYS.fingerprint}, and this engine admits {OTHERS.fingerprint}", None
+    ),
+    "unknown-to-p": (
+        KEYS, Keys(OTHERS.secret, [KEYS.public]), None,
+        f"the peer refused us: it does not admit our key {OTHERS.fingerprint}",
+        f"connection ended: the peer's key is {OTHERS.fingerprint}, and this engine admits {KEYS.fingerprint}",
+    ),
+    "not-named": (KEYS, KEYS, "", "the peer's key is not named", None),
+    "other": (
+        OTHERS, ADMITS_BOTH, KEYS.fingerprint, "its key is not the one that it has named",
+        "connection ended: the handshake failed: it is no KVFerry engine, or takes this one for another",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("server", "client", "key", "ours", "theirs"), MISMATCHES.values(), ids=MISMATCHES)
 def test_a_mismatch_is_one_clear_line_on_each_side(ends, caplog, server, client, key, ours, theirs):
     with caplog.at_level(logging.WARNING, "vllm.kvferry.transport"):
         listener, connection = ends(server, client, key)
@@ -105,77 +90,27 @@ def test_a_mismatch_is_one_clear_line_on_each_side(ends, caplog, server, client,
 def test_a_key_is_changed_on_one_engine_after_the_other_while_requests_go_on(ends):
     """Three engines, each of them P and D. Every engine is started anew twice; every pair always works."""
     old, new = new_keys(), new_keys()
-    before, during, after = Keys(old.secret, [new.public]), Keys(new.secret, [old.public]), new
-    engines = [before] * 3
-    stages = [(number, keys) for keys in (during, after) for number in range(3)]
-    for number, keys in [(0, before), *stages]:
+    during, after = Keys(new.secret, [old.public]), new
+    engines = [Keys(old.secret, [new.public])] * 3
+    for number, keys in [(0, engines[0]), *((number, keys) for keys in (during, after) for number in range(3))]:
         engines[number] = keys
         for p in engines:
-            listener = listening(p)
             for d in engines:
-                connection = Dialed(listener.port, keys=d, key=p.fingerprint)
-                assert exchanged(listener, connection)
+                listener, connection = ends(p, d)
+                assert exchanged(listener, connection) and not listener.dropped
                 connection.close()
-            assert not listener.dropped
-            listener.close()
+                listener.close()
 
 
-def test_a_key_for_each_engine_with_an_allow_list():
-    p, outsider = new_keys(), new_keys()
-    d = new_keys(p.public)
-    p = Keys(p.secret, [d.public])
-    listener = listening(p)
-    connection, other = Dialed(listener.port, keys=d, key=p.fingerprint), Keys(outsider.secret, [p.public])
-    refused = Dialed(listener.port, keys=other, key=p.fingerprint, timeout=300)
-    try:
-        assert exchanged(listener, connection)
-        refused.send(MESSAGE)
-        assert until(lambda: refused.lost) and "does not admit our key " + other.fingerprint in refused.reason
-        assert listener.dropped == {"key": 1} and listener.receive() == []
-    finally:
-        for end in (connection, refused, listener):
-            end.close()
-
-
-class Wiretap:
-    """A TCP proxy that records what the client sent, and what the server answered."""
-
-    def __init__(self, port):
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.port, self.seen, self.answers = self.server.getsockname()[1], b"", b""
-        threading.Thread(target=self._run, args=(port,), daemon=True).start()
-
-    def _run(self, port):
-        near, _ = self.server.accept()
-        far = socket.create_connection(("127.0.0.1", port))
-        threading.Thread(target=self._carry, args=(far, near, "answers"), daemon=True).start()
-        self._carry(near, far, "seen")
-
-    def _carry(self, source, sink, name):
-        try:
-            while data := source.recv(65536):
-                setattr(self, name, getattr(self, name) + data)
-                sink.sendall(data)
-        except OSError:
-            pass
-        sink.close()
-
-
-def test_what_is_on_the_wire_and_a_replay_of_it(ends):
-    listener = listening()
-    tap = Wiretap(listener.port)
-    connection = Dialed(tap.port)
-    try:
-        assert exchanged(listener, connection)
-        seen = tap.seen + tap.answers
-        assert GREETING in seen and not any(each in seen for each in (MESSAGE[2], PUBLIC, KEYS.secret.encode()))
-        with raw(listener, tap.seen) as again:
+def test_what_is_on_the_wire_and_a_replay_of_it(listener, connect):
+    with contextlib.closing(FaultProxy("127.0.0.3", records=True)) as tap:
+        tap.open(listener.port, "127.0.0.1")
+        assert exchanged(listener, connect(listener.port, tap.address))
+        [(up, down)] = tap.recorded
+        assert GREETING in up and not any(each in up + down for each in (MESSAGE[2], PUBLIC, KEYS.secret.encode()))
+        with raw(listener, bytes(up)) as again:
             assert closed_by_peer(listener, again) and listener.dropped == {"handshake": 1}
         assert arrived(listener, seconds=0.2) == [] and listener.peers == 1
-    finally:
-        connection.close()
-        listener.close()
-        tap.server.close()
 
 
 @pytest.mark.parametrize(
@@ -226,23 +161,14 @@ def test_a_certificate_that_merely_contains_an_admitted_key_is_refused(ends, tmp
     assert exchanged(listener, good)
 
 
-def test_a_peer_that_shows_no_certificate_is_refused(ends):
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2])
+def test_a_peer_without_a_certificate_or_with_an_older_tls_is_refused(ends, version):
     listener, good = ends(KEYS, KEYS)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with raw(listener, GREETING) as peer, context.wrap_socket(peer) as tls:
-        assert closed_by_peer(listener, tls)
-    assert until(lambda: (listener.receive(), listener.dropped)[1]) == {"handshake": 1}
-    assert exchanged(listener, good)
-
-
-def test_an_older_tls_is_refused(ends):
-    listener, good = ends(KEYS, KEYS)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.maximum_version = context.minimum_version = ssl.TLSVersion.TLSv1_2
-    with raw(listener, GREETING) as peer, pytest.raises(OSError):
-        context.wrap_socket(peer)
+    context.minimum_version = context.maximum_version = version
+    with raw(listener, GREETING) as peer, contextlib.suppress(OSError), context.wrap_socket(peer) as tls:
+        assert version is not ssl.TLSVersion.TLSv1_2 and closed_by_peer(listener, tls)
     assert until(lambda: (listener.receive(), listener.dropped)[1]) == {"handshake": 1}
     assert exchanged(listener, good)
 

@@ -5,34 +5,21 @@ Staging memory is so small that an arena which does not come back is missed by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 
-from kvferry.transport.channels import CPU, SendChannel, Slot
+from kvferry.transport.channels import CPU
 from kvferry.transport.planes.push import WindowedSender
 from tests.transport.plane_pair import PLANES, SLOT, Pair, intact, mapped
 
 
-def send(channel: SendChannel, slot: Slot) -> None:
-    channel.send(slot, SLOT, 99)
-
-
-def give_back(channel: SendChannel, slot: Slot) -> None:
-    channel.give_back(slot)
-
-
-RETURNS = [pytest.param(send, id="send"), pytest.param(give_back, id="give_back")]
-Return = Callable[[SendChannel, Slot], None]
-
-
 @pytest.fixture(params=PLANES)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(request.param, 2, CPU)
-    yield pair
-    pair.close()
+    with closing(Pair(request.param, 2, CPU)) as pair:
+        yield pair
 
 
 def works(pair: Pair) -> None:
@@ -45,73 +32,55 @@ def works(pair: Pair) -> None:
     pair.follow(sender)
 
 
-@pytest.mark.parametrize("give", RETURNS)
-def test_an_acquired_slot_outlives_its_channel(pair: Pair, give: Return) -> None:
+@pytest.mark.parametrize("sent", [True, False], ids=["sent", "given back"])
+@pytest.mark.parametrize("ended", ["producer", "consumer", "plane"])
+def test_an_acquired_slot_outlives(pair: Pair, ended: str, sent: bool) -> None:
     sender, receiver = pair.join()
-    slot = pair.acquired(sender)
-    before = pair.p.staging_bytes
-    sender.close()
-    assert mapped(slot.address) and pair.p.staging_bytes == before >= SLOT
+    slot, before = pair.acquired(sender), pair.p.staging_bytes
+    if ended == "producer":
+        sender.close()
+        assert mapped(slot.address) and pair.p.staging_bytes == before >= SLOT
+    elif ended == "consumer":
+        receiver.close()
+        pair.turn(lambda: sender.error is not None)
+    else:
+        pair.p.close()
     slot.tensor.fill_(7)
-    give(sender, slot)
+    if sent:
+        sender.send(slot, SLOT, 99)
+    else:
+        sender.give_back(slot)
+    if ended == "plane":
+        assert not pair.p.progress() and not pair.slots_out
+        return
     assert sender.acquire() is None
     del slot
-    pair.follow(receiver)
-    works(pair)
-
-
-@pytest.mark.parametrize("give", RETURNS)
-def test_an_acquired_slot_outlives_the_consumer(pair: Pair, give: Return) -> None:
-    sender, receiver = pair.join()
-    slot = pair.acquired(sender)
-    receiver.close()
-    pair.turn(lambda: sender.error is not None)
-    slot.tensor.fill_(7)
-    give(sender, slot)
-    assert sender.acquire() is None
+    if ended == "producer":
+        pair.follow(receiver)
     sender.close()
     works(pair)
 
 
-@pytest.mark.parametrize("give", RETURNS)
-def test_an_acquired_slot_outlives_the_plane(pair: Pair, give: Return) -> None:
-    sender, _ = pair.join()
-    slot = pair.acquired(sender)
-    pair.p.close()
-    slot.tensor.fill_(7)
-    give(sender, slot)
-    assert not pair.p.progress() and not pair.slots_out
-
-
-def test_a_message_outlives_its_channel(pair: Pair) -> None:
+@pytest.mark.parametrize("ended", ["consumer", "producer", "plane"])
+def test_a_message_outlives(pair: Pair, ended: str) -> None:
     sender, receiver = pair.join()
     message = pair.carry(sender, receiver, 5)
-    receiver.close()
-    pair.follow(sender)
+    if ended == "consumer":
+        receiver.close()
+        pair.follow(sender)
+    elif ended == "producer":
+        sender.close()
+        pair.turn(lambda: receiver.error is not None)
+    else:
+        pair.d.close()
+        pair.p.close()
     assert intact(message)
     message.release()
-    works(pair)
-
-
-def test_a_message_outlives_the_producer(pair: Pair) -> None:
-    sender, receiver = pair.join()
-    message = pair.carry(sender, receiver, 5)
-    sender.close()
-    pair.turn(lambda: receiver.error is not None)
-    assert intact(message)
-    message.release()
+    if ended == "plane":
+        pair.turn(lambda: not pair.slots_out)
+        return
     receiver.close()
     works(pair)
-
-
-def test_a_message_outlives_the_plane(pair: Pair) -> None:
-    sender, receiver = pair.join()
-    message = pair.carry(sender, receiver, 5)
-    pair.d.close()
-    pair.p.close()
-    assert intact(message)
-    message.release()
-    pair.turn(lambda: not pair.slots_out)
 
 
 def test_a_message_that_nobody_took_leaves_its_slot(pair: Pair) -> None:

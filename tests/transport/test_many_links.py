@@ -48,10 +48,6 @@ while True:
 """
 
 
-def open_files():
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.timeout(900)
 def test_links_to_two_thousand_ranks_and_their_descriptors():
     if raise_file_limit() < 2 * RANKS:
@@ -61,7 +57,11 @@ def test_links_to_two_thousand_ranks_and_their_descriptors():
         for child in [stack.enter_context(fork_server().start("-c", SERVERS, text=True)) for _ in range(PROCESSES)]:
             ports += map(int, child.stdout.readline().split())
         assert len(set(ports)) == RANKS
-        before, threads = open_files(), threading.active_count()
+        before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+
+        def more_files():
+            return len(os.listdir("/proc/self/fd")) - before
+
         dialer = Dialer(KEYS, max_message_bytes=LIMIT)
         stack.callback(dialer.close)
         links = [dialer.connect("127.0.0.1", port, key=KEYS.fingerprint, timeout=3600) for port in ports]
@@ -74,19 +74,16 @@ def test_links_to_two_thousand_ranks_and_their_descriptors():
             return len(answered) == RANKS
 
         assert until(all_answered, 800), [link.reason for link in links if link.lost][:1]
-        assert open_files() - before < RANKS + 10 and threading.active_count() == threads
+        assert more_files() < RANKS + 10 and threading.active_count() == threads
         turns = []
         for _ in range(100):
             with LineCount() as lines:
                 dialer.progress()
             turns.append(lines.count)
         assert min(turns) < RANKS / 10, "a turn does not grow with the links"
-        again = dialer.connect("127.0.0.1", ports[0], key=KEYS.fingerprint)  # while the first one stands
-        assert again.send(MESSAGE) and until(lambda: (dialer.progress(), again.receive())[1]) == [MESSAGE]
         for link in links:
             link.close()
-        assert open_files() - before < 10
-        assert again.send(MESSAGE) and until(lambda: (dialer.progress(), again.receive())[1]) == [MESSAGE]
+        assert more_files() < 10
 
 
 def test_many_names_hold_up_nobody_and_start_few_threads(monkeypatch):

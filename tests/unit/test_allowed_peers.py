@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.connector.config import load_settings
-from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.errors import ConfigError
+from kvferry.transport.host import AllowedPeers
 
 LISTED = AllowedPeers(["10.1.0.0/16", "192.0.2.7", "fd00::/8"])
 
@@ -42,7 +42,7 @@ def test_the_setting() -> None:
             load_settings({"allowed_peers": [wrong]}, {})
 
 
-def test_without_a_key_only_loopback_is_allowed_unless_networks_are_named():
+def test_without_a_key_only_loopback_is_allowed_unless_networks_are_named() -> None:
     anywhere = AllowedPeers(None)
     assert not anywhere.refusal_without_keys("127.0.0.1") and not anywhere.refusal_without_keys("::1")
     assert "name its network in allowed_peers" in anywhere.refusal_without_keys("10.1.0.1")

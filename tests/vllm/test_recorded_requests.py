@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.engine.load_planner import RequestPhase
-from kvferry.transport.bootstrap.server import BootstrapServer
+from kvferry.transport.bootstrap import BootstrapServer
 from tests.support.inside import leases_of
 from tests.vllm.engine_group import PATIENT, EngineGroup
 from tests.vllm.labelled import prompt

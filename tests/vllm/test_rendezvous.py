@@ -16,8 +16,7 @@ from kvferry.connector.decode_side import lookup
 from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.wire import messages
-from kvferry.transport.bootstrap import page as bootstrap_page
-from kvferry.transport.bootstrap.server import BootstrapServer
+from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
 from tests.support.inside import consumer_of, producer_of, replies_of, request_phase, scheduler_half, sends_of
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
@@ -563,7 +562,7 @@ def by_page(p: Engine, page: BootstrapServer, **more: Any) -> dict[str, Any]:
 def publish(p: Engine, page: BootstrapServer) -> None:
     address = p.workers[0].connector.get_handshake_metadata().address
     engine_id = p.config.kv_transfer_config.engine_id
-    page.publish(bootstrap_page.page(engine_id, 0, {(0, 0): (address.host, address.port)}))
+    page.publish(bootstrap_page(engine_id, 0, {(0, 0): (address.host, address.port)}))
 
 
 def test_p_is_found_by_its_bootstrap_page(group: EngineGroup, page: BootstrapServer) -> None:

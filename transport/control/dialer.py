@@ -10,6 +10,7 @@ import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -41,22 +42,18 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks for peers that say nothing."""
 NAMES = BlockingCalls("kvferry-lookup", threads=8, waiting=1024)
 T = TypeVar("T")
-
-
-def _nobody() -> None:
-    """No owner wants to hear of news."""
+_NOBODY = bool
+"""In place of an owner's call: it does nothing."""
 
 
 class Connection:
-    """A connection to one rank of P. It connects once; when it is lost, close it and make another.
-
-    ``send`` may be called at once; the messages leave when the connection is established.
+    """A connection to one rank of P. It connects once; when it is lost, close it and make another. Messages may be sent
+    at once, and leave when it is established.
 
     Attributes:
-        host, port: as they were given.
         address: the numeric address of ``host``, once it is known.
-        connected: the connection is established.
-        reason: why the connection is lost, one line.
+        connected: it is established.
+        reason: why it is lost, one line.
         news: messages have arrived, or the connection was established or lost, since the last ``receive``.
         on_news: called where ``news`` becomes true. The owner sets it.
         resolving: it waits for a name.
@@ -67,12 +64,12 @@ class Connection:
         self.host, self.port = host, port
         self.address = ""
         self.connected = self.news = self.resolving = False
-        self.on_news: Callable[[], None] = _nobody
+        self.on_news: Callable[[], object] = _NOBODY
         self.reason = ""
         self.dropped: Counter[str] = Counter()
         self._dialer, self._key = dialer, key
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
-        self.inbox: deque[list[bytes]] = deque()
+        self.inbox: list[list[bytes]] = []
         self._waiting: list[list[bytes]] = []  # to be sent once the connection is established
         self._sock: socket.socket | None = None
         self._stream: Stream | None = None
@@ -96,20 +93,19 @@ class Connection:
     def receive(self) -> list[list[bytes]]:
         """The messages that have arrived, in order."""
         self.news = False
-        found = list(self.inbox)
-        self.inbox.clear()
+        found, self.inbox = self.inbox, []
         return found
 
     def send(self, frames: list[bytes]) -> bool:
         """Queue a message. False: the connection is lost, or the queue is full because P does not read."""
-        failure = "gone" if self.reason else ""
+        failure = ""
         if self._stream is not None:
             failure = self._stream.send(frames)
             while failure == "gone" and not self.reason:  # what P has said before still counts
                 self._serve(self._stream)
-        elif not failure and len(self._waiting) >= SEND_QUEUE:
-            failure = "full"
-        elif not failure:
+        elif self.reason or len(self._waiting) >= SEND_QUEUE:
+            failure = "gone" if self.reason else "full"
+        else:
             self._waiting.append(frames)
         if failure:
             self.dropped[failure] += 1
@@ -117,7 +113,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection and drop unsent messages. Idempotent."""
-        self.on_news = _nobody  # the owner most often refers to this connection: no circle of references is left
+        self.on_news = _NOBODY  # the owner most often refers to this connection: no circle of references is left
         self.lose("closed")
         self.inbox.clear()
 
@@ -233,7 +229,8 @@ class Connection:
 
     def _numeric(self) -> Generator[int, None, str]:
         """The numeric address of ``host``, which may be a name: a name server may be silent for long."""
-        if _is_numeric(self.host):
+        with suppress(ValueError):
+            ipaddress.ip_address(self.host)
             return self.host
         call = NAMES.begin(partial(numeric_address, self.host), partial(self._dialer.resolved, self))
         self.resolving = True
@@ -255,15 +252,13 @@ class Dialer:
         keys: the connections admit only peers with these keys.
         max_message_bytes: bound on the sum of a message's frames.
         refusal: says to which addresses there must be no connection.
-
-    Attributes:
-        fd: a descriptor to poll for reading.
     """
 
     def __init__(self, keys: Keys, *, max_message_bytes: int, refusal: Refusal = lambda address: "") -> None:
         self.keys, self.refusal = keys, refusal
         self.shared = Shared(max_message_bytes)
         self.fd = self.shared.sockets.fd
+        """A descriptor to poll for reading."""
         self.connections: dict[Connection, None] = {}  # that are not lost
         self._waker = Waker()
         self._resolved: deque[Connection] = deque()
@@ -272,13 +267,8 @@ class Dialer:
         self.shared.sockets.watch(self._waker, self._go_on_resolved)
 
     def connect(self, host: str, port: int, *, key: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> Connection:
-        """Connect to a rank of P. Raises nothing: a connection that cannot be made is lost, with a reason.
-
-        Args:
-            host: an address, or a name.
-            port: P's control port.
-            key: the fingerprint of P's key.
-            timeout: seconds until a peer that does not answer counts as lost.
+        """Connect to a rank of P at an address or a name, whose key has the fingerprint ``key``. Raises nothing: a
+        connection that cannot be made is lost, with a reason; so is one without an answer for ``timeout`` seconds.
         """
         connection = Connection(self, host, port, key, timeout)
         self.connections[connection] = None
@@ -318,14 +308,6 @@ class Dialer:
             connection = self._resolved.popleft()
             if connection.resolving:
                 connection.go_on()
-
-
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _until_done(step: Callable[[], T]) -> Generator[int, None, T]:

@@ -89,10 +89,7 @@ def read_key_file(path: Path) -> str:
 
 
 def make_key_file(path: Path) -> str:
-    """Write a new secret key into a new file of mode 0600. No reader sees a part of it.
-
-    Returns:
-        The secret key.
+    """Write a new secret key, which is returned, into a new file of mode 0600. No reader sees a part of it.
 
     Raises:
         FileExistsError: the file exists already; it is unchanged.

@@ -1,8 +1,8 @@
 """An engine's Ed25519 key (RFC 8032), the public keys of the peers that it admits, and TLS 1.3 with them.
 
-OpenSSL wants a certificate of each end, and one that signed it. So a key gets a certificate whose only content is the
-key, signed by an issuer whose own key is no secret. A peer is admitted because its certificate is, byte for byte, that
-of an admitted key: TLS 1.3 proves that the peer has the secret key (RFC 8446, 4.4.3).
+OpenSSL wants signed certificates. So a key gets one whose only content is the key, signed by an issuer whose own key is
+no secret. A peer is admitted because its certificate is, byte for byte, that of an admitted key: TLS 1.3 proves that
+the peer has the secret key (RFC 8446, 4.4.3).
 """
 
 from __future__ import annotations
@@ -67,16 +67,15 @@ def greeting(public: bytes) -> bytes:
 class Keys:
     """An engine's own key pair, and the public keys of further peers that it admits. Immutable.
 
-    Engines with the same secret key admit each other. An engine also admits the peers of ``peers``, and connects to
-    them; so two keys of one deployment can be valid at the same time.
+    Engines with the same secret key admit each other; an engine with further peers also those, so that two keys of one
+    deployment can be valid at the same time.
 
     Args:
         secret: the engine's secret key, 32 bytes as Z85.
         peers: public keys of peers that have another secret key, 32 bytes as Z85.
 
     Attributes:
-        public: the engine's public key, Z85.
-        fingerprint: the short name of ``public``.
+        public, fingerprint: the engine's public key, Z85, and its short name.
         admitted: the raw public keys of all admitted peers, by fingerprint; the engine's own comes first.
 
     Raises:
@@ -105,22 +104,13 @@ class Keys:
         return f"{own} (its own){', ' if more else ''}{', '.join(more)}"
 
     def find(self, wanted: str) -> bytes:
-        """The raw public key of a peer, by the fingerprint that the peer has named.
-
-        Raises:
-            UnknownKeyError: no admitted key has this fingerprint.
-        """
-        key = self.admitted.get(wanted)
-        if key is None:
+        """The raw public key of a peer, by the fingerprint that the peer has named. Raises UnknownKeyError."""
+        if wanted not in self.admitted:
             raise self._unknown(wanted)
-        return key
+        return self.admitted[wanted]
 
     def proven(self, tls: ssl.SSLSocket) -> str:
-        """The fingerprint of the key that the peer of a finished handshake has.
-
-        Raises:
-            UnknownKeyError: the key is not admitted.
-        """
+        """The fingerprint of the key that the peer of a finished handshake has. Raises UnknownKeyError."""
         certificate = tls.getpeercert(binary_form=True) or b""
         if certificate not in self.by_certificate:
             raise self._unknown(fingerprint(certificate.partition(_KEY_IN_DER)[2][:32]))

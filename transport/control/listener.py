@@ -86,6 +86,7 @@ class _Gate:
 
     def _hear(self, stranger: Stranger) -> bool:
         """Go on with a handshake. Returns whether there is more to do."""
+        verdict, reason, text = ADMITTED, "peers", "as many peers are connected as the limit allows"
         try:
             tls = self._tls_of(stranger)
             if tls is None:
@@ -93,22 +94,21 @@ class _Gate:
             tls.do_handshake()
             try:
                 self._keys.proven(tls)
+                if not self._listener.has_room:
+                    verdict = FULL
             except UnknownKeyError as error:
-                tls.send(OTHER_KEY)
-                self._end(stranger, "key", str(error))
-                return False
-            if not self._listener.has_room:
-                tls.send(FULL)
-                self._end(stranger, "peers", "as many peers are connected as the limit allows")
-                return False
-            tls.send(ADMITTED)
+                verdict, reason, text = OTHER_KEY, "key", str(error)
+            tls.send(verdict)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return True
         except (OSError, ValueError) as error:
-            self._end(stranger, "handshake", f"the handshake failed: {error}")
-            return False
-        self._sockets.mute(tls)
-        self._listener.admit(tls)
+            verdict, reason, text = b"", "handshake", f"the handshake failed: {error}"
+        if verdict == ADMITTED:
+            self._sockets.mute(tls)
+            self._listener.admit(tls)
+        else:
+            self._listener.refused(reason, text)
+            self._sockets.drop(stranger.sock)
         return False
 
     def _tls_of(self, stranger: Stranger) -> ssl.SSLSocket | None:
@@ -131,10 +131,6 @@ class _Gate:
         stranger.sock = tls
         return tls
 
-    def _end(self, stranger: Stranger, reason: str, text: str) -> None:
-        self._listener.refused(reason, text)
-        self._sockets.drop(stranger.sock)
-
 
 class Listener:
     """P's end: receives messages from any number of peers, and sends each peer its answers.
@@ -144,7 +140,7 @@ class Listener:
         port: 0 finds a free one.
         keys: only peers with these keys are admitted.
         max_message_bytes: bound on the sum of a message's frames.
-        max_peers: connections at once; at most half of the process's limit of open files.
+        max_peers: bound on the connections at once.
 
     Attributes:
         port, endpoint: the port, and ``address:port``, on which it listens.

@@ -43,10 +43,6 @@ def silence(address: str) -> float:
     return SILENCE_HERE_SECONDS if is_ours(address) else SILENCE_SECONDS
 
 
-def _nothing() -> None:
-    """What a closed connection serves."""
-
-
 class Shared:
     """What all connections of one end share: ``sockets`` watches them.
 
@@ -87,17 +83,15 @@ class Stream:
     def __init__(
         self, sock: ssl.SSLSocket, address: str, shared: Shared, serve: Callable[[Stream], None], identity: bytes = b""
     ) -> None:
-        self.address, self.identity = address, identity
-        self.heard_at = time.monotonic()
+        self.address, self.identity, self.heard_at = address, identity, time.monotonic()
         self.sock, self._shared = sock, shared
-        self._serve: Callable[[], None] = partial(serve, self)
+        self._serve: Callable[[], object] = partial(serve, self)
         self._arrived = bytearray()
         self._missing = 0  # bytes of the message whose head has come
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._counted = 0  # bytes that ``shared`` knows of
         self._broken = False  # whether nothing can be sent any more
-        self._writes = False  # whether it is watched for writing too
         shared.sockets.watch(sock, self._serve)
 
     def receive(self) -> list[list[bytes]]:
@@ -169,30 +163,26 @@ class Stream:
         self._unsent_bytes = 0
         self._count()
         self._shared.sockets.drop(self.sock)
-        self._serve = _nothing  # no circle of references is left
+        self._serve = lambda: None  # no circle of references is left
 
     def _flush(self) -> bool:
         """Send what is queued, as far as the peer reads. Returns whether the connection stands."""
-        stands = not self._broken
-        while self._unsent and stands:
-            try:
+        try:
+            while self._unsent and not self._broken:
                 sent = self.sock.send(self._unsent[0])
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                break
-            except OSError:
-                stands, self._broken = False, True
-                self._unsent.clear()
-                self._unsent_bytes = 0
-            else:
                 self._unsent_bytes -= sent
                 self._unsent[0] = self._unsent[0][sent:]
                 if not self._unsent[0]:
                     self._unsent.popleft()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError:
+            self._broken, self._unsent_bytes = True, 0
+            self._unsent.clear()
         self._count()
-        if stands and self._writes is not bool(self._unsent):
-            self._writes = not self._writes
-            self._shared.sockets.watch(self.sock, self._serve, READABLE | WRITABLE if self._writes else READABLE)
-        return stands
+        if not self._broken:  # watching costs nothing where the events are the same
+            self._shared.sockets.watch(self.sock, self._serve, READABLE | WRITABLE if self._unsent else READABLE)
+        return not self._broken
 
     def _count(self) -> None:
         size = len(self._arrived) + self._unsent_bytes

@@ -1,0 +1,181 @@
+"""A P and a D in processes of their own, and hand-overs between them: what faults, outages and fuzzing have in common.
+
+Where nothing goes on by itself the ranks' clocks are moved, so that nobody waits for a deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvferry.connector.wire.step_plan import PeerEngine
+from tests.support.engines import free_port
+from tests.support.rank_process import RemoteRank, remote_peer
+
+TOKENS, STEP, THEIRS, OURS = 100, 40, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
+HANDSHAKE, TRANSFER, LEASE = 10.0, 10.0, 20.0
+TIMES: dict[str, Any] = {
+    "handshake_timeout_seconds": HANDSHAKE, "transfer_timeout_seconds": TRANSFER, "lease_seconds": LEASE,
+    "ask_hold_seconds": 5.0,
+}  # fmt: skip
+"""Settings of both processes, by which the checks go."""
+DEADLINE = HANDSHAKE + 2 * TRANSFER + 5.0
+"""Seconds of D's clock from the last byte that passed until a load must be reported."""
+QUIET_SECONDS, MOVE_SECONDS = 0.15, 2.0
+"""After so much time without a byte between P and D nothing goes on by itself: the clocks are moved by so much."""
+PATIENCE = 600.0
+"""Seconds of real time after which a case has failed; no case comes near, on a slow host either."""
+
+
+class Broken(AssertionError):
+    """An invariant does not hold. The message names the case."""
+
+
+class RankPair:
+    """Hand-overs from ``p`` to ``d``, each of a prompt that none had before.
+
+    Args:
+        settings: of both.
+        own: more options of P's rank and of D's, by "p" and "d"; their ``settings`` go beside those of both.
+        form: options of both ranks.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], own: dict[str, dict[str, Any]] | None = None, *, patience: float = PATIENCE,
+        **form: Any,
+    ) -> None:  # fmt: skip
+        self.port = free_port()  # of P, also after a restart
+        self.settings, self._own, self._form = settings, own or {}, form
+        self._number, self._patience = 0, patience
+        self.case = str(settings["plane"])
+        self.p, self.d = self.start("p"), self.start("d")
+
+    def start(self, role: str) -> RemoteRank:
+        own = dict(self._own.get(role, {}))
+        settings = self.settings | {"side_channel_port": self.port if role == "p" else 0} | own.pop("settings", {})
+        return RemoteRank(engine_id=f"engine-{role}", settings=settings, **self._form, **own)
+
+    def restart(self, role: str) -> None:
+        """End a process, in whatever state it is, and start another one in its place."""
+        getattr(self, role).close()
+        setattr(self, role, self.start(role))
+
+    def peer(self) -> PeerEngine:
+        return remote_peer([self.p])
+
+    @property
+    def passed(self) -> int:
+        """Bytes that passed between them so far, where somebody counts them."""
+        return 0
+
+    def close(self) -> None:
+        """End both processes."""
+        for rank in (self.p, self.d):
+            rank.close()
+
+    # --- hand-overs -----------------------------------------------------------------------------------------------
+
+    def begin(self, streamed: bool = False) -> str:
+        """Start a hand-over; its name. ``streamed``: P computes the prompt while D reads it."""
+        self._number += 1
+        name = f"req-{self._number}"
+        self.d.wipe()
+        self.p.fill(THEIRS, TOKENS, salt=-self._number if streamed else self._number)
+        if streamed:  # over what other requests have left there
+            token = self.p.compute(name, THEIRS, TOKENS, self._number, STEP)
+        else:
+            token = self.p.grant(name, THEIRS, TOKENS)
+        self.d.load(name, token, self.peer(), OURS, TOKENS, STEP * streamed)
+        return name
+
+    def holds(self) -> bool:
+        """Whether D has P's bytes of the last hand-over."""
+        return bool(self.d.holds(OURS, TOKENS, self._number))
+
+    def reuse(self) -> None:
+        """P computes another prompt in the same pages."""
+        self.p.fill(THEIRS, TOKENS, salt=-self._number)
+
+    def reported(self, name: str) -> bool:
+        """Whether D reports the load as done. D reports it once (``Rank.poll``) and within its deadline."""
+        passed, waited = self.passed, 0.0
+        while name not in self.d.received():
+            if self.quiet(lambda: name in self.d.received()):
+                waited = 0.0 if self.passed != passed else waited + MOVE_SECONDS
+                passed = self.passed
+                self.expect(waited <= DEADLINE, f"D reports a load within {DEADLINE:g} s of the last byte")
+                self.d.let_time_pass(MOVE_SECONDS)
+        return bool(self.d.received()[name])
+
+    def ended(self, name: str) -> bool:
+        """The same, and a load that is done has P's bytes."""
+        done = self.reported(name)
+        self.expect(not done or self.holds(), "a load that was reported as done has P's bytes")
+        return done
+
+    def freed(self, name: str) -> None:
+        """P has its pages back: by the release, or when its clock is one second past the lease."""
+        if self.quiet(lambda: name in self.p.sent()):
+            self.p.let_time_pass(LEASE + 1.0)
+        self.until(lambda: name in self.p.sent(), f"P has its pages back {LEASE + 1:g} s after the load ended")
+
+    def works(self, streamed: bool = False) -> None:
+        """A hand-over succeeds, and nothing is left in a table of either side."""
+        for _ in range(20):
+            name = self.begin(streamed)
+            done = self.ended(name)
+            self.freed(name)
+            if done:
+                return self.settle()
+            self.d.let_time_pass(2.0)  # a failed link answers for a second
+            time.sleep(0.3)
+        raise Broken(f"{self.case}: no clean hand-over succeeds afterwards")
+
+    def settle(self) -> None:
+        """Both live, and their tables are empty, at the latest when the clocks are some time-outs later."""
+        for rank in (self.p, self.d):
+            self.expect(not rank.process.ended.is_set(), "both processes live")
+
+            def left(rank: RemoteRank = rank) -> list[str]:
+                return [f"{count} {name}" for name, count in rank.tables().items() if count and name != "links"]
+
+            self.until(lambda left=left: not left(), f"no table keeps anything: {left()}", rank)  # type: ignore[misc]
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+
+    def quiet(self, condition: Callable[[], bool] = lambda: False) -> bool:
+        """Whether no byte passes for a moment, in which the condition does not hold."""
+        passed, end = self.passed, time.monotonic() + QUIET_SECONDS
+        while not condition():
+            if time.monotonic() > end:
+                return self.passed == passed
+            time.sleep(0.005)
+        return False
+
+    def until(self, condition: Callable[[], bool], text: str, moved: RemoteRank | None = None) -> None:
+        """Wait for a condition; the clock of ``moved`` goes on wherever nothing happens by itself."""
+        end = time.monotonic() + self._patience
+        while not condition():
+            self.expect(time.monotonic() < end, text)
+            time.sleep(0.01)
+            if moved is not None and self.quiet(condition):
+                moved.let_time_pass(MOVE_SECONDS)
+
+    def expect(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise Broken(f"{self.case}: {text}")
+
+
+def run_parser(description: str, *, seconds: float | None = None, count: int | None = None) -> argparse.ArgumentParser:
+    """Of a program that goes on by seeds. ``args.seed`` is one in any case."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="repeats a run")
+    parser.add_argument("--count", type=int, default=count)
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds)
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    return parser

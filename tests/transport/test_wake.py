@@ -1,0 +1,88 @@
+"""The tools of a thread that polls: its waker, its clock, and warnings that cannot flood the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import select
+import threading
+
+import pytest
+
+from kvferry.transport.wake import HELD_UP_SECONDS, RateLimitedLog, RunningClock, Waker
+
+
+def test_a_waker_wakes_a_poller_from_another_thread():
+    waker, poller = Waker(), select.poll()
+    poller.register(waker, select.POLLIN)
+    assert not poller.poll(0) and not waker.drain()
+    later = threading.Timer(0.05, waker.wake)
+    later.start()
+    assert poller.poll(60_000)
+    later.join()
+    waker.wake()
+    assert waker.drain() and not waker.drain() and not poller.poll(0)
+    os.eventfd_write(waker.fd, (1 << 64) - 2)  # the counter is full: one more would block
+    waking = threading.Thread(target=waker.wake, daemon=True)
+    waking.start()
+    waking.join(30)
+    assert not waking.is_alive() and waker.drain()
+    waker.close()
+    with open("/dev/null", "rb") as taken:  # gets the number that the waker had
+        waker.wake()
+        waker.close()
+        assert not waker.drain() and taken.read() == b""
+
+
+def test_rate_limited_log(caplog):
+    now = [0.0]
+    limited = RateLimitedLog(logging.getLogger("test.rate"), 10, max_keys=3, max_lines=100, clock=lambda: now[0])
+    with caplog.at_level(logging.INFO, "test.rate"):
+        for _ in range(5):
+            limited.warning("a", "bad %s", "thing")
+        limited.info("b", "other")
+        now[0] = 11
+        for _ in range(2):
+            limited.warning("a", "bad %s", "thing")
+        now[0] = 22
+        for number in range(1000):
+            limited.warning(f"key {number}", "x" * 100_000)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:3] == ["bad thing", "other", "bad thing (and 4 more like this)"]
+    assert len(lines) == 3 + 100 and max(map(len, lines)) <= RateLimitedLog.MAX_LINE, "all keys together are limited"
+    assert len(limited.keys) == 3, "keys that a peer makes up are bounded"
+
+
+@pytest.mark.parametrize(
+    ("slept", "took", "counted", "late"),
+    [
+        (0.0, 0.004, 0.004, 0.0),
+        (30.0, 2.0, 2.0, 0.0),
+        (1.0, 2.0, 2.0, 0.0),
+        (1.0, 11.0, 1.0 + HELD_UP_SECONDS, 10.0),
+        (0.0, 10.0, HELD_UP_SECONDS, 10.0),
+    ],
+)
+def test_a_turn_of_the_clock(slept, took, counted, late):
+    now = [1000.0]
+    clock = RunningClock(lambda: now[0])
+    assert clock.turn() == 0.0
+    clock.sleeps(slept)
+    now[0] += took
+    assert clock.turn() == pytest.approx(counted) and clock.late == pytest.approx(late)
+    now[0] += 0.5
+    assert clock.turn() == pytest.approx(counted + 0.5) and clock.late == 0.0
+
+
+def test_the_clock_never_goes_back_and_always_goes_on():
+    rng, now = random.Random(1), [1000.0]
+    clock = RunningClock(lambda: now[0])
+    before = clock.turn()
+    for _ in range(1000):
+        clock.sleeps(rng.choice([0.0, 0.001, 0.02, 1.0]))
+        step = rng.choice([0.0001, 0.02, 1.5, 600.0])
+        now[0] += step
+        after = clock.turn()
+        assert min(step, HELD_UP_SECONDS) <= after - before + 1e-9 <= step + 2e-9
+        before = after
