@@ -80,6 +80,7 @@ def test_a_wrong_byte_in_a_load_that_is_done_is_noticed(make: MakePair, monkeypa
 def test_a_deadline_that_does_not_hold_is_noticed(make: MakePair, settings: dict[str, float], broken: str) -> None:
     """The control port is stalled where D's first message is on its way to P."""
     pair = make(PAIRS["tcp"] | settings, patience=2.0)
+    pair.move_seconds = 5.0
     used = replace(CORRUPTED, kind=Kind.DELAY)
     with pytest.raises(Broken, match=broken):
         pair.strike(used)

@@ -16,7 +16,7 @@ INTERESTING = [0, 1, 2, 15, 16, 127, 128, 255, 256, 4095, 4096, 65535, 65536, (1
                1 << 32, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1, -1, -128, -(1 << 31),
                -(1 << 63)]  # fmt: skip
 TEXTS = ["", "a", "\0", "\n", "\u2028", "\ud800", "é" * 300, "%s%n", "x" * 5000, "../" * 20, "127.0.0.1", "::1", "type"]
-OTHERS = [float("nan"), float("inf"), -0.0, 1e308, 0.5, None, None, [], {"": 1}, {"type": -1}, True, False]
+OTHERS: list[Any] = [float("nan"), float("inf"), -0.0, 1e308, 0.5, None, None, [], {"": 1}, {"type": -1}, True, False]
 LARGE_IN = 4000
 """One input of so many is large: up to a MiB, or nested deeply."""
 HEADS = bytes(range(0xC0, 0xE0)) + b"\x80\x8f\x90\x9f\xa0\xbf\x7f"
@@ -30,7 +30,7 @@ class Mutator:
     def __init__(self, rng: random.Random, corpus: Sequence[bytes], codec: str = "msgpack") -> None:
         """``codec``: "msgpack", "json", or "" where the bytes have no such structure."""
         self._rng, self._corpus = rng, list(corpus)
-        self._codec: Any = {"msgpack": msgspec.msgpack, "json": msgspec.json}.get(codec)
+        self._codec: Any = msgspec.json if codec == "json" else msgspec.msgpack
         self._values: list[Any] = []
         for item in corpus if codec else ():
             with suppress(msgspec.MsgspecError):

@@ -11,6 +11,7 @@ import json
 import random
 import socket
 import struct
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -66,83 +67,57 @@ def request(**more: Any) -> bytes:
     return head(len(content)) + content
 
 
-async def leaves_at_once(client: Client) -> None:
-    await client.send(request())
+Kind = Callable[[Client], Awaitable[None]]
 
 
-async def leaves_in_its_request(client: Client) -> None:
+def sends(name: str, data: Callable[[random.Random], bytes], most: int = 1 << 30, *, half_closes: bool = False) -> Kind:
+    """Sends this, then reads so many bytes and goes."""
+
+    async def kind(client: Client) -> None:
+        with suppress(OSError):
+            await client.send(data(client.rng))
+            if half_closes:
+                client.writer.write_eof()
+        await client.read(most)
+
+    kind.__name__ = name
+    return kind
+
+
+def in_its_request(rng: random.Random) -> bytes:
     data = request()
-    await client.send(data[: client.rng.randrange(1, len(data))])
+    return data[: rng.randrange(1, len(data))]
 
 
-async def leaves_in_its_answer(client: Client) -> None:
-    await client.send(request(stream=True, max_tokens=64))
-    await client.read(client.rng.choice((1, 30, 150)))
+def no_json(rng: random.Random) -> bytes:
+    deep = (b"[" * DEEP, b'{"a":' * DEEP)
+    content = rng.choice((b'{"prompt": ', b"[]", b"\xff\xfe\x00", b"", *deep, b'"\\ud83d"'))
+    return head(len(content)) + content
+
+
+def much(rng: random.Random) -> bytes:
+    """A body of 1 MiB that is JSON of many small values: decoded, it has many times the bytes."""
+    content = b'{"model": "model", "prompt": [' + b"[]," * ((1 << 20) // 3) + b"[]]}"
+    return head(len(content)) + content
+
+
+def another_length(rng: random.Random) -> bytes:
+    more = (b"Transfer-Encoding: chunked",) if rng.random() < 0.3 else ()
+    return head(rng.choice(("-5", "x", "+3", "1, 2", "0x10", 3)), *more) + b"zz\r\n" + request()
+
+
+def no_http(rng: random.Random) -> bytes:
+    return rng.choice((b"\x16\x03\x01\x02\x00\x01\x00", b"\0" * 4096, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+
+
+def any_stream(rng: random.Random) -> bytes:
+    return request(stream=rng.random() < 0.5)
 
 
 async def is_killed(client: Client) -> None:
-    await client.send(request(stream=client.rng.random() < 0.5))
+    await client.send(any_stream(client.rng))
     await asyncio.sleep(client.rng.uniform(0, 0.1))
     client.reset()
-
-
-async def half_closes(client: Client) -> None:
-    await client.send(request(stream=client.rng.random() < 0.5))
-    client.writer.write_eof()
-    await client.read()
-
-
-async def half_closes_in_its_request(client: Client) -> None:
-    await client.send(request()[:-5])
-    client.writer.write_eof()
-    await client.read()
-
-
-async def sends_no_json(client: Client) -> None:
-    content = client.rng.choice(
-        (b'{"prompt": ', b"[]", b"\xff\xfe\x00", b"", b"[" * DEEP, b'{"a":' * DEEP, b'"\\ud83d"')
-    )
-    await client.send(head(len(content)) + content)
-    await client.read(1)
-
-
-async def sends_much(client: Client) -> None:
-    """A body of 1 MiB that is JSON of many small values: decoded, it has many times the bytes."""
-    content = b'{"model": "model", "prompt": [' + b"[]," * ((1 << 20) // 3) + b"[]]}"
-    await client.send(head(len(content)) + content)
-    await client.read(1)
-
-
-async def announces_much(client: Client) -> None:
-    await client.send(head(client.rng.choice((1 << 40, "9" * 30))))
-    with suppress(OSError):
-        for _ in range(16):
-            await client.send(b" " * (1 << 16))
-    await client.read(1)
-
-
-async def has_a_long_head(client: Client) -> None:
-    with suppress(OSError):
-        await client.send(b"GET / HTTP/1.1\r\n" + b"X-A: " + b"a" * (1 << 20))
-    await client.read(1)
-
-
-async def lies_about_its_length(client: Client) -> None:
-    lengths: tuple[int | str, ...] = ("-5", "x", "+3", "1, 2", "0x10", 3)
-    more = (b"Transfer-Encoding: chunked",) if client.rng.random() < 0.3 else ()
-    await client.send(head(client.rng.choice(lengths), *more) + b"zz\r\n" + request())
-    await client.read(1)
-
-
-async def speaks_no_http(client: Client) -> None:
-    await client.send(
-        client.rng.choice((b"\x16\x03\x01\x02\x00\x01\x00", b"\0" * 4096, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
-    )
-    await client.read(1)
-
-
-async def is_silent(client: Client) -> None:
-    await client.read()
 
 
 async def has_a_slow_head(client: Client) -> None:
@@ -155,22 +130,30 @@ async def has_a_slow_head(client: Client) -> None:
                 await asyncio.wait_for(client.over.wait(), 0.3)
 
 
-async def has_a_slow_body(client: Client) -> None:
-    await client.send(request()[:-20])
-    await client.read()
-
-
 async def reads_nothing(client: Client) -> None:
     await client.send(request(stream=True, max_tokens=64))
     await client.over.wait()
 
 
-KINDS: tuple[Callable[[Client], Awaitable[None]], ...] = (
-    leaves_at_once, leaves_in_its_request, leaves_in_its_answer, is_killed, half_closes, half_closes_in_its_request,
-    sends_no_json, sends_much, lies_about_its_length, speaks_no_http,
-    announces_much, has_a_long_head, is_silent, has_a_slow_head, has_a_slow_body, reads_nothing,
-)  # fmt: skip
-STALLING = KINDS[KINDS.index(announces_much) :]
+KINDS: tuple[Kind, ...] = (
+    sends("leaves_at_once", lambda rng: request(), 0),
+    sends("leaves_in_its_request", in_its_request, 0),
+    sends("leaves_in_its_answer", lambda rng: request(stream=True, max_tokens=64), 30),
+    is_killed,
+    sends("half_closes", any_stream, half_closes=True),
+    sends("half_closes_in_its_request", lambda rng: request()[:-5], half_closes=True),
+    sends("sends_no_json", no_json, 1),
+    sends("sends_much", much, 1),
+    sends("lies_about_its_length", another_length, 1),
+    sends("speaks_no_http", no_http, 1),
+    sends("announces_much", lambda rng: head(rng.choice((1 << 40, "9" * 30))) + b" " * (1 << 20), 1),
+    sends("has_a_long_head", lambda rng: b"GET / HTTP/1.1\r\n" + b"X-A: " + b"a" * (1 << 20), 1),
+    sends("is_silent", lambda rng: b""),
+    has_a_slow_head,
+    sends("has_a_slow_body", lambda rng: request()[:-20]),
+    reads_nothing,
+)
+STALLING = KINDS[-6:]
 """A server may let these wait, for a while."""
 
 
@@ -193,13 +176,16 @@ class Crowd:
         await asyncio.gather(*(self._one(number) for number in range(self.count)))
 
     async def until_only_stalling_are_left(self) -> None:
-        others = [KINDS[number % len(KINDS)] not in STALLING for number in range(self.count)]
-        names = {kind.__name__ for kind in KINDS if kind not in STALLING}
-        while sum(ended for kind, ended in self.ended.items() if kind in names) < sum(others):
+        others = Counter(kind.__name__ for kind in map(self._kind, range(self.count)) if kind not in STALLING)
+        while any(self.ended.get(name, 0) < count for name, count in others.items()):
             await asyncio.sleep(0.05)
 
+    @staticmethod
+    def _kind(number: int) -> Kind:
+        return KINDS[number % len(KINDS)]
+
     async def _one(self, number: int) -> None:
-        kind = KINDS[number % len(KINDS)]
+        kind = self._kind(number)
         try:
             async with self._connecting:
                 reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 12)

@@ -25,8 +25,8 @@ TIMES: dict[str, Any] = {
 """Settings of both processes, by which the checks go."""
 DEADLINE = HANDSHAKE + 2 * TRANSFER + 5.0
 """Seconds of D's clock from the last byte that passed until a load must be reported."""
-QUIET_SECONDS, MOVE_SECONDS = 0.15, 2.0
-"""After so much time without a byte between P and D nothing goes on by itself: the clocks are moved by so much."""
+QUIET_SECONDS = 0.15
+"""After so much time without a byte between P and D nothing goes on by itself: the clocks are moved by one second."""
 PATIENCE = 600.0
 """Seconds of real time after which a case has failed; no case comes near, on a slow host either."""
 
@@ -39,10 +39,12 @@ class RankPair:
     """Hand-overs from ``p`` to ``d``, each of a prompt that none had before.
 
     Args:
-        settings: of both.
+        settings: of both, with the plane.
         own: more options of P's rank and of D's, by "p" and "d"; their ``settings`` go beside those of both.
         form: options of both ranks.
     """
+
+    move_seconds = 1.0
 
     def __init__(
         self, settings: dict[str, Any], own: dict[str, dict[str, Any]] | None = None, *, patience: float = PATIENCE,
@@ -105,10 +107,10 @@ class RankPair:
         passed, waited = self.passed, 0.0
         while name not in self.d.received():
             if self.quiet(lambda: name in self.d.received()):
-                waited = 0.0 if self.passed != passed else waited + MOVE_SECONDS
+                waited = 0.0 if self.passed != passed else waited + self.move_seconds
                 passed = self.passed
                 self.expect(waited <= DEADLINE, f"D reports a load within {DEADLINE:g} s of the last byte")
-                self.d.let_time_pass(MOVE_SECONDS)
+                self.d.let_time_pass(self.move_seconds)
         return bool(self.d.received()[name])
 
     def ended(self, name: str) -> bool:
@@ -163,7 +165,7 @@ class RankPair:
             self.expect(time.monotonic() < end, text)
             time.sleep(0.01)
             if moved is not None and self.quiet(condition):
-                moved.let_time_pass(MOVE_SECONDS)
+                moved.let_time_pass(self.move_seconds)
 
     def expect(self, holds: bool, text: str) -> None:
         if not holds:

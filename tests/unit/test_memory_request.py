@@ -41,7 +41,7 @@ def test_a_part_of_a_byte_is_a_byte_and_external_weights_count() -> None:
         *(((8, 8, float(f)), {}, "_utilization is .*, expected more than 0 and at most 1") for f in ("nan", "inf")),
     ],
 )
-def test_what_cannot_be_is_one_line(arguments: tuple[Any, ...], more: dict[str, str], text: str) -> None:
+def test_what_cannot_be_is_one_line(arguments: tuple[Any, ...], more: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as raised:
         request(*arguments, **more)
     assert "\n" not in str(raised.value)

@@ -102,13 +102,14 @@ class _Gate:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return True
         except (OSError, ValueError) as error:
-            verdict, reason, text = b"", "handshake", f"the handshake failed: {error}"
-        if verdict == ADMITTED:
-            self._sockets.mute(tls)
-            self._listener.admit(tls)
+            reason, text = "handshake", f"the handshake failed: {error}"
         else:
-            self._listener.refused(reason, text)
-            self._sockets.drop(stranger.sock)
+            if verdict == ADMITTED:
+                self._sockets.mute(tls)
+                self._listener.admit(tls)
+                return False
+        self._listener.refused(reason, text)
+        self._sockets.drop(stranger.sock)
         return False
 
     def _tls_of(self, stranger: Stranger) -> ssl.SSLSocket | None:
