@@ -107,7 +107,7 @@ class Search:
 
 
 class Engine:
-    """One life of one engine. ``on_end``: called with each request that has ended, and whether its load stands."""
+    """One life of one engine."""
 
     def __init__(
         self,
@@ -137,7 +137,6 @@ class Engine:
         self.searches: dict[str, Search] = {}
         self._left: set[str] = set()  # requests that searched
         self.outcomes: Counter[str] = Counter()
-        self.on_end: Callable[[Request, bool], None] = lambda request, ok: None
         self._prompts = 0
         self.prefilling: Prefilling | None = None
         """The prompt that is computed in steps."""
@@ -272,7 +271,6 @@ class Engine:
         releases = tuple(UnneededLease(request.name, prompt.token) for prompt in prompts)
         self.post(StepPlan(consumer=self.consumer, releases=releases))
         self.outcomes["aborted before the load"] += 1
-        self.on_end(request, False)
 
     def _finished(self, node: Node, load: Load, ok: bool) -> None:
         request = self.requests.get(id(load))
@@ -296,7 +294,6 @@ class Engine:
                 self._check_bytes(each, request, "has reported as loaded")
         self._take_back(request.blocks)
         self.outcomes["failed" if request.failed else "loaded"] += 1
-        self.on_end(request, not request.failed)
 
     def _begun(self, node: Node, load: Load, stands: Check | None) -> None:
         """The copies of a load inside a step are under way."""
@@ -443,14 +440,11 @@ class Engine:
             self.requests.clear()
             for request in requests:
                 request.phase = "ended"
-                self.on_end(request, False)
             self.outcomes["gone with its engine"] += len(requests) + len(self.searches)
 
     def again(self) -> Engine:
         """The next life of the engine, at the same addresses."""
-        engine = Engine(self.network, self.settings, self.form, self.name, self.addresses, self.planes, slow=self.slow)
-        engine.on_end = self.on_end
-        return engine
+        return Engine(self.network, self.settings, self.form, self.name, self.addresses, self.planes, slow=self.slow)
 
     def figures(self) -> Figures:
         """What the ranks have counted since the last call."""

@@ -23,11 +23,7 @@ NAMED = 0.4
 """The share of these for which D knows P and a name of the prompt, but no token. P may have others in its queue."""
 
 
-class FleetOdds(Odds):
-    """Of each packet."""
-
-    lost = doubled = late = 1e-3
-    overtaken = 3e-3
+ODDS = Odds(lost=1e-3, doubled=1e-3, late=1e-3, overtaken=3e-3)
 
 
 class Fleet:
@@ -46,7 +42,7 @@ class Fleet:
             self.world.engine(name, self._form(n), EVERYTHING, slow=SLOW_SECONDS * (n % 4 > 0))
         for n, name in enumerate(self.d):
             self.world.engine(name, self._form(n + 6), PLANES[n % 5], slow=SLOW_SECONDS * (n % 4 > 0))
-        self.network.odds = FleetOdds()
+        self.network.odds = ODDS
 
     @staticmethod
     def _form(n: int) -> Form:
@@ -190,11 +186,10 @@ class Fleet:
         others: Sequence[Prompt] = (),
     ) -> None:
         """A request comes to D."""
-        if not d.alive:
-            return
         rng = self.rng
         if after:
             self.timeline.after(after, lambda: self._come(d, prompt, name, siblings=siblings))
+        if after or not d.alive:
             return
         request = d.keep(prompt, name, siblings=siblings, others=others)
         wait = 0.0005 if rng.random() < 0.98 else 4.0 * rng.random()

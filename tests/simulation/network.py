@@ -11,12 +11,14 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvferry.transport.control.listener import Delivery
 from tests.simulation.timeline import Timeline
 
 LATENCY_SECONDS = 100e-6
+LATE_SECONDS = 2.0
+"""How late a packet comes at most that a fault delays."""
 LOOPBACK = "127.0.0.1"
 """Where every D connects from: the planes of one host are on offer."""
 WAKER_FD, LISTENER_FD, DIALER_FD = range(1 << 20, (1 << 20) + 3)
@@ -35,15 +37,13 @@ class Host(Protocol):
         """Something is readable, or a plane has an event."""
 
 
-class Odds:
-    """How likely a fault is for each packet. All are 0 unless set."""
+class Odds(NamedTuple):
+    """How likely a fault is for each packet."""
 
-    lost = doubled = late = overtaken = 0.0
-    late_seconds = 2.0
-
-    @property
-    def any(self) -> bool:
-        return bool(self.lost or self.doubled or self.late or self.overtaken)
+    lost: float = 0.0
+    doubled: float = 0.0
+    late: float = 0.0
+    overtaken: float = 0.0
 
 
 class Packet:
@@ -70,7 +70,7 @@ class Lane:
         packet, odds = Packet(self, what, arrive, sure=sure), network.odds
         timeline = network.timeline
         delay = LATENCY_SECONDS * (0.5 + timeline.rng.random()) + seconds
-        if odds.any and not sure:
+        if any(odds) and not sure:
             dice = timeline.rng.random()
             if dice < odds.lost:
                 network.fault("packet lost", what)
@@ -80,7 +80,7 @@ class Lane:
                 self.go(Packet(self, what, arrive), delay)
             elif dice < odds.lost + odds.doubled + odds.late:
                 network.fault("packet late", what)
-                delay += timeline.rng.random() * odds.late_seconds
+                delay += timeline.rng.random() * LATE_SECONDS
             elif dice < odds.lost + odds.doubled + odds.late + odds.overtaken:
                 network.fault("packet overtaken", what)
                 delay += 20 * LATENCY_SECONDS * timeline.rng.random()

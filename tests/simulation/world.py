@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvferry.connector.config import Settings
 from kvferry.connector.wire.messages import IDLE_LINK_SECONDS
 from kvferry.connector.wire.metrics import Figures, add, no_figures
-from tests.simulation.engines import Engine, Request
+from tests.simulation.engines import Engine
 from tests.simulation.memory import Form
 from tests.simulation.network import Network, Odds
 from tests.simulation.timeline import ErrorLog, Timeline, Violation
@@ -44,28 +44,18 @@ class World:
         self._logger.propagate = False
         self._logger.addHandler(self.errors)
 
-    def engine(
-        self,
-        name: str,
-        form: Form,
-        planes: tuple[str, ...],
-        *,
-        slow: float = 0.0,
-        on_end: Callable[[Request, bool], None] | None = None,
-    ) -> Engine:
+    def engine(self, name: str, form: Form, planes: tuple[str, ...], *, slow: float = 0.0) -> Engine:
         """A new engine."""
         number = len(self.engines)
         addresses = [(f"127.{number // 250}.{number % 250}.{rank + 1}", 5600 + rank) for rank in range(form.tp_size)]
         engine = self.engines[name] = Engine(self.network, self.settings, form, name, addresses, planes, slow=slow)
-        if on_end is not None:
-            engine.on_end = on_end
         return engine
 
     def restart(self, name: str) -> Engine:
         """The engine, which is dead, starts again."""
         self.count(self.engines[name])
-        engine = self.engines[name] = self.engines[name].again()
-        return engine
+        self.engines[name] = self.engines[name].again()
+        return self.engines[name]
 
     def count(self, engine: Engine) -> None:
         """Add what an engine has counted."""
