@@ -404,7 +404,7 @@ class Link:
         self._now = now
         replies: list[Reply] = []
         arrived = self.connection.receive()
-        if self.lifetime.state.phase is LinkPhase.FAILED:
+        if self.phase is LinkPhase.FAILED:
             return replies
         for frames in arrived:
             with self._errors_fail_the_link():
@@ -413,15 +413,14 @@ class Link:
                     self._on_handshake_reply(reply)
                 elif not self._on_closing(reply):
                     replies.append(reply)
-        state = self.lifetime.state
-        if state.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
+        if self.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
             with self._errors_fail_the_link():
                 self._map_pages()
         if self.connection.lost:
             self.fail("peer_lost", self.connection.reason or "the peer is gone")
         elif self.channel is not None and self.channel.error is not None:
             self._step(LinkEvent(_K.LOST, why=str(self.channel.error)))
-        elif self.lifetime.state.phase is not LinkPhase.ATTACHED:  # which has no deadline; D may have thousands
+        elif self.phase is not LinkPhase.ATTACHED:  # which has no deadline; D may have thousands
             self._step(LinkEvent(_K.TICK))
         return replies
 
@@ -483,28 +482,26 @@ class Link:
         for effect in self.lifetime.step(event, self._now):
             match effect:
                 case _E.HELLO:
-                    self.send(self._hello())
+                    ours = self._rank_context
+                    hello = Hello(
+                        engine_id=ours.engine_id, incarnation=ours.incarnation, geometry=ours.caches.geometry,
+                        model=dict(ours.model), converts=ours.settings.convert_dtype,
+                    )  # fmt: skip
+                    self.send(hello)
                 case _E.CHOOSE:
                     with self._errors_fail_the_link():
                         self._choose_plane()
                 case _E.DROP:
-                    self._drop_plane(*self.lifetime.state.dropped)
+                    self.detach()
+                    if self.channel is not None:
+                        self._choice.note_error(self.channel.error)
+                    self._choice.drop(*self.lifetime.state.dropped)
                 case _E.REPORT:
                     text, reason = "kvferry: link to %s failed: %s [%s]", self.lifetime.state.reason
                     assert reason is not None
                     self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
         if self.pending:
             self._all_pending[self] = None
-
-    def _hello(self) -> Hello:
-        rank_context = self._rank_context
-        return Hello(
-            engine_id=rank_context.engine_id,
-            incarnation=rank_context.incarnation,
-            geometry=rank_context.caches.geometry,
-            model=dict(rank_context.model),
-            converts=rank_context.settings.convert_dtype,
-        )
 
     # --- handshake ----------------------------------------------------------------------------------------------
 
@@ -597,28 +594,15 @@ class Link:
         """
         if address.incarnation != self._incarnation:
             raise TransportError("P was restarted, or has slept, since it made this hand-over; its KV cache is gone")
-        theirs = self.theirs
-        named = {
-            "tp_rank": address.tp_rank,
-            "pp_rank": address.pp_rank,
-            "tp_size": peer.tp_size,
-            "pp_size": peer.pp_size,
-            "shardings": peer.shardings,
-        }
-        for field, value in named.items():
-            if getattr(theirs, field) != value:
-                raise IncompatiblePeerError(
-                    f"P's {field}, in kv_transfer_params and in P's handshake,", value, getattr(theirs, field)
-                )
+        for named, fields in ((address, ("tp_rank", "pp_rank")), (peer, ("tp_size", "pp_size", "shardings"))):
+            for field in fields:
+                said, is_so = getattr(named, field), getattr(self.theirs, field)
+                if said != is_so:
+                    raise IncompatiblePeerError(
+                        f"P's {field}, in kv_transfer_params and in P's handshake,", said, is_so
+                    )
 
     # --- data plane ---------------------------------------------------------------------------------------------
-
-    def _drop_plane(self, name: str, why: str) -> None:
-        """Close D's end of a plane that cannot be used, and do not choose it again."""
-        self.detach()
-        if self.channel is not None:
-            self._choice.note_error(self.channel.error)
-        self._choice.drop(name, why)
 
     def _choose_plane(self) -> None:
         """Connect the first plane that both sides have. One log line names it, and why no better plane was chosen.

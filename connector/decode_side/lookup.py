@@ -383,17 +383,15 @@ class Lookups:
                 continue  # closed
             received = contact.connection.receive()
             if received and not contact.open:
-                contact.connection.close()
-                del self.contacts[address]
+                self._close(address)
                 continue
             for frames in received:
                 try:
                     self._reply(contact, messages.decode_reply(frames), now)
                 except ProtocolError as error:
                     self._rank_context.stats.dropped("malformed reply")
-                    self._fail(contact, str(error), now, _K.FAILED)
-            if contact.connection.lost:
-                self._lost(contact, now)
+                    self._fail(contact, str(error), now)
+            self._look_at(contact, now)
         for lookup in list(self._looked_at):
             if lookup.page is not None and lookup.page.done:
                 self._located(lookup, lookup.page, now)
@@ -405,11 +403,9 @@ class Lookups:
     def close_unused(self, now: float) -> None:
         """Notice connections that could not be made; close those that are not used."""
         for address, contact in list(self.contacts.items()):
-            if contact.connection.lost:
-                self._lost(contact, now)
+            self._look_at(contact, now)
             if not contact.open and (contact.connection.lost or now >= contact.used_at + IDLE_CONTACT_SECONDS):
-                contact.connection.close()
-                del self.contacts[address]
+                self._close(address)
 
     def close(self) -> None:
         """Close all connections. What waits is not reported."""
@@ -442,7 +438,7 @@ class Lookups:
     def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
         if isinstance(reply, messages.Refused):  # of another version; it has no number
             why = f"its {reply.field} is {shortened(reply.ours)}, ours {shortened(reply.theirs)}"
-            self._fail(contact, why, now, _K.FAILED)
+            self._fail(contact, why, now)
             return
         if not isinstance(reply, messages.Resolved | messages.Unresolved):
             return
@@ -456,12 +452,16 @@ class Lookups:
             lookup.answer = reply
             self.give(lookup, LookupEvent(_K.RESOLVED, granted=reply.granted, streams=reply.streams), now)
 
-    def _lost(self, contact: _Contact, now: float) -> None:
-        self._fail(contact, contact.connection.reason or "the peer is gone", now, _K.LOST)
+    def _look_at(self, contact: _Contact, now: float) -> None:
+        if contact.connection.lost:
+            self._fail(contact, contact.connection.reason or "the peer is gone", now, _K.LOST)
 
-    def _fail(self, contact: _Contact, why: str, now: float, kind: LookupEventKind) -> None:
+    def _fail(self, contact: _Contact, why: str, now: float, kind: LookupEventKind = _K.FAILED) -> None:
         for lookup in [each for each in (*self.open.values(), *self.left) if each.contact is contact]:
             self.give(lookup, LookupEvent(kind, f"{lookup.where} cannot be asked for the lease: {why}"), now)
+
+    def _close(self, address: _Address) -> None:
+        self.contacts.pop(address).connection.close()
 
     def give(self, lookup: Lookup, event: LookupEvent, now: float) -> None:
         """Give a lookup an event. What it decides is performed, and may be followed by other events."""
@@ -539,18 +539,17 @@ class Lookups:
 
     def _contact(self, wanted: Rendezvous, now: float) -> _Contact:
         """Raises TransportError: D asks too many P engines."""
-        key = wanted.key or self._rank_context.keys.fingerprint
-        address = (wanted.host, wanted.port, key)
+        address = (wanted.host, wanted.port, wanted.key or self._rank_context.keys.fingerprint)
         contact = self.contacts.get(address)
         if contact is not None and contact.connection.lost:
-            self._lost(contact, now)
-            contact.connection.close()
+            self._look_at(contact, now)
+            self._close(address)
             contact = None
         if contact is None:
             if len(self.contacts) >= MAX_CONTACTS:
                 self._make_room(now)
             timeout = self._rank_context.settings.handshake_timeout_seconds
-            connection = self._rank_context.dialer.connect(wanted.host, wanted.port, key=key, timeout=timeout)
+            connection = self._rank_context.dialer.connect(*address[:2], key=address[2], timeout=timeout)
             contact = self.contacts[address] = _Contact(connection, now)
             connection.on_news = partial(self._news.__setitem__, address, contact)
             if connection.news:
@@ -567,9 +566,9 @@ class Lookups:
         ]
         if not found:
             raise TransportError(f"{len(self.contacts)} P engines are asked for leases already, limit {MAX_CONTACTS}")
-        contact = self.contacts.pop(min(found)[2])
-        self._fail(contact, "it has not answered, and others are asked", now, _K.FAILED)
-        contact.connection.close()
+        address = min(found)[2]
+        self._fail(self.contacts[address], "it has not answered, and others are asked", now)
+        self._close(address)
 
     def _begin_links(self, lookup: Lookup, now: float) -> Sequence[LookupEvent]:
         """Begin the handshakes, so that they are out of the way when the load begins."""

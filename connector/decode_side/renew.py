@@ -111,9 +111,8 @@ class LeaseRenewals:
     def release_for_all(self, lease: RemoteLease, now: float) -> None:
         """Release a lease that no rank of this engine has kept, at all ranks of P: this rank is then the only one whose
         release P expects. Raises nothing."""
-        if lease.token not in self.kept:
-            for address in lease.peer.ranks:
-                self._send_release(lease.token, address, lambda: (self.rank,), now)
+        for address in lease.peer.ranks if lease.token not in self.kept else ():
+            self._send_release(lease.token, address, lambda: (self.rank,), now)
 
     def on_due(self, renewal: LeaseRenewal, now: float) -> None:
         """Renew a lease whose renewal is due, or release it where it has waited for siblings long enough."""
@@ -172,13 +171,7 @@ class LeaseRenewals:
 
         self._send("release", address, release, now)
 
-    def _send(
-        self,
-        what: str,
-        address: RankAddress,
-        message: Callable[[], messages.Renew | messages.Release],
-        now: float,
-    ) -> None:
+    def _send(self, what: str, address: RankAddress, message: Callable[[], messages.Request], now: float) -> None:
         """Make a message about a lease, and send it to one P rank. A failure is counted, and logged at a limited rate.
         It must not affect other leases, nor the report of the load for which D kept the lease."""
         try:
@@ -188,8 +181,5 @@ class LeaseRenewals:
             link.send(message())
         except Exception as error:
             self._rank_context.stats.dropped(f"{what} not sent")
-            self._rank_context.log.warning(
-                f"{what} not sent",
-                "kvferry: a lease's %s was not sent to %s:%d: %r",
-                what, address.host, address.port, error,
-            )  # fmt: skip
+            text = "kvferry: a lease's %s was not sent to %s:%d: %r"
+            self._rank_context.log.warning(f"{what} not sent", text, what, address.host, address.port, error)
