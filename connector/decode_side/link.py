@@ -13,7 +13,6 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -157,10 +156,6 @@ def _greet(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     return replace(state, phase=_P.GREETING, deadline=now + state.timeout, plane_wanted=plane_wanted), (_E.HELLO,)
 
 
-def _want_plane(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return replace(state, plane_wanted=True), ()
-
-
 def _welcomed(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     if state.plane_wanted:
         return replace(state, phase=_P.ATTACHING), (_E.CHOOSE,)
@@ -171,46 +166,18 @@ def _attach(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     return replace(state, phase=_P.ATTACHING, deadline=now + state.timeout, plane_wanted=True), (_E.CHOOSE,)
 
 
-def _chosen(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return replace(state, plane=event.plane), ()
-
-
 def _attached(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     if event.plane != state.plane:
         return state, ()  # D has rejected this plane in the meantime
-    return _mapped(state, event, now) if event.ready else (replace(state, phase=_P.MAPPING), ())
+    return _use(state) if event.ready else (replace(state, phase=_P.MAPPING), ())
 
 
-def _mapped(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+def _use(state: LinkState) -> Outcome:
     return replace(state, phase=_P.ATTACHED, deadline=float("inf")), ()
-
-
-def _rejected(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    if event.plane != state.plane:
-        return state, ()
-    return _next_plane(state, event.why)
-
-
-def _lost_while_attaching(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    # P closes a channel that it refuses, and the close arrives before P's answer.
-    return _next_plane(state, event.why)
 
 
 def _next_plane(state: LinkState, why: str) -> Outcome:
     return replace(state, phase=_P.ATTACHING, plane="", dropped=(state.plane, why)), (_E.DROP, _E.CHOOSE)
-
-
-def _lost(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return _fail(state, Reason("peer_lost", event.why, blames="plane"))
-
-
-def _broken(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return _fail(state, event.reason)
-
-
-def _unanswered(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    # Nobody is there, or D may not connect there: another attempt would find the same.
-    return _fail(state, replace(event.reason, blames="peer"))
 
 
 def _late(state: LinkState, event: LinkEvent, now: float) -> Outcome:
@@ -237,22 +204,31 @@ LINK: TransitionTable[LinkState, LinkEvent, LinkEffect] = TransitionTable(
     (
         ((_P.FAILED,), LinkEventKind, ignore),
         ((_P.CONNECTED,), (_K.GREETING_WANTED, _K.HANDSHAKE_WANTED), _greet),
-        ((_P.GREETING,), (_K.HANDSHAKE_WANTED,), _want_plane),
+        ((_P.GREETING,), (_K.HANDSHAKE_WANTED,), lambda state, event, now: (replace(state, plane_wanted=True), ())),
         ((_P.GREETED,), (_K.HANDSHAKE_WANTED,), _attach),
         ((_P.GREETING,), (_K.WELCOMED,), _welcomed),
-        ((_P.ATTACHING,), (_K.CHOSEN,), _chosen),
+        ((_P.ATTACHING,), (_K.CHOSEN,), lambda state, event, now: (replace(state, plane=event.plane), ())),
         ((_P.ATTACHING,), (_K.ATTACHED,), _attached),
-        ((_P.MAPPING,), (_K.MAPPED,), _mapped),
-        ((_P.ATTACHING, _P.MAPPING), (_K.REJECTED,), _rejected),
-        ((_P.ATTACHING, _P.MAPPING), (_K.LOST,), _lost_while_attaching),
-        ((_P.ATTACHED,), (_K.LOST,), _lost),
+        ((_P.MAPPING,), (_K.MAPPED,), lambda state, event, now: _use(state)),
+        (
+            (_P.ATTACHING, _P.MAPPING),
+            (_K.REJECTED,),
+            lambda state, event, now: _next_plane(state, event.why) if event.plane == state.plane else (state, ()),
+        ),
+        # P closes a channel that it refuses, and the close arrives before P's answer.
+        ((_P.ATTACHING, _P.MAPPING), (_K.LOST,), lambda state, event, now: _next_plane(state, event.why)),
+        (
+            (_P.ATTACHED,),
+            (_K.LOST,),
+            lambda state, event, now: _fail(state, Reason("peer_lost", event.why, blames="plane")),
+        ),
         (_HANDSHAKE, (_K.TICK,), _late),
-        ((_P.GREETING,), (_K.BROKEN,), _unanswered),
-        (LinkPhase, (_K.BROKEN,), _broken),
+        # Nobody is there, or D may not connect there: another attempt would find the same.
+        ((_P.GREETING,), (_K.BROKEN,), lambda state, event, now: _fail(state, replace(event.reason, blames="peer"))),
+        (LinkPhase, (_K.BROKEN,), lambda state, event, now: _fail(state, event.reason)),
         (LinkPhase, (_K.GREETING_WANTED, _K.HANDSHAKE_WANTED, _K.REJECTED, _K.TICK, _K.LOST), ignore),
         (LinkPhase, (_K.WELCOMED, _K.ATTACHED, _K.CHOSEN, _K.MAPPED), _out_of_place),
     ),
-    kind_of=attrgetter("kind._value_"),
 )
 
 

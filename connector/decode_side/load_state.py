@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import enum
 import math
-from operator import attrgetter
 
 import msgspec
 from msgspec.structs import replace
@@ -180,19 +179,6 @@ def _ready(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     return _enter(state, _P.READY, now), (_E.ASK,)
 
 
-def _began(state: LoadState, event: LoadEvent, now: float) -> Outcome:
-    return _enter(state, _P.MOVING, now), ()
-
-
-def _moved_before_grant(state: LoadState, event: LoadEvent, now: float) -> Outcome:
-    # Data and grant come by different sockets; the first chunk also shows that P has granted the ask.
-    return _moved(_enter(state, _P.MOVING, now), event, now)
-
-
-def _progress(state: LoadState, event: LoadEvent, now: float) -> Outcome:
-    return replace(state, deadline=_later(state, now)), ()
-
-
 def _moved(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     pending = state.pending - {event.source}
     if pending:
@@ -230,11 +216,6 @@ def _drained(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     return _fail(state, state.reason, now)
 
 
-def _cancel_draining(state: LoadState, event: LoadEvent, now: float) -> Outcome:
-    # No other attempt may follow, whatever the failure before was.
-    return replace(state, reason=event.reason), ()
-
-
 _BLAMED: dict[LoadPhase, Blame] = {_P.HANDSHAKING: "peer", _P.MOVING: "plane"}
 
 
@@ -265,10 +246,6 @@ def _late_draining(state: LoadState, event: LoadEvent, now: float) -> Outcome:
 
 
 # --- after an attempt -------------------------------------------------------------------------------------------
-
-
-def _fail_now(state: LoadState, event: LoadEvent, now: float) -> Outcome:
-    return _stop(state, event.reason, now)
 
 
 def _stop(state: LoadState, reason: Reason, now: float) -> Outcome:
@@ -313,26 +290,28 @@ def _wait_over(state: LoadState, event: LoadEvent, now: float) -> Outcome:
     return (state, ()) if now < state.deadline else (replace(state, phase=_P.HANDSHAKING), (_E.BEGIN,))
 
 
-def _cancel_waiting(state: LoadState, event: LoadEvent, now: float) -> Outcome:
-    return _give_up(state, event.reason)
-
-
 LOAD: TransitionTable[LoadState, LoadEvent, LoadEffect] = TransitionTable(
     "load",
     LoadPhase,
     LoadEventKind,
     (
         ((_P.HANDSHAKING,), (_K.READY,), _ready),
-        ((_P.READY,), (_K.PROGRESS,), _began),
-        ((_P.READY,), (_K.MOVED,), _moved_before_grant),
-        ((_P.MOVING,), (_K.PROGRESS,), _progress),
+        ((_P.READY,), (_K.PROGRESS,), lambda state, event, now: (_enter(state, _P.MOVING, now), ())),
+        # Data and grant come by different sockets; the first chunk also shows that P has granted the ask.
+        ((_P.READY,), (_K.MOVED,), lambda state, event, now: _moved(_enter(state, _P.MOVING, now), event, now)),
+        ((_P.MOVING,), (_K.PROGRESS,), lambda state, event, now: (replace(state, deadline=_later(state, now)), ())),
         ((_P.MOVING,), (_K.MOVED,), _moved),
         ((_P.COMMITTING,), (_K.COMMITTED,), _committed),
         ((_P.REPORTED,), (_K.TICK,), _recorded),
         ((_P.DRAINING,), (_K.MOVED, _K.DRAINED), _drained),
-        ((_P.DRAINING,), (_K.CANCELLED,), _cancel_draining),
-        ((_P.WAITING,), (_K.CANCELLED,), _cancel_waiting),
-        ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (_K.FAILED, _K.CANCELLED), _fail_now),
+        # No other attempt may follow, whatever the failure before was.
+        ((_P.DRAINING,), (_K.CANCELLED,), lambda state, event, now: (replace(state, reason=event.reason), ())),
+        ((_P.WAITING,), (_K.CANCELLED,), lambda state, event, now: _give_up(state, event.reason)),
+        (
+            (_P.HANDSHAKING, _P.READY, _P.COMMITTING),
+            (_K.FAILED, _K.CANCELLED),
+            lambda state, event, now: _stop(state, event.reason, now),
+        ),
         ((_P.MOVING,), (_K.FAILED, _K.CANCELLED), _drain),
         ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (_K.TICK,), _late),
         ((_P.MOVING,), (_K.TICK,), _late_moving),
@@ -341,5 +320,4 @@ LOAD: TransitionTable[LoadState, LoadEvent, LoadEffect] = TransitionTable(
         # An event of an earlier phase, or of a load that has ended, comes too late to change anything.
         (LoadPhase, LoadEventKind, ignore),
     ),
-    kind_of=attrgetter("kind._value_"),
 )

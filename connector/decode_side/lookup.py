@@ -28,7 +28,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -155,38 +154,30 @@ def _ended(*effects: LookupEffect) -> Outcome:
     return LookupState(_P.ENDED), effects
 
 
+def _wait(state: LookupState, now: float, *effects: LookupEffect, lost: bool = False) -> Outcome:
+    return replace(state, retry_at=now + RETRY_SECONDS, lost=lost), effects
+
+
+_FOUND: Outcome = LookupState(_P.FOUND), (_E.REPORT_FOUND,)
+_AWAIT: Outcome = LookupState(_P.AWAITING_GRANT), (_E.ASK,)
+
+
 def _lost(why: str) -> Outcome:
     return LookupState(_P.ENDED, why=why), (_E.REPORT_LOST,)
 
 
-def _located(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    return LookupState(), (_E.ASK,)
-
-
 def _found(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if event.granted:
-        return LookupState(_P.FOUND), (_E.REPORT_FOUND,)
+        return _FOUND
     if event.streams:
         return LookupState(_P.CONNECTING), (_E.LINKS,)
     return LookupState(_P.AWAITING_GRANT), (_E.LINKS, _E.ASK)
 
 
-def _plane_found(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    if event.p_sends:
-        return LookupState(_P.FOUND), (_E.REPORT_FOUND,)
-    return LookupState(_P.AWAITING_GRANT), (_E.ASK,)
-
-
-def _granted(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    if event.granted:
-        return LookupState(_P.FOUND), (_E.REPORT_FOUND,)
-    return replace(state, retry_at=now + RETRY_SECONDS), ()
-
-
 def _unresolved(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if event.final:
         return _lost(event.why or "P does not hand the prompt over")
-    return replace(state, retry_at=now + RETRY_SECONDS, lost=False), (_E.REPORT_KNOWN,) if event.known else ()
+    return _wait(state, now, *((_E.REPORT_KNOWN,) if event.known else ()))
 
 
 def _retry(state: LookupState, event: LookupEvent, now: float) -> Outcome:
@@ -195,38 +186,8 @@ def _retry(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     return replace(state, retry_at=None), (_E.ASK,)
 
 
-def _contact_lost(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    if state.lost:
-        return _lost(event.why)
-    return replace(state, lost=True, retry_at=now + RETRY_SECONDS), ()
-
-
-def _failed(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    return _lost(event.why)
-
-
-def _end(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    return _ended()
-
-
 def _leave(state: LookupState) -> tuple[LookupEffect, ...]:
     return () if state.retry_at is not None else (_E.LEAVE,)
-
-
-def _left(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    return replace(state, phase=_P.LEFT, until=now + LEFT_SECONDS), ()
-
-
-def _left_grant(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    return _ended(*_leave(state), _E.RELEASE)
-
-
-def _left_known(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    return _ended(_E.RELEASE)
-
-
-def _left_unresolved(state: LookupState, event: LookupEvent, now: float) -> Outcome:
-    return _ended() if event.final else (replace(state, retry_at=now + RETRY_SECONDS), ())
 
 
 def _left_tick(state: LookupState, event: LookupEvent, now: float) -> Outcome:
@@ -238,27 +199,42 @@ LOOKUP: TransitionTable[LookupState, LookupEvent, LookupEffect] = TransitionTabl
     LookupPhase,
     LookupEventKind,
     (
-        ((_P.LOCATING,), (_K.LOCATED,), _located),
+        ((_P.LOCATING,), (_K.LOCATED,), lambda *_: (LookupState(), (_E.ASK,))),
         ((_P.FINDING,), (_K.RESOLVED,), _found),
-        ((_P.CONNECTING,), (_K.PLANE_FOUND,), _plane_found),
-        ((_P.AWAITING_GRANT,), (_K.RESOLVED,), _granted),
+        ((_P.CONNECTING,), (_K.PLANE_FOUND,), lambda state, event, now: _FOUND if event.p_sends else _AWAIT),
+        (
+            (_P.AWAITING_GRANT,),
+            (_K.RESOLVED,),
+            lambda state, event, now: _FOUND if event.granted else _wait(state, now, lost=state.lost),
+        ),
         (_ASKING, (_K.UNRESOLVED,), _unresolved),
         (_ASKING, (_K.TICK,), _retry),
-        (_ASKING, (_K.LOST,), _contact_lost),
-        (_WAITING, (_K.FAILED,), _failed),
-        ((_P.LOCATING,), (_K.LEFT,), _end),
-        ((_P.FINDING,), (_K.LEFT,), _left),
-        ((_P.AWAITING_GRANT,), (_K.LEFT,), _left_grant),
-        ((_P.CONNECTING, _P.FOUND), (_K.LEFT,), _left_known),
-        ((_P.LEFT,), (_K.RESOLVED,), _left_known),
-        ((_P.LEFT,), (_K.UNRESOLVED,), _left_unresolved),
+        (
+            _ASKING,
+            (_K.LOST,),
+            lambda state, event, now: _lost(event.why) if state.lost else _wait(state, now, lost=True),
+        ),
+        (_WAITING, (_K.FAILED,), lambda state, event, now: _lost(event.why)),
+        ((_P.LOCATING,), (_K.LEFT,), lambda *_: _ended()),
+        (
+            (_P.FINDING,),
+            (_K.LEFT,),
+            lambda state, event, now: (replace(state, phase=_P.LEFT, until=now + LEFT_SECONDS), ()),
+        ),
+        ((_P.AWAITING_GRANT,), (_K.LEFT,), lambda state, event, now: _ended(*_leave(state), _E.RELEASE)),
+        ((_P.CONNECTING, _P.FOUND), (_K.LEFT,), lambda *_: _ended(_E.RELEASE)),
+        ((_P.LEFT,), (_K.RESOLVED,), lambda *_: _ended(_E.RELEASE)),
+        (
+            (_P.LEFT,),
+            (_K.UNRESOLVED,),
+            lambda state, event, now: _ended() if event.final else _wait(state, now, lost=state.lost),
+        ),
         ((_P.LEFT,), (_K.TICK,), _left_tick),
-        ((_P.LEFT,), (_K.FAILED, _K.LOST), _end),
-        ((_P.FOUND,), (_K.TAKEN,), _end),
+        ((_P.LEFT,), (_K.FAILED, _K.LOST), lambda *_: _ended()),
+        ((_P.FOUND,), (_K.TAKEN,), lambda *_: _ended()),
         # An answer may come twice, or late; links may be ready before they are needed.
         (LookupPhase, LookupEventKind, ignore),
     ),
-    kind_of=attrgetter("kind._value_"),
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -49,10 +50,9 @@ class TransitionTable(Generic[S, E, F]):
     Args:
         name: the lifetime, as an error names it.
         phases: the enumeration of its phases.
-        events: the kinds of its events: types, or an enumeration.
+        events: the types of its events; or an enumeration, of which each event has a member as ``kind``.
         rows: (phases, kinds of events, transition). The first row that names a pair of phase and event counts, so a
             general row may stand below a particular one; an enumeration stands for all of its members.
-        kind_of: the kind of an event; the value of a member of an enumeration.
 
     Raises:
         ValueError: a pair of phase and event has no row, or a row is never used. The error names them.
@@ -64,9 +64,11 @@ class TransitionTable(Generic[S, E, F]):
         phases: type[enum.Enum],
         events: Iterable[Kind],
         rows: Iterable[tuple[Iterable[enum.Enum], Iterable[Kind], Transition[S, F]]],
-        kind_of: Callable[[Any], object] = type,
     ) -> None:
-        self.name, self.phases, self.events, self.kind_of = name, phases, tuple(events), kind_of
+        self.name, self.phases, self.events = name, phases, tuple(events)
+        self.kind_of: Callable[[Any], object] = (
+            attrgetter("kind._value_") if isinstance(events, enum.EnumMeta) else type
+        )
         found: dict[tuple[enum.Enum, Kind], Transition[S, F]] = {}
         for row_phases, row_events, transition in rows:
             pairs = [(phase, event) for phase in row_phases for event in row_events]
