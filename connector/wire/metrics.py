@@ -11,6 +11,8 @@ import threading
 from collections.abc import Mapping
 from typing import Literal, TypedDict, get_args
 
+import numpy as np
+
 MAX_SAMPLES = 4096
 """Hand-overs kept one by one between two collections. Only the sums of further hand-overs are kept."""
 MAX_REASONS = 64
@@ -116,7 +118,7 @@ def levels(figures: Figures) -> dict[str, int]:
 def reduce(figures: Figures) -> dict[str, int | float]:
     """A few representative numbers for vLLM's log line. 1 MB is 2**20 bytes."""
     all_samples = figures["finished"].values()
-    times = sorted(t for samples in all_samples for t in samples["microseconds"])
+    times = [t for samples in all_samples for t in samples["microseconds"]]
     count, microseconds, nbytes, tokens = (
         sum(totals) for totals in zip((0, 0, 0, 0), *map(totals_of, all_samples), strict=True)
     )
@@ -124,7 +126,7 @@ def reduce(figures: Figures) -> dict[str, int | float]:
     if count:
         line |= {
             "Avg hand-over time (ms)": round(microseconds / count / 1e3, 3),
-            "P90 hand-over time (ms)": round(_percentile(times, 0.9) / 1e3, 3),
+            "P90 hand-over time (ms)": round(float(np.quantile(times, 0.9)) / 1e3, 3) if times else 0.0,
             "Avg MB per hand-over": round(nbytes / count / 2**20, 3),
             "Throughput (MB/s)": round(nbytes / 2**20 / (microseconds / 1e6), 3) if microseconds else 0,
             "Avg tokens per hand-over": round(tokens / count, 1),
@@ -182,49 +184,49 @@ class HandoverStats:
 
     def streamed(self, *, blocks: int, milliseconds: float) -> None:
         """Count a hand-over of a prompt that P still computed, which has ended, and held D's blocks for this time."""
-        with self._lock:
-            _count(self._figures["streamed"], "loads")
-            _count(self._figures["streamed"], "block_ms", round(blocks * milliseconds))
+        self._add("streamed", "loads")
+        self._add("streamed", "block_ms", round(blocks * milliseconds))
 
     def failed(self, kind: FailureKind, peer: str | None = None) -> None:
         """Count a hand-over that failed, or an error of this rank: then without ``peer``."""
-        with self._lock:
-            _count(self._figures["failed"], kind)
-            if peer is not None:
-                _count_peer(self._figures["peers"], peer if peer in self._peers else OTHER, {"failed": 1})
+        self._add("failed", kind)
+        if peer is not None:
+            self._add_peer(peer, "failed")
 
     def retried(self, kind: FailureKind, peer: str = OTHER) -> None:
         """Count an attempt that failed, and that another attempt follows. ``peer``: of the one that failed."""
-        with self._lock:
-            _count(self._figures["retried"], kind)
-            _count_peer(self._figures["peers"], peer if peer in self._peers else OTHER, {"retried": 1})
+        self._add("retried", kind)
+        self._add_peer(peer, "retried")
 
     def total(self, name: Total, by: int = 1) -> None:
         """Add to a count without a label."""
-        with self._lock:
-            _count(self._figures["totals"], name, by)
+        self._add("totals", name, by)
 
     def plane_changed(self, broken: str) -> None:
         """Count a link that takes another data plane because ``broken`` broke."""
-        with self._lock:
-            _count(self._figures["planes_changed"], broken)
+        self._add("planes_changed", broken)
 
     def lease_ended(self, reason: str) -> None:
         """Count a lease that has ended. ``reason``: one of ``LEASE_ENDS``."""
-        with self._lock:
-            _count(self._figures["leases"], reason)
+        self._add("leases", reason)
 
     def sent(self, early: int, leased: int) -> None:
         """Count the bytes that P has sent of a read: ``early``, while P computed the prompt, and under its lease."""
-        with self._lock:
-            for when, nbytes in zip(SENT_WHEN, (early, leased), strict=True):
-                if nbytes:
-                    _count(self._figures["sent"], when, nbytes)
+        for when, nbytes in zip(SENT_WHEN, (early, leased), strict=True):
+            if nbytes:
+                self._add("sent", when, nbytes)
 
     def dropped(self, reason: str, count: int = 1) -> None:
         """Count messages that were not served. ``reason`` is a constant of this program, never a peer's text."""
+        self._add("dropped", reason, count)
+
+    def _add(self, counter: _Counter, reason: str, by: int = 1) -> None:
         with self._lock:
-            _count(self._figures["dropped"], reason, count)
+            _count(self._figures[counter], reason, by)
+
+    def _add_peer(self, peer: str, result: PeerCount) -> None:
+        with self._lock:
+            _count_peer(self._figures["peers"], peer if peer in self._peers else OTHER, {result: 1})
 
     def dropped_so_far(self, source: str, totals: Mapping[str, int]) -> None:
         """Count messages that were not served, from totals that only grow, such as ``Listener.dropped``. ``source``
@@ -305,13 +307,3 @@ def _count_peer(peers: dict[str, dict[str, int]], peer: str, new: Mapping[str, i
     counts = peers.setdefault(peer, {})
     for name, count in new.items():
         counts[name] = counts.get(name, 0) + count
-
-
-def _percentile(ordered: list[int], fraction: float) -> float:
-    """The percentile, linear between the two nearest positions; 0 for an empty list."""
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * fraction
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
