@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / ".typing"))
@@ -65,7 +66,7 @@ def main() -> int:
     decoder_seconds = time.monotonic() - began
     chosen = [target for target in ports.targets() if options.only in target.name]
     by_kind = {"decoder": decoders, "port": ports.fuzz(options.seed, sys.maxsize, options.port_seconds, chosen)}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"kind": kind, "name": name, "inputs": row.inputs, "worst_ms": round(row.worst_s * 1e3, 3),
          "worst_mib": round(row.worst_bytes / 2**20, 2), "failures": len(row.failures)}
         for kind, found in by_kind.items()
