@@ -23,12 +23,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from kvferry.cli.doctor.findings import Machine
 from kvferry.cli.doctor.host import MIB, free_bytes
 from kvferry.cli.doctor.planes import look
-from kvferry.cli.files import check_writable, read_model_config, write_file, write_json
 from kvferry.cli.plan.model import ModelShape, model_shape
 from kvferry.cli.plan.time_model import Calibration, measured_costs
 from kvferry.cli.plot import svg_chart
 from kvferry.cli.rank_pair import ELEMENT_BYTES, CacheForm, PairError, RankPair, device_of
-from kvferry.cli.terminal import FailedError, complain, table
+from kvferry.cli.terminal import FailedError, check_writable, complain, read_model_config, table, write_file, write_json
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.transport.errors import ConfigError

@@ -1,20 +1,18 @@
-"""Two ranks without an engine, each in a process of its own (``rank_process.py``), that hand a known pattern over.
+"""Two ranks without an engine, each a real worker half in a process of its own, that hand a known pattern over.
 
 ``kvferry doctor`` checks data planes by them, ``kvferry bench`` measures them.
 """
 
 from __future__ import annotations
 
-import base64
-import json
+import logging
+import multiprocessing
 import os
 import secrets
-import select
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections import deque
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -23,12 +21,18 @@ import torch
 from msgspec import Meta
 
 from kvferry.cli.terminal import FailedError
+from kvferry.connector.config import Settings
+from kvferry.connector.engine.worker import WorkerHalf
+from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
+from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, pack_ids
 from kvferry.transport.control.keys import new_secret
+from kvferry.transport.errors import KVFerryError
 
-RANK_PROGRAM = (sys.executable, "-m", "kvferry.cli.rank_process")
 ELEMENT_BYTES = 4
 """The elements are int32 whatever the model's dtype is: a hand-over moves bytes."""
-MAX_LINE_BYTES = 1 << 20
+LEASE_SECONDS = 30.0
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["kvferry.cli.rank_pair"])  # imports PyTorch once, not for each rank
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 
@@ -45,11 +49,6 @@ class CacheForm(msgspec.Struct, frozen=True):
     layout: Literal["HND", "NHD"] = "HND"
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the layers."""
-        return tuple(f"layer {number}" for number in range(self.layers))
-
-    @property
     def blocks(self) -> int:
         return -(-self.tokens // self.block_tokens)
 
@@ -64,7 +63,10 @@ class CacheForm(msgspec.Struct, frozen=True):
         shape = [self.blocks, 0, 0, self.content]
         shape[heads], shape[tokens] = self.heads, self.block_tokens
         axes = (0, heads, tokens, 3)
-        return {name: torch.zeros(shape, dtype=torch.int32, device=device).permute(axes) for name in self.names}
+        return {
+            f"layer {number}": torch.zeros(shape, dtype=torch.int32, device=device).permute(axes)
+            for number in range(self.layers)
+        }
 
     def pattern(self, layer: int, salt: int) -> torch.Tensor:
         """The elements of a layer in the order of the prompt's tokens, int32 [T, H, C]: the same for each block size
@@ -74,106 +76,187 @@ class CacheForm(msgspec.Struct, frozen=True):
         mixed = numbers * -1640531527 + (layer * 65536 + salt) * 40503  # times an odd number: one to one
         return mixed.reshape(count, self.heads, self.content)
 
-    def block_ids(self, seed: int) -> list[int]:
-        """The blocks of the prompt in an order that has no runs."""
-        return [int(block) for block in np.random.default_rng(seed).permutation(self.blocks)]
-
 
 class PairError(FailedError):
     """A hand-over was not possible; the message gives the reason in one line."""
 
 
+# --- the process of a rank ------------------------------------------------------------------------------------------
+
+
+class Moved(NamedTuple):
+    """One hand-over. ``seconds``: from the request to D's report, as the metrics count them."""
+
+    nbytes: int
+    seconds: float
+
+
+class Prompt(NamedTuple):
+    """What P leases and D loads: the first ``tokens`` of the pattern."""
+
+    request: str
+    token: bytes
+    tokens: int
+
+
+class PairRank:
+    """One rank: caches of a form, and a worker half that hands them over. ``side``: "p" or "d". ``seed``: of the order
+    of the blocks, which has no runs."""
+
+    def __init__(self, side: str, plane: str, device: str, host: str, secret: str, seed: int, form: CacheForm) -> None:
+        self.form, self.caches, self.warnings = form, form.caches(device), deque[str](maxlen=8)
+        self.blocks = np.random.default_rng(seed).permutation(form.blocks).tolist()
+        log = logging.Handler(logging.WARNING)
+        log.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("vllm.kvferry").handlers = [log]
+        settings = Settings(plane=plane, side_channel_host=host, secret_key=secret)
+        info = RankInfo(engine_id=f"pair-{side}", tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, model={})
+        group = LayerGroup("full", tuple(self.caches), form.block_tokens, form.heads)
+        self.worker = WorkerHalf(settings, info, [group])
+        self.worker.register(self.caches)
+
+    def address(self) -> RankAddress | None:
+        """Where D finds this rank."""
+        return self.worker.address
+
+    def fill(self, salt: int) -> None:
+        """P: write the longest prompt into the caches."""
+        form = self.form
+        for number, cache in enumerate(self.caches.values()):
+            paged = form.pattern(number, salt).reshape(form.blocks, form.block_tokens, form.heads, form.content)
+            cache[self.blocks] = paged.transpose(1, 2).to(cache.device)
+
+    def clear(self) -> None:
+        """D: forget what it has loaded."""
+        for cache in self.caches.values():
+            cache.zero_()
+
+    def grant(self, prompt: Prompt) -> None:
+        """P: lease a prompt."""
+        self.worker.post(StepPlan(leases=(LeaseGrant(*prompt, (self._ids(prompt.tokens),)),)))
+        self.worker.take_results()
+
+    def load(self, prompt: Prompt, peer: RankAddress, deadline: float) -> Moved:
+        """D: fetch a prompt. Raises PairError."""
+        engine = PeerEngine("pair-p", 1, 1, LEASE_SECONDS, (peer,))
+        load = Load(prompt.request, prompt.token, engine, (self._ids(prompt.tokens),), ((0, prompt.tokens),))
+        keep = KeepLease(prompt.request, prompt.token, engine, False)
+        self.worker.post(StepPlan(consumer=bytes(16), keeps=(keep,), loads=(load,)))
+        while time.monotonic() < deadline:
+            results = self.worker.take_results()
+            if prompt.request in results.failed:
+                raise PairError("; ".join(self.warnings) or "the log has no reason")
+            if prompt.request in results.received:
+                assert self.worker.rank_context is not None
+                figures = self.worker.rank_context.stats.take()
+                assert figures is not None
+                (samples,) = figures["finished"].values()
+                return Moved(samples["nbytes"][0], max(1, samples["microseconds"][0]) / 1e6)
+            time.sleep(1e-3)
+        raise PairError(f"no end in time; {'; '.join(self.warnings)}")
+
+    def _ids(self, tokens: int) -> bytes:
+        return pack_ids(self.blocks[: -(-tokens // self.form.block_tokens)])
+
+    def differing(self, salt: int, tokens: int) -> int:
+        """D: how many bytes of the first ``tokens`` are not as P wrote them."""
+        form, wrong = self.form, 0
+        for number, cache in enumerate(self.caches.values()):
+            found = cache[self.blocks].cpu().transpose(1, 2).reshape(-1, form.heads, form.content)[:tokens]
+            wanted = form.pattern(number, salt)[:tokens]
+            wrong += int((found.contiguous().view(torch.uint8) != wanted.view(torch.uint8)).sum())
+        return wrong
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def _serve(orders: Connection, kind: type[PairRank]) -> None:
+    """Make ranks and call their methods, as ``orders`` says, until its other end is closed."""
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
+    for name in [name for name in os.environ if name.startswith("KVFERRY_")]:
+        del os.environ[name]
+    logging.getLogger("vllm.kvferry").propagate = False
+    rank: PairRank | None = None
+    with suppress(EOFError):
+        while True:
+            do, arguments = orders.recv()
+            try:
+                if do == "start":
+                    rank, answer = kind(*arguments), None
+                else:
+                    answer = getattr(rank, do)(*arguments)
+            except (KVFerryError, PairError, RuntimeError) as error:  # RuntimeError: of PyTorch, such as a full GPU
+                answer = PairError(str(error).splitlines()[0])
+            orders.send(answer)
+
+
+# --- the parent -----------------------------------------------------------------------------------------------------
+
+
 class RankProcess:
     """The parent's end of the process of one rank."""
 
-    def __init__(self, program: Sequence[str]) -> None:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-        self._process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ
-        )
-        self._buffered = b""
+    def __init__(self, kind: type[PairRank]) -> None:
+        self._orders, theirs = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=_serve, args=(theirs, kind), daemon=True)
+        self._process.start()
+        theirs.close()
 
-    def ask(self, do: str, deadline: float, **arguments: Any) -> Any:
+    def ask(self, do: str, deadline: float, *arguments: Any) -> Any:
         """Send an order and wait for its answer until ``deadline`` (``time.monotonic``). Raises PairError: no answer in
         time, the process has ended, or it answers with an error."""
-        self.order(do, **arguments)
+        self.order(do, *arguments)
         return self.answer(deadline)
 
-    def order(self, do: str, **arguments: Any) -> None:
+    def order(self, do: str, *arguments: Any) -> None:
         """Send an order; ``answer`` takes its answer."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # ``answer`` reports the end
-            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-            self._process.stdin.flush()
+        with suppress(OSError):  # ``answer`` reports the end
+            self._orders.send((do, arguments))
 
     def answer(self, deadline: float) -> Any:
         """The next answer. Raises PairError as ``ask`` does."""
-        answer = self._line(deadline)
-        if "error" in answer:
-            raise PairError(answer["error"])
-        return answer["ok"]
-
-    def _line(self, deadline: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        while True:
-            line, newline, rest = self._buffered.partition(b"\n")
-            if newline:
-                self._buffered = rest
-                with suppress(ValueError):  # libraries may print to stdout, too
-                    found = json.loads(line)
-                    if isinstance(found, dict):
-                        return found
-                continue
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
-                raise PairError("no answer in time: the process hangs, or the machine is overloaded")
-            data = os.read(fd, 1 << 16)
-            self._buffered += data
-            if not data or len(self._buffered) > MAX_LINE_BYTES:
-                status = self._process.wait(10) if not data else "unknown"
-                raise PairError(f"its process has ended with status {status}")
+        if not self._orders.poll(max(0.0, deadline - time.monotonic())):
+            raise PairError("no answer in time: the process hangs, or the machine is overloaded")
+        try:
+            answer = self._orders.recv()
+        except (EOFError, OSError):
+            self._process.join(10)
+            raise PairError(f"its process has ended with status {self._process.exitcode}") from None
+        if isinstance(answer, PairError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
-
-
-class Moved(NamedTuple):
-    """One hand-over. ``seconds``: from the request to D's report."""
-
-    nbytes: int
-    seconds: float
+        self._process.join()
+        self._orders.close()
 
 
 class RankPair:
     """Two processes that hand prompts over from the first to the second, with a key made for them. Each method may
     raise PairError; ``close`` is then the only call that may follow, or ``start`` with new processes.
 
-    ``host``: the address that control ports and planes listen on. ``program``: the command of a rank's process.
+    ``host``: the address that control ports and planes listen on. ``kind``: of the ranks.
     """
 
-    def __init__(self, host: str, program: Sequence[str] = RANK_PROGRAM) -> None:
-        self._host, self._program = host, program
+    def __init__(self, host: str, kind: type[PairRank] = PairRank) -> None:
+        self._host, self._kind = host, kind
         self._ranks: list[RankProcess] = []
-        self._peer, self._serial, self._salt = "", 0, 0
+        self._peer: RankAddress | None = None
+        self._serial = self._salt = 0
 
     def start(self, plane: str, device: torch.device, p_form: CacheForm, d_form: CacheForm, deadline: float) -> None:
         """Make caches on both sides and fill those of P, until ``deadline`` (``time.monotonic``). The pair must be new,
         or ``stop`` must come before."""
         while len(self._ranks) < 2:
-            self._ranks.append(RankProcess(self._program))
+            self._ranks.append(RankProcess(self._kind))
         secret = new_secret()
-        for seed, (rank, side, form) in enumerate(zip(self._ranks, ("p", "d"), (p_form, d_form), strict=True)):
-            rank.order(
-                "start", side=side, plane=plane, device=device_of(device, side), host=self._host, secret=secret,
-                seed=seed, form=msgspec.to_builtins(form),
-            )  # fmt: skip
+        for seed, (rank, side, form) in enumerate(zip(self._ranks, "pd", (p_form, d_form), strict=True)):
+            rank.order("start", side, plane, device_of(device, side), self._host, secret, seed, form)
         for rank in self._ranks:
             rank.answer(deadline)
         self._peer = self._ranks[0].ask("address", deadline)
@@ -183,7 +266,7 @@ class RankPair:
         """Have another pattern on P, and none on D."""
         self._salt += 1
         p, d = self._ranks
-        p.order("fill", salt=self._salt)
+        p.order("fill", self._salt)
         d.ask("clear", deadline)
         p.answer(deadline)
 
@@ -191,18 +274,14 @@ class RankPair:
         """Hand the first ``tokens`` of the prompt over."""
         p, d = self._ranks
         self._serial += 1
-        token = base64.b64encode(secrets.token_bytes(16)).decode()
-        names = {"request": f"pair {self._serial}", "token": token, "tokens": tokens}
-        p.ask("grant", deadline, **names)
-        seconds = max(1.0, deadline - time.monotonic() - 1.0)
-        loaded = d.ask("load", deadline, peer=self._peer, seconds=seconds, **names)
-        if "failed" in loaded:
-            raise PairError(loaded["failed"])
-        return Moved(loaded["nbytes"], max(1, loaded["microseconds"]) / 1e6)
+        prompt = Prompt(f"pair {self._serial}", secrets.token_bytes(16), tokens)
+        p.ask("grant", deadline, prompt)
+        moved: Moved = d.ask("load", deadline, prompt, self._peer, deadline - 1.0)
+        return moved
 
     def differing(self, tokens: int, deadline: float) -> int:
         """How many bytes on D are not as P wrote them."""
-        wrong: int = self._ranks[1].ask("differing", deadline, salt=self._salt, tokens=tokens)
+        wrong: int = self._ranks[1].ask("differing", deadline, self._salt, tokens)
         return wrong
 
     def stop(self, deadline: float) -> None:

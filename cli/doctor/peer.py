@@ -14,8 +14,7 @@ import select
 import socket
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 from kvferry.cli.doctor.findings import Finding, fault, note, ok
 from kvferry.connector.config import Settings
@@ -58,47 +57,53 @@ def parse_address(text: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-@dataclass
-class _Answers:
-    """What a peer has said. ``refusal``: why there was none, where there was none."""
-
-    model: dict[str, str] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-    version: int = PROTOCOL_VERSION
-    refusal: str = ""
-
-
 def findings(
     host: str, port: int, settings: Settings, keys: Keys | None, seconds: float = PEER_SECONDS
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Connect to a control port as D does. ``keys``: of this machine, ``None`` where it has none. ``seconds``: bound on
     each step."""
-    found, address = _reach(host, port, seconds)
+    reached, address = _reach(host, port, seconds)
+    yield reached
     if not address:
-        return found
+        return
     forbidden = AllowedPeers(settings.allowed_peers).refusal(address)
     if forbidden:
-        return [*found, fault(_ADDRESS, forbidden, "add the network of this peer to KVFERRY_ALLOWED_PEERS")]
+        yield fault(_ADDRESS, forbidden, "add the network of this peer to KVFERRY_ALLOWED_PEERS")
+        return
     if keys is None:
         do = "copy the key file of the peer's host, and set KVFERRY_KEY_FILE"
-        return [*found, fault("key of the peer", "cannot be checked: this machine has no key yet", do)]
-    fingerprint = listening(address, port, seconds)
+        yield fault("key of the peer", "cannot be checked: this machine has no key yet", do)
+        return
+    fingerprint, where = listening(address, port, seconds), f"{address}:{port}"
     if fingerprint not in keys.admitted:
-        return [*found, _no_peer(f"{address}:{port}", keys, fingerprint)]
-    answers = _ask(keys, address, port, fingerprint, seconds)
-    if answers.refusal:
-        return [*found, _refused(f"{address}:{port}", keys, answers.refusal)]
-    return [*found, *_describe(answers, fingerprint)]
+        yield _no_peer(where, keys, fingerprint)
+        return
+    admitted = ok("key of the peer", f"{fingerprint} is admitted on both sides")
+    try:
+        model, times = _ask(keys, address, port, fingerprint, seconds)
+    except VersionError as error:
+        yield admitted
+        value, do = f"the peer's is {error.theirs}", "run the same KVFerry release on both sides"
+        yield fault("protocol version", value, do, expected=f"{PROTOCOL_VERSION}, ours")
+        return
+    except ProtocolError as error:
+        yield _refused(where, keys, str(error))
+        return
+    yield admitted
+    yield ok("protocol version", f"{PROTOCOL_VERSION} on both sides")
+    shown = [f"{name}={shortened(model[name], 80)}" for name in SHOWN_FIELDS if name in model]
+    yield note("model of the peer", f"{len(model)} facts: {', '.join(shown)}" if model else "no facts")
+    yield ok("round trip", f"{statistics.median(times) * 1e3:.2f} ms, the median of {len(times)} control messages")
 
 
-def _reach(host: str, port: int, seconds: float) -> tuple[list[Finding], str]:
+def _reach(host: str, port: int, seconds: float) -> tuple[Finding, str]:
     """A finding about the TCP connection, and the numeric address; empty where there is no connection."""
     where = f"{host}:{port}"
     try:
         address = numeric_address(host, port)
     except (socket.gaierror, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "it is no name"
-        return [fault(_ADDRESS, f"{host} cannot be resolved: {why}", "correct the name, or give the address")], ""
+        return fault(_ADDRESS, f"{host} cannot be resolved: {why}", "correct the name, or give the address"), ""
     begin = time.monotonic()
     try:
         socket.create_connection((address, port), seconds).close()
@@ -114,8 +119,8 @@ def _reach(host: str, port: int, seconds: float) -> tuple[list[Finding], str]:
     except OSError as error:
         value, do = f"{where} cannot be reached: {error.strerror}", "look at the routes between the hosts"
     else:
-        return [ok(_ADDRESS, f"{where} is reached in {(time.monotonic() - begin) * 1e3:.2f} ms")], address
-    return [fault(_ADDRESS, value, do)], ""
+        return ok(_ADDRESS, f"{where} is reached in {(time.monotonic() - begin) * 1e3:.2f} ms"), address
+    return fault(_ADDRESS, value, do), ""
 
 
 def _hello(model: dict[str, str]) -> Hello:
@@ -130,54 +135,41 @@ def _hello(model: dict[str, str]) -> Hello:
     )  # fmt: skip
 
 
-def _ask(keys: Keys, address: str, port: int, fingerprint: str, seconds: float) -> _Answers:
-    """Say Hello until P has refused the field that no engine has."""
-    answers = _Answers()
+def _ask(keys: Keys, address: str, port: int, fingerprint: str, seconds: float) -> tuple[dict[str, str], list[float]]:
+    """Say Hello until P has refused the field that no engine has. Returns the model identity, and the seconds of each
+    answer. Raises VersionError; ProtocolError: another answer or none, and why."""
+    model: dict[str, str] = {}
+    times: list[float] = []
     dialer = Dialer(keys, max_message_bytes=MAX_REPLY_BYTES)
     try:
         connection = dialer.connect(address, port, key=fingerprint, timeout=seconds)
         _until(dialer, lambda: connection.connected or connection.lost, seconds + 1)
-        for _ in range(MAX_FIELDS):
-            if connection.lost:
-                answers.refusal = connection.reason
-                break
+        while len(times) < MAX_FIELDS:
             begin = time.monotonic()
-            connection.send(encode(_hello(answers.model)))
-            refused = _reply(dialer, connection, answers, seconds)
-            if refused is None:
-                break
-            answers.seconds.append(time.monotonic() - begin)
-            if refused.field == LAST_FIELD or refused.field in answers.model:
+            connection.send(encode(_hello(model)))
+            refused = _reply(dialer, connection, seconds)
+            times.append(time.monotonic() - begin)
+            if refused.field == LAST_FIELD or refused.field in model:
                 break  # all fields are known, or this one is longer than a refusal tells
-            answers.model[refused.field] = refused.ours
-        return answers
+            model[refused.field] = refused.ours
+        return model, times
     finally:
         dialer.close()
 
 
-def _reply(dialer: Dialer, connection: Connection, answers: _Answers, seconds: float) -> Refused | None:
-    """P's next refusal; ``None``, with the reason in ``answers``, where another answer or none came."""
-    if not _until(dialer, lambda: connection.news or connection.lost, seconds):
-        answers.refusal = answers.refusal or f"no answer to a Hello within {seconds:g} s"
-        return None
-    for frames in connection.receive():
-        try:
+def _reply(dialer: Dialer, connection: Connection, seconds: float) -> Refused:
+    """P's next refusal. Raises as ``_ask``."""
+    while _until(dialer, lambda: connection.news or connection.lost, seconds):
+        for frames in connection.receive():
             reply = decode_reply(frames)
-        except VersionError as error:
-            answers.version = error.theirs
-            return None
-        except ProtocolError as error:
-            answers.refusal = str(error)
-            return None
-        if isinstance(reply, Refused):
-            return reply
-        is_end = f"the engine ends its leases: {reply.reason}" if isinstance(reply, Closing) else ""
-        answers.refusal = is_end or "an unexpected answer"
-        return None
-    if connection.lost:
-        answers.refusal = connection.reason
-        return None
-    return _reply(dialer, connection, answers, seconds)  # the news was that the connection is established
+            if isinstance(reply, Refused):
+                return reply
+            ending = f"the engine ends its leases: {reply.reason}" if isinstance(reply, Closing) else ""
+            raise ProtocolError(ending or "an unexpected answer")
+        if connection.lost:
+            raise ProtocolError(connection.reason)
+        # else the news was that the connection is established
+    raise ProtocolError(f"no answer to a Hello within {seconds:g} s")
 
 
 def _until(dialer: Dialer, condition: Callable[[], bool], seconds: float) -> bool:
@@ -190,22 +182,6 @@ def _until(dialer: Dialer, condition: Callable[[], bool], seconds: float) -> boo
         select.select([dialer.fd], [], [], min(left, 0.1))
         dialer.progress()
     return True
-
-
-def _describe(answers: _Answers, fingerprint: str) -> list[Finding]:
-    """A peer that has answered."""
-    found = [ok("key of the peer", f"{fingerprint} is admitted on both sides")]
-    if answers.version != PROTOCOL_VERSION:
-        value, do = f"the peer's is {answers.version}", "run the same KVFerry release on both sides"
-        return [*found, fault("protocol version", value, do, expected=f"{PROTOCOL_VERSION}, ours")]
-    found.append(ok("protocol version", f"{PROTOCOL_VERSION} on both sides"))
-    shown = [f"{name}={shortened(answers.model[name], 80)}" for name in SHOWN_FIELDS if name in answers.model]
-    known = f"{len(answers.model)} facts: {', '.join(shown)}" if answers.model else "no facts"
-    found.append(note("model of the peer", known))
-    if answers.seconds:
-        middle = statistics.median(answers.seconds) * 1e3
-        found.append(ok("round trip", f"{middle:.2f} ms, the median of {len(answers.seconds)} control messages"))
-    return found
 
 
 def _no_peer(where: str, keys: Keys, fingerprint: str) -> Finding:

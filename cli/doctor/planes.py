@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from kvferry.cli.doctor.findings import Finding, Machine, fault, note, ok, warning
-from kvferry.cli.rank_pair import RANK_PROGRAM, CacheForm, PairError, RankPair
+from kvferry.cli.doctor.findings import Finding, Level, Machine, fault, note, ok, warning
+from kvferry.cli.rank_pair import CacheForm, PairError, PairRank, RankPair
 from kvferry.connector.config import AUTO, Settings
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import KVFerryError
@@ -28,12 +29,6 @@ _ELSEWHERE = "192.0.2.1"
 PTRACE_SCOPE = "proc/sys/kernel/yama/ptrace_scope"
 CHILD_SECONDS = 20.0
 
-TARGET = """
-import ctypes, os, sys
-text = ctypes.create_string_buffer(b"kvferry")
-print(os.getpid(), ctypes.addressof(text), flush=True)
-sys.stdin.read()
-"""
 READER = """
 import ctypes, os, sys
 pid, address = map(int, sys.argv[1:])
@@ -63,30 +58,24 @@ class PlaneOnDevice:
         return f"{self.name}, {'host memory' if self.device.type == 'cpu' else 'GPU memory'}"
 
 
-def findings(machine: Machine, settings: Settings) -> tuple[list[Finding], list[PlaneOnDevice]]:
-    """Make every registered plane for host memory, and for the first GPU. Returns findings, and the planes that this
-    machine has."""
+def findings(machine: Machine, settings: Settings, usable: list[PlaneOnDevice]) -> Iterator[Finding]:
+    """Make every registered plane for host memory, and for the first GPU. ``usable``: gets the planes that this machine
+    has."""
     devices = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]
-    found: list[Finding] = []
-    usable: list[PlaneOnDevice] = []
-    for device in devices:
-        for spec in plane_specs():
-            if spec.use(device) is None:
-                continue
-            plane = PlaneOnDevice(spec.name, device)
-            why, lanes = look(spec, device, settings)
-            if why:
-                found.append(_missing(plane, why, settings))
-                continue
-            if spec.name == "cma":
-                permission = cma_permission(read_between_processes(), machine.text(PTRACE_SCOPE))
-                found.append(permission)
-                if permission.do:
-                    continue
-            else:
-                found.append(ok(str(plane), spec.link + (f"; lanes: {lanes}" if lanes else "")))
+    for device, spec in itertools.product(devices, plane_specs()):
+        if spec.use(device) is None:
+            continue
+        plane = PlaneOnDevice(spec.name, device)
+        why, lanes = look(spec, device, settings)
+        if why:
+            found = _missing(plane, why, settings)
+        elif spec.name == "cma":
+            found = cma_permission(read_between_processes(), machine.text(PTRACE_SCOPE))
+        else:
+            found = ok(str(plane), spec.link + (f"; lanes: {lanes}" if lanes else ""))
+        yield found
+        if found.level is Level.OK:
             usable.append(plane)
-    return found, usable
 
 
 def look(spec: PlaneSpec, device: torch.device, settings: Settings) -> tuple[str, str]:
@@ -117,19 +106,13 @@ def _missing(plane: PlaneOnDevice, why: str, settings: Settings) -> Finding:
 
 
 def read_between_processes() -> int:
-    """Whether one new process may read the memory of another with ``process_vm_readv``: 0, or the error number."""
-    command = [sys.executable, "-S", "-c"]
-    with subprocess.Popen([*command, TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as target:
-        assert target.stdout is not None and target.stdin is not None
-        try:
-            arguments = target.stdout.readline().split()
-            reader = subprocess.run([*command, READER, *arguments], timeout=CHILD_SECONDS, check=False)
-            return reader.returncode
-        except subprocess.TimeoutExpired:
-            return errno.ETIMEDOUT
-        finally:
-            with suppress(OSError):
-                target.stdin.close()
+    """Whether a new process may read the memory of this one with ``process_vm_readv``: 0, or the error number."""
+    text = ctypes.create_string_buffer(b"kvferry")
+    command = [sys.executable, "-S", "-c", READER, str(os.getpid()), str(ctypes.addressof(text))]
+    try:
+        return subprocess.run(command, timeout=CHILD_SECONDS, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return errno.ETIMEDOUT
 
 
 def cma_permission(number: int, ptrace_scope: str) -> Finding:
@@ -149,14 +132,12 @@ def cma_permission(number: int, ptrace_scope: str) -> Finding:
     return warning(what, f"process_vm_readv fails: {reason}; {slower}", "the seccomp profile, or the kernel, lacks it")
 
 
-def lacking_planes(usable: Sequence[PlaneOnDevice]) -> list[Finding]:
+def lacking_planes(usable: Sequence[PlaneOnDevice]) -> Iterator[Finding]:
     """At least one plane for each kind of memory."""
-    kinds = {plane.device.type for plane in usable}
     needed = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
-    return [
-        fault("data planes", f"none for {'host' if kind == 'cpu' else 'GPU'} memory", "mend one of the reasons above")
-        for kind in sorted(needed - kinds)
-    ]
+    for kind in sorted(needed - {plane.device.type for plane in usable}):
+        memory = "host" if kind == "cpu" else "GPU"
+        yield fault("data planes", f"none for {memory} memory", "mend one of the reasons above")
 
 
 # --- self-test ------------------------------------------------------------------------------------------------------
@@ -171,17 +152,17 @@ _REPORT = "report it with the file of `kvferry doctor --share`; until then set a
 
 
 def self_test(
-    host: str, planes: Sequence[PlaneOnDevice], *, program: Sequence[str] = RANK_PROGRAM,
+    host: str, planes: Sequence[PlaneOnDevice], *, kind: type[PairRank] = PairRank,
     form: CacheForm = FORM, seconds: float = PLANE_SECONDS, rounds: int = ROUNDS,
 ) -> Iterator[Finding]:  # fmt: skip
     """A known pattern from one process to another over each plane, every byte checked, with its rate. A process that
     crashes, or that does not answer in time, is a fault of that plane only. ``host``: what the planes listen on."""
-    pair = RankPair(host, program)
+    pair = RankPair(host, kind)
     try:
         for plane in planes:
-            what, deadline = str(plane), time.monotonic() + seconds
+            what = str(plane)
             try:
-                wrong, nbytes, rates = _hand_over(pair, plane, form, rounds, deadline)
+                wrong, nbytes, rates = _hand_over(pair, plane, form, rounds, time.monotonic() + seconds)
             except PairError as error:
                 pair.close()  # the next plane gets new processes
                 yield fault(what, f"the hand-over failed: {error}", _REPORT, expected="every byte within the time")

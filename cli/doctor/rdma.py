@@ -7,6 +7,7 @@ import errno
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,14 +56,11 @@ def has_infiniband(folder: Path) -> bool:
 
 def findings(machine: Machine) -> list[Finding]:
     """UCX, the RDMA devices, and whether they come together."""
-    try:
-        build: UcxBuild | None = loaded_ucx()
-    except PlaneUnavailableError:
-        build = None  # the section of the planes says why
-    try:
+    build, nixl = None, ""
+    with suppress(PlaneUnavailableError):  # the section of the planes says why
+        build = loaded_ucx()
+    with suppress(PlaneUnavailableError):
         nixl = " ".join(nixl_release())
-    except PlaneUnavailableError:
-        nixl = ""
     return judge(machine, build, nixl)
 
 
@@ -84,8 +82,9 @@ def judge(machine: Machine, build: UcxBuild | None, nixl: str = "") -> list[Find
 def _states(machine: Machine, name: str) -> dict[str, str]:
     """The state of each port of a device."""
     folder = f"sys/class/infiniband/{name}/ports"
-    states = {port: machine.text(f"{folder}/{port}/state").partition(": ")[2] for port in machine.names(folder)}
-    return {port: state or "unknown" for port, state in states.items()}
+    return {
+        port: machine.text(f"{folder}/{port}/state").partition(": ")[2] or "unknown" for port in machine.names(folder)
+    }
 
 
 def _device(machine: Machine, name: str) -> Finding:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.doctor.findings import Finding, Machine, fault, note, ok, warning
+import msgspec
+
+from kvferry.cli.doctor.findings import Finding, Level, Machine, fault, note, ok, warning
 from kvferry.connector.config import ENVIRONMENT, Settings, load_settings
 from kvferry.transport.control.key_file import default_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
@@ -20,11 +23,41 @@ PREFIX = "KVFERRY_"
 SECRET = "secret_key"
 
 
+@dataclass
+class Chosen:
+    """The settings of an engine of this machine, or their defaults where one is not usable, and its keys, ``None``
+    where there are none."""
+
+    settings: Settings = field(default_factory=Settings)
+    keys: Keys | None = None
+
+
+def findings(machine: Machine, config: Mapping[str, Any], chosen: Chosen) -> Iterator[Finding]:
+    """``chosen``: gets the settings and the keys."""
+    found, settings = read_settings(machine, config)
+    yield from found
+    if settings is None:
+        yield note("settings", "the next sections use the defaults")
+        return
+    chosen.settings = settings
+    found, chosen.keys = read_keys(settings)
+    yield from found
+    port = control_port(settings)
+    yield port
+    if port.level is Level.FAULT:  # the planes have not the same fault again
+        chosen.settings = msgspec.structs.replace(settings, side_channel_host=Settings().side_channel_host)
+
+
 def read_settings(machine: Machine, config: Mapping[str, Any]) -> tuple[list[Finding], Settings | None]:
     """The settings of an engine with this environment and this ``kv_connector_extra_config``: one finding for each
     value that is not usable; and the settings, ``None`` where there is such a value."""
     given = {name: value for name, value in sorted(machine.environ.items()) if name.startswith(PREFIX)}
-    found = [_unknown(variable) for variable in given if variable not in ENVIRONMENT.values()]
+    known = sorted(ENVIRONMENT.values())
+    found = [
+        warning(name, f"no setting has this variable{did_you_mean(name, known)}", "remove it, or correct its name",
+                expected=", ".join(known))
+        for name in given if name not in known
+    ]  # fmt: skip
     alone = [_refused({}, {variable: text}) for variable, text in given.items()]
     alone += [_refused({name: value}, {}) for name, value in config.items()]
     bad = list(filter(None, alone)) or list(filter(None, [_refused(config, machine.environ)]))
@@ -32,17 +65,11 @@ def read_settings(machine: Machine, config: Mapping[str, Any]) -> tuple[list[Fin
         return [*found, *bad], None
     settings, defaults = load_settings(config, machine.environ), Settings()
     changed = [
-        f"{field}={'set' if field == SECRET else getattr(settings, field)}"
-        for field in Settings.__struct_fields__
-        if getattr(settings, field) != getattr(defaults, field)
+        f"{name}={'set' if name == SECRET else getattr(settings, name)}"
+        for name in Settings.__struct_fields__
+        if getattr(settings, name) != getattr(defaults, name)
     ]
     return [*found, ok("settings", ", ".join(changed) or "all have their defaults")], settings
-
-
-def _unknown(variable: str) -> Finding:
-    known = sorted(ENVIRONMENT.values())
-    value = f"no setting has this variable{did_you_mean(variable, known)}"
-    return warning(variable, value, "remove it, or correct its name", expected=", ".join(known))
 
 
 def _refused(config: Mapping[str, Any], environ: Mapping[str, str]) -> Finding | None:

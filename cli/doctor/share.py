@@ -14,7 +14,6 @@ import platform
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -117,8 +116,8 @@ def scrubber_of_this_host(environ: Mapping[str, str]) -> Scrubber:
     return Scrubber(environ, hosts=sorted(hosts), users=[user for user in users if user != "root"])
 
 
-def report(sections: Sequence[DoctorSection], environ: Mapping[str, str], scrubber: Scrubber) -> dict[str, Any]:
-    """The content of the file."""
+def report(sections: Sequence[DoctorSection], environ: Mapping[str, str], scrubber: Scrubber) -> str:
+    """The content of the file: JSON."""
     shown = {
         name: "set" if _SECRET_NAME.search(name) else value
         for name, value in sorted(environ.items())
@@ -129,12 +128,4 @@ def report(sections: Sequence[DoctorSection], environ: Mapping[str, str], scrubb
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)), "environment": shown, "sections": msgspec.to_builtins(sections),
     }  # fmt: skip
-    cleaned: dict[str, Any] = scrubber.everywhere(content)
-    return cleaned
-
-
-def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a report into a new file. Raises OSError: it cannot be written, or exists already and is unchanged."""
-    with path.open("x") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+    return json.dumps(scrubber.everywhere(content), indent=1) + "\n"

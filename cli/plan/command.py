@@ -11,9 +11,7 @@ import msgspec
 import torch
 from rich.console import Console
 
-from kvferry.cli.files import check_writable, read_file, read_model_config, write_file, write_json
-from kvferry.cli.plan.fleet import EngineModel
-from kvferry.cli.plan.fleet_size import FleetPlanner, FleetReport, Targets
+from kvferry.cli.plan.fleet import EngineModel, FleetPlanner, FleetReport, Targets
 from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
 from kvferry.cli.plan.model import ModelShape, model_shape
 from kvferry.cli.plan.time_model import (
@@ -26,7 +24,15 @@ from kvferry.cli.plan.time_model import (
 )  # fmt: skip
 from kvferry.cli.plan.trace import TracedRequest, parsed_trace
 from kvferry.cli.plot import svg_chart
-from kvferry.cli.terminal import FailedError, table
+from kvferry.cli.terminal import (
+    FailedError,
+    check_writable,
+    read_file,
+    read_model_config,
+    table,
+    write_file,
+    write_json,
+)
 from kvferry.connector.config import Settings
 from kvferry.transport.errors import ConfigError, PlaneUnavailableError, check_positive
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec

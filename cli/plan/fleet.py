@@ -9,14 +9,21 @@ bytes have moved, at most ``lease_cap_seconds``: after that, D computes the prom
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from bisect import bisect_left
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import ceil, inf
 
+import msgspec
+import numpy as np
+
 from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
 from kvferry.transport.errors import ConfigError
+
+MAX_ENGINES = 1024
+"""Bound on the engines of one side, where the fewest are sought."""
 
 Handover = Callable[[int], tuple[float, float]]
 """Of a prompt of so many tokens: seconds for which it occupies the links of P and of D, and seconds beside them."""
@@ -65,48 +72,15 @@ class RequestRecord:
         return (self.ended - self.first_token) / max(1, self.request.output_length - 1)
 
 
-class PrefixIndex:
-    """By the hash of a block, the P engines that hold it, one bit each."""
-
-    def __init__(self) -> None:
-        self._holders: dict[int, int] = {}
-
-    def add(self, block: int, engine: int) -> None:
-        self._holders[block] = self._holders.get(block, 0) | 1 << engine
-
-    def remove(self, block: int, engine: int) -> None:
-        left = self._holders[block] & ~(1 << engine)
-        if left:
-            self._holders[block] = left
-        else:
-            del self._holders[block]
-
-    def prefixes(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
-        """The longest prefixes of a prompt: (number of blocks, engines that hold just so many or more), longest first.
-        Only numbers at which the set of engines changes are there."""
-        found: list[tuple[int, int]] = []
-        engines = -1
-        for length, block in enumerate(blocks, 1):
-            left = self._holders.get(block, 0) & engines
-            if not left:
-                break
-            if left == engines:
-                found[-1] = length, left
-            else:
-                found.append((length, left))
-            engines = left
-        return found[::-1]
-
-
 class PrefixCache:
     """The blocks of one P engine, of which the least recently used leave first. Blocks under a lease stay.
 
     ``capacity``: blocks in all; ``None``: no bound.
     """
 
-    def __init__(self, engine: int, capacity: int | None, index: PrefixIndex) -> None:
-        self._engine, self._capacity, self._index = engine, capacity, index
-        self._leased: dict[int, int] = {}
+    def __init__(self, capacity: int | None) -> None:
+        self._capacity = inf if capacity is None else capacity
+        self._leased: Counter[int] = Counter()
         self._unused: OrderedDict[int, None] = OrderedDict()
         self._private = 0
 
@@ -125,22 +99,15 @@ class PrefixCache:
     def lease(self, blocks: Sequence[int], private: int) -> bool:
         """Hold the blocks of a prompt, and ``private`` blocks that no other prompt can share. ``False``, and nothing
         has changed, if so many blocks are leased that these find no room."""
-        new = sum(1 for block in blocks if block not in self._leased)
-        if self._capacity is not None and self.num_leased + new + private > self._capacity:
+        new = sum(block not in self._leased for block in blocks)
+        if self.num_leased + new + private > self._capacity:
             return False
         for block in blocks:
-            if block in self._leased:
-                self._leased[block] += 1
-                continue
-            if block in self._unused:
-                del self._unused[block]
-            else:
-                self._index.add(block, self._engine)
-            self._leased[block] = 1
+            self._leased[block] += 1
+            self._unused.pop(block, None)
         self._private += private
-        while self._capacity is not None and self.num_leased + len(self._unused) > self._capacity:
-            block, _ = self._unused.popitem(last=False)
-            self._index.remove(block, self._engine)
+        while self.num_leased + len(self._unused) > self._capacity:
+            self._unused.popitem(last=False)
         return True
 
     def release(self, blocks: Sequence[int], private: int) -> None:
@@ -250,9 +217,8 @@ class Fleet:
         if num_p < 1 or num_d < 1:
             raise ConfigError(f"a fleet of {num_p} P and {num_d} D engines, expected at least one of each")
         self._model, self._handover = model, handover
-        self._index = PrefixIndex()
         blocks = None if model.p_cache_tokens is None else model.p_cache_tokens // BLOCK_TOKENS
-        self._p = [_Prefiller(PrefixCache(number, blocks, self._index)) for number in range(num_p)]
+        self._p = [_Prefiller(PrefixCache(blocks)) for _ in range(num_p)]
         self._d = [_Decoder(StepClock(model.step_seconds, model.step_seconds_per_sequence)) for _ in range(num_d)]
         self._events: list[tuple[float, FleetEvent, int]] = []
         self._records: list[RequestRecord] = []
@@ -299,16 +265,11 @@ class Fleet:
 
     def _choose_p(self, request: TracedRequest, now: float) -> tuple[int, float]:
         """The engine that should have computed the prompt first, and the seconds that it should take."""
-        waits = [max(engine.busy_until - now, 0.0) + engine.queued_seconds for engine in self._p]
-        shared = _shareable(request)
-        best, chosen, seconds = inf, 0, 0.0
-        for length, engines in [*self._index.prefixes(shared), (0, -1)]:
-            among = range(len(waits)) if engines < 0 else _bits(engines)
-            engine = min(among, key=waits.__getitem__)
-            takes = self._prefill_seconds(request, length)
-            if waits[engine] + takes < best:
-                best, chosen, seconds = waits[engine] + takes, engine, takes
-        return chosen, seconds
+        shared, best = _shareable(request), (inf, 0, 0.0)
+        for number, engine in enumerate(self._p):
+            takes = self._prefill_seconds(request, engine.cache.matched(shared))
+            best = min(best, (max(engine.busy_until - now, 0.0) + engine.queued_seconds + takes, number, takes))
+        return best[1], best[2]
 
     def _prefill_seconds(self, request: TracedRequest, blocks: int) -> float:
         return _to_compute(request, blocks) / self._model.prefill_tokens_per_second
@@ -411,10 +372,104 @@ def _to_compute(request: TracedRequest, blocks: int) -> int:
     return max(1, request.input_length - blocks * BLOCK_TOKENS)
 
 
-def _bits(mask: int) -> list[int]:
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found
+# --- how a fleet fares, and the fewest engines that keep TTFT and TPOT within targets ---------------------------------
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """At ``percentile`` of all requests, TTFT and TPOT are at most so many seconds."""
+
+    ttft: float
+    tpot: float
+    percentile: float
+
+
+class FleetReport(msgspec.Struct, frozen=True):
+    """How a fleet fared. Times are seconds. ``percentile`` names the one of ``ttft`` and ``tpot``, beside the medians.
+    Parts of the mean TTFT: ``p_queue``, ``prefill``, ``d_queue``, ``handover``, ``first_step``. ``reused_tokens``: the
+    share of all prompt tokens that P had in its prefix cache. ``p_busy``: the share of the time in which P engines
+    compute. ``expired_leases``: requests whose prompt D had to compute. ``seconds``: to the last token."""
+
+    p_engines: int
+    d_engines: int
+    requests: int
+    percentile: float
+    ttft_p50: float
+    ttft: float
+    tpot_p50: float
+    tpot: float
+    p_queue: float
+    prefill: float
+    d_queue: float
+    handover: float
+    first_step: float
+    reused_tokens: float
+    p_busy: float
+    expired_leases: int
+    seconds: float
+
+    def meets(self, targets: Targets) -> bool:
+        return self.ttft <= targets.ttft and self.tpot <= targets.tpot
+
+
+def fleet_report(records: Sequence[RequestRecord], num_p: int, num_d: int, percentile: float) -> FleetReport:
+    """The summary of ``Fleet.run``. TPOT counts requests of two and more tokens."""
+    tpot = [record.tpot for record in records if record.request.output_length > 1] or [0.0]
+    ttft_p50, ttft_most = np.percentile([record.ttft for record in records], [50, percentile]).tolist()
+    tpot_p50, tpot_most = np.percentile(tpot, [50, percentile]).tolist()
+    times = np.array(
+        [(r.arrived, r.prefill_began, r.prefill_ended, r.admitted, r.loaded, r.first_token, r.ended) for r in records]
+    )
+    p_queue, prefill, d_queue, handover, first_step = np.diff(times[:, :6], axis=1).mean(axis=0).tolist()
+    end, prompt_tokens = float(times[:, 6].max()), sum(record.request.input_length for record in records)
+    return FleetReport(
+        num_p, num_d, len(records), percentile, ttft_p50, ttft_most, tpot_p50, tpot_most,
+        p_queue, prefill, d_queue, handover, first_step,
+        reused_tokens=sum(record.reused for record in records) / prompt_tokens,
+        p_busy=float((times[:, 2] - times[:, 1]).sum()) / (num_p * end),
+        expired_leases=sum(record.expired for record in records), seconds=end,
+    )  # fmt: skip
+
+
+class FleetPlanner:
+    """Fleets of any size under one trace; each size is simulated once."""
+
+    def __init__(
+        self, trace: Sequence[TracedRequest], model: EngineModel, handover: Handover, percentile: float
+    ) -> None:
+        self._trace, self._model, self._handover, self._percentile = trace, model, handover, percentile
+        self._reports: dict[tuple[int, int], FleetReport] = {}
+
+    def report(self, num_p: int, num_d: int) -> FleetReport:
+        """How a fleet of this size fares."""
+        if (num_p, num_d) not in self._reports:
+            records = Fleet(num_p, num_d, self._model, self._handover).run(self._trace)
+            self._reports[num_p, num_d] = fleet_report(records, num_p, num_d, self._percentile)
+        return self._reports[num_p, num_d]
+
+    def fewest(self, targets: Targets) -> FleetReport:
+        """The fewest P engines where D engines are many, and then the fewest D engines for so many P.
+
+        More engines help the mean of a load, but not each request. So the answer is a size at which the targets are met
+        while they are not with one engine less; a search over all sizes might find another. Raises ConfigError: no
+        number of engines meets the targets.
+        """
+        many = min(MAX_ENGINES, len(self._trace))
+        best = self.report(many, many)
+        if not best.meets(targets):
+            raise ConfigError(
+                f"no fleet of up to {many} P and {many} D engines meets the targets: at percentile "
+                f"{self._percentile:g} TTFT is {best.ttft:.3g} s and TPOT {best.tpot:.3g} s at best; allow more, or "
+                "plan faster engines"
+            )
+        num_p = _least(lambda count: self.report(count, many).meets(targets), many)
+        num_d = _least(lambda count: self.report(num_p, count).meets(targets), many)
+        return self.report(num_p, num_d)
+
+
+def _least(enough: Callable[[int], bool], most: int) -> int:
+    """A number with ``enough`` whose predecessor has not; ``most`` has. Doubles first, because less is simulated so."""
+    high = 1
+    while high < most and not enough(high):
+        high *= 2
+    least = high // 2 + 1
+    return least + bisect_left(range(least, min(high, most)), True, key=enough)

@@ -176,7 +176,7 @@ def model_shape(config: Mapping[str, Any], kv_dtype: str = "auto") -> ModelShape
     state = None
     if states:
         runs_in = _model_dtype(named, "dtype", "a config.json that has it")
-        state = recurrent_state(text, model_type, states, runs_in, MAX_CONTENT)
+        state = recurrent_state(text, model_type, states, runs_in)
     if model_type in MLA:
         latent = sum(number(text, (name,), MAX_CONTENT) for name in ("kv_lora_rank", "qk_rope_head_dim"))
         return ModelShape(kinds, heads, 1, latent * itemsize, dtype, 0, state)
@@ -185,8 +185,12 @@ def model_shape(config: Mapping[str, Any], kv_dtype: str = "auto") -> ModelShape
         window = number(text, (name,), 1 << 30) if kind in kinds else window
     if window and model_type == "cohere2":  # its number leaves out the token itself
         window += 1
-    named_dim = number(text, ("head_dim",), MAX_CONTENT, 0 if "head_dim" in text else HEAD_DIM.get(model_type, 0))
-    head_dim = named_dim or _divided(text, heads)
+    head_dim = number(text, ("head_dim",), MAX_CONTENT, 0 if "head_dim" in text else HEAD_DIM.get(model_type, 0))
+    if not head_dim:  # the rule of vLLM's ``get_head_size``
+        hidden = number(text, HIDDEN, MAX_CONTENT * heads)
+        if hidden < heads:
+            raise ConfigError(f"{HIDDEN[0]} is {hidden}, expected at least the {heads} attention heads")
+        head_dim = hidden // heads
     return ModelShape(kinds, heads, _kv_heads(text, model_type, heads), 2 * head_dim * itemsize, dtype, window, state)
 
 
@@ -201,16 +205,16 @@ def _kv_heads(text: Mapping[str, Any], model_type: str, heads: int) -> int:
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], named: object, kv_dtype: str) -> str:
     """Of the KV. Raises ConfigError."""
-    if kv_dtype == "auto":
-        for holder in (config, text):
-            quantized = holder.get("quantization_config") or holder.get("compression_config")
-            inner = quantized.get("quantization") if isinstance(quantized, Mapping) else None
-            for place in (place for place in (quantized, inner) if isinstance(place, Mapping)):
-                for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-                    if (own := place.get(key)) is not None:
-                        raise ConfigError(f"{key} is {quoted(own)}, the KV has a dtype of its own; give --kv-dtype")
-        return _model_dtype(named, "the KV dtype", "--kv-dtype")
-    return _checked(kv_dtype, "the KV dtype", "--kv-dtype")
+    if kv_dtype != "auto":
+        return _checked(kv_dtype, "the KV dtype", "--kv-dtype")
+    for holder in (config, text):
+        quantized = holder.get("quantization_config") or holder.get("compression_config")
+        inner = quantized.get("quantization") if isinstance(quantized, Mapping) else None
+        for place in (place for place in (quantized, inner) if isinstance(place, Mapping)):
+            for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+                if (own := place.get(key)) is not None:
+                    raise ConfigError(f"{key} is {quoted(own)}, the KV has a dtype of its own; give --kv-dtype")
+    return _model_dtype(named, "the KV dtype", "--kv-dtype")
 
 
 def _model_dtype(named: object, what: str, remedy: str) -> str:
@@ -219,19 +223,12 @@ def _model_dtype(named: object, what: str, remedy: str) -> str:
     return "bfloat16" if dtype == "float32" else dtype
 
 
-def _checked(named: object, what: str, remedy: str) -> str:
+def _checked(named: object, what: str, remedy: str = "") -> str:
     dtype = canonical(named) if isinstance(named, str) else ""
     if dtype not in CONVERTIBLE:
-        raise ConfigError(f"{what} is {quoted(named)}, expected one of {', '.join(CONVERTIBLE)}; give {remedy}")
+        give = f"; give {remedy}" if remedy else ""
+        raise ConfigError(f"{what} is {quoted(named)}, expected one of {', '.join(CONVERTIBLE)}{give}")
     return dtype
-
-
-def _divided(text: Mapping[str, Any], heads: int) -> int:
-    """The head dimension of a configuration that does not name it, by the rule of vLLM's ``get_head_size``."""
-    hidden = number(text, HIDDEN, MAX_CONTENT * heads)
-    if hidden < heads:
-        raise ConfigError(f"{HIDDEN[0]} is {hidden}, expected at least the {heads} attention heads")
-    return hidden // heads
 
 
 def number(text: Mapping[str, Any], names: Sequence[str], most: int, default: int | None = None) -> int:
@@ -326,13 +323,11 @@ def _places(inner: object, key: str) -> list[int]:
     return found
 
 
-def recurrent_state(
-    text: Mapping[str, Any], model_type: str, layers: tuple[int, ...], dtype: str, most: int
-) -> RecurrentState:
-    """The state of a model that runs in ``dtype``. ``most``: bound on each number. Raises ConfigError."""
+def recurrent_state(text: Mapping[str, Any], model_type: str, layers: tuple[int, ...], dtype: str) -> RecurrentState:
+    """The state of a model that runs in ``dtype``. Raises ConfigError."""
 
     def size(name: str, inner: Mapping[str, Any] = text) -> int:
-        return number(inner, (name,), most)
+        return number(inner, (name,), MAX_CONTENT)
 
     def taps(name: str, inner: Mapping[str, Any] = text) -> int:
         if size(name, inner) == 1:
@@ -361,17 +356,20 @@ def recurrent_state(
         heads, width, state, groups = (size(name) for name in names[:4])
         kept = text.get("mamba_ssm_cache_dtype") or "float32" if model_type == "nemotron_h" else dtype
         sizes = heads, width, state
-        return RecurrentState(layers, "MAMBA2", taps(names[4]), heads * width, groups, sizes, dtype, _known(kept))
+        return RecurrentState(
+            layers,
+            "MAMBA2",
+            taps(names[4]),
+            heads * width,
+            groups,
+            sizes,
+            dtype,
+            _checked(kept, "the dtype of the state"),
+        )
     key, value = (size(f"linear_{name}_head_dim") for name in ("key", "value"))
     keys, values = (size(f"linear_num_{name}_heads") for name in ("key", "value"))
     channels, inputs = 2 * keys * key + values * value, taps("linear_conv_kernel_dim")
     kept = text.get("mamba_ssm_dtype") or dtype if model_type.startswith("qwen3_5") else dtype
-    return RecurrentState(layers, "GDN_ATTN", inputs, channels, 0, (values, value, key), dtype, _known(kept))
-
-
-def _known(dtype: object) -> str:
-    """Of a state. Raises ConfigError."""
-    found = canonical(dtype) if isinstance(dtype, str) else ""
-    if found not in CONVERTIBLE:
-        raise ConfigError(f"the dtype of the state is {quoted(dtype)}, expected one of {', '.join(CONVERTIBLE)}")
-    return found
+    return RecurrentState(
+        layers, "GDN_ATTN", inputs, channels, 0, (values, value, key), dtype, _checked(kept, "the dtype of the state")
+    )

@@ -120,26 +120,23 @@ class EngineFigures:
         """The figures of a page; series of others are left out."""
         figures = cls()
         for sample in page:
-            figures._add(sample)
+            name, labels, value = sample.name.removeprefix(PREFIX), sample.labels, sample.value
+            if name in _SERIES:
+                table, key, label = _SERIES[name]
+                counts: Counter[str] = getattr(figures, table)
+                counts[labels.get(label, "") if label else key] += int(value)
+            match name:
+                case "vllm:num_requests_running":
+                    figures.models.add(labels.get("model_name", ""))
+                case "vllm:num_requests_waiting_by_reason" if labels.get("reason") == "deferred":
+                    figures.requests["deferred"] += int(value)
+                case "vllm:kv_cache_usage_perc":
+                    figures.kv_cache_usage = max(figures.kv_cache_usage or 0.0, value)
+                case "handover_time_seconds_bucket":
+                    figures.seconds[labels.get("plane", "")].buckets[float(labels.get("le", "inf"))] += int(value)
+                case "handover_time_seconds_count":
+                    figures.seconds[labels.get("plane", "")].count += value
         return figures
-
-    def _add(self, sample: Sample) -> None:
-        name, labels, value = sample.name.removeprefix(PREFIX), sample.labels, sample.value
-        if name in _SERIES:
-            table, key, label = _SERIES[name]
-            counts: Counter[str] = getattr(self, table)
-            counts[labels.get(label, "") if label else key] += int(value)
-        match name:
-            case "vllm:num_requests_running":
-                self.models.add(labels.get("model_name", ""))
-            case "vllm:num_requests_waiting_by_reason" if labels.get("reason") == "deferred":
-                self.requests["deferred"] += int(value)
-            case "vllm:kv_cache_usage_perc":
-                self.kv_cache_usage = max(self.kv_cache_usage or 0.0, value)
-            case "handover_time_seconds_bucket":
-                self.seconds[labels.get("plane", "")].buckets[float(labels.get("le", "inf"))] += int(value)
-            case "handover_time_seconds_count":
-                self.seconds[labels.get("plane", "")].count += value
 
 
 class PlaneRates(msgspec.Struct, frozen=True):

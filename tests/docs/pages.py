@@ -7,14 +7,18 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.docs import recorder
+from tests.support.fork_server import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
@@ -49,33 +53,24 @@ class Call:
         return shlex.join([self.program, *self.arguments])
 
 
-def blocks(text: str, *languages: str) -> list[str]:
-    return [block for language, block in BLOCK.findall(text) if language in languages]
-
-
 def commands(block: str) -> list[str]:
     """What stands behind ``$ `` in a console block, each with its further lines, without the output between them."""
     found: list[str] = []
     complete = True
     for line in block.splitlines():
-        if line.startswith("$ "):
-            assert complete, f"a quote or a line that goes on has no end: {found[-1]}"
-            found.append(line[2:])
-        elif complete:
+        if complete and not line.startswith("$ "):
             continue
+        if complete:
+            found.append(line[2:])
         else:
             found[-1] += "\n" + line
-        complete = _complete(found[-1])
+        try:
+            shlex.split(found[-1], comments=True)
+            complete = not found[-1].endswith("\\")
+        except ValueError:
+            complete = False
     assert complete, f"a quote or a line that goes on has no end: {found[-1]}"
     return found
-
-
-def _complete(command: str) -> bool:
-    try:
-        shlex.split(command, comments=True)
-    except ValueError:
-        return False
-    return not command.endswith("\\")
 
 
 def of_page(text: str) -> list[str]:
@@ -92,25 +87,50 @@ def configuration() -> str:
     return line
 
 
-def model() -> str:
-    """The ``config.json`` of docs/planning.md."""
-    (block,) = blocks((ROOT / "docs" / "planning.md").read_text(), "json")
-    return block
+MODULE = """
+import os, runpy, sys
+os.chdir({cwd!r})
+sys.argv = {args!r}
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@contextmanager
+def runner(path: Path) -> Iterator[None]:
+    """Runs the modules that stand-ins ask for, in copies of a process that has made all slow imports."""
+    with socket.create_server(str(path), family=socket.AF_UNIX) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        data, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+                        order = json.loads(data)
+                        program = fork_server().start_with(
+                            tuple(files), "-c", MODULE.format(**order), environment=order["environ"]
+                        )
+                        for file in files:
+                            os.close(file)
+                        connection.send(str(program.wait(800)).encode())
+
+        thread = threading.Thread(target=serve, name="runner")
+        thread.start()
+        yield
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def run(lines: Sequence[str], folder: Path, addresses: Mapping[str, str], token: str = "") -> tuple[list[Call], str]:
     """Run commands in one bash, in a copy of the repository made of links; only stand-ins and a few tools are there.
 
-    Args:
-        addresses: stand-ins for servers, by the address that the commands name.
-        token: ``$TOKEN`` of the commands.
-
-    Returns:
-        The calls of stand-ins, and what was wrong: the command that failed and the output, or nothing.
+    ``addresses``: stand-ins for servers, by the address that the commands name. ``token``: ``$TOKEN`` of the commands.
+    Returns the calls of stand-ins, and what was wrong: the command that failed and the output, or nothing.
     """
     checkout, programs = folder / "checkout", folder / "bin"
     recorder.repository(checkout, ROOT)
-    (checkout / "config.json").write_text(model())
+    page = (ROOT / "docs" / "planning.md").read_text()
+    (checkout / "config.json").write_text(next(block for name, block in BLOCK.findall(page) if name == "json"))
     for place in (programs, checkout / ".venv" / "bin"):
         place.mkdir(parents=True)
     stand_in = folder / "stand_in.py"
@@ -124,7 +144,7 @@ def run(lines: Sequence[str], folder: Path, addresses: Mapping[str, str], token:
         (programs / name).symlink_to(_tool(name))
     told: dict[str, Any] = {
         "calls": str(folder / "calls"), "repository": str(ROOT), "addresses": dict(addresses),
-        "run": RUN, "added": ADDED, "curl": _tool("curl"),
+        "runner": str(folder / "runner"), "run": RUN, "added": ADDED, "curl": _tool("curl"),
     }  # fmt: skip
     environment = {
         "PATH": str(programs), "HOME": str(folder), "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"],
@@ -137,15 +157,11 @@ def run(lines: Sequence[str], folder: Path, addresses: Mapping[str, str], token:
     text = "\n".join([*prelude, f"TOKEN={token}", configuration(), *lines, "wait"])
     for shown, meant in PLACES.items():
         text = text.replace(shown, meant)
-    done = subprocess.run(
-        [_tool("bash"), "-c", text],
-        cwd=checkout,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
+    command = [_tool("bash"), "-c", text]
+    with runner(folder / "runner"):
+        done = subprocess.run(
+            command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=800, check=False
+        )
     calls = [Call(**(call | {"folder": Path(call["folder"])})) for call in map(json.loads, (folder / "calls").open())]
     return calls, "" if done.returncode == 0 else f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 

@@ -1,14 +1,14 @@
 """Stands in for a program that a page of the documentation calls: notes the call, and runs what can be run here.
 
 A link with the program's name points to this file. ``$KVFERRY_RECORDER`` names a file of JSON: where calls are noted,
-the folder of the repository, addresses of stand-ins, and what is run.
+the folder of the repository, addresses of stand-ins, what is run, and the socket of the one who runs it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,18 @@ def main() -> int:
         for shown, real in told["addresses"].items():
             arguments = [argument.replace(shown, real) for argument in arguments]
         os.execv(told["curl"], ["curl", "--fail", *arguments])
-    elif runs and program == "kvferry":
-        command = [sys.executable, "-m", "kvferry.cli.main", *arguments, *told["added"].get(arguments[0], [])]
-        status = subprocess.run(command, check=False).returncode
-        return 0 if (arguments[0], status) == ("doctor", 1) else status  # a machine that is not fit is no wrong command
     elif runs:
-        os.execv(sys.executable, [sys.executable, *arguments])
+        module = ["kvferry.cli.main", *arguments] if program == "kvferry" else arguments[1:]
+        order = {
+            "args": [*module, *told["added"].get(arguments[0], [])],
+            "cwd": os.getcwd(),
+            "environ": dict(os.environ),
+        }
+        with socket.socket(socket.AF_UNIX) as runner:
+            runner.connect(told["runner"])
+            socket.send_fds(runner, [json.dumps(order).encode()], [0, 1, 2])
+            status = int(runner.recv(16) or 1)
+        return 0 if (arguments[0], status) == ("doctor", 1) else status  # a machine that is not fit is no wrong command
     return 0
 
 

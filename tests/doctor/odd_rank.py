@@ -1,45 +1,28 @@
-"""A rank of a pair, on demand with a fault: ``python odd_rank.py FAULT``."""
+"""A rank of a pair with a fault on some planes."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
-from typing import Any
 
 import torch
 
-from kvferry.cli import rank_process as rank
-
-FAULT = sys.argv[1]
+from kvferry.cli.rank_pair import CacheForm, PairRank, Prompt
 
 
-class OddRank(rank.PairRank):
-    """A rank that does one thing wrong, over the plane ``shm``."""
+class OddRank(PairRank):
+    """P has a flipped bit over ``shm``, and ends when it is to lease over ``tcp``."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.fault = FAULT if options["plane"] == "shm" else ""
+    def __init__(self, side: str, plane: str, device: str, host: str, secret: str, seed: int, form: CacheForm) -> None:
+        super().__init__(side, plane, device, host, secret, seed, form)
+        self.plane = plane
 
-    def do_fill(self, salt: int) -> None:
-        super().do_fill(salt)
-        if self.fault == "flip":
-            self.caches[self.form.names[-1]].view(torch.uint8).view(-1)[12345] ^= 1
+    def fill(self, salt: int) -> None:
+        super().fill(salt)
+        if self.plane == "shm":
+            list(self.caches.values())[-1].view(torch.uint8).view(-1)[12345] ^= 1
 
-    def do_grant(self, request: str, token: str, tokens: int) -> None:
-        if self.fault == "die":
+    def grant(self, prompt: Prompt) -> None:
+        if self.plane == "tcp":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault != "no lease":
-            super().do_grant(request, token, tokens)
-
-    def do_differing(self, salt: int, tokens: int) -> int:
-        if self.fault == "hang":
-            time.sleep(600)
-        return super().do_differing(salt, tokens)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rank.PairRank = OddRank  # type: ignore[misc]
-    rank.main()
+        super().grant(prompt)

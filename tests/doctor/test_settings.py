@@ -22,8 +22,7 @@ def found(tmp_path, environ=None, config=None):
 def test_settings_that_are_all_usable(tmp_path):
     findings, settings = found(tmp_path, {"KVFERRY_PLANE": "tcp"}, {"lease_seconds": 5})
     assert settings is not None and settings.plane == "tcp"
-    assert [finding.level for finding in findings] == [Level.OK]
-    assert findings[0].value == "plane=tcp, lease_seconds=5.0"
+    assert [finding.level for finding in findings] == [Level.OK] and findings[0].value == "plane=tcp, lease_seconds=5.0"
 
 
 def test_each_bad_value_is_one_line(tmp_path):
@@ -37,24 +36,17 @@ def test_each_bad_value_is_one_line(tmp_path):
     is_bad(only(findings, "kv_connector_extra_config"), Level.FAULT, "lease_second", "did you mean 'lease_seconds'")
 
 
-def test_settings_that_contradict_each_other(tmp_path):
+def test_settings_that_contradict_each_other_and_a_misspelt_variable(tmp_path):
     key = new_secret()
     findings, settings = found(tmp_path, {"KVFERRY_KEY_FILE": "k", "KVFERRY_SECRET_KEY": key})
-    assert settings is None
+    assert settings is None and key not in repr(findings)
     is_bad(findings[-1], Level.FAULT, "secret_key and key_file")
-    assert key not in repr(findings)
-
-
-def test_a_misspelt_variable(tmp_path):
     findings, settings = found(tmp_path, {"KVFERRY_KEYFILE": "/k"})
     assert settings is not None and settings.key_file is None
     is_bad(findings[0], Level.WARNING, "KVFERRY_KEYFILE", "did you mean 'KVFERRY_KEY_FILE'")
 
 
-# --- the key --------------------------------------------------------------------------------------------------------
-
-
-def test_a_key_file_that_others_may_read(tmp_path):
+def test_a_key_file_that_others_may_read_is_missing_or_has_no_key(tmp_path):
     path = tmp_path / "key"
     secret = make_key_file(path)
     findings, keys = read_keys(Settings(key_file=str(path)))
@@ -64,13 +56,9 @@ def test_a_key_file_that_others_may_read(tmp_path):
     assert keys is None
     is_bad(findings[0], Level.FAULT, "0644", "0600")
     assert secret not in repr(findings)
-
-
-def test_a_key_file_that_is_missing_or_has_no_key(tmp_path):
     is_bad(read_keys(Settings(key_file=str(tmp_path / "none")))[0][0], Level.FAULT, "does not exist", "kvferry keygen")
-    path = tmp_path / "odd"
-    path.write_text("no key")
     path.chmod(0o600)
+    path.write_text("no key")
     is_bad(read_keys(Settings(key_file=str(path)))[0][0], Level.FAULT, "contains no key")
 
 
@@ -84,9 +72,6 @@ def test_the_shared_key_is_not_made(tmp_path, monkeypatch):
     assert keys is not None and [finding.level for finding in findings] == [Level.OK]
     findings, _ = read_keys(Settings(side_channel_host="10.0.0.1"))
     is_bad(findings[-1], Level.WARNING, "this host only", "keygen")
-
-
-# --- the port -------------------------------------------------------------------------------------------------------
 
 
 def test_a_port_that_is_free_and_one_in_use():

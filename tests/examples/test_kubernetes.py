@@ -45,17 +45,10 @@ def chart_containers() -> Iterator[Resource]:
         yield engine | {"command": ["vllm", "serve", "MODEL", *engine["vllmConfig"]["extraArgs"]]}
 
 
-ENGINES = [
-    container for engine in of_kind("Deployment") for container in containers(engine) if "vllm" in container["command"]
-]
-ENGINES += chart_containers()
+DEPLOYED = [container for part in of_kind("Deployment") for container in containers(part)]
+ENGINES = [*(container for container in DEPLOYED if "vllm" in container["command"]), *chart_containers()]
 HOOKS = [container["lifecycle"]["preStop"]["exec"]["command"] for container in ENGINES if "lifecycle" in container]
-ROUTERS = [
-    container["command"]
-    for part in of_kind("Deployment")
-    for container in containers(part)
-    if "router" in container["command"]
-]
+ROUTERS = [container["command"] for container in DEPLOYED if "router" in container["command"]]
 
 
 def test_all_files_are_looked_at():
@@ -77,29 +70,22 @@ def test_the_schemas_of_kubernetes(name):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("container", ENGINES, ids=lambda container: container["name"])
-def test_vllm_knows_each_flag_and_kvferry_each_setting(container):
+def test_vllm_knows_each_flag_and_variable_and_kvferry_each_setting(container):
+    from vllm import envs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    program, *arguments = container["command"]
-    assert (program, arguments[0]) == ("vllm", "serve")
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[1:])
+    program, command, *arguments = container["command"]
+    assert (program, command) == ("vllm", "serve")
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     transfer = parsed.kv_transfer_config
     transfer = json.loads(transfer) if isinstance(transfer, str) else transfer
     config = transfer if isinstance(transfer, dict) else vars(transfer)
     assert config["kv_connector"] == "KVFerryConnector" and config["kv_load_failure_policy"] == "recompute"
     load_settings(config.get("kv_connector_extra_config") or {}, {})
     assert parsed.shutdown_timeout > 0, "vLLM would end leases and requests at once"
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("container", ENGINES, ids=lambda container: container["name"])
-def test_each_environment_variable_exists(container):
-    from vllm import envs
-
     names = {variable["name"] for variable in container["env"]}
-    known = {*ENVIRONMENT.values(), *envs.environment_variables, "POD_IP"}
-    assert names - known == set()
+    assert names <= {*ENVIRONMENT.values(), *envs.environment_variables, "POD_IP"}
     assert {"KVFERRY_SIDE_CHANNEL_HOST", "KVFERRY_SIDE_CHANNEL_PORT", "KVFERRY_SECRET_KEY"} <= names
 
 
@@ -126,15 +112,11 @@ def test_a_pod_has_time_to_drain_and_to_end(role):
     assert hook[2] == f"http://127.0.0.1:{option(container['command'], 'port')}"
     values = resources("values-llm-d.yaml")[0][role]
     assert values["terminationGracePeriodSeconds"] > needed
-    (hook,) = [
-        container["extraConfig"]["lifecycle"]["preStop"]["exec"]["command"] for container in values["containers"]
-    ]
-    assert hook[2] == f"http://127.0.0.1:{values['containers'][0]['ports'][0]['containerPort']}"
-
-
-def test_the_production_stack_leaves_a_pod_30_seconds():
-    for engine in resources("values-production-stack.yaml")[0]["servingEngineSpec"]["modelSpec"]:
-        assert option(engine["vllmConfig"]["extraArgs"], "shutdown-timeout") < 30
+    (inside,) = values["containers"]
+    hook = inside["extraConfig"]["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[2] == f"http://127.0.0.1:{inside['ports'][0]['containerPort']}"
+    for other in resources("values-production-stack.yaml")[0]["servingEngineSpec"]["modelSpec"]:
+        assert option(other["vllmConfig"]["extraArgs"], "shutdown-timeout") < 30, "its chart leaves a pod 30 seconds"
 
 
 def test_names_ports_and_labels_fit():

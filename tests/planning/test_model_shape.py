@@ -150,12 +150,7 @@ def test_published_models(name: str) -> None:
     assert (shape.token_bytes, shape.state_bytes, shape.window) == (token_bytes, state_bytes, window)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["chatglm", "dbrx", "deepseek_v32", "deepseek_v4", "gemma3n_text", "hunyuan_v1_moe", "kimi_k3", "mamba", "mamba2",
-     "minicpm3", "mllama_text_model", "mpt", "nemotron-nas", "phi4flash", "recurrent_gemma", "rwkv", "t5", "whisper",
-     "zamba2"],
-)  # fmt: skip
+@pytest.mark.parametrize("model_type", ["chatglm", "deepseek_v32", "gemma3n_text", "mamba", "minicpm3", "t5", "zamba2"])
 def test_a_type_that_is_not_known_is_refused(model_type: str) -> None:
     with pytest.raises(ConfigError, match=f"model_type is '{model_type}'"):
         model_shape(LLAMA | {"model_type": model_type})
@@ -200,22 +195,18 @@ def test_numbers_are_those_of_vllm(tmp_path: Path, config: dict[str, Any]) -> No
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, tokenizer=str(tmp_path))
     shape = model_shape(config)
-    assert str(theirs.dtype) == f"torch.{shape.dtype}"
-    assert theirs.get_total_num_hidden_layers() == shape.num_layers
-    itemsize = 2
-    if "mla" in shape.layers:
-        assert theirs.use_mla and theirs.get_head_size() * itemsize == shape.content_bytes
-    else:
-        assert 2 * theirs.get_head_size() * itemsize == shape.content_bytes
-        assert theirs.get_total_num_kv_heads() == shape.total_heads
+    assert str(theirs.dtype) == f"torch.{shape.dtype}" and theirs.get_total_num_hidden_layers() == shape.num_layers
+    mla = "mla" in shape.layers
+    assert theirs.use_mla is mla and theirs.get_head_size() * (2 if mla else 4) == shape.content_bytes
+    assert mla or theirs.get_total_num_kv_heads() == shape.total_heads
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("pp_size", range(1, 9))
-def test_stages_are_those_of_vllm(pp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.utils import get_pp_indices
 
     monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
-    for layers in range(pp_size, 40):
-        theirs = [range(*get_pp_indices(layers, rank, pp_size)) for rank in range(pp_size)]
-        assert list(stage_layers(layers, pp_size)) == theirs
+    for pp_size in range(1, 9):
+        for layers in range(pp_size, 40):
+            theirs = [range(*get_pp_indices(layers, rank, pp_size)) for rank in range(pp_size)]
+            assert list(stage_layers(layers, pp_size)) == theirs

@@ -37,9 +37,6 @@ def test_a_page_of_something_else(line):
         list(samples(f"x 1\n{line}\n"))
 
 
-# --- quantiles ------------------------------------------------------------------------------------------------------
-
-
 def histogram(**counts):
     buckets = {float(bound.removeprefix("b").replace("_", ".")): count for bound, count in counts.items()}
     return Histogram(type(Histogram().buckets)(buckets), max(buckets.values()))
@@ -58,14 +55,11 @@ def test_a_counter_that_became_smaller_begins_anew():
     assert after.since(before).count == 3 and before.since(after).count == 6
 
 
-# --- recorded pages -------------------------------------------------------------------------------------------------
-
-
 def figures(name):
     return EngineFigures.of(samples(recorded(name)))
 
 
-def test_hand_overs_of_a_decode_engine():
+def test_hand_overs_of_a_decode_engine_and_leases_of_a_prefill_engine():
     before, now = figures("decode_1"), figures("decode_2")
     found = row("d", before, before, now, seconds=6.0)
     (plane,) = found.planes
@@ -73,9 +67,6 @@ def test_hand_overs_of_a_decode_engine():
     assert plane.bytes_per_second > 1e5 and plane.p50_ms is not None and plane.p95_ms is not None
     assert 0 < plane.p50_ms <= plane.p95_ms < 30_000
     assert found.failed == found.retried == {} and found.leases_released == 0 and found.model
-
-
-def test_leases_of_a_prefill_engine():
     before, now = figures("prefill_1"), figures("prefill_2")
     found = row("p", before, before, now, seconds=6.0)
     assert found.planes == () and found.leases_released_per_second == 2.0
