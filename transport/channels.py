@@ -98,11 +98,8 @@ class Channel(ABC):  # noqa: B024 (its kinds have what is abstract)
 
 
 class SendChannel(Channel):
-    """P's end of a PUSH channel, to one rank of D.
-
-    Optional capability, messages in place: a channel with ``sends_in_place`` overrides ``send_pieces``, ``reading`` and
-    ``stop_reading``. The defaults suit every channel whose slots lie in host memory.
-    """
+    """P's end of a PUSH channel, to one rank of D. One with ``sends_in_place`` overrides ``send_pieces``, ``reading``
+    and ``stop_reading``; the defaults suit every channel whose slots lie in host memory."""
 
     pulls: ClassVar[Literal[False]] = False
     slot_bytes: int
@@ -117,19 +114,15 @@ class SendChannel(Channel):
 
     @abstractmethod
     def send(self, slot: Slot, nbytes: int, tag: int) -> None:
-        """Send the first ``nbytes`` (1..slot.nbytes) of an acquired slot under a 64-bit tag.
-
-        The slot becomes free by itself once neither the peer nor the kernel needs it; on a channel with ``error`` it
-        becomes free at once.
-        """
+        """Send the first ``nbytes`` (1..slot.nbytes) of an acquired slot under a 64-bit tag. The slot becomes free by
+        itself once neither the peer nor the kernel needs it; on a channel with ``error`` at once."""
 
     @abstractmethod
     def give_back(self, slot: Slot) -> None:
         """Return an acquired slot unsent."""
 
     def flush(self, tags: Iterable[int]) -> None:
-        """The peer cancelled these tags: end the receives that it has posted for them by empty messages. The default,
-        for planes whose D receives only messages that were sent, does nothing."""
+        """The peer cancelled these tags: end the receives that it has posted for them, if it has, by empty messages."""
 
     def send_pieces(self, pieces: Callable[[], Pieces], tag: int) -> bool:
         """Send the memory that ``pieces`` returns, at most ``slot_bytes`` in all, as one message. ``False`` is
@@ -160,11 +153,8 @@ class SendChannel(Channel):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A message that has arrived. Its bytes stay valid until ``release()``, which may be called once.
-
-    ``placed``: the bytes lie where ``into`` of ``RecvChannel.expect`` placed them, and ``address`` means nothing.
-    ``device``: the device of the memory at ``address``.
-    """
+    """A message that has arrived. Its bytes on ``device`` stay valid until ``release()``, which may be called once.
+    ``placed``: they lie where ``into`` of ``RecvChannel.expect`` placed them, and ``address`` means nothing."""
 
     tag: int
     address: int
@@ -181,11 +171,9 @@ class RecvChannel(Channel):
 
     @abstractmethod
     def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
-        """Announce a message of exactly ``nbytes``; announce messages in the order in which P sends them.
-
-        ``into`` returns the memory where the bytes belong. A channel that can write there calls it when the message
-        begins to arrive, and the message is then ``placed``; every other channel ignores it and uses a slot.
-        """
+        """Announce a message of exactly ``nbytes``, in the order in which P sends. ``into`` returns the memory where
+        the bytes belong: a channel that can write there calls it when the message begins to arrive, and the message is
+        then ``placed``; every other channel uses a slot."""
 
     def stop_writing(self, tag: int) -> None:
         """Write nothing to the memory of ``into`` from now on. The channel still receives the message and drops it."""
@@ -261,16 +249,16 @@ class PullChannel(Channel):
     """Whether its copies move the ``byte_ranges`` of a read one after the other, and ``Copy.moved`` counts the bytes
     from the first one on. Then a step need not wait for the whole copy."""
     process: PeerProcess | None = None
-    """P's process, where the channel reads a process of this host. D checks at the handshake that this process is at
-    the other end of its control connection, and before a load counts that this process has not ended: what was read by
-    its number was then read from P."""
+    """P's process, where the channel reads a process of this host. D checks at the handshake that it is at the other
+    end of its control connection, and before a load counts that it has not ended: what was read by its number was then
+    read from P."""
     ready: bool = True
-    """Whether ``translate`` and ``read`` may be called; a plane that needs time for that sets it later, or sets
-    ``error``. A ``PeerUnreachableError`` there means that our GPU does not reach P's memory by any plane."""
+    """Whether ``translate`` and ``read`` may be called; a plane that needs time sets it later, or sets ``error``:
+    ``PeerUnreachableError`` where our GPU does not reach P's memory by any plane."""
 
     def translate(self, address: int, nbytes: int) -> int:
-        """The address under which ``read`` finds P's ``nbytes`` at P's ``address``. D asks once for the pages of each
-        layer. The default is P's own address.
+        """The address under which ``read`` finds P's ``nbytes`` at P's ``address``, by default P's own. D asks once for
+        the pages of each layer.
 
         Raises:
             TransportError: P does not offer this memory to D.
@@ -282,8 +270,8 @@ class PullChannel(Channel):
         """Begin to copy P's pages into D's; returns the copy under way. Several may be under way."""
 
     def cancel(self, copy: Copy) -> None:
-        """The bytes are not needed any more: end the copy soon, if possible. Either way ``copy.done`` is set once
-        nothing writes D's pages. ``close`` implies it for all copies of the channel."""
+        """End the copy soon, if possible. Either way ``copy.done`` is set once nothing writes D's pages. ``close``
+        implies it for all copies of the channel."""
 
 
 class PulledChannel(Channel):

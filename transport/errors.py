@@ -53,11 +53,7 @@ class EmbeddingError(KVFerryError, ValueError):
 
 
 class RatioError(GeometryError):
-    """No integer ratio exists between two sizes.
-
-    ``TpKVTopology.tp_ratio`` and ``block_size_ratio`` raise it; transfers themselves use
-    ``overlaps()``, which needs no integer ratio.
-    """
+    """No integer ratio exists between two sizes. Transfers use ``overlaps()``, which needs none."""
 
     def __init__(self, what: str, local: int, remote: int) -> None:
         super().__init__(

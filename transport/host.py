@@ -20,9 +20,8 @@ MOST_FILES = 1 << 16
 
 @cache
 def host_id() -> str:
-    """A string that is the same for all processes that share a loopback interface: one boot of one kernel, one network
-    namespace. Empty where the system does not report them.
-    """
+    """The same for all processes that share a loopback interface: one boot of one kernel, one network namespace. Empty
+    where the system does not report them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino

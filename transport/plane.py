@@ -44,7 +44,7 @@ MAX_PAYLOAD_BYTES = 64 << 10
 @dataclass(frozen=True)
 class PlaneMemory:
     """The memory that the planes of a process carry: ``ranges``, address and bytes of each, on ``device`` (with its
-    index). ``synchronize`` blocks until the copies that were started there are done."""
+    index). ``synchronize`` blocks until the copies there are done."""
 
     device: torch.device
     ranges: Sequence[tuple[int, int]] = ()
@@ -59,12 +59,12 @@ class PlaneContext:
     """The arguments of every plane's constructor.
 
     Args:
-        host: the local address to listen on; a plane listens on no other.
+        host: the one local address to listen on.
         slot_bytes: size of a staging slot, which bounds a message. Peers with different sizes use the smaller one.
         staging_bytes: bound on the staging memory, for each direction.
         memory: the memory to carry.
         encrypt: bytes that leave the host must be encrypted; only planes that can do so are made then.
-        others: the names of the planes that this rank has, and of those that it will try to make after this one.
+        others: the planes that this rank has, and those that it will try to make after this one.
     """
 
     host: str
@@ -90,8 +90,8 @@ class Plane(ABC):
     turn_bytes: ClassVar[int] = 0
     """The most bytes of a read that such a plane copies before it goes on with another read; 0: no bound."""
     same_host: ClassVar[bool] = False
-    """Whether the plane joins processes of one host only. P then offers it only to a D that connects from this host:
-    an offer may name processes, files and addresses."""
+    """Whether it joins processes of one host only. P then offers it only to a D that connects from this host: an offer
+    may name processes, files and addresses."""
     cannot_serve: str = ""
     """Why this process can be D over the plane, but not P; empty where it can be both."""
 
@@ -104,19 +104,17 @@ class Plane(ABC):
         return 0
 
     def lanes_to(self, host: str) -> str:
-        """Which of several ways the bytes take to a peer at the numeric address ``host``, for logs; empty where the
-        name of the plane says it."""
+        """Which way the bytes take to a peer at a numeric address, for logs; empty where the plane's name says it."""
         return ""
 
     @abstractmethod
     def offer(self) -> bytes:
-        """P: the data that a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. It is made for one session with one D,
-        and may be made again for the next one at any time."""
+        """P: the data that a D needs to connect, at most ``MAX_PAYLOAD_BYTES``, made for one session with one D."""
 
     @abstractmethod
     def connect(self, offer: bytes, host: str) -> tuple[DChannel, bytes]:
-        """D: a channel from the P of this offer, and the payload for P's ``accept``. ``host`` is the numeric address at
-        which D reached P's control port; P's data ports are at the same address.
+        """D: a channel from the P of this offer, and the payload for P's ``accept``. ``host``: the numeric address of
+        P's control port and of its data ports.
 
         Raises:
             PlaneUnavailableError: this plane does not reach that P from here; the message gives the reason in one line.
@@ -142,8 +140,7 @@ class Plane(ABC):
         """
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
-        """D: complete ``channel`` with P's reply. Where ``channel`` reads a process of this host (``channel.process``),
-        the caller has checked before that this process is P.
+        """D: complete ``channel`` with P's reply. The caller has checked that ``channel.process``, if any, is P.
 
         Raises:
             PlaneUnavailableError: this plane does not reach that P from here; the message gives the reason in one line.
@@ -178,8 +175,7 @@ class Plane(ABC):
 _S = TypeVar("_S", bound=msgspec.Struct)
 _decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {}
 _decoders_lock = threading.Lock()
-"""msgspec inspects a struct at its first use, and crashes (0.22) where two threads do so at once, for example the
-threads of two ranks in one process."""
+"""msgspec inspects a struct at its first use, and crashes (0.22) where two threads do so at once."""
 
 
 def decode_payload(payload: bytes, kind: type[_S], what: str, limit: int = MAX_PAYLOAD_BYTES) -> _S:
@@ -190,15 +186,11 @@ def decode_payload(payload: bytes, kind: type[_S], what: str, limit: int = MAX_P
     """
     if len(payload) > limit:
         raise ProtocolError(f"{what}: {len(payload)} bytes, limit {limit}")
-    try:
-        decoded: _S = _decoder(kind).decode(payload)
-        return decoded
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ProtocolError(f"{what}: malformed: {error}") from None
-
-
-def _decoder(kind: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
     with _decoders_lock:
         if kind not in _decoders:
             _decoders[kind] = msgspec.msgpack.Decoder(kind)
-        return _decoders[kind]
+    try:
+        decoded: _S = _decoders[kind].decode(payload)
+        return decoded
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ProtocolError(f"{what}: malformed: {error}") from None

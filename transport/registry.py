@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvferry.registry")
 
 ENTRY_POINTS = "kvferry.planes"
-"""The entry-point group of planes of other distributions."""
 DEFAULT_SLOT_BYTES = 4 << 20
 """Slots of this size are large enough for the cost of a message beside its bytes not to count."""
 
@@ -39,10 +38,8 @@ class Use:
     """How a plane carries one kind of memory.
 
     Args:
-        rank: the place in the order of preference, where the plane with the lowest number comes first; the order is
-            the order of speed. KVFerry's own planes are 10 apart.
-        slot_bytes: the default size of a staging slot, a quarter of the staging memory at most; ``None``: always a
-            quarter.
+        rank: the place in the order of preference, which is that of speed; the lowest comes first.
+        slot_bytes: the default size of a staging slot; ``None``: a quarter of the staging memory, which is the bound.
         auto: whether KVFerry chooses the plane by itself; else only the setting ``plane`` does.
     """
 
@@ -123,17 +120,16 @@ _SPECS = (
     PlaneSpec(
         "ucx", f"{_PLANES}.ucx:UcxPlane", "between hosts with RDMA hardware, and between GPUs of one host",
         "packed, sent as UCX messages, unpacked, all overlapped",
-        # On a GPU the fixed cost of a message, on P and on D, is the time that NVLink takes for 64 MiB. So a slot is a
-        # quarter of the staging memory, and D cuts a small hand-over into smaller chunks. On one host UCX moves GPU
-        # memory over NVLink; ``Plane.slower_because`` names the exceptions. In host memory the UCX of the PyPI wheel
-        # has TCP only, and is slower than the tcp plane (benchmarks/planes/planes.py).
+        # On a GPU the fixed cost of a message is the time that NVLink takes for 64 MiB: hence large slots, and D cuts a
+        # small hand-over into smaller chunks. On one host UCX moves GPU memory over NVLink; ``Plane.slower_because``
+        # names the exceptions. In host memory the UCX of the PyPI wheel has TCP only, slower than the tcp plane.
         host=Use(40, auto=False), gpu=Use(20, slot_bytes=None), extra="kvferry[ucx]",
     ),
     PlaneSpec(
         "nixl", f"{_PLANES}.nixl:NixlPlane", "between hosts with RDMA hardware",
         "P packs into registered slots, D reads each with one RDMA READ, and unpacks",
-        # After shm and before tcp. ``ucx`` comes first between the GPUs of one host, over NVLink, and where the user
-        # has told it to use a system's UCX; between other hosts it has TCP only, and says so.
+        # ``ucx`` comes first between the GPUs of one host, over NVLink, and where the user has told it to use a
+        # system's UCX; between other hosts it has TCP only, and says so.
         host=Use(25), gpu=Use(25, slot_bytes=32 << 20), extra="kvferry[rdma]",
     ),
     PlaneSpec(
@@ -146,8 +142,7 @@ _OURS = {spec.name: spec for spec in _SPECS}
 
 @lru_cache(maxsize=1)
 def _of_distributions(path: tuple[str, ...]) -> EntryPoints:
-    """What the distributions on ``path``, which is ``sys.path``, register. Kept, because the search takes 5 ms, and
-    each rank makes several."""
+    """What the distributions on ``sys.path`` register. The search takes 5 ms, and each rank makes several."""
     return entry_points(group=ENTRY_POINTS)
 
 

@@ -1,9 +1,8 @@
 """OpenTelemetry spans of hand-overs and of routers: made of times that were recorded before, sent by the SDK's thread.
 
 A hand-over has spans where its request came with a ``traceparent`` whose sender samples the trace
-(https://www.w3.org/TR/trace-context/#traceparent-header). A router begins a trace for a request without one.
-
-This is the only file that reads the time of day: a span carries it, no decision depends on it.
+(https://www.w3.org/TR/trace-context/#traceparent-header). A router begins a trace for a request without one. This is
+the only file that reads the time of day: a span carries it, no decision depends on it.
 """
 
 from __future__ import annotations

@@ -29,12 +29,9 @@ def keep_time_exactly() -> None:
 
 
 class ShortSwitchInterval:
-    """The interpreter's switch interval, which is short while any object of this class wants it so.
-
-    A thread that waits for the GIL has it after this time at the latest (``sys.setswitchinterval``, 5 ms by default).
-    It holds for all threads of the process, and each change of threads costs the engine's, so nobody keeps it for
-    longer than needed. Thread-safe; calls that change nothing take no lock.
-    """
+    """The interpreter's switch interval (``sys.setswitchinterval``, 5 ms by default), short while any object of this
+    class wants it so: a thread has the GIL after this time at the latest. Each change of threads costs the engine's, so
+    nobody keeps it for longer than needed. Thread-safe; calls that change nothing take no lock."""
 
     _lock = threading.Lock()
     wanted: ClassVar[list[float]] = []
@@ -138,18 +135,15 @@ class Timer:
 class RunningClock:
     """The time for the deadlines of a thread, in seconds from 0. It advances at each turn of the thread.
 
-    A turn counts at most ``HELD_UP_SECONDS`` plus its announced sleep. The seconds beyond that do not count: the thread
-    was held up, and received no message. Every turn counts for something, so a deadline passes in the end.
-
-    Attributes:
-        late: seconds that the last turn took beyond its sleep; 0 where the turn was not held up.
+    A turn counts at most ``HELD_UP_SECONDS`` plus its announced sleep: beyond that the thread was held up, and received
+    no message. Every turn counts for something, so a deadline passes in the end. ``late``: seconds that the last turn
+    took beyond its sleep; 0 where it was not held up.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._began = clock()
-        self.now = self.asleep = 0.0
-        self.late = 0.0
+        self.now = self.asleep = self.late = 0.0
 
     def turn(self) -> float:
         """Begin a turn, and return the time, which is never earlier than before."""

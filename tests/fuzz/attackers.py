@@ -27,7 +27,6 @@ OPEN = 400
 """Connections that an attacker holds open, more than the half-open ones that an engine keeps."""
 ENDLESS_BYTES = 256 << 10
 """Bytes of a message that has no end, from one connection."""
-_HEAD = struct.Struct(">BBI")
 _PATIENCE = 0.2
 _SECONDS = 60.0
 
@@ -47,7 +46,7 @@ def client_hello(context: ssl.SSLContext) -> bytes:
 
 def packed(frames: Sequence[bytes]) -> bytes:
     """A message as it crosses the control connection."""
-    return _HEAD.pack(*map(len, frames)) + b"".join(frames)
+    return struct.pack(">BBI", *map(len, frames)) + b"".join(frames)
 
 
 def unix_names(pid: int) -> list[bytes]:
@@ -164,22 +163,16 @@ class KeyHolder:
         self._peers: list[ssl.SSLSocket] = []
         self.inputs = 0
 
-    def _connect(self) -> ssl.SSLSocket:
-        sock = socket.create_connection(("127.0.0.1", self._port), timeout=_SECONDS)
-        sock.sendall(greeting_of(self._keys))
-        tls = self._keys.of_d.wrap_socket(sock)
-        verdict = tls.recv(1)
-        assert verdict == ADMITTED, verdict
-        tls.settimeout(_PATIENCE)
-        return tls
-
     def throw(self) -> None:
         """``BATCH`` messages over one connection, a new one or one that is there."""
-        rng = self._rng
         if len(self._peers) < 8:
-            self._peers.append(self._connect())
-        peer = rng.choice(self._peers)
+            sock = socket.create_connection(("127.0.0.1", self._port), timeout=_SECONDS)
+            sock.sendall(greeting_of(self._keys))
+            self._peers.append(self._keys.of_d.wrap_socket(sock))
+            assert self._peers[-1].recv(1) == ADMITTED
+        peer = self._rng.choice(self._peers)
         try:
+            peer.settimeout(_PATIENCE)
             for _ in range(self.BATCH):
                 peer.sendall(self._message())
                 self.inputs += 1
@@ -187,8 +180,7 @@ class KeyHolder:
             with suppress(ssl.SSLWantReadError):
                 while peer.recv(1 << 16):
                     pass
-            peer.settimeout(_PATIENCE)
-            ends = rng.random() < 0.05
+            ends = self._rng.random() < 0.05
         except OSError:  # P has ended it, or reads no more
             ends = True
         if ends:
@@ -214,49 +206,36 @@ class ZmqKeyHolder:
     BATCH = 50
 
     def __init__(self, rng: random.Random, port: int, keys: Keys, hello: messages.Hello) -> None:
-        self._rng, self._port, self._hello = rng, port, hello
+        self._rng, self._port, self._hello, self._key = rng, port, hello, keys.fingerprint
         self._plane = ZmqPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
         self._dialer = Dialer(keys, max_message_bytes=messages.MAX_REPLY_BYTES)
-        self._key = keys.fingerprint
         self._mutator = Mutator(rng, [b"h", CREDIT.pack(b"c", 5)], "")
         self.inputs = 0
 
-    def _attach(self) -> ZmqRecvChannel:
-        """A channel to P, by a session of its own."""
+    def throw(self) -> None:
+        """``BATCH`` messages over a new channel, by a session of its own."""
         connection = self._dialer.connect("127.0.0.1", self._port, key=self._key, timeout=_SECONDS)
         connection.send(messages.encode(self._hello))
         channel, payload = self._plane.connect(b"", "127.0.0.1")
         connection.send(messages.encode(messages.Attach(plane="zmq", payload=payload)))
         replies: list[list[bytes]] = []
-
-        def answered() -> bool:
-            self._dialer.progress()
-            replies.extend(connection.receive())
-            return len(replies) == 2
-
-        self._until(answered)
+        self._until(lambda: replies.extend(connection.receive()) or len(replies) == 2)
         attached = messages.decode_reply(replies[1])
-        assert isinstance(attached, messages.Attached), attached
+        assert isinstance(attached, messages.Attached) and isinstance(channel, ZmqRecvChannel), attached
         self._plane.finish(channel, attached.payload)
-        return channel
-
-    def throw(self) -> None:
-        """``BATCH`` messages over a new channel."""
-        channel = self._attach()
         for _ in range(self.BATCH):
             frames = [self._mutator.next() for _ in range(self._rng.choice((1, 1, 1, 1, 2, 3, 40)))]
             channel.end.socket.send_multipart(frames)
             self.inputs += 1
         self._until(lambda: channel.progress() and channel.error is not None)  # P ends it at the first one
         channel.close()
-        for connection in list(self._dialer.connections):
-            connection.close()
+        connection.close()
 
-    @staticmethod
-    def _until(condition: Callable[[], bool]) -> None:
+    def _until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + _SECONDS
         while not condition():
             assert time.monotonic() < end, "P does not answer"
+            self._dialer.progress()
             time.sleep(0.001)
 
     def close(self) -> None:

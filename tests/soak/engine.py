@@ -53,7 +53,7 @@ def violation(text: str) -> None:
 
 
 class SoakEngine:
-    """``leak``: a fault that is planted: "descriptor" or "memory" of each load, or the blocks of each tenth "lease"."""
+    """``leak``: the faults that are planted: "descriptor", "memory" of each load, the blocks of each tenth "lease"."""
 
     def __init__(self, name: str, plane: str, port: int, blocks: int, settings: dict[str, Any], leak: str) -> None:
         options = Settings(plane=plane, side_channel_port=port, **settings)
@@ -187,9 +187,9 @@ class SoakEngine:
         self.give_back(request.blocks)
         outcome = "loaded" if ok else "aborted" if request.aborted else "failed"
         tell({"event": "loaded", "name": name, "outcome": outcome, "right": right})
-        if self.leak == "descriptor":
+        if "descriptor" in self.leak:
             self.leaked.extend(os.open("/dev/null", os.O_RDONLY) for _ in range(4))
-        elif self.leak == "memory":
+        if "memory" in self.leak:
             self.leaked.append(bytearray(os.urandom(1 << 10) * 4096))
 
     def lease_ended(self, name: str) -> None:
@@ -197,7 +197,7 @@ class SoakEngine:
         if blocks is None:
             return violation(f"the lease of {name} ends, which is not held")
         self.counts["leases"] += 1
-        if self.leak != "lease" or self.counts["leases"] % 10:
+        if "lease" not in self.leak or self.counts["leases"] % 10:
             self.give_back(blocks)
 
     # --- samples --------------------------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ from kvferry.transport.sockets import READABLE, WRITABLE, tune
 from kvferry.transport.wake import Waker
 
 Refusal = Callable[[str], str]
-"""Says why there must be no connection to a numeric address; empty where there may be one. A name is resolved once, and
-the connection goes to the address that was judged."""
+"""Why there must be no connection to a numeric address; empty where there may be one."""
 NOBODY_LISTENS = "nobody listens there, or no way leads there; is the engine up, and its address told right?"
 CONNECT_TIMEOUT_SECONDS = 10.0
 LOOK_SECONDS = 1.0
@@ -243,10 +242,8 @@ class Connection:
 
 
 class Dialer:
-    """All connections of one rank of D. One thread uses it.
-
-    ``news`` of a connection changes in ``progress`` only, which is called when ``fd`` is readable, and from time to
-    time.
+    """All connections of one rank of D. One thread uses it, and calls ``progress`` when ``fd`` is readable, and from
+    time to time: only there does ``news`` of a connection change.
 
     Args:
         keys: the connections admit only peers with these keys.

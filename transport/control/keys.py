@@ -59,8 +59,8 @@ def fingerprint(public: bytes) -> str:
 
 
 def greeting(public: bytes) -> bytes:
-    """What D says first to the P with this raw public key. It admits nobody; it keeps P from a handshake with whoever
-    has only found the port, which costs a millisecond."""
+    """What D says first to the P with this raw public key. It admits nobody, and spares P a handshake, which costs a
+    millisecond, with whoever has only found the port."""
     return hashlib.blake2b(public, digest_size=GREETING_BYTES, person=b"kvferry-greeting").digest()
 
 
@@ -124,8 +124,8 @@ class Keys:
 
     @cached_property
     def of_p(self) -> ssl.SSLContext:
-        """P's end of TLS. OpenSSL takes every certificate of the issuer, so that P can tell a D why it is refused; it
-        trusts those that are admitted by themselves, which saves the check of the issuer's signature."""
+        """P's end of TLS. OpenSSL takes every certificate of the issuer, so that P can tell a D why it is refused, and
+        needs no check of the issuer's signature for those that are admitted."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

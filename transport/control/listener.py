@@ -40,12 +40,9 @@ log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 
 
 class Delivery(enum.Enum):
-    """What has become of a message to a peer. Only ``SENT`` is true."""
+    """What has become of a message to a peer. Only ``SENT`` is true. ``FULL``: its queue, because it does not read."""
 
-    SENT = ""
-    FULL = "full"
-    """Its queue is full because it does not read."""
-    GONE = "gone"
+    SENT, FULL, GONE = "", "full", "gone"
 
     def __bool__(self) -> bool:
         return self is Delivery.SENT
@@ -188,11 +185,8 @@ class Listener:
 
     def receive(self) -> list[tuple[bytes, list[bytes], str]]:
         """``(identity, frames, address)`` of the messages that are there now, at most some hundreds; ``fd`` stays
-        readable where there are more.
-
-        The identity names one connection: a D that reconnects gets a new one. ``address`` is the numeric address from
-        which that connection came, which no message chooses.
-        """
+        readable where there are more. The identity names one connection: a D that reconnects gets a new one. The
+        numeric address is that from which the connection came."""
         if self._closed:
             return []
         late, self._late = self._late, {}
