@@ -41,8 +41,10 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks for peers that say nothing."""
 NAMES = BlockingCalls("kvferry-lookup", threads=8, waiting=1024)
 T = TypeVar("T")
-_NOBODY = bool
-"""In place of an owner's call: it does nothing."""
+
+
+def _nobody() -> None:
+    """In place of an owner's call."""
 
 
 class Connection:
@@ -63,7 +65,7 @@ class Connection:
         self.host, self.port = host, port
         self.address = ""
         self.connected = self.news = self.resolving = False
-        self.on_news: Callable[[], object] = _NOBODY
+        self.on_news: Callable[[], None] = _nobody
         self.reason = ""
         self.dropped: Counter[str] = Counter()
         self._dialer, self._key = dialer, key
@@ -112,7 +114,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection and drop unsent messages. Idempotent."""
-        self.on_news = _NOBODY  # the owner most often refers to this connection: no circle of references is left
+        self.on_news = _nobody  # the owner most often refers to this connection: no circle of references is left
         self.lose("closed")
         self.inbox.clear()
 
