@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def test_the_transports_of_a_ucx_are_those_of_its_folder(tmp_path):
     assert rdma.has_infiniband(tmp_path)
 
 
-def found_planes(folder: Path, **settings: str):
+def found_planes(folder: Path, **settings: Any):
     usable: list[planes.PlaneOnDevice] = []
     return list(planes.findings(machine(folder), Settings(**settings), usable)), {plane.name for plane in usable}
 

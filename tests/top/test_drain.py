@@ -37,8 +37,8 @@ def page(running: int = 0, waiting: int = 0, usage: float = 0.0, engine: int = 0
 
 
 def wait(url: str, quiet: float = 2.0, timeout: float = 60.0, said: list[str] | None = None) -> Clock:
-    clock, say = Clock(), [].append if said is None else said.append
-    drain.wait_until_idle(url, quiet=quiet, timeout=timeout, say=say, clock=clock, sleep=clock.sleep)
+    clock, lines = Clock(), [] if said is None else said
+    drain.wait_until_idle(url, quiet=quiet, timeout=timeout, say=lines.append, clock=clock, sleep=clock.sleep)
     return clock
 
 

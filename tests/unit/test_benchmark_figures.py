@@ -77,16 +77,17 @@ def test_ratios_of_both_connectors_with_a_busy_d() -> None:
 
 def test_a_disturbed_turn_is_measured_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = turns.BusyPair("KVFerryConnector", None, None, random.Random(1), 1000)  # type: ignore[arg-type]
+    sample: Any = "a sample"
     disturbed: list[Any] = [turns.DisturbedTurnError("planted")] * 2
 
     def measure_turn(cell: Any, pace: Any) -> Any:
         if disturbed:
             raise disturbed.pop()
-        return ["a sample"], [5.0]
+        return [sample], [5.0]
 
     monkeypatch.setattr(measured, "measure_turn", measure_turn)
     measured.turn(CELL, turns.Pace(1, 0.1))
-    assert (measured.measured, measured.quiet) == (["a sample"], {CELL: [5.0]})
+    assert (measured.measured, measured.quiet) == ([sample], {CELL: [5.0]})
     assert measured.repeated == ["planted"] * 2
     disturbed += [turns.DisturbedTurnError("planted")] * turns.ATTEMPTS
     with pytest.raises(EngineError, match="planted"):
