@@ -190,6 +190,7 @@ def finish_kernel(
         tl.store(verdict.to(tl.pointer_type(tl.int64)), (differ != 0).to(tl.int64))
 
 
+_finish = Variant(finish_kernel, 1, (LANES,))
 _of_thread = threading.local()
 
 
@@ -287,7 +288,7 @@ def _enqueue_sum(
     try:
         _enqueue(table, scalars, sizes, align, device, sms, launch_shape(sms), lanes.data_ptr(), copy=copy)
         finish = lanes.data_ptr(), signed, wire + nbytes, check.verdict
-        variant_of(finish_kernel, 1, (LANES,))(1, table, device, finish)
+        _finish(1, table, device, finish)
     except BaseException:
         _of_thread.__dict__.clear()  # the numbers may have sums of a message that was given up
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.transport.plane import Plane, PlaneContext
@@ -24,6 +25,13 @@ def plane_of(name: str, context: PlaneContext) -> Plane:
         return make_plane(
             name.removesuffix(ENCRYPTED), replace(context, encrypt=context.encrypt or name.endswith(ENCRYPTED))
         )
+
+
+def pattern(tag: int, nbytes: int) -> np.ndarray:
+    """What message ``tag`` holds: uint8 [nbytes], different for each tag and place."""
+    start = np.uint64(tag * 2654435761 % 2**64)
+    words = np.arange((nbytes + 7) // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start
+    return words.view(np.uint8)[:nbytes]
 
 
 def parameter(spec: PlaneSpec, device: str = "") -> Any:

@@ -15,16 +15,11 @@ import torch
 from kvferry.transport.channels import CPU, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.staging import SlotPool
-from tests.transport.plane_list import ENCRYPTED, PUSH, host_planes, plane_of
+from tests.transport.plane_list import ENCRYPTED, PUSH, host_planes, pattern, plane_of
 
 SLOT = 64 << 10
 PLANES = [*host_planes(PUSH), f"tcp{ENCRYPTED}"]
 """Those that carry messages."""
-
-
-def pattern(tag: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """What message ``tag`` holds: uint8 [nbytes]."""
-    return np.random.default_rng(tag).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def mapped(address: int) -> bool:

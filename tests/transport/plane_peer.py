@@ -12,9 +12,8 @@ import os
 import resource
 import select
 import sys
-import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,7 @@ from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, 
 from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.registry import plane_spec
-from tests.transport.plane_list import ENCRYPTED, plane_of
-
-
-def pattern(tag: int, nbytes: int) -> np.ndarray:
-    """What message ``tag`` holds: uint8 [nbytes], different for each tag and place."""
-    start = np.uint64(tag * 2654435761 % 2**64)
-    words = np.arange((nbytes + 7) // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start
-    return words.view(np.uint8)[:nbytes]
-
+from tests.transport.plane_list import ENCRYPTED, pattern, plane_of
 
 HOST = sys.argv[5] if len(sys.argv) > 5 else "127.0.0.1"
 """The address of this process."""
@@ -73,24 +64,26 @@ class Read(PageRead):
 
 
 class Peer:
+    """Its ``do_`` methods are the commands. ``good``: tags of the messages that have come, by channel of D."""
+
     def __init__(self, name: str, slot_bytes: int, staging_bytes: int, device: torch.device, memory_bytes: int) -> None:
         self.memory = torch.from_numpy(pattern(P_BYTES, memory_bytes).copy()).to(device)
         ranges = ((self.memory.data_ptr(), memory_bytes),)
         memory = PlaneMemory(device, ranges if memory_bytes else ())
         self.plane = plane_of(name, PlaneContext(HOST, slot_bytes, staging_bytes, memory))
-        self.theirs: dict[str, int] = {}
-        self.copies: list[Copy] = []
         self.channels: dict[str, Any] = {}
         self.to_send: dict[str, deque[tuple[int, int]]] = {}
-        self.sent: dict[str, int] = {}
-        self.refused: dict[str, int] = {}
-        self.taken: list[tuple[SendChannel, Slot]] = []
+        self.sent: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.good: dict[str, list[int]] = {}
         self.bad: list[str] = []
+        self.taken: list[tuple[SendChannel, Slot]] = []
         self.held: list[Received] = []
         self.hold = False
+        self.theirs: dict[str, int] = {}
+        self.copies: list[Copy] = []
 
-    # Commands
+    # --- planes and channels
 
     def do_offer(self) -> str:
         return base64.b64encode(self.plane.offer()).decode()
@@ -102,14 +95,51 @@ class Peer:
 
     def do_accept(self, id: str, payload: str) -> str:
         self.channels[id], reply = self.plane.accept(base64.b64decode(payload))
-        self.to_send[id], self.sent[id], self.refused[id] = deque(), 0, 0
+        self.to_send[id] = deque()
         return base64.b64encode(reply).decode()
 
     def do_finish(self, id: str, reply: str) -> None:
         self.plane.finish(self.channels[id], base64.b64decode(reply))
 
+    def do_close(self, id: str) -> None:
+        self.channels[id].close()
+        self.channels[id].close()
+
+    def do_close_plane(self) -> None:
+        self.plane.close()
+        self.plane.close()
+
+    def do_forget_channel(self, id: str) -> None:
+        self.channels.pop(id)
+
+    def do_reset(self) -> None:
+        """Close all channels and start over, for the next test."""
+        self.do_hold(False)
+        self.do_give_back()
+        for channel in self.channels.values():
+            channel.close()
+        tables = (self.channels, self.to_send, self.sent, self.refused, self.good, self.bad, self.theirs, self.copies)
+        for table in tables:
+            table.clear()
+        self.memory.copy_(torch.from_numpy(pattern(P_BYTES, self.memory.numel()).copy()))
+
+    def do_garbage(self, as_offer: list[str], as_attach: list[str]) -> list[str]:
+        """What each malformed payload raises; anything but our own errors ends the process."""
+        names = []
+        connect = partial(self.plane.connect, host="127.0.0.1")
+        for call, payload in [(connect, each) for each in as_offer] + [(self.plane.accept, each) for each in as_attach]:
+            try:
+                call(base64.b64decode(payload))
+                names.append("accepted")
+            except KVFerryError as error:
+                assert "\n" not in str(error)
+                names.append(type(error).__name__)
+        return names
+
+    # --- messages
+
     def do_slot_bytes(self, id: str) -> int:
-        return self.channels[id].slot_bytes
+        return int(self.channels[id].slot_bytes)
 
     def do_send(self, id: str, messages: list[tuple[int, int]]) -> None:
         self.to_send[id].extend(messages)
@@ -124,6 +154,25 @@ class Peer:
 
     def do_flush(self, id: str, tags: list[int]) -> None:
         self.channels[id].flush(tags)
+
+    def do_hold(self, on: bool) -> None:
+        """Whether messages are kept instead of released."""
+        self.hold = on
+        while self.held and not on:
+            self.held.pop(0).release()
+
+    def do_acquire(self, id: str) -> bool:
+        slot = self.channels[id].acquire()
+        if slot is not None:
+            self.taken.append((self.channels[id], slot))
+        return slot is not None
+
+    def do_give_back(self) -> None:
+        while self.taken:
+            channel, slot = self.taken.pop()
+            channel.give_back(slot)
+
+    # --- reads
 
     def do_memory(self) -> tuple[int, int]:
         """Where our memory is, and how large."""
@@ -156,84 +205,26 @@ class Peer:
     def do_checksum(self) -> int:
         return zlib.crc32(self.memory.cpu().numpy().data)
 
-    def do_hold(self, on: bool) -> None:
-        self.hold = on
-        if not on:
-            for message in self.held:
-                message.release()
-            self.held.clear()
-
-    def do_acquire(self, id: str) -> bool:
-        slot = self.channels[id].acquire()
-        if slot is not None:
-            self.taken.append((self.channels[id], slot))
-        return slot is not None
-
-    def do_give_back(self) -> None:
-        for channel, slot in self.taken:
-            channel.give_back(slot)
-        self.taken.clear()
-
-    def do_close(self, id: str) -> None:
-        channel = self.channels[id]
-        channel.close()
-        channel.close()
-
-    def do_close_plane(self) -> None:
-        self.plane.close()
-        self.plane.close()
-
-    def do_reset(self) -> None:
-        """Close all channels and start over, for the next test."""
-        self.do_hold(False)
-        self.do_give_back()
-        for channel in self.channels.values():
-            channel.close()
-        for table in (self.channels, self.to_send, self.sent, self.refused, self.good, self.theirs):
-            table.clear()
-        self.copies.clear()
-        self.memory.copy_(torch.from_numpy(pattern(P_BYTES, self.memory.numel()).copy()))
-        self.bad.clear()
-
-    def do_forget_channel(self, id: str) -> None:
-        self.channels.pop(id)
-
-    def do_garbage(self, as_offer: list[str], as_attach: list[str]) -> list[str]:
-        """What each malformed payload raises; anything but our own errors ends the process."""
-        names = []
-        for call, payloads in (
-            (partial(self.plane.connect, host="127.0.0.1"), as_offer),
-            (self.plane.accept, as_attach),
-        ):
-            for payload in payloads:
-                try:
-                    call(base64.b64decode(payload))
-                    names.append("accepted")
-                except KVFerryError as error:
-                    assert "\n" not in str(error)
-                    names.append(type(error).__name__)
-        return names
+    # --- the transfer thread's part
 
     def do_status(self) -> dict[str, Any]:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
         usage = resource.getrusage(resource.RUSAGE_SELF)
+        channels = self.channels.items()
         return {
-            "sent": self.sent,
-            "refused": self.refused,
+            "sent": {id: self.sent[id] for id in self.to_send},
+            "refused": {id: self.refused[id] for id in self.to_send},
             "good": self.good,
             "bad": self.bad,
             "held": len(self.held),
-            "posted": {i: len(c.posted()) for i, c in self.channels.items() if isinstance(c, RecvChannel)},
-            "errors": {i: c.error and f"{type(c.error).__name__}: {c.error}" for i, c in self.channels.items()},
-            "ready": {i: c.ready for i, c in self.channels.items() if isinstance(c, PullChannel)},
+            "posted": {id: len(c.posted()) for id, c in channels if isinstance(c, RecvChannel)},
+            "errors": {id: c.error and f"{type(c.error).__name__}: {c.error}" for id, c in channels},
+            "ready": {id: c.ready for id, c in channels if isinstance(c, PullChannel)},
             "copies": [{"done": c.done, "error": c.error, "peer_lost": c.peer_lost} for c in self.copies],
             "retired": getattr(self.plane, "retired_slots", 0),
-            "rss": pages * 4096,
+            "rss": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
             "fds": len(os.listdir("/proc/self/fd")),
             "cpu": usage.ru_utime + usage.ru_stime,
         }
-
-    # The transfer thread's part
 
     def step(self) -> bool:
         moved = self.plane.progress()
@@ -276,11 +267,10 @@ class Peer:
                 data = os.read(0, 1 << 20)
                 if not data:
                     return
-                buffered += data
             except BlockingIOError:
                 data = b""
-            while b"\n" in buffered:
-                line, buffered = buffered.split(b"\n", 1)
+            *lines, buffered = (buffered + data).split(b"\n")
+            for line in lines:
                 self.obey(json.loads(line))
             if not moved and not data and self.plane.arm():
                 poll = select.poll()
@@ -300,7 +290,6 @@ class Peer:
 if __name__ == "__main__":
     ANSWERS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX logs to stdout; that must not look like an answer
-    started = time.monotonic()
     device = torch.device(*((sys.argv[4],) if sys.argv[4] == "cpu" else (sys.argv[4], 0)))
     pulls = plane_spec(sys.argv[1].removesuffix(ENCRYPTED)).load().pulls
     peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), device, MEMORY_BYTES if pulls else 0)

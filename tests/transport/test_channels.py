@@ -14,7 +14,8 @@ from kvferry.transport import staging
 from kvferry.transport.channels import CPU, Pieces
 from kvferry.transport.errors import TransportError
 from tests.support.fork_server import fork_server
-from tests.transport.plane_pair import PLANES, Pair, pattern
+from tests.transport.plane_list import pattern
+from tests.transport.plane_pair import PLANES, Pair
 
 ROOT = Path(__file__).parents[2]
 NBYTES = 50_000

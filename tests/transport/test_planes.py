@@ -226,7 +226,7 @@ def test_files_and_memory_stay_flat(peers: Peers) -> None:
     before = rounds(range(20))
     rounds(range(20, 100))
     for peer, was in zip((p, d), before, strict=True):
-        now = peer.until(lambda s, w=was: s["fds"] <= w["fds"] + 3)  # type: ignore[misc]
+        now = peer.until(lambda s, w=was: s["fds"] <= w["fds"] + 3, 60)  # type: ignore[misc]
         assert now["rss"] - was["rss"] < 8 << 20, f"{(now['rss'] - was['rss']) >> 20} MiB more"
 
 

@@ -212,7 +212,7 @@ def test_files_and_memory_stay_flat(peers: Peers) -> None:
     for n in range(10, 60):
         round(n)
     for peer, was in zip((p, d), before, strict=True):
-        now = peer.until(lambda s, w=was: s["fds"] <= w["fds"] + 3)  # type: ignore[misc]
+        now = peer.until(lambda s, w=was: s["fds"] <= w["fds"] + 3, 60)  # type: ignore[misc]
         assert now["rss"] - was["rss"] < 12 << 20, f"{(now['rss'] - was['rss']) >> 20} MiB more"
 
 

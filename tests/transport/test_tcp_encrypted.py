@@ -18,7 +18,8 @@ from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.tcp import HEADER, KEY_BYTES, TAG_BYTES, Cipher, Vector
 from kvferry.transport.registry import make_plane
-from tests.transport.plane_pair import SLOT, Pair, intact, pattern
+from tests.transport.plane_list import pattern
+from tests.transport.plane_pair import SLOT, Pair, intact
 
 CONTEXT = PlaneContext("127.0.0.1", SLOT, 8 * SLOT)
 BYTES = 5000

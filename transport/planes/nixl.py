@@ -208,23 +208,18 @@ class Ready(NamedTuple):
 @dataclass(slots=True, eq=False)
 class NixlSource:
     """A P whose slots D READs, and NIXL's connection to it, which outlives the channels: a new one costs milliseconds.
-
-    It is closed when no channel and no READ uses it any more, if P may be dead.
-
-    Attributes:
-        agent: P's agent.
-        checksum: of its metadata.
-        users: the channels and READs that use it.
-        doubted: a channel was lost without a word of P, and P has answered no new one since.
-        broken: a READ has failed, or could not begin; D gives it no new channel.
-    """
+    It is closed when no channel and no READ uses it any more, if P may be dead."""
 
     agent: str
     slots: NixlSlots
     checksum: int
+    """Of P's metadata."""
     users: int = 0
+    """The channels and READs that use it."""
     doubted: bool = False
+    """A channel was lost without a word of P, and P has answered no new one since."""
     broken: bool = False
+    """A READ has failed, or could not begin; D gives it no new channel."""
 
 
 class NixlRecvChannel(ConnectingReceiver):
@@ -437,12 +432,8 @@ class NixlPlane(SocketPlane):
             self._may_read = True
 
     def _source_of(self, reply: NixlReply) -> NixlSource:
-        """D: the P of this reply.
-
-        Raises:
-            PlaneUnavailableError: this P cannot be read from now.
-            ProtocolError: the reply is damaged.
-        """
+        """D: the P of this reply. Raises PlaneUnavailableError: this P cannot be read from now. Raises ProtocolError:
+        the reply is damaged."""
         if zlib.crc32(b"".join(reply.metadata)) != reply.checksum:
             raise ProtocolError("nixl reply: the metadata is damaged")
         source = self.sources.get(reply.agent)

@@ -109,12 +109,9 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, slot_bytes: int, num_slots: int, device: torch.device = CPU) -> Arena:
-        """The arena behind a peer's descriptor, read-only. Takes over ``fd``.
-
-        Raises:
-            ProtocolError: the file is not as the peer described it, or could shrink while it is mapped (SIGBUS).
-            TransportError: it cannot be mapped, or not page-locked.
-        """
+        """The arena behind a peer's descriptor, read-only. Takes over ``fd``. Raises ProtocolError: the file is not as
+        the peer described it, or could shrink while it is mapped (SIGBUS). Raises TransportError: it cannot be mapped,
+        or not page-locked."""
         try:
             try:
                 seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

@@ -130,12 +130,8 @@ class SocketPlane(PushPlane):
         return self._port
 
     def check_new(self, attach: SocketAttach) -> None:
-        """P: check D's payload for a channel of ``listen_tcp``.
-
-        Raises:
-            TransportError: this P has made no offer.
-            ProtocolError: the channel exists already.
-        """
+        """P: check D's payload for a channel of ``listen_tcp``. Raises TransportError: this P has made no offer. Raises
+        ProtocolError: the channel exists already."""
         if self.pending is None:
             raise TransportError(f"{self.name}: a consumer answers an offer that was never made")
         if attach.channel in [channel.id for channel in self.channels if isinstance(channel, AwaitedSender)]:

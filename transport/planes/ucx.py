@@ -161,12 +161,8 @@ class UcxWorker:
         self._links: dict[bytes, UcxEndpoint] = {}
 
     def link(self, peer: UcxAttach | UcxReply) -> UcxEndpoint:
-        """The link to a peer's worker.
-
-        Raises:
-            PlaneUnavailableError: UCX finds no way to it.
-            ProtocolError: its address is damaged.
-        """
+        """The link to a peer's worker. Raises PlaneUnavailableError: UCX finds no way to it. Raises ProtocolError: its
+        address is damaged."""
         address = peer.address
         if zlib.crc32(address) != peer.checksum:
             raise ProtocolError("ucx: the peer's worker address is damaged")
