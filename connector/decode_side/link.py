@@ -570,9 +570,10 @@ class Link:
         """
         if address.incarnation != self._incarnation:
             raise TransportError("P was restarted, or has slept, since it made this hand-over; its KV cache is gone")
+        theirs = self.theirs
         for named, fields in ((address, ("tp_rank", "pp_rank")), (peer, ("tp_size", "pp_size", "shardings"))):
             for field in fields:
-                said, is_so = getattr(named, field), getattr(self.theirs, field)
+                said, is_so = getattr(named, field), getattr(theirs, field)
                 if said != is_so:
                     raise IncompatiblePeerError(
                         f"P's {field}, in kv_transfer_params and in P's handshake,", said, is_so
