@@ -37,13 +37,13 @@ from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.report import EngineResults
-from kvferry.connector.decode_side.traces import rendezvous_span
+from kvferry.connector.decode_side.traces import lookup_span
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.pages.traces import record
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
-from kvferry.connector.wire.step_plan import LeftAnswer, Rendezvous, RendezvousResult
+from kvferry.connector.wire.step_plan import LeftAnswer, LookupResult, PromptLookup
 from kvferry.transport.blocking_calls import BlockingCall
 from kvferry.transport.bootstrap import fetch_page, first_rank
 from kvferry.transport.control.dialer import Connection
@@ -257,7 +257,7 @@ class _Contact:
 class Lookup:
     """The lookup of one request."""
 
-    wanted: Rendezvous
+    wanted: PromptLookup
     lifetime: Lifetime[LookupState, LookupEvent, LookupEffect]
     begun_at: float
     """By ``RankContext.clock``."""
@@ -310,7 +310,7 @@ class Lookups:
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
-    def begin(self, wanted: Rendezvous, now: float) -> None:
+    def begin(self, wanted: PromptLookup, now: float) -> None:
         """Ask P for the lease of a request."""
         if not self._asks:
             return
@@ -462,7 +462,7 @@ class Lookups:
                 self.forget_question(lookup)
             if answered and before is not LookupPhase.FOUND and lookup.wanted.traceparent:
                 error = event.why if event.kind in (_K.FAILED, _K.LOST) else ""
-                span = partial(rendezvous_span, lookup.wanted, lookup.begun_at, error, self._rank_context.clock())
+                span = partial(lookup_span, lookup.wanted, lookup.begun_at, error, self._rank_context.clock())
                 record(self._rank_context, lookup.wanted.traceparent, span)
 
     def forget_question(self, lookup: Lookup) -> None:
@@ -483,9 +483,9 @@ class Lookups:
             case _E.REPORT_FOUND:
                 self._report_found(lookup)
             case _E.REPORT_LOST:
-                self._results.looked_up(request_id, RendezvousResult(error=lookup.lifetime.state.why))
+                self._results.looked_up(request_id, LookupResult(error=lookup.lifetime.state.why))
             case _E.REPORT_KNOWN:
-                self._results.looked_up(request_id, RendezvousResult(known=True))
+                self._results.looked_up(request_id, LookupResult(known=True))
             case _E.RELEASE:
                 self._release_unneeded(lookup, now)
             case _E.LEAVE:
@@ -513,7 +513,7 @@ class Lookups:
         why = connection.reason or "its control connection takes no more messages"
         return (LookupEvent(_K.LOST, f"{lookup.where} cannot be asked for the lease: {why}"),)
 
-    def _contact(self, wanted: Rendezvous, now: float) -> _Contact:
+    def _contact(self, wanted: PromptLookup, now: float) -> _Contact:
         """Raises TransportError: D asks too many P engines."""
         address = (wanted.host, wanted.port, wanted.key or self._rank_context.keys.fingerprint)
         contact = self.contacts.get(address)
@@ -564,7 +564,7 @@ class Lookups:
         assert answer is not None
         streams = not answer.granted
         found, step_tokens = (answer.found, answer.step_tokens) if streams else (0, 0)
-        result = RendezvousResult(answer.params, streams=streams, found=found, step_tokens=step_tokens)
+        result = LookupResult(answer.params, streams=streams, found=found, step_tokens=step_tokens)
         self._results.looked_up(lookup.wanted.request_id, result)
 
     def _release_unneeded(self, lookup: Lookup, now: float) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.connector.wire.step_plan import Load, RendezvousResult
+from kvferry.connector.wire.step_plan import Load, LookupResult
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.channels import Copy
 
@@ -62,5 +62,5 @@ class EngineResults(Protocol):
     def finished(self, finished: FinishedLoad) -> None:
         """A load has ended."""
 
-    def looked_up(self, request_id: str, result: RendezvousResult) -> None:
+    def looked_up(self, request_id: str, result: LookupResult) -> None:
         """P has told its lease to a request, or that its engine has the prompt; or the request must prefill."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from kvferry.connector.decode_side.read import ActiveLoad
 from kvferry.connector.pages.traces import MAX_TEXT
-from kvferry.connector.wire.step_plan import Load, Rendezvous
+from kvferry.connector.wire.step_plan import Load, PromptLookup
 from kvferry.transport.tracing import RecordedSpan
 
 
@@ -38,7 +38,7 @@ def handover_span(load: Load, attempts: list[RecordedSpan], error: str, end: flo
     return RecordedSpan("kvferry.handover", begin, end, attributes, attempts, error)
 
 
-def rendezvous_span(wanted: Rendezvous, begin: float, error: str, end: float) -> RecordedSpan:
+def lookup_span(wanted: PromptLookup, begin: float, error: str, end: float) -> RecordedSpan:
     """D's questions to P for a lease, which have ended; on the first rank of D."""
     attributes = {"kvferry.request_id": wanted.request_id[:MAX_TEXT], "kvferry.peer": wanted.engine_id[:MAX_TEXT]}
     return RecordedSpan("kvferry.rendezvous", begin, end, attributes, error=error)

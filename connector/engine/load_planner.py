@@ -26,10 +26,10 @@ from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeftAnswer,
     Load,
+    LookupResult,
     PeerEngine,
+    PromptLookup,
     RemoteLease,
-    Rendezvous,
-    RendezvousResult,
     StepPlan,
     UnneededLease,
     pack_ids,
@@ -114,13 +114,13 @@ class AwaitedPrompt:
     """A prompt that P will hold."""
 
     request: RequestView
-    wanted: Rendezvous
+    wanted: PromptLookup
     deadline: float
     """By the scheduler half's clock. Each time P says that its engine has the prompt, it begins anew, up to ``end``."""
     end: float
     known: bool = False
     """P has said so."""
-    result: RendezvousResult = field(default_factory=RendezvousResult)
+    result: LookupResult = field(default_factory=LookupResult)
     """P's answer."""
 
 
@@ -172,12 +172,12 @@ class LoadPlanner:
         entry = EngineRequest(request.request_id, Phases(MOVES, RequestPhase.NEW, now), traceparent=request.traceparent)
         self._requests[request.request_id] = entry
         try:
-            wanted = params.rendezvous_of(request.request_id, request.params) if self._engine.consumes else None
+            wanted = params.lookup_of(request.request_id, request.params) if self._engine.consumes else None
             if wanted is not None:
                 wanted = replace(wanted, traceparent=request.traceparent)
                 end = now + MAX_PATIENCE * self._timeout
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout, end)
-                self._plan.parts.rendezvous.append(wanted)
+                self._plan.parts.lookups.append(wanted)
                 self._advance(entry, RequestEvent.AWAITED)
                 return
             sizes = self._engine.max_sizes
@@ -208,8 +208,8 @@ class LoadPlanner:
         self._advance(entry, RequestEvent.OFFERED)
         params.check_adapter(request, remote_prompt)  # the lease is this request's, and is released
 
-    def rendezvous_told(self, results: Mapping[str, RendezvousResult]) -> None:
-        """As ``SchedulerHalf.rendezvous_told``."""
+    def lookups_answered(self, results: Mapping[str, LookupResult]) -> None:
+        """As ``SchedulerHalf.lookups_answered``."""
         for request_id, result in results.items():
             entry = self._requests.get(request_id)
             awaited = None if entry is None else entry.awaited
@@ -348,7 +348,7 @@ class LoadPlanner:
         start, stop = entry.start, entry.start + num_external
         steps = self._engine.steps
         tables = list(zip(self._tables, block_ids, strict=True))
-        result = RendezvousResult() if entry.awaited is None else entry.awaited.result
+        result = LookupResult() if entry.awaited is None else entry.awaited.result
         written = (block_id for table, ids in tables for block_id in ids[start // table.block_size :])
         return Load(
             request_id=entry.request_id,

@@ -27,7 +27,7 @@ from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.prefill_side.serve import Producer
-from kvferry.connector.wire.step_plan import LeaseGrant, Load, PrefillStop, RendezvousResult, StepPlan
+from kvferry.connector.wire.step_plan import LeaseGrant, Load, LookupResult, PrefillStop, StepPlan
 from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
@@ -62,7 +62,7 @@ class Results:
         """That have ended."""
         self.leases: deque[str] = deque()
         """The requests whose leased blocks nothing reads any more."""
-        self.lookups: deque[tuple[str, RendezvousResult]] = deque()
+        self.lookups: deque[tuple[str, LookupResult]] = deque()
         """Of requests to which P has told its lease, or that its engine has the prompt; or which must prefill."""
         self.ready = threading.Event()
         self.listeners: list[StepLoadListener] = []
@@ -92,7 +92,7 @@ class Results:
         """Nothing reads the leased blocks of a request any more."""
         self._add(self.leases, request_id)
 
-    def looked_up(self, request_id: str, result: RendezvousResult) -> None:
+    def looked_up(self, request_id: str, result: LookupResult) -> None:
         """P has told its lease to a request, or that its engine has the prompt; or the request must prefill."""
         self._add(self.lookups, (request_id, result))
 
@@ -479,9 +479,9 @@ class PostedPlans:
                     lookups.taken(keep.request_id, now)
                 begin = partial(leases.keep, keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
                 self._try(keep, begin)
-            if plan.left or plan.rendezvous:
+            if plan.left or plan.lookups:
                 self._each(plan.left, lookups.leave, now)
-                self._each(plan.rendezvous, lookups.begin, now)
+                self._each(plan.lookups, lookups.begin, now)
             ready = plan.loads if self._copies_wait(posted.event, plan.loads, now) else ()
             alone = len(ready) == 1 and not self.posted
             for load in ready:

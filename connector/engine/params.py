@@ -3,7 +3,7 @@
 The outer keys are those of vLLM's NIXL connector, so that routers written for it work unchanged; KVFerry's own data has
 the one key ``kvferry``. Block ids are not part of it: P sends them when D asks with the lease's token. Where the router
 sends both legs of a request at once, D does not have P's answer yet: its parameters name a rank of P and a name of the
-prompt (``rendezvous_of``), and P tells D itself what its answer contains (``prompt_of_answer``).
+prompt (``lookup_of``), and P tells D itself what its answer contains (``prompt_of_answer``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RemoteLease, Rendezvous
+from kvferry.connector.wire.step_plan import PeerEngine, PromptLookup, RankAddress, RemoteLease
 from kvferry.transport.bootstrap import checked_url
 from kvferry.transport.errors import ProtocolError, quoted
 
@@ -240,7 +240,7 @@ def from_transfer_params(
     return RemotePrompt(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer, kept, wire.adapter)
 
 
-def rendezvous_of(request_id: str, params: Mapping[str, Any] | None) -> Rendezvous | None:
+def lookup_of(request_id: str, params: Mapping[str, Any] | None) -> PromptLookup | None:
     """D: whom to ask for the prompt of a request; ``None`` where the parameters are P's answer, or name no P.
 
     Raises:
@@ -269,17 +269,17 @@ def rendezvous_of(request_id: str, params: Mapping[str, Any] | None) -> Rendezvo
     key = params.get("remote_key") or ""
     if not isinstance(key, str) or not _FINGERPRINT.fullmatch(key):
         raise ProtocolError(f"kv_transfer_params: remote_key is {quoted(key)}, expected the 12 digits of a fingerprint")
-    return Rendezvous(request_id, str(host), port, engine_id or "", str(named), key)
+    return PromptLookup(request_id, str(host), port, engine_id or "", str(named), key)
 
 
-def _by_page(request_id: str, params: Mapping[str, Any]) -> Rendezvous:
+def _by_page(request_id: str, params: Mapping[str, Any]) -> PromptLookup:
     """As routers for vLLM's Mooncake connector have it: an HTTP page tells the address of P's first rank."""
     url, engine_id, name = params["remote_bootstrap_addr"], params.get("remote_engine_id"), params.get(TRANSFER_ID)
     if not isinstance(url, str):
         raise ProtocolError(f"kv_transfer_params: remote_bootstrap_addr is {quoted(url)}, expected http://HOST:PORT")
     checked_url(url)
     _check_names({"remote_engine_id": engine_id, TRANSFER_ID: name}, " beside remote_bootstrap_addr")
-    return Rendezvous(request_id, url, 0, str(engine_id), str(name), key="")
+    return PromptLookup(request_id, url, 0, str(engine_id), str(name), key="")
 
 
 def _check_names(names: Mapping[str, object], where: str = "") -> None:

@@ -17,8 +17,8 @@ from kvferry.connector.wire.step_plan import (
     Prefill,
     PrefillChunk,
     PrefillStop,
+    PromptLookup,
     QueuedPrompt,
-    Rendezvous,
     StepPlan,
     UnneededLease,
 )
@@ -40,7 +40,7 @@ class PlanParts:
     prefills: list[Prefill] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     stops: list[PrefillStop] = field(default_factory=list)
-    rendezvous: list[Rendezvous] = field(default_factory=list)
+    lookups: list[PromptLookup] = field(default_factory=list)
     left: list[LeftAnswer] = field(default_factory=list)
 
 
@@ -60,9 +60,9 @@ class StepPlanBuilder:
 
     def leave(self, left: LeftAnswer) -> None:
         """Add that a request does not need P's answer any more."""
-        for number, asked in enumerate(self.parts.rendezvous):
+        for number, asked in enumerate(self.parts.lookups):
             if asked.request_id == left.request_id:
-                self.parts.rendezvous[number] = replace(asked, ended=left)
+                self.parts.lookups[number] = replace(asked, ended=left)
                 return
         self.parts.left.append(left)
 

@@ -19,7 +19,7 @@ from kvferry.connector.engine.plan_builder import StepPlanBuilder
 from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
 from kvferry.connector.wire.metrics import Figures, HandoverStats
-from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RendezvousResult, StepPlan
+from kvferry.connector.wire.step_plan import LookupResult, PeerEngine, RankAddress, StepPlan
 from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate
 from kvferry.transport.wake import RateLimitedLog
 
@@ -127,10 +127,10 @@ class SchedulerHalf(EngineFacts):
         the ranks measured, also loads inside a step."""
         self._loads.loads_finished(request_ids, estimates)
 
-    def rendezvous_told(self, results: Mapping[str, RendezvousResult]) -> None:
+    def lookups_answered(self, results: Mapping[str, LookupResult]) -> None:
         """P has answered where its lease was known by name only, or has said that its engine has the prompt, or cannot
         be asked. ``results``: by request, as the first rank's worker half has returned them."""
-        self._loads.rendezvous_told(results)
+        self._loads.lookups_answered(results)
 
     # --- P ------------------------------------------------------------------------------------------------------
 

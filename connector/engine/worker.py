@@ -31,8 +31,8 @@ from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
 from kvferry.connector.wire.metrics import Figures, rank_stats
 from kvferry.connector.wire.step_plan import (
+    LookupResult,
     RankAddress,
-    RendezvousResult,
     StepPlan,
     StepResults,
     by_region,
@@ -259,9 +259,9 @@ class WorkerHalf:
         hold.outcome = None
         outcome = hold.post(inside, lambda: thread.alive, thread.end_yield) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
-        if (plan.rendezvous or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
+        if (plan.lookups or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(left.request_id for left in plan.left)
-            self._awaited.update(wanted.request_id for wanted in plan.rendezvous if wanted.ended is None)
+            self._awaited.update(wanted.request_id for wanted in plan.lookups if wanted.ended is None)
         copies = self._copies
         copies.idle = plan.idle
         event = self._record_event(copies, plan)
@@ -324,7 +324,7 @@ class WorkerHalf:
 
     @property
     def has_news(self) -> bool:
-        """Whether ``take_estimates``, ``take_outcome`` or ``take_rendezvous`` has something to return."""
+        """Whether ``take_estimates``, ``take_outcome`` or ``take_lookups`` has something to return."""
         thread, posted = self._transfer_thread, self.step_hold.outcome is not None
         return posted or bool(self._estimates) or (thread is not None and thread.results.any)
 
@@ -344,8 +344,8 @@ class WorkerHalf:
             if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
                 self._estimates[source] = finished.estimate
 
-    def take_rendezvous(self) -> dict[str, RendezvousResult]:
-        """The last word of P since the last call on each rendezvous. Only the first rank of an engine has any."""
+    def take_lookups(self) -> dict[str, LookupResult]:
+        """The last word of P since the last call on each lookup. Only the first rank of an engine has any."""
         if self._transfer_thread is None:
             return {}
         results = self._transfer_thread.results

@@ -210,7 +210,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             return
         ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})
         self._scheduling.loads_finished(received or (), ours.estimates)
-        self._scheduling.rendezvous_told(ours.met)
+        self._scheduling.lookups_answered(ours.met)
         self._scheduling.leases_ended(sent or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -347,7 +347,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         if not self._working.has_news:
             return None
         estimates, outcome = self._working.take_estimates(), self._working.take_outcome()
-        met = self._working.take_rendezvous()
+        met = self._working.take_lookups()
         # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
         if not compat.speaks_for_engine(self):
             estimates, outcome = {}, None

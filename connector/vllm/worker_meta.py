@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.vllm import compat
-from kvferry.connector.wire.step_plan import RendezvousResult
+from kvferry.connector.wire.step_plan import LookupResult
 from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate
 
 
@@ -25,7 +25,7 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
         estimates: Mapping[EstimateKey, TransferEstimate],
         outcome: StepOutcome | None = None,
         standing: Mapping[str, int] | None = None,
-        met: Mapping[str, RendezvousResult] | None = None,
+        met: Mapping[str, LookupResult] | None = None,
     ) -> None:
         """
         Args:

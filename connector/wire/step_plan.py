@@ -140,7 +140,7 @@ class LeftAnswer(msgspec.Struct, frozen=True):
     prompts: tuple[str, ...] = ()
 
 
-class Rendezvous(msgspec.Struct, frozen=True):
+class PromptLookup(msgspec.Struct, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
     when it knows a prompt of this ``name``. Where ``port`` is 0, ``host`` is the URL of P's bootstrap page, which tells
     the address of that rank. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of P's public
@@ -157,8 +157,8 @@ class Rendezvous(msgspec.Struct, frozen=True):
     traceparent: str = ""
 
 
-class RendezvousResult(msgspec.Struct, frozen=True):
-    """D: the end of a rendezvous. ``params``: the ``kv_transfer_params`` of P's lease, in MessagePack. ``streams``: P
+class LookupResult(msgspec.Struct, frozen=True):
+    """D: the end of a lookup. ``params``: the ``kv_transfer_params`` of P's lease, in MessagePack. ``streams``: P
     computes the prompt, and sends it meanwhile; then ``found`` and ``step_tokens`` are as in ``Prefill``. ``error``:
     why D must prefill; empty where it need not. ``known``: this is not the end, P's engine has the prompt now."""
 
@@ -170,7 +170,7 @@ class RendezvousResult(msgspec.Struct, frozen=True):
     known: bool = False
 
     def __repr__(self) -> str:
-        return f"RendezvousResult(error={self.error!r})"
+        return f"LookupResult(error={self.error!r})"
 
 
 class KeepLease(_OfRequest, frozen=True):
@@ -236,7 +236,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     prompts that wait to be computed, each in one plan. ``prefills``, ``chunks`` and ``stops``: of the prompts that P
     computes; where several concern one prompt, prefills come before stops, stops before chunks, chunks before leases.
     ``ends_leases``: all leases end now, those of this plan too.
-    ``rendezvous``: requests of D whose P must be asked for the
+    ``lookups``: requests of D whose P must be asked for the
     token; ``left``: requests of earlier plans that do not need their answer any more.
     """
 
@@ -255,7 +255,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     prefills: tuple[Prefill, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     stops: tuple[PrefillStop, ...] = ()
-    rendezvous: tuple[Rendezvous, ...] = ()
+    lookups: tuple[PromptLookup, ...] = ()
     left: tuple[LeftAnswer, ...] = ()
     ends_leases: bool = False
 
@@ -265,7 +265,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         before the step advances."""
         return bool(
             self.leases or self.keeps or self.loads or self.cancels or self.releases
-            or self.queued or self.prefills or self.stops or self.rendezvous or self.left or self.ends_leases
+            or self.queued or self.prefills or self.stops or self.lookups or self.left or self.ends_leases
         )  # fmt: skip
 
 

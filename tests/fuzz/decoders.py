@@ -22,8 +22,8 @@ from kvferry.connector.engine.params import (
     RemotePrompt,
     check_reachable,
     from_transfer_params,
+    lookup_of,
     prompt_of_answer,
-    rendezvous_of,
     to_transfer_params,
 )
 from kvferry.connector.engine.scheduler import SchedulerHalf
@@ -43,8 +43,8 @@ from kvferry.connector.wire.step_plan import (
     Prefill,
     PrefillChunk,
     PrefillStop,
+    PromptLookup,
     RankAddress,
-    Rendezvous,
     StepPlan,
     UnneededLease,
     by_region,
@@ -217,7 +217,7 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
     def params(data: bytes) -> None:
         value = value_of(data)
         given = value if isinstance(value, dict) else None
-        rendezvous_of("r", given)
+        lookup_of("r", given)
         remote = from_transfer_params(given, (8, 4))
         if remote is not None:
             check_reachable(remote.peer, "abcdef")
@@ -248,7 +248,7 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
     plan = StepPlan(
         prefills=(Prefill("r", token, 5, "ab", ("t", "r"), honest.answer, 0, 5, True),),
         chunks=(PrefillChunk(token, 0, 5, (pack_ids([1]),)),), stops=(PrefillStop(token, False),),
-        rendezvous=(Rendezvous("r", "10.0.0.1", 5600, "p", "t"),), left=(LeftAnswer("r", ("ab",)),),
+        lookups=(PromptLookup("r", "10.0.0.1", 5600, "p", "t"),), left=(LeftAnswer("r", ("ab",)),),
         leases=(LeaseGrant("r", token, 5, (pack_ids([1]),)),), keeps=(KeepLease("r", token, honest.peer, False),),
         loads=(Load("r", token, honest.peer, (pack_ids([1, 2]),), ((0, 20),)),), cancels=("a",),
         releases=(UnneededLease("r", token),),

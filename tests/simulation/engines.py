@@ -25,14 +25,14 @@ from kvferry.connector.wire.step_plan import (
     LeaseGrant,
     LeftAnswer,
     Load,
+    LookupResult,
     PeerEngine,
     Prefill,
     PrefillChunk,
     PrefillStop,
+    PromptLookup,
     QueuedPrompt,
     RemoteLease,
-    Rendezvous,
-    RendezvousResult,
     StepPlan,
     UnneededLease,
     pack_ids,
@@ -101,7 +101,7 @@ class Search:
     ``end``: as in ``AwaitedPrompt``."""
 
     view: RequestView
-    found: Callable[[Request, RendezvousResult], None]
+    found: Callable[[Request, LookupResult], None]
     deadline: float
     end: float
 
@@ -318,7 +318,7 @@ class Engine:
         request: RequestView,
         p: Engine,
         transfer_id: str,
-        found: Callable[[Request, RendezvousResult], None],
+        found: Callable[[Request, LookupResult], None],
         *,
         ended: bool = False,
     ) -> None:
@@ -331,8 +331,8 @@ class Engine:
             self.searches[name] = Search(request, found, now + timeout, now + MAX_PATIENCE * timeout)
             self._look_at(self.searches[name])
         left = LeftAnswer(name, params.possible_digests(request)) if ended else None
-        wanted = Rendezvous(name, host, port, p.name, transfer_id, ended=left)
-        self.post(StepPlan(consumer=self.consumer, rendezvous=(wanted,)))
+        wanted = PromptLookup(name, host, port, p.name, transfer_id, ended=left)
+        self.post(StepPlan(consumer=self.consumer, lookups=(wanted,)))
 
     def abort_search(self, name: str, why: str) -> None:
         """The client has gone, or time is over."""
@@ -347,12 +347,12 @@ class Engine:
         left = LeftAnswer(name, params.possible_digests(search.view))
         self.post(StepPlan(consumer=self.consumer, left=(left,)))
 
-    def _told(self, node: Node, name: str, result: RendezvousResult) -> None:
+    def _told(self, node: Node, name: str, result: LookupResult) -> None:
         """A rank reports P's word."""
         search = self.searches.get(name)
         if search is None:
             if name not in self._left:
-                raise Violation(f"{node.name} reports the rendezvous of {name} once more")
+                raise Violation(f"{node.name} reports the lookup of {name} once more")
             return
         if result.known:
             search.deadline = min(self.timeline.now + self.settings.handover_timeout_seconds, search.end)

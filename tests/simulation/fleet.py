@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from kvferry.connector.wire.step_plan import RendezvousResult
+from kvferry.connector.wire.step_plan import LookupResult
 from tests.simulation.engines import Engine, Prompt, Request, view
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Odds
@@ -156,7 +156,7 @@ class Fleet:
             return
         requests: list[Request] = []
 
-        def found(request: Request, result: RendezvousResult) -> None:
+        def found(request: Request, result: LookupResult) -> None:
             requests.append(request)
             self.network.counts["found while P computed" if result.streams else "found when P had computed"] += 1
             inside = not result.streams and rng.random() < 0.5

@@ -17,7 +17,7 @@ from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.wire.step_plan import Load, RankAddress, RendezvousResult, StepPlan
+from kvferry.connector.wire.step_plan import Load, LookupResult, RankAddress, StepPlan
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
@@ -107,7 +107,7 @@ class Node:
         self.finished: Callable[[Node, Load, bool], None]
         self.freed: Callable[[Node, str], None]
         self.begun: Callable[[Node, Load, Check | None], None]
-        self.told: Callable[[Node, str, RendezvousResult], None]
+        self.told: Callable[[Node, str, LookupResult], None]
         info = RankInfo(engine_id=engine_id, tp_rank=tp_rank, tp_size=form.tp_size, pp_rank=0, pp_size=1, model=MODEL)
         self.copies = SimCopies(self.timeline, slow)
         self.pages = Pages(form, tp_rank, info, self.copies)

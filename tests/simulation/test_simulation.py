@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.connector.decode_side.lookup import Lookups
 from kvferry.connector.engine.loop import Results
-from kvferry.connector.wire.step_plan import RendezvousResult
+from kvferry.connector.wire.step_plan import LookupResult
 from tests.simulation import run
 from tests.support.streaming_faults import FAULTS
 
@@ -64,10 +64,10 @@ def test_a_fault_planted_into_streamed_prompts_is_seen(fault: str) -> None:
         assert any("other bytes in" in run.simulate(seed, 600, 12)["violation"] for seed in range(4, 14))
 
 
-def test_a_rendezvous_that_is_reported_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_that_is_reported_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up = Results.looked_up
 
-    def twice(results: Results, request_id: str, result: RendezvousResult) -> None:
+    def twice(results: Results, request_id: str, result: LookupResult) -> None:
         looked_up(results, request_id, result)
         if result.params:
             looked_up(results, request_id, result)

@@ -10,7 +10,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.wire.step_plan import RendezvousResult
+from kvferry.connector.wire.step_plan import LookupResult
 
 TIMEOUT = 100.0
 PARAMS = {
@@ -42,7 +42,7 @@ def waits(clock: Clock) -> Callable[[float, bool], bool]:
     def waits(at: float, known: bool = False) -> bool:
         clock.now = at
         if known:
-            half.rendezvous_told({"r": RendezvousResult(known=True)})
+            half.lookups_answered({"r": LookupResult(known=True)})
         return half.num_new_matched_tokens(VIEW, 0) == (None, False)
 
     return waits

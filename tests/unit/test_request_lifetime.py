@@ -16,7 +16,7 @@ from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_tran
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RendezvousResult, StepPlan, UnneededLease
+from kvferry.connector.wire.step_plan import LookupResult, PeerEngine, RankAddress, StepPlan, UnneededLease
 from kvferry.connector.wire.transfer_estimate import TransferEstimate
 
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
@@ -108,8 +108,8 @@ def test_all_leases_of_a_request_are_kept_and_loaded_under_or_released(
 NAMED = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5600, "transfer_id": "tx"}
 LEGS = {"told": GOOD, "asked": NAMED, "another": OTHER, "local": None}
 ANSWERS = {
-    "known": RendezvousResult(known=True), "answer": RendezvousResult(msgspec.msgpack.encode(GOOD)),
-    "error": RendezvousResult(error="planted"),
+    "known": LookupResult(known=True), "answer": LookupResult(msgspec.msgpack.encode(GOOD)),
+    "error": LookupResult(error="planted"),
 }  # fmt: skip
 any_event = st.sampled_from(["ask", "alloc", "decline", "report", "reset", "answer", "known", "error", "step"])
 
@@ -134,7 +134,7 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
         elif event == "reset":
             scheduler.reset_caches()
         elif event in ANSWERS:
-            scheduler.rendezvous_told({"r": ANSWERS[event]})
+            scheduler.lookups_answered({"r": ANSWERS[event]})
         elif event == "step":
             plans.append(scheduler.take_plan())
     assert not (asks and leg != "asked")
@@ -146,7 +146,7 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
     cancelled = sum(len(plan.cancels) for plan in plans)
     assert kept == loaded + released <= 1 and kept <= (leg in ("told", "asked"))
     assert cancelled <= loaded + 1 and (loaded or not cancelled)
-    questions = [question for plan in plans for question in plan.rendezvous]
+    questions = [question for plan in plans for question in plan.lookups]
     left = sum(len(plan.left) for plan in plans) + sum(question.ended is not None for question in questions)
     assert len(questions) == (leg == "asked") and kept + left >= len(questions) and left <= len(questions)
 
