@@ -1,4 +1,4 @@
-"""Items per prompt and per step, against a count of what fits one by one."""
+"""What the budget refuses, and the items to measure with; ``tests/vllm`` compares all numbers with vLLM's."""
 
 from __future__ import annotations
 
@@ -12,40 +12,26 @@ from kvferry.transport.errors import ConfigError
 
 
 class Processor:
-    """Modalities with fixed limits and sizes; ``known`` false: sizes are those of its dummy items."""
+    """Modalities with fixed limits and sizes."""
 
-    def __init__(self, limits: dict[str, int], tokens: dict[str, int], known: bool = True) -> None:
-        self.tokens, self.known = tokens, known
+    def __init__(self, limits: dict[str, int], tokens: dict[str, int]) -> None:
         self.asked: list[tuple[dict[str, int], Any]] = []
         self.info = SimpleNamespace(
-            supported_mm_limits=dict.fromkeys(limits), allowed_mm_limits=limits, get_mm_max_tokens_per_item=self.most
+            supported_mm_limits=limits, allowed_mm_limits=limits, get_mm_max_tokens_per_item=lambda *_, **__: tokens
         )
-
-    def most(self, seq_len: int, mm_counts: dict[str, int]) -> dict[str, int] | None:
-        self.seq_len, self.counts = seq_len, mm_counts
-        return self.tokens if self.known else None
 
     def get_dummy_mm_inputs(self, mm_counts: dict[str, int], cache: Any = None) -> dict[str, Any]:
         self.asked.append((dict(mm_counts), cache))
-        halves = {
-            name: (self.tokens[name] // 2, -(-self.tokens[name] // 2)) for name in mm_counts if name in self.tokens
-        }
-        return {
-            "mm_placeholders": {
-                name: [SimpleNamespace(get_num_embeds=lambda n=n: n) for n in each] for name, each in halves.items()
-            },
-            "mm_kwargs": {name: [None if cache == "full" else f"item of {name}"] for name in mm_counts},
-        }
+        return {"mm_kwargs": {name: [None if cache == "full" else f"item of {name}"] for name in mm_counts}}
 
 
-def config(embeds: bool | None = False, length: int = 40, **scheduler: Any) -> SimpleNamespace:
+def config(**scheduler: Any) -> SimpleNamespace:
     settings = {
         "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_num_encoder_input_tokens": 32, "encoder_cache_size": 32,
         "enable_chunked_prefill": True, "disable_chunked_mm_input": False, **scheduler,
     }  # fmt: skip
-    multimodal = None if embeds is None else SimpleNamespace(enable_mm_embeds=embeds)
     return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=length, get_multimodal_config=lambda: multimodal),
+        model_config=SimpleNamespace(max_model_len=40, get_multimodal_config=lambda: None),
         scheduler_config=SimpleNamespace(**settings),
     )
 

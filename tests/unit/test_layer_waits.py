@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.geometry.portions import portion_of
-from kvferry.connector.pages.copies import Copies, WaitPolicy
+from kvferry.connector.pages.copies import Copies
 from kvferry.connector.step_loads.layer_waits import LayerWaits
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.step_plan import Load, PeerEngine
-from kvferry.transport.channels import CPU, Copy
+from kvferry.transport.channels import Copy
 
 LAYERS = [f"layers.{number}" for number in range(8)]
+UNNAMED = "layers.9"
+"""A layer that the order does not name: it may share the cache of any other one."""
 MAIN, OTHER = 1, 2
 
 
 class Stream(Copies):
     """Notes what each stream of the engine waits for: events, or ``None`` for all copies."""
-
-    device = CPU
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,35 +34,24 @@ class Stream(Copies):
     def engine_stream(self) -> int:
         return self.current
 
-    def after_engine(self, act: Callable[[], None]) -> None:
-        raise AssertionError
-
     def make_engine_wait(self, event: object = None) -> None:
         self.waits.append((self.current, event))
-
-    def start(
-        self,
-        enqueue: Callable[[], None],
-        wait: WaitPolicy = WaitPolicy.NONE,
-        portions: Sequence[Callable[[], None]] = (),
-    ) -> Copy:
-        raise AssertionError
-
-    def record_event(self) -> None: ...
-    def wait_event(self, event: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Step:
     """A step with one load of these copies. ``blocked``: the portions that its thread has waited for."""
 
-    def __init__(self, *copies: Copy, order: Sequence[str] = LAYERS) -> None:
+    def __init__(self, *copies: Copy, order: Sequence[str] = LAYERS, by_layer: bool = True) -> None:
         load = Load("r", b"t" * 16, PeerEngine("p", 1, 1, 30.0, ()), (), (), now=True)
         self.outcome = StepOutcome([load], lambda: True, lambda: None, layer_order=order)
         self.outcome.begun(load, None, copies)
         self.load, self.stream, self.blocked = load, Stream(), []  # type: ignore[var-annotated]
         self.waits = LayerWaits(self.outcome, self.stream, lambda portions: self.blocked.append(list(portions)))
+        self.waits.begin(by_layer=by_layer)
+
+    def layers(self, *names: str) -> None:
+        for name in names:
+            self.waits.layer(name)
 
     def stands(self) -> bool:
         self.outcome.ended(self.load, True)
@@ -84,10 +73,8 @@ def in_host_memory(portions: int) -> Copy:
 
 def test_one_wait_for_each_portion() -> None:
     step = Step(on_device(4))
-    step.waits.begin(by_layer=True)
     assert step.stream.waits == [(MAIN, "event 0")]
-    for layer in LAYERS:
-        step.waits.layer(layer)
+    step.layers(*LAYERS)
     assert step.stream.waits == [(MAIN, f"event {number}") for number in range(4)]
     assert step.waits.finish() == tuple(LAYERS)
     assert step.stream.waits[4:] == [(MAIN, None)] and step.stands()
@@ -96,9 +83,7 @@ def test_one_wait_for_each_portion() -> None:
 def test_the_thread_waits_in_host_memory() -> None:
     copy = in_host_memory(2)
     step = Step(copy)
-    step.waits.begin(by_layer=True)
-    for layer in LAYERS:
-        step.waits.layer(layer)
+    step.layers(*LAYERS)
     step.waits.finish()
     assert step.blocked == [[(copy, 0)], [(copy, 1)]] and not step.stream.waits and step.stands()
 
@@ -106,55 +91,24 @@ def test_the_thread_waits_in_host_memory() -> None:
 @pytest.mark.parametrize("why", ["a graph", "not cut", "no order"])
 def test_all_copies_are_awaited_before_the_forward_where(why: str) -> None:
     copy = on_device(1) if why == "not cut" else on_device(4)
-    step = Step(copy, order=() if why == "no order" else LAYERS)
-    step.waits.begin(by_layer=why != "a graph")
+    step = Step(copy, order=() if why == "no order" else LAYERS, by_layer=why != "a graph")
     assert step.stream.waits == [(MAIN, "event 3" if copy.events else None)]
-    if why != "a graph":
-        for layer in LAYERS:
-            step.waits.layer(layer)
-    assert step.waits.finish() == (() if why == "a graph" else tuple(LAYERS))
-    assert len(step.stream.waits) == 1 and step.stands()
+    called = [] if why == "a graph" else LAYERS
+    step.layers(*called)
+    assert step.waits.finish() == tuple(called) and len(step.stream.waits) == 1 and step.stands()
 
 
-def test_another_stream_waits_for_itself() -> None:
-    """What one stream waited for after another one has left it says nothing about that one."""
+@pytest.mark.parametrize(("called", "stands"), [(LAYERS[:-1], False), (LAYERS[2:], True)])
+def test_a_layer_that_was_skipped_spoils_the_loads(called: list[str], stands: bool) -> None:
+    """But for those of the first portion, for which the forward has waited at its beginning."""
     step = Step(on_device(4))
-    step.waits.begin(by_layer=True)
-    step.waits.layer(LAYERS[4])
-    step.stream.current = OTHER
-    step.waits.layer(LAYERS[1])
-    step.waits.layer(LAYERS[5])
-    assert step.stream.waits == [(MAIN, "event 0"), (MAIN, "event 2"), (OTHER, "event 2")]
-
-
-def test_a_layer_that_the_order_does_not_name_waits_for_all() -> None:
-    step = Step(on_device(4))
-    step.waits.begin(by_layer=True)
-    step.waits.layer("layers.9")
-    assert step.stream.waits[1:] == [(MAIN, "event 3")]
-
-
-def test_a_layer_that_was_skipped_spoils_the_loads() -> None:
-    step = Step(on_device(4))
-    step.waits.begin(by_layer=True)
-    for layer in LAYERS[:-1]:
-        step.waits.layer(layer)
-    assert step.waits.finish() == tuple(LAYERS[:-1])
-    assert not step.stands()
-
-
-def test_a_layer_of_the_first_portion_may_be_skipped() -> None:
-    step = Step(on_device(4))
-    step.waits.begin(by_layer=True)
-    for layer in LAYERS[2:]:
-        step.waits.layer(layer)
-    step.waits.finish()
-    assert step.stands()
+    step.layers(*called)
+    assert step.waits.finish() == tuple(called) and step.stands() == stands
 
 
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=3),
-    st.lists(st.tuples(st.sampled_from(LAYERS), st.sampled_from([MAIN, OTHER])), max_size=20),
+    st.lists(st.tuples(st.sampled_from([*LAYERS, UNNAMED]), st.sampled_from([MAIN, OTHER])), max_size=20),
 )
 def test_no_layer_is_used_before_its_portions(forms: list[tuple[bool, int]], calls: list[tuple[str, int]]) -> None:
     """Several copies in portions of different number, layers in any order, two streams."""
@@ -163,14 +117,15 @@ def test_no_layer_is_used_before_its_portions(forms: list[tuple[bool, int]], cal
         if copy.events:
             copy.events = [(number, portion) for portion in range(copy.portions)]  # type: ignore[misc]
     step = Step(*copies)
-    step.waits.begin(by_layer=True)
     for layer, stream in calls:
         step.stream.current = stream
-        step.waits.layer(layer)
+        step.layers(layer)
         begun_with = [event for place, event in step.stream.waits if place in (MAIN if stream == MAIN else 0, stream)]
         begun_with += [event for _, event in step.stream.waits[: len([copy for copy in copies if copy.on_stream])]]
         for number, copy in enumerate(copies):
-            wanted = portion_of(LAYERS.index(layer), len(LAYERS), copy.portions)
+            wanted = copy.portions - 1
+            if layer != UNNAMED:
+                wanted = portion_of(LAYERS.index(layer), len(LAYERS), copy.portions)
             if not copy.on_stream:
                 assert any(copy is each and portion >= wanted for waits in step.blocked for each, portion in waits)
             elif copy.events:

@@ -127,22 +127,17 @@ def test_in_host_memory_the_next_layer_begins_before_the_thread_is_woken(device:
     assert step.ended and made.wakes == -(-len(NAMES) // GROUP) + 1, "where no layer begins, nothing waits for it"
 
 
-def test_a_layer_has_its_place_in_each_region() -> None:
+def test_a_layer_has_its_place_in_each_region_of_the_step_under_way() -> None:
     made = Step()
+    made.events.layer_computed("layers.0")
     step = made.begin(b"a")
     for name in ("layers.3", "layers.0", "layers.99"):  # the last one uses the cache of another layer
         made.events.layer_computed(name)
     assert sorted(step.layers) == [(0, 0), (1, 1)]
-
-
-def test_a_layer_between_steps_is_no_layer_of_a_step() -> None:
-    made = Step()
-    made.events.layer_computed("layers.0")
-    step = made.begin(b"a")
     made.events.end_step()
-    made.events.layer_computed("layers.0")
+    made.events.layer_computed("layers.1")
     made.events.end_step()
-    assert not step.layers and len(made.device.acts) == 1
+    assert len(step.layers) == 2 and len(made.device.acts) == 1
 
 
 def test_a_step_without_an_end_ends_with_the_next_one() -> None:
@@ -154,24 +149,19 @@ def test_a_step_without_an_end_ends_with_the_next_one() -> None:
     assert first.ended
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_blocks_are_lost_at_once_and_for_ever(ended: bool) -> None:
+@pytest.mark.parametrize("told", [None, False, True])
+def test_blocks_are_lost_at_once_and_for_ever(told: bool | None) -> None:
+    """By the end of the prompt or a stop for a while; a restart alone says so too."""
     made = Step()
     (first,), (other,) = made.begin(b"a").blocks, made.begin(b"b").blocks
     assert made.begin(b"a").blocks == (first,), "one life, several steps"
-    made.events.take_back(stop(b"a", ended=ended))
-    assert first.lost and not other.lost
+    if told is not None:
+        made.events.take_back(stop(b"a", ended=told))
+        assert first.lost and not other.lost
     (second,) = made.begin(b"a", restarts=True).blocks
-    assert second is not first and not second.lost
+    assert first.lost and not other.lost and not second.lost
     made.events.begin_step(stop(b"b"))
     assert other.lost and not second.lost
-
-
-def test_a_restart_alone_says_that_the_blocks_are_lost() -> None:
-    made = Step()
-    (first,) = made.begin(b"a").blocks
-    (second,) = made.begin(b"a", restarts=True).blocks
-    assert first.lost and not second.lost
 
 
 def test_a_lease_keeps_the_blocks() -> None:

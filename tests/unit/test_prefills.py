@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.lease_planner import PAUSE_SECONDS
+from kvferry.connector.engine.lease_planner import PAUSE_SECONDS, HeldBlocks
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_names, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.connector.wire.step_plan import PeerEngine, PrefillStop, RankAddress, StepPlan, unpack_ids
+from kvferry.connector.wire.step_plan import PeerEngine, Prefill, PrefillStop, RankAddress, StepPlan, unpack_ids
 
 RANK = RankAddress(0, 0, "10.0.0.1", 1234, bytes(16))
 IDS = list(range(100))
@@ -22,8 +22,14 @@ WANTED = {"do_remote_decode": True, "transfer_id": "tx-1"}
 FULL, WINDOW = BlockTable("full", 16), BlockTable("sliding_window", 16, window=32)
 
 
-def view(request_id: str = "cmpl-abc-0-0123abcd", params: Any = None, ids: Sequence[int] | None = IDS) -> RequestView:
-    return RequestView(request_id, params or WANTED, ids, len(IDS), 0)
+def view(
+    request_id: str = "cmpl-abc-0-0123abcd", params: Any = None, ids: Sequence[int] | None = IDS, computed: int = 0
+) -> RequestView:
+    return RequestView(request_id, params or WANTED, ids, len(IDS), computed)
+
+
+DONE, BLOCKS = view(computed=100), [[1, 2, 3, 4, 5, 6, 7]]
+"""The prompt once all of it is computed, and its blocks."""
 
 
 def half(*tables: BlockTable, **kwargs: Any) -> SchedulerHalf:
@@ -43,6 +49,14 @@ def tokens(
 def step(scheduler: SchedulerHalf, *scheduled: ScheduledTokens, preempted: Sequence[str] = ()) -> StepPlan:
     computed = [each.request_id for each in scheduled]
     return scheduler.take_plan(computed=computed, scheduled=scheduled, preempted=preempted)
+
+
+def started(**kwargs: Any) -> tuple[SchedulerHalf, Prefill]:
+    """After the step that computes the first 32 tokens of the prompt."""
+    scheduler = half(**kwargs)
+    scheduler.on_new_request(view())
+    (prefill,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
+    return scheduler, prefill
 
 
 def empty(plan: StepPlan) -> bool:
@@ -72,7 +86,7 @@ def test_a_prompt_is_told_with_its_first_step_and_leased_under_the_same_token() 
     assert chunks(plan) == [(48, 100, [4, 5, 6, 2], False)], "a block behind the prompt"
     assert not plan.prefills
     assert chunks(step(scheduler, tokens(100, 1, []))) == [], "a token of the answer"
-    held, params = scheduler.request_finished(msgspec_replace(request, 100), [[7, 8, 9, 4, 5, 6, 2, 3]], completed=True)
+    held, params = scheduler.request_finished(DONE, [[7, 8, 9, 4, 5, 6, 2, 3]], completed=True)
     (lease,) = scheduler.take_plan().leases
     assert held and params is not None
     assert (lease.token, lease.prompt, lease.params) == (prefill.token, prefill.prompt, b"")
@@ -83,17 +97,9 @@ def test_a_prompt_is_told_with_its_first_step_and_leased_under_the_same_token() 
     )  # fmt: skip
 
 
-def msgspec_replace(request: RequestView, computed: int) -> RequestView:
-    return RequestView(
-        request.request_id, request.params, request.prompt_token_ids, request.num_prompt_tokens, computed
-    )
-
-
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
 def test_blocks_that_the_engine_takes_are_taken_back_first(told: bool) -> None:
-    scheduler = half()
-    scheduler.on_new_request(view())
-    step(scheduler, tokens(0, 32, [7, 8], fresh=True))
+    scheduler, _ = started()
     if told:
         plan = step(scheduler, preempted=[view().request_id])
         assert [stop.ended for stop in plan.stops] == [False]
@@ -115,9 +121,7 @@ def finds_tokens_invalid(scheduler: SchedulerHalf) -> StepPlan:
 
 @pytest.mark.parametrize("end", [aborts, finds_tokens_invalid])
 def test_a_prompt_that_is_not_handed_over_is_told_so(end: Callable[[SchedulerHalf], StepPlan]) -> None:
-    scheduler = half()
-    scheduler.on_new_request(view())
-    (prefill,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
+    scheduler, prefill = started()
     plan = end(scheduler)
     assert plan.stops == (PrefillStop(prefill.token, ended=True),) and not plan.chunks
 
@@ -143,33 +147,18 @@ def test_a_prompt_that_cannot_be_leased_is_told_and_given_up(why: str) -> None:
 
 
 def test_a_reset_gives_up_what_is_computed() -> None:
-    scheduler, done = half(), msgspec_replace(view(), 100)
-    scheduler.on_new_request(view())
-    (told,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
+    scheduler, told = started()
     assert scheduler.reset_caches() and scheduler.has_urgent_plan
     assert scheduler.take_plan().stops == (PrefillStop(told.token, ended=True),) and not scheduler.has_urgent_plan
     plan = step(scheduler, tokens(32, 68, [9, 10, 11, 12, 13]))
     assert ([prefill.params for prefill in plan.prefills], plan.chunks) == ([b""], ()), "the first tokens are old"
-    assert scheduler.request_finished(done, [list(range(1, 8))], completed=True) == (False, None)
-    assert scheduler.reset_caches() and not scheduler.has_urgent_plan, "there is nothing any more"
-
-
-def test_a_prompt_that_is_computed_anew_after_a_reset_is_another() -> None:
-    scheduler, done = half(), msgspec_replace(view(), 100)
-    scheduler.on_new_request(view())
-    (told,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
-    scheduler.reset_caches()
-    plan = step(scheduler, tokens(0, 100, list(range(1, 8)), fresh=True), preempted=[view().request_id])
-    assert plan.stops == (PrefillStop(told.token, ended=True),)
-    assert plan.prefills[0].names[:-1] == told.names[:-1] and plan.prefills[0].token != told.token
-    held, _ = scheduler.request_finished(done, [list(range(1, 8))], completed=True)
-    assert held and scheduler.take_plan().leases[0].token == plan.prefills[0].token
+    assert scheduler.request_finished(DONE, BLOCKS, completed=True) == (False, None)
 
 
 def test_a_reset_ends_leases_with_the_next_plan() -> None:
     scheduler = half()
     scheduler.on_new_request(view())
-    scheduler.request_finished(msgspec_replace(view(), 100), [list(range(1, 8))], completed=True)
+    scheduler.request_finished(DONE, BLOCKS, completed=True)
     assert not scheduler.reset_caches(), "one is held"
     plan = scheduler.take_plan()
     assert plan.ends_leases and plan.wakes_thread and plan.leases and not scheduler.take_plan().ends_leases
@@ -179,11 +168,11 @@ def test_a_reset_ends_leases_with_the_next_plan() -> None:
 
 def test_a_pause_that_lasts_ends_leases_and_gives_none() -> None:
     now, paused = [0.0], [True]
-    scheduler, blocks = half(clock=lambda: now[0], is_paused=lambda: paused[0]), [list(range(1, 8))]
+    scheduler = half(clock=lambda: now[0], is_paused=lambda: paused[0])
 
     def finish(name: str) -> bool:
         scheduler.on_new_request(view(name))
-        return scheduler.request_finished(msgspec_replace(view(name), 100), blocks, completed=True)[0]
+        return scheduler.request_finished(view(name, computed=100), BLOCKS, completed=True)[0]
 
     assert finish("one") and not scheduler.take_plan().ends_leases
     now[0] = PAUSE_SECONDS - 0.01
@@ -197,18 +186,16 @@ def test_a_pause_that_lasts_ends_leases_and_gives_none() -> None:
 def test_a_lease_of_an_engine_that_does_not_tell_its_steps() -> None:
     scheduler = half()
     scheduler.on_new_request(view())
-    scheduler.request_finished(msgspec_replace(view(), 100), [list(range(1, 8))], completed=True)
+    scheduler.request_finished(DONE, BLOCKS, completed=True)
     plan = scheduler.take_plan()
     ((prefill,), (lease,)) = plan.prefills, plan.leases
     assert (prefill.token, prefill.streams, prefill.step_tokens) == (lease.token, False, 0)
 
 
 def test_another_prompt_than_was_told_gets_another_token() -> None:
-    scheduler = half()
-    scheduler.on_new_request(view())
-    (told,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
+    scheduler, told = started()
     other = RequestView(view().request_id, WANTED, [9] * 100, 100, 100)
-    scheduler.request_finished(other, [list(range(1, 8))], completed=True)
+    scheduler.request_finished(other, BLOCKS, completed=True)
     plan = scheduler.take_plan()
     assert plan.stops == (PrefillStop(told.token, ended=True),)
     assert plan.leases[0].token == plan.prefills[0].token != told.token
@@ -222,7 +209,7 @@ def test_windows_do_not_stream_and_their_lease_has_its_own_params() -> None:
     plan = step(scheduler, first)
     assert (plan.prefills[0].streams, plan.chunks) == (False, ())
     blocks = [[1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 15, 16, 17]]
-    _, params = scheduler.request_finished(msgspec_replace(view(), 100), blocks, completed=True)
+    _, params = scheduler.request_finished(DONE, blocks, completed=True)
     (lease,) = scheduler.take_plan().leases
     assert params is not None and msgspec.msgpack.decode(lease.params) == params
     assert params["kvferry"]["kept"] == [["sliding_window", 32, 64]]
@@ -248,9 +235,7 @@ def test_tokens_that_a_load_may_not_bring_do_not_leave_early() -> None:
 
 
 def test_below_another_connector_nothing_streams() -> None:
-    scheduler = half(streams=lambda: False)
-    scheduler.on_new_request(view())
-    assert not step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills[0].streams
+    assert not started(streams=lambda: False)[1].streams
 
 
 @pytest.mark.parametrize(
@@ -267,14 +252,35 @@ def test_names(request_id: str, transfer_id: object, names: tuple[str, ...]) -> 
     assert prompt_names(request_id, {"transfer_id": transfer_id}, b"t" * 16) == (*names, (b"t" * 16).hex())
 
 
-def test_a_prompt_of_the_first_step_after_its_request_was_in_no_queue() -> None:
+def test_prompts_that_were_in_no_queue_are_not_told() -> None:
+    """One that is computed in the first step after its request, and one that will not be handed over."""
     scheduler = half()
     scheduler.on_new_request(view())
     assert not step(scheduler, tokens(0, 32, [7, 8], fresh=True)).queued
-
-
-def test_a_prompt_that_will_not_be_handed_over_is_not_told() -> None:
-    scheduler = half()
-    scheduler.on_new_request(view())
+    scheduler.on_new_request(view("another"))
     scheduler.drain()
     assert empty(step(scheduler))
+
+
+def test_how_many_blocks_leases_hold_and_for_how_long() -> None:
+    now = 10.0
+    held = HeldBlocks(lambda: now)
+    held.add("a", 5)
+    now = 12.0
+    held.add("b", 9)
+    held.add("b", 10)
+    assert (len(held), held.blocks, "a" in held) == (2, 15, True), "an id that comes again counts once"
+    now = 13.0
+    assert held.take_block_ms() == 5 * 2000 + 15 * 1000, "leases that have not ended count, too"
+    held.remove(["a", "unknown"])
+    now = 14.0
+    held.remove(["b"])
+    held.remove(["b"])
+    now = 100.0
+    assert (len(held), held.blocks, held.take_block_ms()) == (0, 0, 10 * 1000)
+    held.add("c", 1)
+    total = 0
+    for part in range(1, 1001):
+        now = 100.0 + part * 0.0005
+        total += held.take_block_ms()
+    assert abs(total - 500) <= 1, "parts of milliseconds count at the next call"

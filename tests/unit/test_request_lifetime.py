@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
@@ -24,15 +26,26 @@ IDS = list(range(65))
 PROMPT = RemotePrompt(b"t" * 16, 65, prompt_digest(IDS, ()), P)
 GOOD = to_transfer_params(PROMPT)
 OTHER = to_transfer_params(RemotePrompt(b"t" * 16, 65, "another", P))
+BLOCKS = [[1, 2, 3, 4, 5]]
 
 
-def half(**more: Any) -> SchedulerHalf:
+def half(settings: Settings | None = None, **more: Any) -> SchedulerHalf:
     tables = [BlockTable("full", 16)]
-    return SchedulerHalf(Settings(), "d", tables, tp_size=1, pp_size=1, produces=True, consumes=True, **more)
+    return SchedulerHalf(
+        settings or Settings(), "d", tables, tp_size=1, pp_size=1, produces=True, consumes=True, **more
+    )
 
 
 def view(params: object, request_id: str = "r") -> RequestView:
     return RequestView(request_id, params, IDS, 65, 0)  # type: ignore[arg-type]
+
+
+def allocated(request: RequestView, tokens: int, **more: Any) -> SchedulerHalf:
+    """After the engine has decided to load so many tokens of a request."""
+    scheduler = half(**more)
+    scheduler.num_new_matched_tokens(request, 16)
+    scheduler.after_alloc(request, BLOCKS, tokens)
+    return scheduler
 
 
 @pytest.mark.parametrize("end", ["loaded", "nothing", "aborted"])
@@ -40,7 +53,7 @@ def test_once_decided_the_engine_gets_the_same_answer_ever_after(end: str) -> No
     scheduler, request = half(), view(GOOD)
     assert scheduler.num_new_matched_tokens(request, 16) == (49, True)
     assert scheduler.num_new_matched_tokens(request, 0) == (65, True), "until vLLM has decided"
-    scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 0 if end == "nothing" else 65)
+    scheduler.after_alloc(request, BLOCKS, 0 if end == "nothing" else 65)
     plan = scheduler.take_plan()
     assert [keep.request_id for keep in plan.keeps] == ["r"]
     assert ([load.tokens for load in plan.loads], plan.releases) == (
@@ -50,15 +63,13 @@ def test_once_decided_the_engine_gets_the_same_answer_ever_after(end: str) -> No
         scheduler.loads_finished(["r"])
     for _ in range(2):
         assert scheduler.num_new_matched_tokens(request, 0) == (0, False)
-        scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 65)
-    scheduler.request_finished(request, [[1, 2, 3, 4, 5]], completed=False)
+        scheduler.after_alloc(request, BLOCKS, 65)
+    scheduler.request_finished(request, BLOCKS, completed=False)
     plan = scheduler.take_plan()
     assert (plan.loads, plan.releases, plan.cancels) == ((), (), ("r",) if end == "aborted" else ())
 
 
-def test_a_lease_of_another_prompt_is_left_alone_and_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_lease_of_another_prompt_is_left_alone_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = half()
     with caplog.at_level(logging.WARNING, "vllm.kvferry"):
         for _ in range(3):
@@ -77,10 +88,10 @@ def test_a_lease_names_the_last_step_that_computed_its_request() -> None:
     scheduler.on_new_request(done)
     plans = [scheduler.take_plan(computed=computed) for computed in (["r"], ["r", "x"], ["x"], [])]
     assert [plan.after_prefill for plan in plans[1:]] == [True, True, False]
-    held, params = scheduler.request_finished(done, [[1, 2, 3, 4, 5]], completed=True)
+    held, params = scheduler.request_finished(done, BLOCKS, completed=True)
     (lease,) = scheduler.take_plan().leases
     assert held and params is not None and (lease.request_id, lease.step) == ("r", 2)
-    scheduler.request_finished(done, [[1, 2, 3, 4, 5]], completed=True)  # a request that was never mentioned
+    scheduler.request_finished(done, BLOCKS, completed=True)  # a request that was never mentioned
     assert scheduler.take_plan().leases[0].step == 5
 
 
@@ -91,10 +102,7 @@ def test_all_leases_of_a_request_are_kept_and_loaded_under_or_released(
     second = RemotePrompt(b"u" * 16, 65, PROMPT.prompt, P)
     bad = to_transfer_params(RemotePrompt(b"v" * 16, 65, "another", P))
     params = {**GOOD, "alternatives": [to_transfer_params(second), bad]}
-    scheduler, request = half(), view(params)
-    scheduler.num_new_matched_tokens(request, 16)
-    scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 0 if end == "nothing" else 49)
-    plan = scheduler.take_plan()
+    plan = allocated(view(params), 0 if end == "nothing" else 49).take_plan()
     tokens = [b"t" * 16, b"u" * 16]
     assert [keep.token for keep in plan.keeps] == tokens
     assert "has one P less to load from: alternatives[1]: its prompt is not that of the first P" in caplog.text
@@ -106,6 +114,31 @@ def test_all_leases_of_a_request_are_kept_and_loaded_under_or_released(
 
 
 NAMED = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5600, "transfer_id": "tx"}
+TIMEOUT = 100.0
+NEVER = MAX_PATIENCE * TIMEOUT
+
+
+@pytest.mark.parametrize(("known", "end", "said"), [
+    ((), TIMEOUT, "has told nothing of 'tx' in 100 s; does the router send both legs"),
+    ((60.0,), 60.0 + TIMEOUT, "has told nothing of 'tx' in 100 s; it had the prompt: has its engine stopped?"),
+    (range(50, int(NEVER), 50), NEVER, f"has had 'tx' for {NEVER:g} s, and has not computed it"),
+], ids=["P never gets it", "P says that it has it, and dies", "P says so again and again"])  # fmt: skip
+def test_how_long_a_request_waits_for_a_prompt_that_p_will_hold(
+    known: Sequence[float], end: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The time in P's queue does not count, up to a bound. ``known``: when P says that its engine has the prompt."""
+    now, request = [0.0], view(NAMED)
+    scheduler = half(Settings(handover_timeout_seconds=TIMEOUT), clock=lambda: now[0])
+    scheduler.on_new_request(request)
+    for at in (0.0, *known, end - 1):
+        now[0] = at
+        if at in known:
+            scheduler.lookups_answered({"r": LookupResult(known=True)})
+        assert scheduler.num_new_matched_tokens(request, 0) == (None, False)
+    now[0] = end
+    assert scheduler.num_new_matched_tokens(request, 0) == (0, False) and said in caplog.text
+
+
 LEGS = {"told": GOOD, "asked": NAMED, "another": OTHER, "local": None}
 ANSWERS = {
     "known": LookupResult(known=True), "answer": LookupResult(msgspec.msgpack.encode(GOOD)),
@@ -127,7 +160,7 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
             assert not (count and decided), "offered again"
             offered = bool(count and beside)
         elif event in ("alloc", "decline") and offered:
-            scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 49 if event == "alloc" else 0)
+            scheduler.after_alloc(request, BLOCKS, 49 if event == "alloc" else 0)
             decided = True
         elif event == "report":
             scheduler.loads_finished(["r"])
@@ -138,7 +171,7 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
         elif event == "step":
             plans.append(scheduler.take_plan())
     assert not (asks and leg != "asked")
-    scheduler.request_finished(request, [[1, 2, 3, 4, 5]], completed=False)
+    scheduler.request_finished(request, BLOCKS, completed=False)
     plans.append(scheduler.take_plan())
     kept, loaded, released = (
         sum(len(getattr(plan, part)) for plan in plans) for part in ("keeps", "loads", "releases")
@@ -152,14 +185,13 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
 
 
 def test_a_load_that_is_refused_while_it_runs_is_cancelled_and_reported() -> None:
-    scheduler, request = half(), view(GOOD)
-    scheduler.num_new_matched_tokens(request, 16)
-    scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 49)
+    request = view(GOOD)
+    scheduler = allocated(request, 49)
     scheduler.take_plan()
     assert not scheduler.reset_caches() and scheduler.take_plan().cancels == ("r",)
     scheduler.loads_finished(["r"])
     assert scheduler.reset_caches()
-    scheduler.request_finished(request, [[1, 2, 3, 4, 5]], completed=False)
+    scheduler.request_finished(request, BLOCKS, completed=False)
     assert scheduler.take_plan().nothing
 
 
@@ -169,8 +201,8 @@ def test_a_load_inside_a_step_is_neither_reported_nor_cancelled() -> None:
     scheduler.loads_finished([], {("p", 0): TransferEstimate(1e-5, 1000)})
     request = view(GOOD)
     assert scheduler.num_new_matched_tokens(request, 16) == (48, False)
-    scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 48)
+    scheduler.after_alloc(request, BLOCKS, 48)
     (load,) = scheduler.take_plan().loads
     assert load.now and load.tokens == ((16, 64),)
-    scheduler.request_finished(request, [[1, 2, 3, 4, 5]], completed=False)
+    scheduler.request_finished(request, BLOCKS, completed=False)
     assert scheduler.take_plan().nothing

@@ -35,9 +35,6 @@ def test_whatever_happens_no_block_in_use_passes_for_free(script: list[tuple[str
             assert steps.may_use([asked]) == used
 
 
-# --- time -------------------------------------------------------------------------------------------------------
-
-
 def busy(*ends: float) -> StepsInFlight:
     """Steps that ended then, each scheduled before the one ahead had ended; one is in flight."""
     steps = StepsInFlight()
@@ -48,56 +45,33 @@ def busy(*ends: float) -> StepsInFlight:
     return steps
 
 
-def test_nothing_is_left_of_what_is_not_known() -> None:
+@pytest.mark.parametrize(("ends", "now", "left"), [
+    ((), 1.0, 0.0),  # no step has ended yet
+    ((1.0,), 1.0, 0.0),  # of the first one it is not known when it began
+    ((1.0, 1.010), 1.010, 0.010), ((1.0, 1.010), 1.016, 0.004), ((1.0, 1.010), 1.030, 0.0),
+    ((1.0, 1.010, 1.013, 1.033), 1.033, 0.003),  # the shortest counts: a load that fits is to fit after any of them
+    ((1.0, 1.003, *(1.003 + 0.008 * n for n in range(1, REMEMBERED_STEPS + 1))), 1.003 + 0.008 * REMEMBERED_STEPS,
+        0.008),  # what was long ago is forgotten
+])  # fmt: skip
+def test_how_long_the_device_is_busy(ends: tuple[float, ...], now: float, left: float) -> None:
+    assert busy(*ends).seconds_left(now) == pytest.approx(left)
+
+
+def test_steps_that_say_nothing_of_the_time_of_a_step() -> None:
+    """One after a pause, which began when it was launched, and that is not known; and one that computes nothing."""
     steps = StepsInFlight()
-    assert steps.seconds_left(1.0) == 0.0, "no step in flight"
-    steps.scheduled()
-    assert steps.seconds_left(1.0) == 0.0, "no step has ended yet"
-    assert busy(1.0).seconds_left(1.0) == 0.0, "of the first one it is not known when it began"
-
-
-def test_a_step_takes_what_the_one_before_took() -> None:
-    steps = busy(1.0, 1.010)
-    assert steps.seconds_left(1.010) == pytest.approx(0.010)
-    assert steps.seconds_left(1.016) == pytest.approx(0.004)
-    assert steps.seconds_left(1.030) == 0.0, "never less than nothing"
-
-
-def test_all_steps_in_flight_count() -> None:
-    steps = busy(1.0, 1.010)
-    steps.scheduled()
-    assert steps.seconds_left(1.012) == pytest.approx(0.018)
-
-
-def test_the_shortest_of_the_last_steps_counts() -> None:
-    """A load that fits is to fit after any of them."""
-    steps = busy(1.0, 1.010, 1.013, 1.033)
-    assert steps.seconds_left(1.033) == pytest.approx(0.003)
-    now = 1.033
-    for _ in range(REMEMBERED_STEPS):
-        steps.scheduled()
-        now += 0.008
-        steps.processed(now)
-    assert steps.seconds_left(now) == pytest.approx(0.008), "what was long ago is forgotten"
-
-
-def test_a_step_after_a_pause_says_nothing_of_the_time_of_a_step() -> None:
-    """The device began it when it was launched, which is not known here."""
-    steps = StepsInFlight()
-    now = 1.0
-    for _ in range(3):
+    assert steps.seconds_left(1.0) == 0.0
+    for now in (1.0, 6.0, 11.0):
         steps.scheduled()
         steps.processed(now)
-        now += 5.0
     steps.scheduled()
-    assert steps.seconds_left(now) == 0.0
-
-
-def test_a_step_that_computes_nothing_says_nothing_of_the_time_of_a_step() -> None:
+    assert steps.seconds_left(16.0) == 0.0
     steps = busy(1.0, 1.010)
     steps.scheduled()
     steps.processed(1.0101, computed=False)
     assert steps.seconds_left(1.0101) == pytest.approx(0.010)
+    steps.scheduled()
+    assert steps.seconds_left(1.0121) == pytest.approx(0.018), "all steps in flight count"
 
 
 def test_nothing_in_flight_keeps_no_device_busy() -> None:

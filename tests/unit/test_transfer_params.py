@@ -29,16 +29,11 @@ def remote_prompt(host: str = "127.0.0.1", tp_size: int = 2) -> RemotePrompt:
 
 
 def test_there_and_back_through_json() -> None:
-    assert from_transfer_params(json.loads(json.dumps(to_transfer_params(remote_prompt())))) == remote_prompt()
-
-
-def test_how_ranks_share_tokens_out_travels_too() -> None:
     plain = remote_prompt()
     peer = msgspec.structs.replace(plain.peer, shardings=(TokenSharding(1), TokenSharding(2, 16)))
-    shared = msgspec.structs.replace(plain, peer=peer)
-    params = json.loads(json.dumps(to_transfer_params(shared)))
-    assert from_transfer_params(params) == shared and params["dcp_size"] == 2
-    assert to_transfer_params(plain)["dcp_size"] == 1
+    for prompt, dcp_size in ((plain, 1), (msgspec.structs.replace(plain, peer=peer), 2)):
+        params = json.loads(json.dumps(to_transfer_params(prompt)))
+        assert from_transfer_params(params) == prompt and params["dcp_size"] == dcp_size
 
 
 def test_nixls_own_keys_are_all_there() -> None:
@@ -49,10 +44,7 @@ def test_nixls_own_keys_are_all_there() -> None:
     assert params["remote_block_ids"] == [], "block ids do not travel through a router"
 
 
-@pytest.mark.parametrize(
-    "params",
-    [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None}],
-)
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None}])
 def test_missing_or_null_means_prefill_locally(params: dict[str, Any] | None) -> None:
     assert from_transfer_params(params) is None
     assert not wants_prefill(params)
@@ -111,14 +103,10 @@ def test_more_ranks_than_an_engine_of_this_model_has() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1"])
 def test_a_loopback_address_of_another_host_is_refused(host: str) -> None:
-    with pytest.raises(ProtocolError, match="set side_channel_host") as caught:
+    with pytest.raises(ProtocolError, match=f"{host}; set side_channel_host"):
         check_reachable(remote_prompt(host).peer, THERE)
-    assert host in str(caught.value)
-
-
-@pytest.mark.parametrize(("host", "ours"), [("127.0.0.1", HERE), ("10.0.0.1", THERE), ("127.0.0.1", "")])
-def test_an_address_that_may_be_right_is_let_through(host: str, ours: str) -> None:
-    check_reachable(remote_prompt(host).peer, ours)
+    for other, ours in ((host, HERE), ("10.0.0.1", THERE), (host, "")):
+        check_reachable(remote_prompt(other).peer, ours)
 
 
 def test_digest_tells_prompts_apart() -> None:
