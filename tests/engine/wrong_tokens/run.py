@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -94,6 +95,12 @@ class Outcome:
 class Run:
     """P, D, and all requests of one run."""
 
+    kinds: Sequence[str] = KINDS
+    of_p: Sequence[str] = (*PROBE, "--no-enable-prefix-caching")
+    """Arguments of P."""
+    step_patience: float | None = PATIENCE_SECONDS
+    """As it is in use: some of the faults are that it ends. ``None``: that of the tests."""
+
     def __init__(self, p: Prefill, d: Server, group: PatientServerGroup, seed: int) -> None:
         self.p, self.d = p, d
         self.outcome = Outcome()
@@ -103,6 +110,12 @@ class Run:
         self._lock = threading.Lock()
         self._rng_of_leaving = Draw(seed + 1).rng
         self._stop = threading.Event()
+
+    def prepare(self, *, broken: bool) -> None:
+        """Have D plant faults; ``broken``: and trust all that it reads."""
+        self.d.rpc("wt_plant_here", str(self.path))
+        if broken:
+            self.d.rpc("wt_trust_all")
 
     def act(self, name: str, kind: str) -> None:
         """What D's worker asks for in the middle of a copy."""
@@ -132,15 +145,14 @@ class Run:
     def _ask(self, ask: Ask, params: dict[str, Any] | None) -> None:
         body = ask.body | ({} if params is None else {"kv_transfer_params": params})
         if ask.fault == "client left":
-            self._leave(ask, body)
-            return
-        self.compare(ask, body)
+            leave(self.d, body, ask.name, self.soon(0.05))
+        else:
+            self.compare(ask, body)
 
-    def _leave(self, ask: Ask, body: dict[str, Any]) -> None:
-        """A client that goes away soon."""
+    def soon(self, seconds: float) -> float:
+        """A time up to so many seconds."""
         with self._lock:
-            seconds = self._rng_of_leaving.uniform(0.0, 0.05)
-        leave(self.d, body, ask.name, seconds)
+            return self._rng_of_leaving.uniform(0.0, seconds)
 
     def compare(self, ask: Ask, body: dict[str, Any]) -> None:
         try:
@@ -194,10 +206,8 @@ class Run:
                 for number, _ in enumerate(pool.map(self.hand_over, groups), 1):
                     done += sum(ask.handed_over for ask in groups[number - 1])
                     if number % 100 == 0:
-                        print(
-                            f"{time.monotonic() - began:4.0f} s: {done} hand-overs, P killed {self.p.killed}",
-                            flush=True,
-                        )
+                        seconds = time.monotonic() - began
+                        print(f"{seconds:4.0f} s: {done} hand-overs, P killed {self.p.killed}", flush=True)
         finally:
             self._stop.set()
             for decoder in decoders:
@@ -206,6 +216,35 @@ class Run:
         self.p.wait()
 
     # --- the end ------------------------------------------------------------------------------------------------
+
+    def figures(self, groups: list[list[Ask]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """What became of the hand-overs, in all and by kind of fault; "nothing" are those in which none was planted."""
+        log = self.d.log_text()
+        done = {name: bool(inside) for name, inside in DONE.findall(log)}
+        recovered = [(set(NAMES.findall(names)), int(count)) for names, count in RECOVERED.findall(log)]
+        inside_failed = set[str]().union(*(names for names, _ in recovered))
+        failed = inside_failed | set(FAILED.findall(log))
+        fired = set(self.d.rpc("wt_fired")[0])
+        handed = [ask for asks in groups for ask in asks if ask.handed_over]
+        rows = []
+        for kind in dict.fromkeys((None, *KINDS, KILLED, *(ask.fault for ask in handed))):
+            names = {ask.name for ask in handed if ask.fault == kind}
+            rows.append({
+                "planted": kind or "nothing", "handovers": len(names), "fired": len(names & fired),
+                "failed": len(names & failed),
+                "failed_inside_step": len(names & inside_failed),
+                "loaded_inside_step": sum(done.get(name, False) for name in names - failed),
+                "loaded_beside": sum(not done[name] for name in names - failed if name in done),
+                "nothing_to_load": len(names - failed - done.keys()),
+                "wrong_tokens": len(names & set(self.outcome.wrong_tokens)),
+                "wrong_kv": len(names & set(self.outcome.wrong_kv)),
+            })  # fmt: skip
+        summed = ("handovers", "failed", "failed_inside_step", "loaded_inside_step", "loaded_beside")
+        figures: dict[str, float] = {name: sum(row[name] for row in rows) for name in summed}
+        figures["planted"] = figures["handovers"] - rows[0]["handovers"]
+        # The requests that were computed anew because a load of another one had failed.
+        figures["others_on_failed_blocks"] = sum(count - len(names) for names, count in recovered)
+        return figures, rows
 
     def left(self) -> dict[str, float]:
         """What is still held when all leases have ended: blocks, in parts of the cache, and hand-overs."""
@@ -233,47 +272,10 @@ def leave(server: Server, body: dict[str, Any], name: str, seconds: float) -> No
     connection.close()
 
 
-def rows_of(run: Run, groups: list[list[Ask]]) -> list[dict[str, Any]]:
-    """By kind of fault what became of the hand-overs; ``beside`` are those in which nothing was planted."""
-    log = run.d.log_text()
-    done = {name: bool(inside) for name, inside in DONE.findall(log)}
-    failed, inside_failed = set(FAILED.findall(log)), set[str]()
-    for names, _ in RECOVERED.findall(log):
-        inside_failed.update(NAMES.findall(names))
-    failed |= inside_failed
-    fired = set(run.d.rpc("wt_fired")[0])
-    rows = []
-    handed = [ask for asks in groups for ask in asks if ask.handed_over]
-    for kind in dict.fromkeys((None, *KINDS, KILLED, *(ask.fault for ask in handed))):
-        names = {ask.name for ask in handed if ask.fault == kind}
-        rows.append(
-            {
-                "planted": kind or "nothing", "handovers": len(names), "fired": len(names & fired),
-                "failed": len(names & failed),
-                "failed_inside_step": len(names & inside_failed),
-                "loaded_inside_step": sum(done.get(name, False) for name in names - failed),
-                "loaded_beside": sum(not done[name] for name in names - failed if name in done),
-                "nothing_to_load": len(names - failed - done.keys()),
-                "wrong_tokens": len(names & set(run.outcome.wrong_tokens)),
-                "wrong_kv": len(names & set(run.outcome.wrong_kv)),
-            }
-        )  # fmt: skip
-    return rows
-
-
-def others_on_failed_blocks(log: str) -> int:
-    """The requests that were computed anew because a load of another one had failed."""
-    return sum(int(count) - len(NAMES.findall(names)) for names, count in RECOVERED.findall(log))
-
-
 def start(
-    group: PatientServerGroup,
-    name: str,
-    model: Path,
-    connector: str | None,
-    *arguments: str,
+    group: PatientServerGroup, name: str, model: Path, connector: str | None, *arguments: str,
     extra: dict[str, Any] = EXTRA,
-) -> Server:
+) -> Server:  # fmt: skip
     return group.engine(
         name, model, connector=connector, extra=extra if connector else None, kv_bytes=False,
         environment={"PYTHONPATH": python_path()}, max_model_len=1024,
@@ -282,100 +284,100 @@ def start(
     )  # fmt: skip
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, kind: type[Run]) -> dict[str, Any]:
     began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:4.0f} s: {what}", flush=True)
+
     model = build_model(args.folder / "model", SPEC)
     draw = Draw(args.seed)
     groups = draw.groups(args.count)
     kills = args.kills if args.kills is not None else -(-args.count // 300)
-    draw.plant(groups, args.share, kills, UNSEEN if args.selftest else KINDS)
+    draw.plant(groups, args.share, kills, UNSEEN if args.selftest else kind.kinds)
     beside = [draw.ask(draw.words(40), DECODING_TOKENS, handed_over=False) for _ in range(3 * DECODING)]
+    extra = EXTRA | {"plane": args.plane}
     with PatientServerGroup(args.folder / "logs") as group:
-        group.step_patience = PATIENCE_SECONDS  # as it is: some of the faults are that it ends
+        if kind.step_patience is not None:
+            group.step_patience = kind.step_patience
         plain = start(group, "plain", model, None, *PROBE)
-        d = start(group, "decode", model, "KVFerryConnector", *(AHEAD if args.scheduling == "ahead" else PROBE))
-
-        def start_p() -> Server:
-            return start(group, "prefill", model, "KVFerryConnector", *PROBE, "--no-enable-prefix-caching")
-
-        p = Prefill(group, start_p)
+        ahead = AHEAD if args.scheduling == "ahead" else PROBE
+        d = start(group, "decode", model, "KVFerryConnector", *ahead, extra=extra)
+        p = Prefill(group, lambda: start(group, "prefill", model, "KVFerryConnector", *kind.of_p, extra=extra))
         p.ready()
         group.wait_ready(servers=[plain, d])
         plain.rpc("wt_watch"), d.rpc("wt_watch")
-        print(f"{time.monotonic() - began:4.0f} s: three engines answer", flush=True)
+        say("three engines answer")
         redrawn = ask_plain(plain, [*(ask for asks in groups for ask in asks), *beside], draw)
         group.stop(plain)
-        print(f"{time.monotonic() - began:4.0f} s: answers of the plain engine; {redrawn} redrawn", flush=True)
-        run = Run(p, d, group, args.seed)
+        say(f"answers of the plain engine; {redrawn} redrawn")
+        run = kind(p, d, group, args.seed)
         try:
-            d.rpc("wt_plant_here", str(run.path))
-            if args.selftest:
-                d.rpc("wt_trust_all")
+            run.prepare(broken=args.selftest)
             run.all(groups, beside)
             held = run.left()
-            rows = rows_of(run, groups)
+            figures, rows = run.figures(groups)
         finally:
             run.actor.close()
         if not d.alive:
             raise EngineError(f"D has ended\n{d.log_tail()}")
         if args.scheduling == "ahead" and "ahead: 2 steps in flight" not in d.log_text():
             raise EngineError("D was to schedule a step while another one runs, and never did")
-    return result_of(run, rows, held, args) | {"seconds": round(time.monotonic() - began)}
-
-
-def result_of(run: Run, rows: list[dict[str, Any]], held: dict[str, float], args: argparse.Namespace) -> dict[str, Any]:
     outcome = run.outcome
-    figures = {
-        "handovers": sum(row["handovers"] for row in rows),
-        "planted": sum(row["handovers"] for row in rows if row["planted"] != "nothing"),
-        "failed": sum(row["failed"] for row in rows),
-        "failed_inside_step": sum(row["failed_inside_step"] for row in rows),
-        "others_on_failed_blocks": others_on_failed_blocks(run.d.log_text()),
-        "loaded_inside_step": sum(row["loaded_inside_step"] for row in rows),
-        "loaded_beside": sum(row["loaded_beside"] for row in rows),
-        "answers": outcome.answered.total(),
-        "wrong_tokens": len(outcome.wrong_tokens), "wrong_kv": len(outcome.wrong_kv),
-        "hung": len(outcome.hung), "errors": len(outcome.errors), "p_killed": run.p.killed,
-        "held_at_the_end": round(sum(held.values()), 6), "largest_kv_difference": outcome.largest,
+    figures |= {
+        "answers": outcome.answered.total(), "wrong_tokens": len(outcome.wrong_tokens),
+        "wrong_kv": len(outcome.wrong_kv), "hung": len(outcome.hung), "errors": len(outcome.errors),
+        "p_killed": p.killed, "held_at_the_end": round(sum(held.values()), 6),
+        "largest_kv_difference": outcome.largest,
     }  # fmt: skip
     return {
         "ratios": {}, "figures": figures, "rows": rows, "answered": dict(outcome.answered), "held": held,
         "errors": outcome.errors + outcome.hung + run.actor.errors, "policy": "recompute",
-        "scheduling": args.scheduling, "seed": args.seed, "count": args.count, "share": args.share, "settings": EXTRA,
+        "scheduling": args.scheduling, "seed": args.seed, "count": args.count, "share": args.share, "settings": extra,
+        "seconds": round(time.monotonic() - began),
     }  # fmt: skip
 
 
-def show(result: dict[str, Any]) -> None:
+def parser_of(what: str | None, name: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Of a script that measures a kind of run; ``name``: of its folder."""
+    parser = argparse.ArgumentParser(description=(what or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--count", type=int, help="hand-overs")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plane")
+    parser.add_argument("--share", type=float, default=0.1, help="of hand-overs in which a failure is planted")
+    parser.add_argument("--kills", type=int, help="how often P is killed; by default once for 300 hand-overs")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / name, help="model and logs")
+    parser.set_defaults(scheduling="sync", selftest=False, **defaults)
+    return parser
+
+
+def run_all(args: argparse.Namespace, kind: type[Run]) -> int:
+    """Measure, show and write the result; the exit status."""
+    try:
+        result = measure(args, kind)
+    except EngineError as error:
+        print(f"FAILED  {error}", file=sys.stderr)
+        return 1
     for row in result["rows"]:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     for name, value in (result["figures"] | result["answered"]).items():
         print(f"{name:30}{value:>12.6g}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--count", type=int, default=1000, help="hand-overs")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--share", type=float, default=0.1, help="of hand-overs in which a failure is planted")
-    parser.add_argument("--kills", type=int, help="how often P is killed; by default once for 300 hand-overs")
-    parser.add_argument("--scheduling", choices=("ahead", "sync"), default="ahead", help="of D's steps")
-    parser.add_argument("--selftest", action="store_true", help="break D so that wrong KV is used, which must be seen")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "wrong_tokens", help="model and logs")
-    args = parser.parse_args()
-    if args.selftest:
-        args.count, args.share, args.kills = min(args.count, SELFTEST_COUNT), 0.5, 0
-    try:
-        result = measure(args)
-    except EngineError as error:
-        print(f"FAILED  {error}", file=sys.stderr)
-        return 1
-    show(result)
     report.write(args.json, result)
     bad = unseen(result["rows"]) if args.selftest else [name for name in MUST_BE_0 if result["figures"][name]]
     for what in (*bad, *result["errors"]):
         print(f"FAILED  {what}", file=sys.stderr)
     return int(bool(bad or result["errors"]))
+
+
+def main() -> int:
+    parser = parser_of(__doc__, "wrong_tokens", count=1000, plane="cma")
+    parser.add_argument("--scheduling", choices=("ahead", "sync"), default="ahead", help="of D's steps")
+    parser.add_argument("--selftest", action="store_true", help="break D so that wrong KV is used, which must be seen")
+    args = parser.parse_args()
+    if args.selftest:
+        args.count, args.share, args.kills = min(args.count, SELFTEST_COUNT), 0.5, 0
+    return run_all(args, Run)
 
 
 def unseen(rows: list[dict[str, Any]]) -> list[str]:
