@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / ".typing"))
 
 import binding_table
 import doctor_output
+from settings_table import settings_table
 
 from benchmarks.harness import pages, runs
-from kvferry.connector.config import settings_table
 from kvferry.connector.geometry.dtypes import CONVERTIBLE
 from kvferry.connector.wire.series import series_table
 

@@ -34,6 +34,8 @@ class WorkerOutput(Protocol):
 
 
 _Output = TypeVar("_Output", bound=WorkerOutput)
+_Tally = dict[str, tuple[int, list[int]]]
+"""Of each request that is not complete: how many reports it needs, and the workers that have reported it."""
 
 UNKNOWN_WORKER = -1
 """The worker of a report from a step that failed. No such report counts as a repetition of another one."""
@@ -56,11 +58,6 @@ class ConnectorOutput:
     failed_recving: set[str] = dataclasses.field(default_factory=set)
     expected_finished_count: int = 0
 
-    @classmethod
-    def of(cls, results: StepResults) -> Self:
-        """The report of one worker half."""
-        return cls(results.sent or None, results.received or None, failed_recving=results.failed)
-
     def is_empty(self) -> bool:
         """Whether the report has nothing for the scheduler."""
         return not any(
@@ -76,10 +73,10 @@ class KVOutputAggregator:
     """
 
     def __init__(self, expected_finished_count: int):
-        """Args: expected_finished_count: how many workers report each request."""
+        """``expected_finished_count``: how many workers report each request."""
         self._expected = expected_finished_count
-        self._sending = _Tally()
-        self._recving = _Tally()
+        self._sending: _Tally = {}
+        self._recving: _Tally = {}
         self._failed: set[str] = set()
         self._held: list[tuple[int, Any]] = []
         self._type: type[Any] | None = None
@@ -127,7 +124,7 @@ class KVOutputAggregator:
     def pending(self) -> dict[str, tuple[int, ...]]:
         """The requests that some workers have reported and others have not, each with the workers that have. For the
         message of an engine that gives up waiting. ``UNKNOWN_WORKER`` stands for a worker of a step that failed."""
-        return {**self._sending.reported_by(), **self._recving.reported_by()}
+        return {request: tuple(workers) for request, (_, workers) in (self._sending | self._recving).items()}
 
     def _merge(self, reports: Sequence[tuple[int, Any]], world_size: int, output: WorkerOutput) -> Any:
         sent: set[str] = set()
@@ -139,8 +136,8 @@ class KVOutputAggregator:
             if announced > 0 and announced != self._expected:
                 _log.debug("workers that report a request: %d, was %d", announced, self._expected)
                 self._expected = announced
-            sent |= self._sending.count(worker, report.finished_sending, self._expected, world_size)
-            received |= self._recving.count(worker, report.finished_recving, self._expected, world_size)
+            sent |= _count(self._sending, worker, report.finished_sending, self._expected, world_size)
+            received |= _count(self._recving, worker, report.finished_recving, self._expected, world_size)
             invalid |= getattr(report, "invalid_block_ids", None) or set()
             self._failed |= getattr(report, "failed_recving", None) or set()
             stats = _merged(stats, getattr(report, "kv_connector_stats", None))
@@ -164,38 +161,30 @@ class KVOutputAggregator:
         return self._type(**{name: value for name, value in values.items() if name in known})
 
 
-class _Tally:
-    """The workers that have reported each request, until the request is complete."""
+def _count(tally: _Tally, worker: int, requests: set[str] | None, expected: int, world_size: int) -> set[str]:
+    """Count one worker's report, and return the requests that it completes.
 
-    def __init__(self) -> None:
-        self._pending: dict[str, tuple[int, list[int]]] = {}
-
-    def count(self, worker: int, requests: set[str] | None, expected: int, world_size: int) -> set[str]:
-        """Counts one worker's report, and returns the requests that it completes.
-
-        How many reports a request needs is fixed by its first one. A worker that repeats itself counts once, unless
-        more reports are expected than there are workers.
-        """
-        done: set[str] = set()
-        for request in requests or ():
-            needed, workers = self._pending.setdefault(request, (expected, []))
-            if worker in workers and worker != UNKNOWN_WORKER and needed <= world_size:
-                _log.warning("worker %d reported request %s twice", worker, request)
-                continue
-            workers.append(worker)
-            if len(workers) == needed:
-                done.add(request)
-                del self._pending[request]
-        return done
-
-    def reported_by(self) -> dict[str, tuple[int, ...]]:
-        """The workers that have reported each request that is not complete."""
-        return {request: tuple(workers) for request, (_, workers) in self._pending.items()}
+    How many reports a request needs is fixed by its first one. A worker that repeats itself counts once, unless more
+    reports are expected than there are workers.
+    """
+    done: set[str] = set()
+    for request in requests or ():
+        needed, workers = tally.setdefault(request, (expected, []))
+        if worker in workers and worker != UNKNOWN_WORKER and needed <= world_size:
+            _log.warning("worker %d reported request %s twice", worker, request)
+            continue
+        workers.append(worker)
+        if len(workers) == needed:
+            done.add(request)
+            del tally[request]
+    return done
 
 
 def _as_output(report: Any) -> Any:
     """A worker's report with the fields of ``ConnectorOutput``."""
-    return ConnectorOutput.of(report) if isinstance(report, StepResults) else report
+    if not isinstance(report, StepResults):
+        return report
+    return ConnectorOutput(report.sent or None, report.received or None, failed_recving=report.failed)
 
 
 def _merged(total: Any, new: Any, mixed: bool = False) -> Any:

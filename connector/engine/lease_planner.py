@@ -9,15 +9,13 @@ blocks of all chunks before.
 from __future__ import annotations
 
 import enum
-import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from kvferry.connector.engine.engine_facts import EngineFacts
 from kvferry.connector.engine.params import (
     TRANSFER_ID,
     RemotePrompt,
@@ -27,7 +25,7 @@ from kvferry.connector.engine.params import (
     usable_name,
     wants_prefill,
 )
-from kvferry.connector.engine.plan_builder import StepPlanBuilder, covers, first_held, used_blocks
+from kvferry.connector.engine.planning import EngineFacts, covers, first_held, logger, used_blocks
 from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.wire.step_plan import (
@@ -38,10 +36,9 @@ from kvferry.connector.wire.step_plan import (
     PrefillChunk,
     PrefillStop,
     QueuedPrompt,
+    RankAddress,
     pack_ids,
 )
-
-logger = logging.getLogger("vllm.kvferry.scheduler")
 
 PAUSE_SECONDS = 1.0
 """How long a paused engine holds its leases. vLLM does not end a pause, nor reset caches in it, while one is held; and
@@ -90,39 +87,38 @@ class _Prompt:
     """It has tokens that were computed before a reset of the caches."""
 
 
-class LeasePlanner:
-    """The requests that are handed over from here, and their leases. ``us``: this engine as D sees it, once its ranks
-    are known."""
+@dataclass(eq=False)
+class LeasePlanner(EngineFacts):
+    """The requests that are handed over from here, and their leases."""
 
-    def __init__(self, engine: EngineFacts, plan: StepPlanBuilder, may_stream: Callable[[str], bool]) -> None:
-        """
-        Args:
-            engine: whose prompts these are.
-            plan: where the leases go.
-            may_stream: whether the tokens of a request stand once they are computed.
-        """
-        self._engine, self._plan, self._may_stream = engine, plan, may_stream
-        self._tables = tuple(engine.tables)
-        self._whole = all(table.whole for table in self._tables)
-        self._has_states = any(table.kind == "state" for table in self._tables)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._has_states = any(table.kind == "state" for table in self.tables)
         self._prompts: dict[str, _Prompt] = {}
         self._new: list[str] = []  # since the last step
-        self.us: PeerEngine | None = None
-        self.held = HeldBlocks(engine.clock)
-        """The leases that some rank holds."""
+        self._us: PeerEngine | None = None  # this engine as D sees it
+        self._held = HeldBlocks(self.clock)  # the leases that some rank holds
         self._draining = False
         self._paused_at: float | None = None
 
+    @property
+    def ranks(self) -> tuple[RankAddress, ...]:
+        """The addresses at which this engine's ranks listen; empty before ``set_ranks``."""
+        return () if self._us is None else self._us.ranks
+
+    def set_ranks(self, ranks: Iterable[RankAddress]) -> None:
+        """Take the addresses at which this engine's ranks listen."""
+        ordered = tuple(sorted(ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank)))
+        shardings = tuple(sorted({table.sharding for table in self.tables}))
+        seconds = self.settings.lease_seconds
+        self._us = PeerEngine(self.engine_id, self.tp_size, self.pp_size, seconds, ordered, self.host_id, shardings)
+
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def new_request(self, request: RequestView) -> None:
-        """Follow the request until its end, where it is to be handed over."""
-        if self._engine.produces and wants_prefill(request.params):
-            self._add(_Prompt(request))
-
-    def _add(self, prompt: _Prompt) -> None:
-        self._prompts[prompt.view.request_id] = prompt
-        self._new.append(prompt.view.request_id)
+    def _add_prompt(self, view: RequestView, computed_in: int = 0, stale: bool = False) -> None:
+        """Follow a request that is to be handed over until its end."""
+        self._prompts[view.request_id] = _Prompt(view, computed_in=computed_in, stale=stale)
+        self._new.append(view.request_id)
 
     def num_tokens_for_d(self, request: RequestView) -> int:
         """How many of a new request's last prompt tokens P must not compute, because D computes them.
@@ -131,21 +127,21 @@ class LeasePlanner:
         outside the window of the *next* token: where a block ends there, D lacks it to compute the last prompt token.
         """
         prompt = request.num_prompt_tokens
-        hands_over = self._engine.produces and wants_prefill(request.params)
+        hands_over = self.produces and wants_prefill(request.params)
         if not hands_over or request.whole_prompt or request.rejected:
             return 0
-        count = max(self._engine.lookahead, 1 if self._has_states else 0)
-        for table in self._tables:
+        count = max(self.lookahead, 1 if self._has_states else 0)
+        for table in self.tables:
             if table.first_needed(prompt) // table.block_size != table.first_needed(prompt - 1) // table.block_size:
                 count = max(count, 1)
         return count if count < prompt else 0
 
-    def request_finished(
+    def _end_prompt(
         self, request: RequestView, block_ids: Sequence[Sequence[int]], *, completed: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; its blocks are still its own. As ``SchedulerHalf.request_finished``."""
+        """As ``SchedulerHalf.request_finished``."""
         prompt = self._prompts.pop(request.request_id, None)
-        if self._engine.produces and completed and wants_prefill(request.params):
+        if self.produces and completed and wants_prefill(request.params):
             stale = prompt is not None and prompt.stale
             why = STALE if stale else self._cannot_lease(request, block_ids)
             if why is None:
@@ -163,7 +159,7 @@ class LeasePlanner:
             return "this engine hands nothing over any more, it is being drained"
         if self._pause_lasts:
             return "this engine is paused"
-        if self.us is None:
+        if self._us is None:
             return "the workers' addresses are unknown"
         if request.prompt_token_ids is None:
             return "its prompt is given as embeddings"
@@ -171,7 +167,7 @@ class LeasePlanner:
             return f"{computed} of its {tokens} prompt tokens are computed"
         if self._has_states and computed > tokens:
             return f"its state is that after {computed} tokens, its prompt has {tokens}"
-        if any(not covers(table, ids, tokens) for table, ids in zip(self._tables, block_ids, strict=True)):
+        if any(not covers(table, ids, tokens) for table, ids in zip(self.tables, block_ids, strict=True)):
             return f"its blocks do not cover its {tokens} prompt tokens"
         return None
 
@@ -186,9 +182,9 @@ class LeasePlanner:
         if prompt.phase is PromptPhase.WAITING:  # the engine has not told of its steps
             prompt.view = view
             self._begin(prompt, offers=True)
-        tables = list(zip(self._tables, block_ids, strict=True))
+        tables = list(zip(self.tables, block_ids, strict=True))
         packed = tuple(pack_ids(used_blocks(table, ids, view.num_prompt_tokens)) for table, ids in tables)
-        self.held.add(view.request_id, sum(map(len, packed)) // ID_BYTES)
+        self._held.begin(view.request_id, sum(map(len, packed)) // ID_BYTES)
         kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
         params, encoded = self._params(view, prompt, kept)
         prompt.phase = PromptPhase.ENDED
@@ -222,55 +218,70 @@ class LeasePlanner:
     # --- drain, pause, reset ------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Give no more leases."""
+        """Give no more leases. The leases that are held are served until they end; ``leases_held`` counts them. For an
+        engine that is about to end: D prefills what would have been handed over. ``stop_draining`` gives leases again.
+        """
         if not self._draining:
-            logger.info("kvferry: no more prompts are handed over from here; %d lease(s) are served", len(self.held))
+            logger.info("kvferry: no more prompts are handed over from here; %d lease(s) are served", len(self._held))
         self._draining = True
 
     def stop_draining(self) -> None:
         """Give leases again."""
         self._draining = False
 
-    def reset(self) -> bool:
+    @property
+    def leases_held(self) -> int:
+        """The number of leases that have not ended on all ranks. With ``drain`` it falls to 0, at the latest when
+        ``lease_cap_seconds`` have passed."""
+        return len(self._held)
+
+    def leases_ended(self, request_ids: Iterable[str]) -> None:
+        """All ranks have reported the end of these requests' leases."""
+        self._held.end(request_ids)
+
+    def _reset_prompts(self) -> bool:
         """The engine's caches were reset: prompts of which tokens are computed are given up, and wait to be begun anew,
-        under another token. As ``SchedulerHalf.reset_caches``. Returns whether no lease is held."""
+        under another token. Returns whether no lease is held."""
         for prompt in list(self._prompts.values()):
             prompt.stale |= prompt.computed_in > 0
             if prompt.phase in _BEGUN:
                 self._give_up(prompt)
-                self._add(_Prompt(prompt.view, computed_in=prompt.computed_in, stale=prompt.stale))
+                self._add_prompt(prompt.view, prompt.computed_in, prompt.stale)
                 self._plan.urgent = True
         self._end_leases()
-        return not self.held
+        return not self._held
 
     def _end_leases(self) -> None:
-        if self.held:
-            self._plan.ends_leases = True
+        self._plan.ends_leases |= bool(self._held)
 
     @property
     def _pause_lasts(self) -> bool:
-        return self._paused_at is not None and self._engine.clock() >= self._paused_at + PAUSE_SECONDS
+        return self._paused_at is not None and self.clock() >= self._paused_at + PAUSE_SECONDS
 
     # --- every step ---------------------------------------------------------------------------------------------
 
-    def computed_any(self, step: int) -> bool:
-        """Whether this step was the last one that computed tokens of a request that is to be handed over."""
-        return bool(self._prompts) and any(prompt.computed_in == step for prompt in self._prompts.values())
-
     @property
     def prefills(self) -> Set[str]:
-        """The requests whose prompts are handed over from here."""
+        """The requests whose prompts are handed over from here, once they are computed."""
         return self._prompts.keys()
 
-    def plan_step(self, scheduled: Iterable[ScheduledTokens], preempted: Iterable[str], *, alone: bool) -> None:
-        """Add to the plan what the next step does with these prompts. As ``SchedulerHalf.take_plan``. ``alone``: the
-        step computes tokens of one request only."""
-        if not (self._prompts or self._new or self.held):
+    def _plan_prompts(
+        self,
+        scheduled: Iterable[ScheduledTokens],
+        preempted: Iterable[str],
+        may_stream: Callable[[str], bool],
+        *,
+        alone: bool,
+    ) -> None:
+        """Add to the plan what the next step does with these prompts. As ``SchedulerHalf.take_plan``. ``may_stream``:
+        whether the tokens of a request stand once they are computed. ``alone``: the step computes tokens of one request
+        only."""
+        if not (self._prompts or self._new or self._held):
             return
-        if not self._engine.is_paused():
+        if not self.is_paused():
             self._paused_at = None
         elif self._paused_at is None:
-            self._paused_at = self._engine.clock()
+            self._paused_at = self.clock()
         elif self._pause_lasts:
             self._end_leases()
         for request_id in preempted:
@@ -280,7 +291,7 @@ class LeasePlanner:
             prompt = self._prompts.get(tokens.request_id)
             if prompt is not None:
                 prompt.stale &= not tokens.all_blocks
-                self._scheduled(prompt, tokens, alone)
+                self._scheduled(prompt, tokens, may_stream(tokens.request_id), alone)
         new, self._new = self._new, []
         for prompt in [self._prompts[request_id] for request_id in new if request_id in self._prompts]:
             if prompt.phase is PromptPhase.WAITING and not prompt.queued and self._may_lease(prompt):
@@ -289,25 +300,19 @@ class LeasePlanner:
                 names = prompt_names(view.request_id, view.params, token)
                 self._plan.parts.queued.append(QueuedPrompt(view.request_id, token, names))
 
-    def step_planned(self, step: int, computed: Collection[str]) -> None:
-        """The step with this number computes tokens of the requests ``computed``."""
-        for request_id in self._prompts.keys() & computed if self._prompts else ():
-            self._prompts[request_id].computed_in = step
-
     def _may_lease(self, prompt: _Prompt) -> bool:
         return not (self._draining or self._pause_lasts or prompt.stale)
 
-    def _scheduled(self, prompt: _Prompt, tokens: ScheduledTokens, alone: bool) -> None:
+    def _scheduled(self, prompt: _Prompt, tokens: ScheduledTokens, may_stream: bool, alone: bool) -> None:
         # Of the tokens that a request finds in the prefix cache, others of this step may compute some.
         ready = tokens.start if alone or not (tokens.all_blocks or not prompt.blocks) else 0
         if prompt.phase is PromptPhase.WAITING:
-            streams = self._whole and self._may_stream(tokens.request_id)
-            self._begin(prompt, tokens, offers=self._may_lease(prompt), streams=streams)
+            self._begin(prompt, tokens, offers=self._may_lease(prompt), streams=self._whole and may_stream)
             if not prompt.params:
                 self._give_up(prompt)
         elif tokens.all_blocks:
             self._take_blocks(prompt)  # where the engine has not said so
-            if prompt.streams and not self._may_stream(tokens.request_id):
+            if prompt.streams and not may_stream:
                 self._give_up(prompt)
         elif tokens.start < prompt.reached:  # the engine has found that computed tokens are not valid
             self._give_up(prompt)
@@ -321,9 +326,9 @@ class LeasePlanner:
     def _new_blocks(self, prompt: _Prompt, tokens: ScheduledTokens) -> tuple[bytes, ...]:
         """The blocks that the ranks do not know, without those behind the prompt."""
         if tokens.all_blocks or not prompt.blocks:
-            prompt.blocks = [0] * len(self._tables)
+            prompt.blocks = [0] * len(self.tables)
         packed = []
-        for place, (table, ids) in enumerate(zip(self._tables, tokens.block_ids, strict=True)):
+        for place, (table, ids) in enumerate(zip(self.tables, tokens.block_ids, strict=True)):
             needed = -(-prompt.view.num_prompt_tokens // table.block_size)
             new = list(ids[: max(0, needed - prompt.blocks[place])])
             prompt.blocks[place] += len(new)
@@ -336,7 +341,7 @@ class LeasePlanner:
         """Tell the ranks of a prompt. ``tokens``: what its first step computes; ``None`` where that is not known.
         Without ``offers`` the prompt is not handed over, and all that matters are its names."""
         view = prompt.view
-        if offers and view.prompt_token_ids is not None and self.us is not None:
+        if offers and view.prompt_token_ids is not None and self._us is not None:
             prompt.digest = prompt_digest(view.prompt_token_ids, view.extra)
             prompt.params = self._params(view, prompt)[1]
         prompt.phase, prompt.streams = PromptPhase.COMPUTING, streams and bool(prompt.params)
@@ -356,8 +361,8 @@ class LeasePlanner:
 
     def _params(self, view: RequestView, prompt: _Prompt, kept: tuple[_Kept, ...] = ()) -> tuple[dict[str, Any], bytes]:
         """The ``kv_transfer_params`` of a prompt, as they are and in MessagePack. ``kept``: as in ``RemotePrompt``."""
-        assert self.us is not None
-        remote_prompt = RemotePrompt(prompt.token, view.num_prompt_tokens, prompt.digest, self.us, kept, view.adapter)
+        assert self._us is not None
+        remote_prompt = RemotePrompt(prompt.token, view.num_prompt_tokens, prompt.digest, self._us, kept, view.adapter)
         params = to_transfer_params(remote_prompt)
         if transfer_id := usable_name((view.params or {}).get(TRANSFER_ID)):
             params[TRANSFER_ID] = transfer_id
@@ -376,39 +381,31 @@ class LeasePlanner:
         prompt.phase = PromptPhase.ENDED
 
 
-class HeldBlocks:
-    """The leases of an engine that have not ended on all ranks, by request id, each with its number of blocks, and for
-    how long they hold them.
+class HeldBlocks(dict[str, int]):
+    """The leases of an engine that have not ended on all ranks: by request id, its number of blocks; and for how long
+    they hold them. ``blocks``: of all leases.
 
     Blocks of all block tables count: a block that two leases hold, as prompts with one prefix do, counts twice.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """``clock``: seconds, never going back."""
-        self._clock = clock
-        self._leases: dict[str, int] = {}
-        self._since = clock()
+        super().__init__()
+        self._clock, self._since = clock, clock()
         self._block_seconds = 0.0  # until ``_since``, since the last ``take_block_ms``
         self.blocks = 0
-        """Of all leases."""
 
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._leases
-
-    def add(self, request_id: str, blocks: int) -> None:
+    def begin(self, request_id: str, blocks: int) -> None:
         """A lease begins."""
         self._pass_time()
-        self.blocks += blocks - self._leases.get(request_id, 0)
-        self._leases[request_id] = blocks
+        self.blocks += blocks - self.get(request_id, 0)
+        self[request_id] = blocks
 
-    def remove(self, request_ids: Iterable[str]) -> None:
+    def end(self, request_ids: Iterable[str]) -> None:
         """These leases have ended. Those that are unknown do not count."""
         self._pass_time()
         for request_id in request_ids:
-            self.blocks -= self._leases.pop(request_id, 0)
+            self.blocks -= self.pop(request_id, 0)
 
     def take_block_ms(self) -> int:
         """The sum over the blocks of the whole milliseconds for which they were held since the last call; what is left

@@ -7,7 +7,6 @@ a load beside the steps, vLLM sees the end at the launch of a step, and schedule
 from __future__ import annotations
 
 import enum
-import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,9 +15,8 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvferry.connector.engine import params
-from kvferry.connector.engine.engine_facts import EngineFacts
 from kvferry.connector.engine.params import RemotePrompt
-from kvferry.connector.engine.plan_builder import StepPlanBuilder, first_held, used_blocks
+from kvferry.connector.engine.planning import EngineFacts, first_held, logger, used_blocks
 from kvferry.connector.geometry.engine_types import RequestView
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
 from kvferry.connector.wire.states import Moves, Phases
@@ -36,9 +34,6 @@ from kvferry.connector.wire.step_plan import (
 )
 from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate, TransferEstimates
 from kvferry.transport.errors import ProtocolError, quoted
-from kvferry.transport.wake import RateLimitedLog
-
-logger = logging.getLogger("vllm.kvferry.scheduler")
 
 _CHILD = re.compile(r"^\d+_.")
 """From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …; its scheduler sees neither
@@ -92,6 +87,8 @@ class RequestEvent(enum.Enum):
 
 
 _R, _E = RequestPhase, RequestEvent
+ACTIVE = (_R.AWAITED, _R.OFFERED, _R.LOADING)
+"""The request waits for P or for its load."""
 MOVES: Moves[RequestPhase] = {
     _R.NEW: {
         _E.NOTHING: _R.LOCAL, _E.REFUSED: _R.LOCAL, _E.OFFERED: _R.OFFERED, _E.AWAITED: _R.AWAITED, _E.ENDED: _R.ENDED,
@@ -143,73 +140,67 @@ class EngineRequest:
     traceparent: str = ""
 
 
-class LoadPlanner:
+@dataclass(eq=False)
+class LoadPlanner(EngineFacts):
     """The requests of the engine, and their loads."""
 
-    def __init__(self, engine: EngineFacts, plan: StepPlanBuilder) -> None:
-        """``plan``: where the parts of the step plans go."""
-        self._engine, self._plan = engine, plan
-        self._tables = tuple(engine.tables)
-        self._whole = all(table.whole for table in self._tables)
-        inside = engine.step_loads and engine.consumes and engine.steps
-        self.rule = StepLoadRule(engine.settings.step_hold_seconds if inside else 0.0)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inside = self.step_loads and self.consumes and self.steps
+        self.step_load_rule = StepLoadRule(self.settings.step_hold_seconds if inside else 0.0)
         """Which loads go inside a step."""
-        self._timeout = engine.settings.handover_timeout_seconds
-        self._estimates = TransferEstimates(engine.tp_size)
+        self._timeout = self.settings.handover_timeout_seconds
+        self._estimates = TransferEstimates(self.tp_size)
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
         self._phases: Counter[RequestPhase] = Counter()  # how many requests are in each phase but the first and last
-        self._log = RateLimitedLog(logger)
 
     # --- whether P holds the prompt -----------------------------------------------------------------------------
 
-    def __contains__(self, request_id: str) -> bool:
-        """Whether this is a request of the engine."""
-        return request_id in self._requests
-
-    def new_request(self, request: RequestView) -> None:
-        """Check whether P holds this request's KV. If so, its lease is renewed from now on."""
-        now = self._engine.clock()
+    def _new_load(self, request: RequestView) -> None:
+        """Check whether P holds a new request's KV. If so, its lease is renewed from now on."""
+        now = self.clock()
         entry = EngineRequest(request.request_id, Phases(MOVES, RequestPhase.NEW, now), traceparent=request.traceparent)
         self._requests[request.request_id] = entry
+        if not self.consumes:
+            self._advance(entry, RequestEvent.NOTHING)
+            return
         try:
-            wanted = params.lookup_of(request.request_id, request.params) if self._engine.consumes else None
+            wanted = params.lookup_of(request.request_id, request.params)
             if wanted is not None:
                 wanted = replace(wanted, traceparent=request.traceparent)
                 end = now + MAX_PATIENCE * self._timeout
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout, end)
                 self._plan.parts.lookups.append(wanted)
                 self._advance(entry, RequestEvent.AWAITED)
-                return
-            sizes = self._engine.max_sizes
-            remote_prompt = params.from_transfer_params(request.params, sizes) if self._engine.consumes else None
-            if remote_prompt is None:
-                self._advance(entry, RequestEvent.NOTHING)
-            else:
+            elif remote_prompt := params.from_transfer_params(request.params, self.max_sizes):
                 self._offer(entry, request, remote_prompt)
+            else:
+                self._advance(entry, RequestEvent.NOTHING)
         except ProtocolError as error:
             self._refuse(entry, error)
 
     def _offer(self, entry: EngineRequest, request: RequestView, remote_prompt: RemotePrompt) -> None:
         """Keep the leases of a request's prompt, if D can use it. Raises ProtocolError: it cannot. Such a lease may be
         another request's, so D neither keeps nor releases it, unless only the adapter is another one."""
-        engine = self._engine
-        params.check_reachable(remote_prompt.peer, engine.host_id)
+        params.check_reachable(remote_prompt.peer, self.host_id)
         # The prompt of a rejected request is a placeholder. Where P's token came with it, the lease is its own.
         if not request.rejected or entry.awaited is not None:
             params.check_prompt(request, remote_prompt)
-        usable, left_out = params.alternatives(request.params, remote_prompt, engine.max_sizes, engine.host_id)
+        usable, left_out = params.alternatives(request.params, remote_prompt, self.max_sizes, self.host_id)
         for why in left_out:
             self._log.warning("alternative", "kvferry: %s has one P less to load from: %s", request.request_id, why)
         siblings = _CHILD.match(request.request_id) is not None
         entry.remote_prompt = remote_prompt
         entry.leases = (RemoteLease(remote_prompt.token, remote_prompt.peer), *usable)
-        keeps = [KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in entry.leases]
-        self._plan.parts.keeps += keeps
+        self._plan.parts.keeps += [
+            KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in entry.leases
+        ]
         self._advance(entry, RequestEvent.OFFERED)
         params.check_adapter(request, remote_prompt)  # the lease is this request's, and is released
 
     def lookups_answered(self, results: Mapping[str, LookupResult]) -> None:
-        """As ``SchedulerHalf.lookups_answered``."""
+        """P has answered where its lease was known by name only, or has said that its engine has the prompt, or cannot
+        be asked. ``results``: by request, as the first rank's worker half has returned them."""
         for request_id, result in results.items():
             entry = self._requests.get(request_id)
             awaited = None if entry is None else entry.awaited
@@ -217,13 +208,13 @@ class LoadPlanner:
                 continue  # the ranks know that the answer is not needed, and release the lease
             if result.known:
                 awaited.known = True
-                awaited.deadline = min(self._engine.clock() + self._timeout, awaited.end)
+                awaited.deadline = min(self.clock() + self._timeout, awaited.end)
                 continue
             try:
                 if result.error:
                     raise ProtocolError(result.error)
                 awaited.result = result
-                self._offer(entry, awaited.request, params.prompt_of_answer(result.params, self._engine.max_sizes))
+                self._offer(entry, awaited.request, params.prompt_of_answer(result.params, self.max_sizes))
                 if awaited.request.whole_prompt:  # the engine computes it, and does not ask again
                     self._advance(entry, RequestEvent.DECLINED)
             except ProtocolError as error:
@@ -234,7 +225,7 @@ class LoadPlanner:
         if entry.life.phase is not RequestPhase.AWAITED or entry.awaited is None:
             return False
         wanted, deadline = entry.awaited.wanted, entry.awaited.deadline
-        if self._engine.clock() < deadline:
+        if self.clock() < deadline:
             return True
         name = quoted(wanted.name)
         if deadline == entry.awaited.end:
@@ -247,7 +238,7 @@ class LoadPlanner:
         self._refuse(entry, ProtocolError(text))
         return False
 
-    def loads_itself(self, request_id: str) -> bool:
+    def _loads_itself(self, request_id: str) -> bool:
         """Whether tokens of a request come from a load, or may."""
         entry = self._requests.get(request_id)
         return entry is not None and (entry.remote_prompt is not None or entry.awaited is not None)
@@ -256,7 +247,7 @@ class LoadPlanner:
 
     def _advance(self, entry: EngineRequest, event: RequestEvent) -> None:
         """Every lease that is kept is released once, or is part of the load. A question to P is answered or left."""
-        before, parts = entry.life.step(event, self._engine.clock()), self._plan.parts
+        before, parts = entry.life.step(event, self.clock()), self._plan.parts
         after = entry.life.phase
         self._phases[before] -= 1
         self._phases[after] += 1
@@ -272,28 +263,17 @@ class LoadPlanner:
         self._advance(entry, RequestEvent.REFUSED)
         logger.warning("kvferry: %s prefills locally: %s; the request: %s", entry.request_id, why, entry.life.story())
 
-    def reset(self) -> bool:
+    def _reset_loads(self) -> bool:
         """D's caches were reset: what P has computed before is not loaded. Loads that run are cancelled; they are
         reported as any other. Returns whether none runs."""
-        phases = RequestPhase.AWAITED, RequestPhase.OFFERED, RequestPhase.LOADING
-        for entry in [each for each in self._requests.values() if each.life.phase in phases]:
+        for entry in [each for each in self._requests.values() if each.life.phase in ACTIVE]:
             self._plan.urgent = True
             self._refuse(entry, ProtocolError("this engine's caches were reset"))
-        return not self.num_in(RequestPhase.LOADING)
-
-    @property
-    def active(self) -> bool:
-        """Whether a request waits for P or for its load."""
-        phases = self._phases
-        return bool(phases[RequestPhase.AWAITED] or phases[RequestPhase.OFFERED] or phases[RequestPhase.LOADING])
-
-    def num_in(self, phase: RequestPhase) -> int:
-        """How many requests are in one of the phases from AWAITED to SETTLED."""
-        return self._phases[phase]
+        return not self._phases[RequestPhase.LOADING]
 
     # --- the engine schedules a request -------------------------------------------------------------------------
 
-    def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int | None, bool]:
+    def _matched_tokens(self, request: RequestView, num_local: int) -> tuple[int | None, bool]:
         """As ``SchedulerHalf.num_new_matched_tokens``, of a request of the engine."""
         entry = self._requests[request.request_id]
         if self._awaits(entry):
@@ -302,12 +282,12 @@ class LoadPlanner:
         if entry.life.phase is not RequestPhase.OFFERED or remote_prompt is None:
             return 0, False
         prompt = request.num_prompt_tokens
-        stop = min(remote_prompt.num_tokens, prompt - max(self._engine.lookahead, 0 if self._whole else 1))
+        stop = min(remote_prompt.num_tokens, prompt - max(self.lookahead, 0 if self._whole else 1))
         entry.start, entry.in_step = num_local, False
         if min(stop, prompt - 1) <= num_local or request.whole_prompt:
             return 0, False
         try:
-            params.check_kept(self._tables, remote_prompt, num_local, stop)
+            params.check_kept(self.tables, remote_prompt, num_local, stop)
         except ProtocolError as error:
             self._refuse(entry, error)
             return 0, False
@@ -319,14 +299,14 @@ class LoadPlanner:
 
     def _in_step(self, peer: PeerEngine, tokens: int) -> bool:
         """Whether a load of ``tokens`` may go inside the step that is being scheduled."""
-        steps = self._engine.steps
+        steps = self.steps
         if not self._whole or steps is None:
             return False  # vLLM copies a state to where the step works on it before the connector sees the step
-        now = self._engine.clock()
+        now = self.clock()
         seconds = self._estimates.seconds(peer.engine_id, tokens, now)
         # Copies that must wait for the steps in flight gain nothing from the time that these take.
         left = 0.0 if steps.unknown_freed else steps.seconds_left(now)
-        return self.rule.fits(seconds, left, others=self._engine.shares_steps or len(self._requests) > 1)
+        return self.step_load_rule.fits(seconds, left, others=self.shares_steps or len(self._requests) > 1)
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
@@ -338,7 +318,7 @@ class LoadPlanner:
             return
         load = self._load(entry, entry.remote_prompt, block_ids, num_external)
         if load.now:
-            self.rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self._engine.clock()))
+            self.step_load_rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self.clock()))
         self._plan.parts.loads.append(load)
         self._advance(entry, RequestEvent.INSIDE if load.now else RequestEvent.BESIDE)
 
@@ -346,8 +326,8 @@ class LoadPlanner:
         self, entry: EngineRequest, remote_prompt: RemotePrompt, block_ids: Sequence[Sequence[int]], num_external: int
     ) -> Load:
         start, stop = entry.start, entry.start + num_external
-        steps = self._engine.steps
-        tables = list(zip(self._tables, block_ids, strict=True))
+        steps = self.steps
+        tables = list(zip(self.tables, block_ids, strict=True))
         result = LookupResult() if entry.awaited is None else entry.awaited.result
         written = (block_id for table, ids in tables for block_id in ids[start // table.block_size :])
         return Load(
@@ -368,26 +348,27 @@ class LoadPlanner:
         )
 
     def loads_finished(
-        self, request_ids: Iterable[str], estimates: Mapping[EstimateKey, TransferEstimate] | None
+        self, request_ids: Iterable[str], estimates: Mapping[EstimateKey, TransferEstimate] | None = None
     ) -> None:
-        """As ``SchedulerHalf.loads_finished``."""
+        """The workers have reported these loads, whether they failed or not. ``estimates``: how long loads took that
+        the ranks measured, also loads inside a step."""
         if estimates:
-            self._estimates.observe(estimates, self._engine.clock())
+            self._estimates.observe(estimates, self.clock())
         for request_id in request_ids:
             entry = self._requests.get(request_id)
             if entry is not None:
                 self._advance(entry, RequestEvent.REPORTED)
 
-    def request_finished(self, request_id: str) -> None:
+    def _end_load(self, request_id: str) -> None:
         """A request ended. A load that has not begun never does, and a lease that is not needed is released."""
         entry = self._requests.pop(request_id, None)
         if entry is not None:
             self._advance(entry, RequestEvent.ENDED)
 
-    def step_planned(self, plan: StepPlan, preempted: Collection[str]) -> StepPlan:
+    def _loads_planned(self, plan: StepPlan, preempted: Collection[str]) -> StepPlan:
         """The step of ``plan`` was scheduled. Returns its plan. ``preempted``: as ``SchedulerHalf.take_plan``."""
-        self.rule.next_step()
-        if (steps := self._engine.steps) is not None:
+        self.step_load_rule.next_step()
+        if (steps := self.steps) is not None:
             if preempted:
                 # The engine may have preempted a request before it gave blocks to the loads, and says so only now.
                 steps.freed(None)

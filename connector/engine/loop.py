@@ -89,11 +89,9 @@ class Results:
             self.listeners = [listener for listener in self.listeners if not listener.final]
 
     def freed(self, request_id: str) -> None:
-        """Nothing reads the leased blocks of a request any more."""
         self._add(self.leases, request_id)
 
     def looked_up(self, request_id: str, result: LookupResult) -> None:
-        """P has told its lease to a request, or that its engine has the prompt; or the request must prefill."""
         self._add(self.lookups, (request_id, result))
 
     def _add(self, results: deque[T], result: T) -> None:
@@ -122,13 +120,10 @@ class Results:
 
 
 class TransferThread:
-    """One rank's transfer thread.
-
-    Any thread may call ``post``. ``results``: what the engine takes.
-    """
+    """One rank's transfer thread. ``results``: what the engine takes. ``clock``: the time of this thread's deadlines,
+    by default the time that it has run."""
 
     def __init__(self, rank_context: RankContext, listener: Listener, clock: RunningClock | None = None) -> None:
-        """``clock``: the time of this thread's deadlines, by default the time that it has run."""
         self.rank_context = rank_context
         self._log = rank_context.log
         self._listener = listener
@@ -225,10 +220,6 @@ class TransferThread:
         if self._producer.answers_wait:
             self.wake()
 
-    def end_yield(self) -> None:
-        """End the wait that ``StepLoadListener.yield_to_engine`` was given. Any thread may call this."""
-        self.waker.wake()
-
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -275,9 +266,8 @@ class TransferThread:
         self._next_look = min(self._next_look, now + BUSY_SECONDS) if calls_no_poller else self._next_tick
         if self._time.late:
             self.rank_context.stats.total("thread_delay_us", round(self._time.late * 1e6))
-            late = f"{self._time.late:.1f}"
-            text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
-            self._log.warning("held up", "%s", text)
+            text = "kvferry: the transfer thread was held up for %.1f s; is the host overloaded, or paused?"
+            self._log.warning("held up", text, self._time.late)
         return busy
 
     @property
@@ -330,8 +320,8 @@ class TransferThread:
             return plane.progress()
         except Exception as error:
             self.rank_context.stats.failed("internal")
-            text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
-            self._log.warning(f"plane {plane.name}", "%s", text)
+            text = "kvferry: unexpected error in data plane %s: %r"
+            self._log.warning(f"plane {plane.name}", text, plane.name, error)
             time.sleep(TICK_SECONDS)  # the error may occur in every turn
             return False
 
@@ -436,6 +426,7 @@ class PostedPlans:
     the transfer thread only.
 
     ``computing``: the leases of plans that have been run, until the device has filled their blocks.
+    ``yield_to_engine``: leaves the interpreter to the engine's thread, whose step computes with loads.
     """
 
     def __init__(
@@ -446,7 +437,6 @@ class PostedPlans:
         results: Results,
         yield_to_engine: Callable[[StepLoadListener], None],
     ) -> None:
-        """``yield_to_engine``: leaves the interpreter to the engine's thread, whose step computes with loads."""
         self._rank_context = rank_context
         self._log = rank_context.log
         self._producer, self._consumer = producer, consumer
@@ -477,8 +467,8 @@ class PostedPlans:
             for keep in plan.keeps:
                 if lookups.open:
                     lookups.taken(keep.request_id, now)
-                begin = partial(leases.keep, keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
-                self._try(keep, begin)
+                renew = partial(leases.keep, keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
+                self._try(keep, renew)
             if plan.left or plan.lookups:
                 self._each(plan.left, lookups.leave, now)
                 self._each(plan.lookups, lookups.begin, now)
@@ -486,11 +476,8 @@ class PostedPlans:
             alone = len(ready) == 1 and not self.posted
             for load in ready:
                 order = listener.layer_order if listener is not None and load.now else ()
-                self._try(
-                    load,
-                    partial(loads.begin, load, now, alone=alone, layer_order=order),
-                    partial(loads.fail, load, now),
-                )
+                begin = partial(loads.begin, load, now, alone=alone, layer_order=order)
+                self._try(load, begin, partial(loads.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
             for release in plan.releases:

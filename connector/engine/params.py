@@ -224,8 +224,7 @@ def from_transfer_params(
         raise ProtocolError(
             f"kv_transfer_params names {len(named)} ranks, expected {wire.pp_size} x {wire.tp_size} (pp x tp)"
         )
-    strange = [name for name in named if name[0] >= wire.pp_size or name[1] >= wire.tp_size]
-    if strange:
+    if strange := [name for name in named if name[0] >= wire.pp_size or name[1] >= wire.tp_size]:
         pp, tp = min(strange)
         raise ProtocolError(
             f"kv_transfer_params names a rank pp{pp} tp{tp}, expected below pp{wire.pp_size} and tp{wire.tp_size}"
@@ -233,11 +232,10 @@ def from_transfer_params(
     if any(wire.tp_size % sharding.size for sharding in wire.shardings):
         sizes = ", ".join(str(sharding.size) for sharding in wire.shardings)
         raise ProtocolError(f"kv_transfer_params says that {sizes} of {wire.tp_size} ranks share tokens out in turn")
-    peer = PeerEngine(
-        wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id, wire.shardings
-    )
-    kept = tuple(wire.kept)
-    return RemotePrompt(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer, kept, wire.adapter)
+    sizes = wire.tp_size, wire.pp_size
+    peer = PeerEngine(wire.engine_id, *sizes, wire.lease_seconds, ranks, wire.host_id, wire.shardings)
+    token = bytes.fromhex(wire.token)
+    return RemotePrompt(token, wire.num_tokens, wire.prompt, peer, tuple(wire.kept), wire.adapter)
 
 
 def lookup_of(request_id: str, params: Mapping[str, Any] | None) -> PromptLookup | None:
@@ -377,9 +375,8 @@ def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
         raise ProtocolError(f"P prefilled {remote_prompt.num_tokens} prompt tokens, this request has {ours}")
     if request.prompt_token_ids is None:
         raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from P's")
-    prefilled = request.prompt_token_ids
-    if remote_prompt.num_tokens < ours:
-        prefilled = prefilled[: remote_prompt.num_tokens]
+    ids = request.prompt_token_ids
+    prefilled = ids if remote_prompt.num_tokens == ours else ids[: remote_prompt.num_tokens]
     if prompt_digest(prefilled, request.extra) != remote_prompt.prompt:
         raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
 
@@ -404,9 +401,8 @@ def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_lo
         )
     for kind, window, kept in remote_prompt.kept:
         ours = [table for table in tables if (table.kind, table.window) == (kind, window)]
-        first = min(
-            (max(num_local, t.first_needed(stop) // t.block_size * t.block_size) for t in ours), default=num_local
-        )
+        needed = (max(num_local, t.first_needed(stop) // t.block_size * t.block_size) for t in ours)
+        first = min(needed, default=num_local)
         if kept > first:
             raise ProtocolError(
                 f"P kept the window of {window} tokens from token {kept} on, our blocks begin at {first}"

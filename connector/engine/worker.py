@@ -30,13 +30,7 @@ from kvferry.connector.step_loads.step_hold import StepHold
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
 from kvferry.connector.wire.metrics import Figures, rank_stats
-from kvferry.connector.wire.step_plan import (
-    LookupResult,
-    RankAddress,
-    StepPlan,
-    StepResults,
-    by_region,
-)
+from kvferry.connector.wire.step_plan import LookupResult, RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import TransportError
@@ -92,7 +86,6 @@ class WorkerHalf:
         self._registered: _Registered | None = None
         self._asleep = False
         self._transfer_thread: TransferThread | None = None
-        self._rank_context: RankContext | None = None
         self._address: RankAddress | None = None
         self._consumer = bytes(16)
         self._ledger = LoadLedger()
@@ -151,24 +144,17 @@ class WorkerHalf:
             rank_context.stats, rank_context.tracer = self.stats, self._tracer
             self.stats.new_life()
             rank_context.planes, rank_context.missing_planes = make_planes(settings, caches)
-            self._transfer_thread = TransferThread(rank_context, listener)
+            thread = self._transfer_thread = TransferThread(rank_context, listener)
             undo.pop_all()
-        self._rank_context = rank_context
         self._address = RankAddress(
-            info.pp_rank,
-            info.tp_rank,
-            settings.advertised_host,
-            listener.port,
-            rank_context.incarnation,
+            info.pp_rank, info.tp_rank, settings.advertised_host, listener.port, rank_context.incarnation,
             keys.fingerprint,
-        )
-        thread = self._transfer_thread
+        )  # fmt: skip
         self.prefills = PrefillEvents(caches.copies, caches.geometry, thread.step_advanced, thread.step_over)
-        self._transfer_thread.start()
+        thread.start()
         logger.info(
             "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, key %s, data planes %s%s",
-            info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint,
-            keys.fingerprint,
+            info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint, keys.fingerprint,
             ", ".join(plane.name for plane in rank_context.planes),
             "".join(f"; no {name}: {why}" for name, why in rank_context.missing_planes.items())
             + "".join(f"; only as D over {p.name}: {p.cannot_serve}" for p in rank_context.planes if p.cannot_serve),
@@ -223,12 +209,12 @@ class WorkerHalf:
 
     @property
     def rank_context(self) -> RankContext | None:
-        return self._rank_context
+        return None if self._transfer_thread is None else self._transfer_thread.rank_context
 
     @property
     def _copies(self) -> Copies:
-        assert self._rank_context is not None, "caches are registered before the first step"
-        return self._rank_context.caches.copies
+        assert self._transfer_thread is not None, "caches are registered before the first step"
+        return self._transfer_thread.rank_context.caches.copies
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -253,18 +239,18 @@ class WorkerHalf:
             self._copies.idle, self.step_hold.outcome = plan.idle, None
             thread.step_posted()
             return
-        ours = by_region(plan, self._tables)
-        inside = tuple([load for load in ours.loads if load.now])
-        hold = self.step_hold
-        hold.outcome = None
-        outcome = hold.post(inside, lambda: thread.alive, thread.end_yield) if inside else None
+        ours, hold = by_region(plan, self._tables), self.step_hold
+        inside = [load for load in ours.loads if load.now]
+        hold.outcome = outcome = None
+        if inside:
+            wake, order = thread.waker.wake, hold.layer_order
+            hold.outcome = outcome = StepOutcome(inside, lambda: thread.alive, wake, layer_order=order)
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         if (plan.lookups or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(left.request_id for left in plan.left)
             self._awaited.update(wanted.request_id for wanted in plan.lookups if wanted.ended is None)
-        copies = self._copies
-        copies.idle = plan.idle
-        event = self._record_event(copies, plan)
+        self._copies.idle = plan.idle
+        event = self._record_event(plan)
         computed = [self._computed(lease.step) for lease in plan.leases]
         step = self.prefills.begin_step(ours) if ours.chunks or self.prefills.busy else None
         thread.post(ours, event, computed, outcome, step)
@@ -277,13 +263,13 @@ class WorkerHalf:
         if self.prefills is not None:
             self.prefills.take_back(plan)
 
-    def _record_event(self, copies: Copies, plan: StepPlan) -> DeviceEvent | None:
+    def _record_event(self, plan: StepPlan) -> DeviceEvent | None:
         """The work that the device was given before this step, where a load of the plan waits for it, or a lease of
         this plan or of a later one. With steps in flight a lease comes two steps after its prompt was computed. By an
         event of its own plan it would wait for the step between too, so the event is recorded before that step."""
         if not (plan.after_prefill or plan.leases or any([load.behind for load in plan.loads])):
             return None
-        event = copies.record_event()
+        event = self._copies.record_event()
         if event is not None:
             self._events.append((plan.step, event))
         return event

@@ -1,6 +1,6 @@
 """How a step is held back for the loads that it computes with. Used by the engine's thread alone.
 
-``post``, then ``begin`` before the forward and ``finish_forward`` after it.
+``outcome`` is set, then ``begin`` comes before the forward and ``finish_forward`` after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from kvferry.connector.pages.copies import Copies
 from kvferry.connector.step_loads.layer_waits import LayerWaits
 from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.wire.metrics import HandoverStats
-from kvferry.connector.wire.step_plan import Load
 from kvferry.transport.channels import Copy
 from kvferry.transport.wake import RunningClock
 
@@ -30,15 +29,10 @@ given up then is computed by the engine itself. Where it would fail its request 
 
 
 class StepHold:
-    """The waits of one rank's steps. ``patience``: how many seconds a step is held back at most."""
+    """The waits of one rank's steps. ``patience``: how many seconds a step is held back at most, ``more_patience`` of
+    them beside ``PATIENCE_SECONDS``. ``cancel``: called with the requests whose loads a step gives up."""
 
     def __init__(self, stats: HandoverStats, more_patience: float, cancel: Callable[[tuple[str, ...]], None]) -> None:
-        """
-        Args:
-            stats: of this rank.
-            more_patience: seconds beside ``PATIENCE_SECONDS``.
-            cancel: called with the requests whose loads a step gives up.
-        """
         self._stats, self._cancel = stats, cancel
         self.patience = PATIENCE_SECONDS + more_patience
         self.outcome: StepOutcome | None = None
@@ -48,13 +42,6 @@ class StepHold:
         self.layer_order: tuple[str, ...] = ()
         """The layers for which the last forward with loads has waited, in order."""
         self._waited = 0.0  # seconds that the step under way has waited for its loads
-
-    def post(self, inside: tuple[Load, ...], alive: Callable[[], bool], end_yield: Callable[[], None]) -> StepOutcome:
-        """A step begins that computes with the loads ``inside``. Returns their outcome, which takes the reports of the
-        transfer thread: ``alive`` says whether it runs, ``end_yield`` gives it the interpreter no longer."""
-        outcome = StepOutcome(inside, alive, end_yield, layer_order=self.layer_order)
-        self.outcome = outcome
-        return outcome
 
     def wait_begun(self) -> None:
         """Wait up to ``BEGIN_SECONDS`` until the copies are under way with which the step computes. While this thread

@@ -116,9 +116,7 @@ class StepOutcome:
     # --- the transfer thread ------------------------------------------------------------------------------------
 
     def begun(self, load: Load, stands: Check | None = None, copies: Sequence[Copy] = ()) -> None:
-        """All copies of a load are under way. A load of another step is ignored. ``stands``: whether the copies have
-        ended without an error, under a lease that stands; without it only ``ended`` tells. ``copies``: those that have
-        not ended."""
+        """As ``StepLoadListener.begun``."""
         with self._changed:
             for ours in self._loads:
                 if ours.load is load:

@@ -8,13 +8,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from tests.support.engines import ROOT, ServerGroup, python_path
-from tests.support.served import Pair, PatientServerGroup, eventually, no_block_held
+from tests.support.served import Pair, PatientServerGroup, eventually, no_block_held, started_pair
+from tests.support.server import Server
 from tests.support.tiny_model import ModelSpec, build_model
 
 TELLING = re.compile(r"kvferry: |WARNING|ERROR|Traceback")
@@ -52,12 +54,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with PatientServerGroup(tmp_path_factory.mktemp("logs")) as group:
-        prefill, decode = (group.engine(name, model) for name in ("prefill", "decode"))
-        group.wait_ready()
-        pair = Pair(group, prefill, decode)
+    with started_pair(tmp_path_factory.mktemp("logs"), model) as pair:
         pair.check([7] * 40)  # the first hand-over pays for the handshake
         yield pair
+
+
+class SharedEngines:
+    """One engine for all tests of a module, and others beside it, which end after their test."""
+
+    def __init__(self, group: ServerGroup, model: Path, one: Server, **options: Any) -> None:
+        """``options``: of all engines."""
+        self.group, self.model, self.one, self._options = group, model, one, options
+
+    def beside(self, *names: str, **options: Any) -> list[Server]:
+        """Engines that have started, all with these options."""
+        engines = [self.group.engine(name, self.model, **(self._options | options)) for name in names]
+        self.group.wait_ready(servers=engines)
+        return engines
+
+    @contextmanager
+    def of_a_test(self) -> Iterator[Self]:
+        """Afterwards all engines are alive, and the others end."""
+        yield self
+        for server in self.group.servers[:]:
+            assert server.alive, server.log_tail()
+            eventually(server.healthy, f"{server.name} answers on /health")
+            if server is not self.one:
+                self.group.stop(server)
 
 
 @pytest.fixture

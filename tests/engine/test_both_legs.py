@@ -14,7 +14,6 @@ import pytest
 from tests.support.served import (
     Count,
     Pair,
-    PatientServerGroup,
     complete,
     count,
     counted,
@@ -23,6 +22,7 @@ from tests.support.served import (
     prefill_leg,
     prompt,
     records,
+    started_pair,
     tokens_of,
     usage,
 )
@@ -33,15 +33,12 @@ SEEDS = itertools.count(9000)
 """Of prompts that no prefix cache has."""
 
 
-@pytest.fixture(scope="module", params=["tcp"])
-def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """P computes its prompts in chunks of 256 tokens."""
-    extra, chunked = {"plane": request.param}, ["--max-num-batched-tokens", "256"]
-    with PatientServerGroup(tmp_path_factory.mktemp("logs")) as group:
-        prefill = group.engine("prefill", model, extra=extra, arguments=chunked)
-        decode = group.engine("decode", model, extra=extra)
-        group.wait_ready()
-        yield Pair(group, prefill, decode)
+    chunked = {"arguments": ["--max-num-batched-tokens", "256"]}
+    with started_pair(tmp_path_factory.mktemp("logs"), model, of_p=chunked, extra={"plane": "tcp"}) as pair:
+        yield pair
 
 
 def identity_of(pair: Pair) -> dict[str, Any]:

@@ -9,11 +9,10 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -52,7 +51,18 @@ class Load:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
 
-    def client(self, seed: int) -> None:
+    def __enter__(self) -> Self:
+        self._pool = ThreadPoolExecutor(CLIENTS)
+        self._clients = [self._pool.submit(self._client, seed) for seed in range(CLIENTS)]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopping.set()
+        self._pool.shutdown()
+        for done in self._clients:
+            done.result()
+
+    def _client(self, seed: int) -> None:
         rng = random.Random(seed)
         while not self._stopping.is_set():
             failure = self._ask(rng.randrange(len(PROMPTS)), rng.random() < 0.5)
@@ -78,22 +88,6 @@ class Load:
         wanted = self.answered + requests
         eventually(lambda: self.answered >= wanted or self.failed, f"{requests} more requests are answered")
         assert not self.failed, self.failed
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-
-@contextmanager
-def load(expected: Sequence[list[int]], router: Server) -> Iterator[Load]:
-    running = Load(expected, router)
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [pool.submit(running.client, seed) for seed in range(CLIENTS)]
-        try:
-            yield running
-        finally:
-            running.stop()
-    for done in clients:
-        done.result()
 
 
 class Fleet:
@@ -144,7 +138,7 @@ def test_a_rolling_restart_of_all_p_and_all_d_loses_no_request(group, model, tmp
     group.wait_ready()
     expected = [tokens_of(complete(d1, ids, max_tokens=NEW_TOKENS))[0] for ids in PROMPTS]
     fleet = Fleet(group, tmp_path / "token", (p1, p2), (d1, d2))
-    with load(expected, fleet.router) as running:
+    with Load(expected, fleet.router) as running:
         running.more(20)
         for p, d in ((p1, d1), (p2, d2)):
             fleet.drain(p, d)

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engines import ServerGroup, free_port
+from tests.engine.conftest import SharedEngines
+from tests.support.engines import free_port, transfer_config
 from tests.support.served import (
     PATIENT,
-    PER_HEAD,
     PatientServerGroup,
+    at_once,
     complete,
     corrupted,
     count,
     counted,
     differ,
-    eventually,
     loaded_prompt,
     no_block_held,
     prefill_leg,
@@ -43,78 +41,60 @@ FEW_BLOCKS = 12
 """Of 32 tokens each, one of which vLLM keeps to itself: three of the requests below need more in the end."""
 
 
-@dataclass
-class SharedEngines:
-    """One plain engine for all tests of this module; others beside it on demand, ended after the test."""
-
-    group: ServerGroup
-    model: Path
-    plain: Server
-
-    def beside(self, name: str, *arguments: str, **kwargs: Any) -> Server:
-        engine = start(self.group, self.model, name, *arguments, **kwargs)
-        ready(self.group, engine)
-        return engine
-
-
-def start(group: ServerGroup, model: Path, name: str, *arguments: str, **kwargs: Any) -> Server:
-    return group.engine(name, model, **{**PER_HEAD, "arguments": [*PER_HEAD["arguments"], *arguments]}, **kwargs)
-
-
-def ready(group: ServerGroup, *engines: Server) -> None:
-    group.wait_ready(servers=engines)
-    for engine in engines:
-        engine.rpc("kv_watch")
-
-
 @pytest.fixture(scope="module")
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
     with PatientServerGroup(tmp_path_factory.mktemp("forms")) as group:
-        plain = start(group, model, "plain", "--max-num-batched-tokens", str(CHUNK), "--scheduling-policy", "priority")
-        ready(group, plain)
-        yield SharedEngines(group, model, plain)
+        chunked = arguments("--max-num-batched-tokens", str(CHUNK), "--scheduling-policy", "priority")
+        plain = group.engine("plain", model, kv_bytes=False, arguments=chunked)
+        group.wait_ready()
+        plain.rpc("kv_watch")
+        yield SharedEngines(group, model, plain, kv_bytes=False)
 
 
 @pytest.fixture
 def shared(running: SharedEngines) -> Iterator[SharedEngines]:
-    yield running
-    for engine in running.group.servers[:]:
-        assert engine.alive, engine.log_tail()
-        eventually(engine.healthy, f"{engine.name} answers on /health")
-        if engine is not running.plain:
-            running.group.stop(engine)
+    with running.of_a_test():
+        yield running
 
 
-def test_two_ranks_and_one(shared: SharedEngines) -> None:
-    two = shared.beside("tp2", "--tensor-parallel-size", "2", "--max-num-batched-tokens", str(CHUNK))
-    for p, d in ((two, shared.plain), (shared.plain, two)):
+def arguments(*more: str) -> list[str]:
+    """Of an engine whose KV is digested per head: for comparisons between different numbers of ranks."""
+    return ["--worker-extension-cls", "tests.support.kv_heads.KVHeads", *more]
+
+
+def beside(shared: SharedEngines, name: str, *more: str, **options: Any) -> Server:
+    (engine,) = shared.beside(name, arguments=arguments(*more), **options)
+    engine.rpc("kv_watch")
+    return engine
+
+
+# vLLM's CPU engine of two stages ends at its first forward when it is started with --enforce-eager.
+TWO = {
+    "ranks": (["--tensor-parallel-size", "2"], [f".attn#{head}" for head in (0, HEADS // 2)]),
+    "stages": (["--pipeline-parallel-size", "2", "--no-enforce-eager"], [f"layers.{n}." for n in (0, LAYERS // 2)]),
+}
+"""Arguments, and in which place of each rank a flipped bit is seen."""
+
+
+@pytest.mark.parametrize("form", TWO)
+def test_two_and_one(shared: SharedEngines, form: str) -> None:
+    plain, (more, places) = shared.one, TWO[form]
+    two = beside(shared, form, *more, "--max-num-batched-tokens", str(CHUNK))
+    for p, d in ((two, plain), (plain, two)):
         for tokens in (20, 64, 2 * CHUNK + 33):
-            loaded_prompt(p, d, prompt(tokens, tokens + (p is two)))
-    for rank, head in ((0, 0), (1, HEADS // 2)):
-        said = corrupted(shared.plain, two, prompt(40, 900 + rank), "1", str(rank))
-        assert f"differ in 1 of {LAYERS * HEADS} layers" in said and said.endswith(f".attn#{head}"), said
-
-
-def test_two_stages_and_one(shared: SharedEngines) -> None:
-    """vLLM's CPU engine of two stages ends at its first forward when it is started with --enforce-eager."""
-    two = shared.beside(
-        "pp2", "--pipeline-parallel-size", "2", "--no-enforce-eager", "--max-num-batched-tokens", str(CHUNK)
-    )
-    for p, d in ((two, shared.plain), (shared.plain, two)):
-        for tokens in (20, 64, 2 * CHUNK + 33):
-            ids = prompt(tokens, tokens + 2 + (p is two))
+            ids = prompt(tokens, tokens + len(form) + (p is two))
             alone = tokens_of(complete(d, ids, cache_salt="alone"))
-            assert [loaded_prompt(p, d, ids)] == alone
-    for stage in range(2):
-        said = corrupted(shared.plain, two, prompt(40, 900 + stage), "1", str(stage))
-        assert f"differ in 1 of {LAYERS * HEADS} layers" in said and f"layers.{stage * LAYERS // 2}." in said, said
+            assert [loaded_prompt(p, d, ids)] == alone or form == "ranks", "sums of two ranks are rounded otherwise"
+    for rank, place in enumerate(places):
+        said = corrupted(plain, two, prompt(40, 900 + rank), "1", str(rank))
+        assert f"differ in 1 of {LAYERS * HEADS} layers" in said and place in said, said
 
 
 def test_drafts_priorities_and_too_few_blocks(shared: SharedEngines) -> None:
     """vLLM's n-gram drafts, and more requests than blocks: some are preempted, on D after their prompt was loaded."""
-    plain = shared.plain
-    busy = shared.beside(
-        "busy", "--speculative-config", json.dumps(DRAFTS), "--num-gpu-blocks-override", str(FEW_BLOCKS),
+    plain = shared.one
+    busy = beside(
+        shared, "busy", "--speculative-config", json.dumps(DRAFTS), "--num-gpu-blocks-override", str(FEW_BLOCKS),
         "--max-model-len", "320", "--max-num-batched-tokens", "320", "--scheduling-policy", "priority",
     )  # fmt: skip
     prompts = [prompt(60 + n, 50 + n) for n in range(6)]
@@ -134,21 +114,14 @@ def at_the_same_time(
     p: Server, d: Server, prompts: list[list[int]], alone: list[Any], *, salt: str, prefilled: int
 ) -> None:
     """Hand over all prompts together: all bytes and tokens are right. ``prefilled``: tokens that P generates."""
-    records(p), records(d)
-    before = count(d)
 
-    def through(number: int) -> Any:
-        ids = prompts[number]
-        common: dict[str, Any] = {"priority": number % 3, "cache_salt": salt}
+    def through(ids: list[int]) -> Any:
+        common: dict[str, Any] = {"priority": prompts.index(ids) % 3, "cache_salt": salt}
         params = prefill_leg(p, ids, max_tokens=prefilled, **common)
         return complete(d, ids, max_tokens=60, kv_transfer_params=params, **common)
 
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(through, range(len(prompts))))
+    answers, _ = at_once(p, d, prompts, through)
     assert [tokens_of(answer) for answer in answers] == alone
-    counted(d, before, sum(map(len, prompts)), requests=len(prompts))
-    mine, theirs = records(d), records(p)
-    assert [differ(mine, theirs, ids) for ids in prompts] == [None] * len(prompts)
     no_block_held(p, d)
 
 
@@ -158,40 +131,28 @@ def preemptions(server: Server) -> float:
 
 def test_beside_another_connector(shared: SharedEngines, tmp_path: Path) -> None:
     """The second child of MultiConnector, after vLLM's store of prompts in files."""
-    children = [
-        {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-        },
-        {
-            "kv_connector": "KVFerryConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": PATIENT,
-        },
-    ]
-    plain = shared.plain
-    multi = shared.beside("multi", connector="MultiConnector", extra={"connectors": children})
+    ours, store = (transfer_config("KVFerryConnector", PATIENT), transfer_config("ExampleConnector"))
+    store["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
+    plain = shared.one
+    multi = beside(shared, "multi", connector="MultiConnector", extra={"connectors": [store, ours]})
     for p, d in ((multi, plain), (plain, multi)):
         for tokens in (20, 300):
             ids = prompt(tokens, tokens + 4 + (p is multi))
             assert [loaded_prompt(p, d, ids)] == tokens_of(complete(d, ids, cache_salt="alone"))
     # This prompt is stored by now, and the store is asked first: P is released, at once.
-    before, lines = count(multi), len(plain.log.read_text(errors="replace"))
+    before, lines = count(multi), len(plain.log_text())
     answer = complete(multi, ids, kv_transfer_params=prefill_leg(plain, ids), cache_salt="again")
     assert tokens_of(answer) == tokens_of(complete(plain, ids))
     no_block_held(plain)
     assert count(multi).by_plane == before.by_plane
-    assert "lease of" not in plain.log.read_text(errors="replace")[lines:]
+    assert "lease of" not in plain.log_text()[lines:]
 
 
 def test_two_replicas_of_an_engine(shared: SharedEngines, tmp_path: Path) -> None:
     """Two data-parallel ranks behind one HTTP server: P or D each by itself, with ports in a row."""
-    plain, port = shared.plain, free_port()
-    both = shared.beside(
-        "dp2", "--data-parallel-size", "2", "--api-server-count", "1", extra={"side_channel_port": port}
-    )
+    plain, port = shared.one, free_port()
+    replicas = "--data-parallel-size", "2", "--api-server-count", "1"
+    both = beside(shared, "dp2", *replicas, extra={"side_channel_port": port})
     engine_ids = set()
     for replica in range(2):
         for tokens in (20, 300):

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import ServerGroup
-from tests.support.families import FAMILIES, WINDOW
+from tests.support.families import FAMILIES, WINDOW, Family
 from tests.support.kv_bytes import prompt_digest
-from tests.support.served import Pair, complete, differ, prompt, records, tokens_of
+from tests.support.served import Pair, complete, differ, prompt, records, started_pair, tokens_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -23,15 +22,16 @@ computed, a token too early for a D that computes the last one again. The last i
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family(group: ServerGroup, tmp_path: Path, name: str) -> None:
+def test_family(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     model = family.build(tmp_path / "model")
-    prefill, decode = (
-        group.engine(side, model, dtype=family.dtype, block_size=BLOCK, arguments=family.arguments)
-        for side in ("prefill", "decode")
-    )
-    group.wait_ready()
-    pair = Pair(group, prefill, decode)
+    options = {"dtype": family.dtype, "block_size": BLOCK, "arguments": family.arguments}
+    with started_pair(tmp_path / "logs", model, **options) as pair:
+        of_a_family(pair, family)
+
+
+def of_a_family(pair: Pair, family: Family) -> None:
+    prefill, decode = pair.prefill, pair.decode
     watched = decode.rpc("kv_watch")[0]
     assert (len(watched["layers"]), len(watched["states"])) == (family.layers, family.states)
     for tokens in LENGTHS:

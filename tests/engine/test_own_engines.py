@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.engine.conftest import SharedEngines
 from tests.support.engines import ServerGroup
 from tests.support.served import (
     Pair,
@@ -22,32 +22,30 @@ from tests.support.served import (
     records,
     tokens_of,
 )
-from tests.support.server import EngineError, Server
+from tests.support.server import EngineError
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
-@dataclass
-class SharedEngines:
-    """One P for all tests of this module, with every plane on offer."""
-
-    group: ServerGroup
-    prefill: Server
-
-
 @pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+    """A P with every plane on offer."""
     with PatientServerGroup(tmp_path_factory.mktemp("own")) as group:
         prefill = group.engine("prefill", model)
         group.wait_ready()
-        yield SharedEngines(group, prefill)
+        yield SharedEngines(group, model, prefill)
 
 
-def test_p_is_killed_and_restarted(shared: SharedEngines, model: Path) -> None:
+@pytest.fixture
+def shared(running: SharedEngines) -> Iterator[SharedEngines]:
+    with running.of_a_test():
+        yield running
+
+
+def test_p_is_killed_and_restarted(shared: SharedEngines) -> None:
     """D recomputes what P can no longer give, serves alone while P is away, and then loads from the new P."""
-    group, prefill = shared.group, shared.prefill
-    decode = group.engine("decode", model)
-    group.wait_ready(servers=[decode])
+    group, prefill = shared.group, shared.one
+    (decode,) = shared.beside("decode")
     pair = Pair(group, prefill, decode)
     pair.check(prompt(200, 1))
 
@@ -63,91 +61,68 @@ def test_p_is_killed_and_restarted(shared: SharedEngines, model: Path) -> None:
     no_block_held(decode)
 
     group.stop(prefill)
-    pair.prefill = shared.prefill = group.engine("prefill-again", model, port=prefill.port)
-    group.wait_ready(servers=[pair.prefill])
+    (shared.one,) = shared.beside("prefill-again", port=prefill.port)
+    pair.prefill = shared.one
     pair.prefill.rpc("kv_watch")
     late = complete(decode, ids, kv_transfer_params=params, cache_salt="late")
     assert tokens_of(late) == tokens_of(recomputed), "parameters of the P that was: recomputed, not mistaken"
     no_block_held(decode)
     eventually(lambda: complete(pair.router, prompt(40, 4)) and records(pair.prefill), "the router is back")
     pair.check(prompt(350, 5))
-    group.stop(decode)
-    group.stop(pair.router)
 
 
 @pytest.mark.parametrize("plane", ["cma", "shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
-def test_over_every_plane(shared: SharedEngines, model: Path, plane: str) -> None:
-    group, prefill = shared.group, shared.prefill
+def test_over_every_plane(shared: SharedEngines, plane: str) -> None:
     named = plane in ("zmq", "ucx")  # in host memory P offers these only where they are named
-    if named:
-        prefill = group.engine(f"prefill-{plane}", model, extra={"plane": plane})
-    decode = group.engine(f"decode-{plane}", model, extra={"plane": plane})
-    group.wait_ready(servers=[prefill, decode])
-    pair = Pair(group, prefill, decode)
+    names = [f"decode-{plane}", *([f"prefill-{plane}"] if named else [])]
+    decode, prefill = [*shared.beside(*names, extra={"plane": plane}), shared.one][:2]
+    pair = Pair(shared.group, prefill, decode)
     for tokens in (33, 400, 1500):
         pair.check(prompt(tokens, tokens + len(plane)), plane=plane)
-    group.stop(decode)
-    group.stop(pair.router)
-    no_block_held(prefill)
-    eventually(prefill.healthy, "P serves on")
-    if named:
-        group.stop(prefill)
 
 
-def test_a_forward_waits_for_a_long_prompt_layer_by_layer(shared: SharedEngines, model: Path) -> None:
+def test_a_forward_waits_for_a_long_prompt_layer_by_layer(shared: SharedEngines) -> None:
     """In vLLM's own attention layers: D computes with layers that have come before others."""
-    group = shared.group
     extension = ["--worker-extension-cls", "tests.support.kv_portions.KVPortions"]
-    decode = group.engine("by-layer", model, kv_bytes=False, arguments=extension, extra={"step_hold_seconds": 1.0})
-    group.wait_ready(servers=[decode])
+    extra = {"step_hold_seconds": 1.0}
+    (decode,) = shared.beside("by-layer", kv_bytes=False, arguments=extension, extra=extra)
     decode.rpc("kv_portions", str(1 << 20))
-    pair = Pair(group, shared.prefill, decode)
+    pair = Pair(shared.group, shared.one, decode)
     for number in range(4):
         ids = prompt(1501, 900 + number)
         answer = pair.check(ids, plane="cma")
         assert tokens_of(answer) == tokens_of(complete(decode, ids, cache_salt=f"alone-{number}"))
     (seen,) = decode.rpc("kv_portions_seen")
     assert max(seen) == 4, "one for each layer of the model"
-    group.stop(decode)
-    group.stop(pair.router)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_between_blocks_of_32_and_of_64_tokens(shared: SharedEngines, model: Path, dtype: str) -> None:
+def test_between_blocks_of_32_and_of_64_tokens(shared: SharedEngines, dtype: str) -> None:
     """Both directions. vLLM packs a block's tokens in an order of its own: keys transposed, or in tiles for AMX."""
-    group = shared.group
-    small = shared.prefill if dtype == "float32" else group.engine(f"32-{dtype}", model, dtype=dtype)
-    large = group.engine(f"64-{dtype}", model, dtype=dtype, block_size=64)
-    group.wait_ready(servers=[small, large])
+    (large,) = shared.beside(f"64-{dtype}", dtype=dtype, block_size=64)
+    (small,) = [shared.one] if dtype == "float32" else shared.beside(f"32-{dtype}", dtype=dtype)
     for p, d in ((small, large), (large, small)):
-        pair = Pair(group, p, d)
+        pair = Pair(shared.group, p, d)
         for tokens in (2, 33, 64, 70, 500):
             pair.check(prompt(tokens, tokens + (p is large)))
-        group.stop(pair.router)
-    for server in (small, large):
-        if server is not shared.prefill:
-            group.stop(server)
+        shared.group.stop(pair.router)
 
 
 def test_settings_that_cannot_be_end_the_engine_in_one_line(group: ServerGroup, model: Path) -> None:
     engine = group.engine("misspelt", model, extra={"slot_byte": 1 << 20})
     with pytest.raises(EngineError, match="ended with code"):
         group.wait_ready()
-    said = [line for line in engine.log.read_text(errors="replace").splitlines() if "did you mean 'slot_bytes'" in line]
-    assert said
+    assert [line for line in engine.log_text().splitlines() if "did you mean 'slot_bytes'" in line]
 
 
-def test_the_first_forward_of_a_d_may_be_one_token(shared: SharedEngines, model: Path) -> None:
+def test_the_first_forward_of_a_d_may_be_one_token(shared: SharedEngines) -> None:
     """In bfloat16 vLLM's AMX attention then runs before anybody has asked the kernel for AMX (where there is any)."""
-    pair = [shared.group.engine(name, model, dtype="bfloat16", kv_bytes=False) for name in ("bf16-p", "bf16-d")]
+    names = ("bf16-p", "bf16-d")
+    pair = [shared.group.engine(name, shared.model, dtype="bfloat16", kv_bytes=False) for name in names]
     for engine in pair:
         engine.is_engine = False  # no prompt to warm it up
     shared.group.wait_ready(servers=pair)
     prefill, decode = pair
     ids = prompt(200, 5)
-    params = prefill_leg(prefill, ids)
-    answer = complete(decode, ids, kv_transfer_params=params)
-    assert len(tokens_of(answer)) > 0
+    assert len(tokens_of(complete(decode, ids, kv_transfer_params=prefill_leg(prefill, ids)))) > 0
     assert count(decode).external >= len(ids) - 1, "it was loaded, so D computed the last token alone"
-    for engine in pair:
-        shared.group.stop(engine)

@@ -9,17 +9,16 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 
 import pytest
 
-from tests.support.engines import ROOT, ServerGroup, free_port, python_path, transfer_config
+from tests.support.engines import ROOT, free_port, python_path, transfer_config
 from tests.support.served import (
     LONG_SECONDS,
     PATIENT,
-    PatientServerGroup,
+    Pair,
     complete,
     count,
     counted,
@@ -27,6 +26,7 @@ from tests.support.served import (
     no_block_held,
     prompt,
     records,
+    started_pair,
     tokens_of,
 )
 from tests.support.server import EngineError, Server
@@ -38,70 +38,58 @@ AS_NIXL = "kvferry.connector.vllm.as_nixl"
 """D runs under the name that Dynamo knows."""
 
 
-@dataclass
-class Engines:
-    group: ServerGroup
-    prefill: Server
-    decode: Server
-    control_port: int
-    bootstrap_port: int
-
-
 @pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    with PatientServerGroup(tmp_path_factory.mktemp("proxies")) as group:
-        control_port, bootstrap_port = free_port(), free_port()
-        settings = PATIENT | {"side_channel_port": control_port, "bootstrap_port": bootstrap_port}
-        config = transfer_config("KVFerryConnector", settings) | {"engine_id": ENGINE_ID}
-        prefill = group.engine("prefill", model, arguments=["--kv-transfer-config", json.dumps(config)])
-        config = transfer_config("NixlConnector", PATIENT, on_gpu=True) | {"kv_connector_module_path": AS_NIXL}
-        decode = group.engine("decode", model, arguments=["--kv-transfer-config", json.dumps(config)])
-        group.wait_ready()
-        for server in (prefill, decode):
-            server.rpc("kv_watch")
-        yield Engines(group, prefill, decode, control_port, bootstrap_port)
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, int, int]]:
+    """With P's control port and its bootstrap port."""
+    control_port, bootstrap_port = free_port(), free_port()
+    settings = PATIENT | {"side_channel_port": control_port, "bootstrap_port": bootstrap_port}
+    p = transfer_config("KVFerryConnector", settings) | {"engine_id": ENGINE_ID}
+    d = transfer_config("NixlConnector", PATIENT, on_gpu=True) | {"kv_connector_module_path": AS_NIXL}
+    of_p, of_d = ({"arguments": ["--kv-transfer-config", json.dumps(config)]} for config in (p, d))
+    with started_pair(tmp_path_factory.mktemp("proxies"), model, of_p, of_d) as pair:
+        yield pair, control_port, bootstrap_port
 
 
-def toy_proxy(engines: Engines) -> list[str]:
-    p, d = engines.prefill, engines.decode
+def toy_proxy(pair: Pair, control_port: int, bootstrap_port: int) -> list[str]:
+    p, d = pair.prefill, pair.decode
     hosts = ["--prefiller-host", p.host, "--prefiller-port", str(p.port)]
     return ["toy_proxy_server.py", *hosts, "--decoder-host", d.host, "--decoder-port", str(d.port)]
 
 
-def push_proxy(engines: Engines) -> list[str]:
-    p, d = (f"{server.host}:{server.port}" for server in (engines.prefill, engines.decode))
-    where = ["--prefill-kv-host", "127.0.0.1", "--prefill-side-channel-port", str(engines.control_port)]
+def push_proxy(pair: Pair, control_port: int, bootstrap_port: int) -> list[str]:
+    p, d = (f"{server.host}:{server.port}" for server in (pair.prefill, pair.decode))
+    where = ["--prefill-kv-host", "127.0.0.1", "--prefill-side-channel-port", str(control_port)]
     named = ["--prefill-engine-id", ENGINE_ID, *where]
     return ["disagg_proxy_pushconnector_demo.py", "--model", "model", "--prefill", p, "--decode", d, *named]
 
 
-def mooncake_proxy(engines: Engines) -> list[str]:
-    p = ["--prefill", engines.prefill.url, str(engines.bootstrap_port)]
-    return ["mooncake_connector_proxy.py", *p, "--decode", engines.decode.url]
+def mooncake_proxy(pair: Pair, control_port: int, bootstrap_port: int) -> list[str]:
+    p = ["--prefill", pair.prefill.url, str(bootstrap_port)]
+    return ["mooncake_connector_proxy.py", *p, "--decode", pair.decode.url]
 
 
 @pytest.mark.parametrize("proxy", [toy_proxy, push_proxy, mooncake_proxy])
-def test_a_proxy_of_vllm(engines: Engines, proxy: FunctionType) -> None:
+def test_a_proxy_of_vllm(engines: tuple[Pair, int, int], proxy: FunctionType) -> None:
     """All bytes and tokens are those of a plain hand-over, and P's blocks come back."""
-    name, *arguments = proxy(engines)
+    pair, (name, *arguments) = engines[0], proxy(*engines)
     assert (PROXIES / name).exists(), "the proxies are not here: make test-proxies downloads them"
     port = free_port()
     command = [sys.executable, str(PROXIES / name), *arguments, "--port", str(port)]
     environment = {"PYTHONPATH": python_path()}
-    server = engines.group.spawn(proxy.__name__, command, host="127.0.0.1", port=port, environment=environment)
+    server = pair.group.spawn(proxy.__name__, command, host="127.0.0.1", port=port, environment=environment)
     try:
-        answer = first_answer(server, prompt(70, 1))
+        first_answer(server, prompt(70, 1))
         for seed, tokens in enumerate((33, 400, 900)):
             ids = prompt(tokens, 1000 * len(name) + seed)
-            records(engines.prefill), records(engines.decode)
-            before = count(engines.decode)
+            pair.forget()
+            before = count(pair.decode)
             answer = complete(server, ids)
-            assert counted(engines.decode, before, tokens).by_plane
-            assert differ(records(engines.decode), records(engines.prefill), ids) is None
-            assert tokens_of(answer) == tokens_of(complete(engines.decode, ids, cache_salt="alone"))
-        no_block_held(engines.prefill, engines.decode)
+            assert counted(pair.decode, before, tokens).by_plane
+            assert differ(records(pair.decode), records(pair.prefill), ids) is None
+            assert tokens_of(answer) == tokens_of(complete(pair.decode, ids, cache_salt="alone"))
+        no_block_held(pair.prefill, pair.decode)
     finally:
-        engines.group.stop(server)
+        pair.group.stop(server)
 
 
 def first_answer(server: Server, ids: list[int]) -> object:

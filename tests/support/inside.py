@@ -141,7 +141,7 @@ def ident_of(owner: Any) -> int:
 
 def request_phase(half: SchedulerHalf, request_id: str) -> RequestPhase | None:
     """The phase of a request of D's engine; ``None`` for one that has ended."""
-    entry = half._loads._requests.get(request_id)
+    entry = half._requests.get(request_id)
     return None if entry is None else entry.life.phase
 
 

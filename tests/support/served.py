@@ -11,9 +11,9 @@ import random
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,6 @@ PATIENT = {
     "ask_hold_seconds": LONG_SECONDS, "handover_timeout_seconds": 2 * LONG_SECONDS,
 }  # fmt: skip
 """vLLM's workers spin on all cores of a small machine. A transfer thread has been seen to wait 60 seconds for one."""
-PER_HEAD: dict[str, Any] = {
-    "kv_bytes": False,
-    "arguments": ["--worker-extension-cls", "tests.support.kv_heads.KVHeads"],
-}
-"""How to start an engine whose KV is digested per head: for comparisons between different numbers of ranks."""
 
 
 class PatientServerGroup(ServerGroup):
@@ -223,8 +218,8 @@ def corrupted(p: Server, d: Server, ids: Sequence[int], *where: str) -> str:
 def at_once(
     p: Server,
     d: Server,
-    prompts: Sequence[Sequence[int]],
-    ask: Callable[[Sequence[int]], dict[str, Any]],
+    prompts: Sequence[list[int]],
+    ask: Callable[[list[int]], dict[str, Any]],
     ranks: int = 1,
 ) -> tuple[list[dict[str, Any]], Count]:
     """Hand all of them over at the same time: all bytes equal, all tokens counted.
@@ -279,6 +274,18 @@ class Pair:
         assert sum(grown.by_plane.values()) >= 1 and (plane is None or set(grown.by_plane) == {plane})
         no_block_held(self.prefill, self.decode)
         return answer
+
+
+@contextmanager
+def started_pair(
+    logs: Path, model: Path, of_p: Mapping[str, Any] = {}, of_d: Mapping[str, Any] = {}, **of_both: Any
+) -> Iterator[Pair]:
+    """A pair of engines with these options."""
+    with PatientServerGroup(logs) as group:
+        prefill = group.engine("prefill", model, **of_both, **of_p)
+        decode = group.engine("decode", model, **of_both, **of_d)
+        group.wait_ready()
+        yield Pair(group, prefill, decode)
 
 
 def descendants(pid: int) -> list[int]:

@@ -265,20 +265,20 @@ def test_prompts_that_were_in_no_queue_are_not_told() -> None:
 def test_how_many_blocks_leases_hold_and_for_how_long() -> None:
     now = 10.0
     held = HeldBlocks(lambda: now)
-    held.add("a", 5)
+    held.begin("a", 5)
     now = 12.0
-    held.add("b", 9)
-    held.add("b", 10)
+    held.begin("b", 9)
+    held.begin("b", 10)
     assert (len(held), held.blocks, "a" in held) == (2, 15, True), "an id that comes again counts once"
     now = 13.0
     assert held.take_block_ms() == 5 * 2000 + 15 * 1000, "leases that have not ended count, too"
-    held.remove(["a", "unknown"])
+    held.end(["a", "unknown"])
     now = 14.0
-    held.remove(["b"])
-    held.remove(["b"])
+    held.end(["b"])
+    held.end(["b"])
     now = 100.0
     assert (len(held), held.blocks, held.take_block_ms()) == (0, 0, 10 * 1000)
-    held.add("c", 1)
+    held.begin("c", 1)
     total = 0
     for part in range(1, 1001):
         now = 100.0 + part * 0.0005

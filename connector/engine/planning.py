@@ -1,14 +1,21 @@
-"""The next step plan, as it comes together between two steps of the scheduler, and the blocks that go into it."""
+"""What the two planners of the scheduler half share: the engine as they know it, the next step plan, and the blocks
+that go into it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
+from kvferry.connector.config import Settings
 from kvferry.connector.geometry.engine_types import BlockTable
+from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -22,9 +29,56 @@ from kvferry.connector.wire.step_plan import (
     StepPlan,
     UnneededLease,
 )
+from kvferry.transport.wake import RateLimitedLog
+
+logger = logging.getLogger("vllm.kvferry.scheduler")
 
 NULL_BLOCK = 0
 """vLLM puts this number in a block table in place of a block that it freed."""
+
+
+@dataclass(eq=False)
+class EngineFacts:
+    """One engine, and the plan of its next step."""
+
+    settings: Settings
+    engine_id: str
+    """By which its log lines and its peers name it."""
+    tables: Sequence[BlockTable]
+    """The block tables of a request whose contents are handed over."""
+    _: KW_ONLY
+    tp_size: int
+    pp_size: int
+    produces: bool
+    """It hands prompts over, as P."""
+    consumes: bool
+    """It loads prompts, as D."""
+    host_id: str = ""
+    """Names this host; empty where that is unknown."""
+    max_sizes: tuple[int, int] = (MAX_RANKS, MAX_RANKS)
+    """The largest tensor- and pipeline-parallel sizes that an engine of this model can have."""
+    lookahead: int = 0
+    """Prompt tokens at the end that D must compute itself, for the model that drafts."""
+    step_loads: bool = False
+    """The engine copes with loads that end in the step that computes with them, also where they fail."""
+    steps: StepsInFlight | None = None
+    """The engine's steps in flight, to which the caller reports the steps that were processed and the blocks that were
+    freed. ``None`` where it cannot report all: then copies wait for the engine's device, and no load goes inside a
+    step."""
+    shares_steps: bool = False
+    """Other engines' steps wait for this engine's, as with data-parallel ranks."""
+    streams: Callable[[], bool] = lambda: True
+    """Whether no tokens of the engine come from elsewhere, such as another connector, so that all tokens stand that it
+    computes."""
+    is_paused: Callable[[], bool] = lambda: False
+    """Whether the engine begins no new request. Once this has lasted ``PAUSE_SECONDS``, leases end."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, never going back."""
+
+    def __post_init__(self) -> None:
+        self._whole = all(table.whole for table in self.tables)
+        self._plan = StepPlanBuilder(secrets.token_bytes(16))
+        self._log = RateLimitedLog(logger)
 
 
 @dataclass
@@ -45,10 +99,9 @@ class PlanParts:
 
 
 class StepPlanBuilder:
-    """Collects the parts of one step plan after the other."""
+    """Collects the parts of one step plan after the other. ``consumer``: names this life of this engine to P."""
 
     def __init__(self, consumer: bytes) -> None:
-        """``consumer``: names this life of this engine to P."""
         self._consumer = consumer
         self._nothing = {idle: StepPlan(consumer=consumer, idle=idle, nothing=True) for idle in (False, True)}
         self.step = 0
