@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.geometry.portions import portion_of
 from kvferry.connector.pages.copies import Copies
-from kvferry.connector.step_loads.layer_waits import LayerWaits
+from kvferry.connector.step_loads.step_hold import LayerWaits
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.step_plan import Load, PeerEngine
 from kvferry.transport.channels import Copy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.geometry import portions
-from kvferry.connector.step_loads.layer_waits import LayerWaits
+from kvferry.connector.step_loads.step_hold import LayerWaits
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.adapter import KVFerryConnector
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
