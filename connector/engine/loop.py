@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
@@ -136,8 +137,7 @@ class TransferThread:
         self._wake_pending = False  # the waker has fired and is not drained yet
         self._ready_sockets: set[object] | None = None  # readable sockets, planes with events; None: any may have one
         self._unarmed: set[Plane] = set()  # planes that must be armed again before they can wake this thread
-        self._warm = threading.Event()
-        self._cold: Exception | None = None
+        self._warm: Future[None] = Future()  # done once the kernels are compiled
         self._stopping = False
         self._closing = ""
         self._next_tick = self._next_look = 0.0
@@ -156,10 +156,9 @@ class TransferThread:
             GeometryError: kernels do not run on the device of the caches.
         """
         self._thread.start()
-        self._warm.wait()
-        if self._cold is not None:
+        if (error := self._warm.exception()) is not None:
             self.close()
-            raise GeometryError(f"copies on {self.rank_context.caches.device} do not work: {self._cold!r}")
+            raise GeometryError(f"copies on {self.rank_context.caches.device} do not work: {error!r}")
 
     def post(
         self,
@@ -179,7 +178,7 @@ class TransferThread:
         wakes = plan.wakes_thread
         if wakes or plan.chunks:
             self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
-            self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_relax``
+            self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_sleep``
             if not self._stopping:  # a thread that has ended would never restore it
                 self._switch.shorten()
             if wakes:
@@ -226,9 +225,9 @@ class TransferThread:
         keep_time_exactly()
         try:
             self.rank_context.caches.warm_up(checksum=self.rank_context.settings.checksum)
+            self._warm.set_result(None)
         except Exception as error:
-            self._cold = error
-        self._warm.set()
+            self._warm.set_exception(error)
         self._time.turn()  # the time of compilation does not count as a delay
         try:
             self._serve()
@@ -275,13 +274,6 @@ class TransferThread:
         """How long the thread may sleep if nothing happens."""
         live = self._consumer.live or self._producer.live
         return COMPUTING_SECONDS if self._plans.computing else TICK_SECONDS if live else IDLE_SECONDS
-
-    def _relax(self) -> None:
-        """No hand-over is under way here: give the engine's threads their switch interval back. Work that is posted
-        meanwhile keeps it short."""
-        self._switch.restore()
-        if self._work_posted:
-            self._switch.shorten()
 
     def mark_ready(self, what: object) -> None:
         """A socket is readable, or a plane has an event: the next turn serves it."""
@@ -373,9 +365,9 @@ class TransferThread:
                 poll.register(fd, events)
                 planes[fd] = plane
         seconds = self.sleep_seconds
-        if seconds == IDLE_SECONDS and not self._producer.leases.table:
-            self._relax()
-        else:
+        if idle := seconds == IDLE_SECONDS and not self._producer.leases.table:
+            self._switch.restore()  # no hand-over is under way: the engine's threads get their interval back
+        if not idle or self._work_posted:  # also where work was posted meanwhile
             self._switch.shorten()
         seconds = 0.0 if awake else seconds
         self._time.sleeps(seconds)

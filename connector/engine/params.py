@@ -232,8 +232,9 @@ def from_transfer_params(
     if any(wire.tp_size % sharding.size for sharding in wire.shardings):
         sizes = ", ".join(str(sharding.size) for sharding in wire.shardings)
         raise ProtocolError(f"kv_transfer_params says that {sizes} of {wire.tp_size} ranks share tokens out in turn")
-    sizes = wire.tp_size, wire.pp_size
-    peer = PeerEngine(wire.engine_id, *sizes, wire.lease_seconds, ranks, wire.host_id, wire.shardings)
+    peer = PeerEngine(
+        wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id, wire.shardings
+    )
     token = bytes.fromhex(wire.token)
     return RemotePrompt(token, wire.num_tokens, wire.prompt, peer, tuple(wire.kept), wire.adapter)
 

@@ -54,7 +54,7 @@ ELSEWHERE = {
     "ray start": ("tests/examples/test_ray_serve.py", "two_nodes.py"),
     "scp": ("", ""),
     "serve run": ("tests/examples/test_ray_serve.py", "examples.ray_serve.app"),
-    "vllm bench serve": ("tests/engine/test_bench_serve.py", "vllm bench serve"),
+    "vllm bench serve": ("tests/engine/test_pair.py", "vllm bench serve"),
     "vllm serve": ("tests/support/engines.py", '"serve"'),
 }
 """Commands that are only looked at here, by their first words: the file that runs them, and a text in it. No test runs

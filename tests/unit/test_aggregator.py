@@ -139,34 +139,6 @@ def test_one_rank_is_late_one_fails_and_one_repeats_itself(caplog: pytest.LogCap
     assert again.finished_recving == {"r"} and not again.failed_recving
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_request_is_reported_once_whatever_the_order(seed: int) -> None:
-    """Against a table of all reports: random ranks, steps without an output, failures, ranks that repeat themselves."""
-    rng, world = random.Random(seed), random.Random(seed).randint(1, 4)
-    aggregator = KVOutputAggregator(world)
-    due = [(f"r{n}", rank, rng.random() < 0.2) for n in range(30) for rank in range(world)]
-    rng.shuffle(due)
-    seen: dict[str, set[int]] = {}
-    failed = {request for request, _, fails in due if fails}
-    finished: set[str] = set()
-    while due or finished != seen.keys():
-        results = [StepResults() for _ in range(world)]
-        for request, rank, fails in [due.pop() for _ in range(min(len(due), rng.randint(0, 5)))]:
-            results[rank].received.add(request)
-            results[rank].failed |= {request} if fails else set()
-            seen.setdefault(request, set()).add(rank)
-        open_now = sorted(request for request, ranks in seen.items() if 0 < len(ranks) < world)
-        for request in open_now[:1]:
-            results[min(seen[request])].received.add(request)
-        report = step(aggregator, *results)
-        done = report.finished_recving or set()
-        assert not done & finished and all(len(seen[request]) == world for request in done)
-        assert report.failed_recving == done & failed
-        finished |= done
-        assert set(aggregator.pending()) == seen.keys() - finished
-    assert len(finished) == 30
-
-
 def test_reports_of_a_step_that_failed_count_in_the_next_one() -> None:
     """Whose they are is not known: two workers' reports of one request are two. Cache events are dropped."""
     aggregator = KVOutputAggregator(3)
