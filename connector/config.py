@@ -177,11 +177,8 @@ ENVIRONMENT = {
 
 
 def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings from ``kv_connector_extra_config`` and the environment.
-
-    Args:
-        extra: the settings that the user wrote; they take precedence over the environment.
-        environ: the environment, ``os.environ`` where ``None``.
+    """Settings from ``kv_connector_extra_config`` and the environment. ``extra``: what the user wrote; it takes
+    precedence over the environment, which is ``os.environ`` where ``None``.
 
     Raises:
         ConfigError: an unknown name (with the nearest known one), a wrong type or range, or settings that
@@ -201,9 +198,8 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
         if text := environ.get(variable, "").strip():
             values[field] = _from_text(field, text)
             origin[field] = variable
-    for name, value in extra.items():
-        values[name] = value
-        origin[name] = f"kv_connector_extra_config[{name!r}]"
+    values |= extra
+    origin |= {name: f"kv_connector_extra_config[{name!r}]" for name in extra}
     for name, value in values.items():  # one by one, so that the message can name the setting
         try:
             msgspec.convert({name: value}, Settings)

@@ -87,14 +87,10 @@ class KVOutputAggregator:
         return cls(connector.get_finished_count() or world_size)
 
     def aggregate(self, outputs: Sequence[_Output | None], output_rank: int = 0) -> _Output | None:
-        """The output of worker ``output_rank`` with the ``kv_connector_output`` of all workers merged into it.
+        """The output of worker ``output_rank``, changed in place: the ``kv_connector_output`` of all workers is merged
+        into it. ``None`` where that worker has no output; the reports of the others are then kept for the next step.
 
-        Args:
-            outputs: one per worker, always in the same order; ``None`` for a worker without an output in this step.
-            output_rank: the worker whose output is returned. The output is changed in place.
-
-        Returns:
-            ``None`` where that worker has no output. The reports of the others are then kept for the next step.
+        ``outputs``: one per worker, always in the same order; ``None`` for a worker without an output in this step.
         """
         reports = [(worker, output.kv_connector_output) for worker, output in enumerate(outputs) if output is not None]
         reports = self._held + [(worker, _as_output(report)) for worker, report in reports if report is not None]
@@ -110,10 +106,8 @@ class KVOutputAggregator:
         """Keep the reports of a step in which a worker failed for the next ``aggregate``: what has ended has ended.
 
         The cache events of these reports are dropped, as vLLM 0.33 does: without the events of the workers that failed
-        they would speak for too few workers, and an event that is missing costs a cache hit only.
-
-        Args:
-            kv_connector_outputs: the reports, of any workers, in any order; ``None`` for a worker without one.
+        they would speak for too few workers, and an event that is missing costs a cache hit only. The reports are of
+        any workers, in any order; ``None`` for a worker without one.
         """
         for report in kv_connector_outputs:
             if report is not None:
@@ -188,10 +182,8 @@ def _as_output(report: Any) -> Any:
 
 
 def _merged(total: Any, new: Any, mixed: bool = False) -> Any:
-    """Two containers of a connector merged into one. The first may be changed and returned.
-
-    ``mixed``: the container itself can merge with a container of another type.
-    """
+    """Two containers of a connector merged into one. The first may be changed and returned. ``mixed``: the container
+    itself can merge with a container of another type."""
     if total is None:
         return new
     if not new:
@@ -231,12 +223,9 @@ def yield_req_data(scheduler_output: Any) -> Iterator[tuple[str, BlockGroups | N
     its blocks. Of a request that runs on they are the blocks that this step added, or ``None``. This is the meaning of
     vLLM 0.33; before, the third value was false for new requests too.
 
-    Args:
-        scheduler_output: with ``scheduled_new_reqs`` (``req_id``, ``block_ids``) and ``scheduled_cached_reqs``
-            (``req_ids``, ``new_block_ids``, ``resumed_req_ids``), as vLLM's.
-
-    Raises:
-        ProtocolError: lists of the cached requests differ in length; before anything is yielded.
+    ``scheduler_output``: with ``scheduled_new_reqs`` (``req_id``, ``block_ids``) and ``scheduled_cached_reqs``
+    (``req_ids``, ``new_block_ids``, ``resumed_req_ids``), as vLLM's. Raises ProtocolError: lists of the cached requests
+    differ in length; before anything is yielded.
     """
     cached = scheduler_output.scheduled_cached_reqs
     if len(cached.req_ids) != len(cached.new_block_ids):

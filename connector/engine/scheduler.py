@@ -70,16 +70,9 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
     def request_finished(
         self, request: RequestView, block_ids: Sequence[Sequence[int]], *, completed: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; its blocks are still its own.
-
-        Args:
-            request: the request.
-            block_ids: its blocks, per block table.
-            completed: it ended by itself (stop or length), not by abort or error.
-
-        Returns:
-            Whether the blocks stay held until ``finished_sending``, and the parameters for D.
-        """
+        """A request ended; its blocks are still its own. Returns whether they stay held until ``finished_sending``, and
+        the parameters for D. ``block_ids``: its blocks, per block table. ``completed``: it ended by itself (stop or
+        length), not by abort or error."""
         self._end_load(request.request_id)
         return self._end_prompt(request, block_ids, completed=completed)
 
@@ -90,9 +83,7 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
 
         All leases end with the next plan. Prompts under computation are given up; one of which the engine computes all
         tokens anew, with the blocks of ``ScheduledTokens.all_blocks``, is handed over as another. Loads are cancelled.
-
-        Returns:
-            Whether no lease and no load is left. Otherwise the caller may ask again after a few steps.
+        Returns whether no lease and no load is left. Otherwise the caller may ask again after a few steps.
         """
         unheld, unloaded = self._reset_prompts(), self._reset_loads()
         return unheld and unloaded
@@ -132,15 +123,10 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
         preempted: Collection[str] = (),
         scheduled: Iterable[ScheduledTokens] = (),
     ) -> StepPlan:
-        """The work of the workers since the last step.
-
-        Args:
-            idle: the engine computes nothing in this step.
-            computed: the requests that the engine computes tokens of in this step.
-            preempted: the requests whose blocks the engine has taken since the last step.
-            scheduled: which tokens the step computes, of the requests in ``computed`` that ``prefills`` names. Without
-                them D learns of a prompt when all of it is computed.
-        """
+        """The work of the workers since the last step. ``idle``: the engine computes nothing in this step.
+        ``computed``: the requests that it computes tokens of in this step. ``preempted``: the requests whose blocks it
+        has taken since the last step. ``scheduled``: which tokens the step computes, of the requests in ``computed``
+        that ``prefills`` names; without them D learns of a prompt when all of it is computed."""
         self._plan_prompts(scheduled, preempted, self._may_stream, alone=len(computed) == 1)
         prompts, last = self._prompts, self._plan.step
         after_prefill = bool(prompts) and any(prompt.computed_in == last for prompt in prompts.values())

@@ -69,19 +69,11 @@ class WorkerHalf:
         loads_fail_requests: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        """
-        Args:
-            settings: of this engine.
-            info: this rank.
-            groups: the layers whose caches are handed over.
-            loads_fail_requests: a load that fails ends its request, so a step gives up no load that may succeed.
-            tracer: takes the spans of this rank; ``close`` closes it.
-        """
+        """``info``: this rank. ``groups``: the layers whose caches are handed over. ``loads_fail_requests``: a load
+        that fails ends its request, so a step gives up no load that may succeed. ``tracer``: takes the spans of this
+        rank; ``close`` closes it."""
+        self._settings, self._info, self._groups, self._tracer = settings, info, tuple(groups), tracer
         self._allowed_peers = AllowedPeers(settings.allowed_peers)
-        self._settings = settings
-        self._info = info
-        self._tracer = tracer
-        self._groups = tuple(groups)
         self._tables: tuple[int, ...] = ()  # the block table of each region
         self._registered: _Registered | None = None
         self._asleep = False
@@ -106,12 +98,9 @@ class WorkerHalf:
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None, places: ElementOrder | None = None
     ) -> None:
-        """Take the caches that the engine allocated, and start to serve.
-
-        Args:
-            kv_caches: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``.
-            num_blocks: manager blocks, where known.
-            places: the order inside packed blocks, as ``regions`` takes it.
+        """Take the caches that the engine allocated, and start to serve. ``kv_caches``: by layer name,
+        ``[B, H, N, C]`` or ``[B, N, C]``. ``num_blocks``: manager blocks, where known. ``places``: the order inside
+        packed blocks, as ``regions`` takes it.
 
         Raises:
             GeometryError: caches of a form that is not carried, or on a device on which kernels do not run.
@@ -186,14 +175,8 @@ class WorkerHalf:
 
     def restore(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
         """Serve again, after ``unregister``. Peers know nothing of this life of the rank: the scheduler half must get
-        the new ``address``. Idempotent.
-
-        Args:
-            kv_caches: where they are not the tensors that ``register`` got.
-
-        Raises:
-            as ``register``.
-        """
+        the new ``address``. ``kv_caches``: where they are not the tensors that ``register`` got. Raises as
+        ``register``. Idempotent."""
         if not self._asleep:
             return
         assert self._registered is not None

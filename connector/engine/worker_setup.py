@@ -28,13 +28,8 @@ def bind_caches(
     places: ElementOrder | None,
 ) -> tuple[RankCaches, tuple[int, ...]]:
     """Describe a rank's caches for hand-overs; the arguments are those of ``WorkerHalf`` and ``WorkerHalf.register``.
-
-    Returns:
-        The caches, and the block table of each region.
-
-    Raises:
-        GeometryError: caches of a form that is not carried, or on a device on which kernels do not run.
-    """
+    Returns the caches, and the block table of each region. Raises GeometryError: caches of a form that is not carried,
+    or on a device on which kernels do not run."""
     found = regions(groups, kv_caches, info, num_blocks, places)
     device = torch.device(found[0].view.device) if found else _device()
     for region in found:
@@ -57,10 +52,8 @@ def _device() -> torch.device:
 
 
 def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
-    """Make the data planes of a rank.
-
-    Returns:
-        The planes in order of preference; by the name of each other plane, why this rank cannot have it.
+    """Make the data planes of a rank. Returns the planes in order of preference; by the name of each other plane, why
+    this rank cannot have it.
 
     Raises:
         ConfigError: the rank cannot have the data plane that the settings name.
@@ -90,9 +83,8 @@ def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], di
         except PlaneUnavailableError as error:
             if settings.plane != "auto":
                 choices = ", ".join(("auto", *preferred_planes(caches.device)))
-                raise ConfigError(
-                    f"plane: {settings.plane!r} cannot be used: {error}; expected one of {choices}"
-                ) from None
+                text = f"plane: {settings.plane!r} cannot be used: {error}; expected one of {choices}"
+                raise ConfigError(text) from None
             missing[name] = str(error).removeprefix(f"{name}: ")
         else:
             planes.append(plane)

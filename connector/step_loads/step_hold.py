@@ -60,13 +60,8 @@ class StepHold:
     def begin(self, copies: Copies, *, by_layer: bool) -> None:
         """Block until the copies of the loads that this step computes with are under way, and make the device wait for
         them, or block until they have ended where a device cannot. A load whose copies do not begin in time, or do not
-        end, is given up. Must come before the forward.
-
-        Args:
-            copies: of this rank.
-            by_layer: as ``LayerWaits.begin`` takes it. The copies of some layers may then be left to ``layer_waits``,
-                and ``finish_forward`` must come after the forward.
-        """
+        end, is given up. Must come before the forward. ``by_layer``: as ``LayerWaits.begin`` takes it. The copies of
+        some layers may then be left to ``layer_waits``, and ``finish_forward`` must come after the forward."""
         outcome = self.outcome
         if outcome is None:
             return

@@ -21,13 +21,9 @@ class StepLoadRule:
         self._planned = 0.0
 
     def fits(self, copy_seconds: float, seconds_left: float, *, others: bool) -> bool:
-        """Whether a load may go inside the next step.
-
-        Args:
-            copy_seconds: the most that the load should take; infinite where nothing is known.
-            seconds_left: how long the device is busy until the step's kernels can begin.
-            others: the engine has other requests, which the step may compute.
-        """
+        """Whether a load may go inside the next step. ``copy_seconds``: the most that the load should take; infinite
+        where nothing is known. ``seconds_left``: how long the device is busy until the step's kernels can begin.
+        ``others``: the engine has other requests, which the step may compute."""
         if not self.hold_seconds:
             return False
         most = self.hold_seconds if others or self._planned else max(self.hold_seconds, ALONE_SECONDS)

@@ -97,15 +97,9 @@ class StepOutcome:
         clock: Callable[[], float] = time.monotonic,
         layer_order: Sequence[str] = (),
     ) -> None:
-        """
-        Args:
-            loads: as they are posted to the transfer thread.
-            alive: whether the transfer thread runs.
-            wake: ends the transfer thread's ``wait`` of ``yield_to_engine``.
-            clock: seconds, for the histories.
-            layer_order: the layers in the order in which the forward is expected to wait for them, one by one; empty
-                where it is not.
-        """
+        """``loads``: as they are posted to the transfer thread. ``alive``: whether that runs. ``wake``: ends its
+        ``wait`` of ``yield_to_engine``. ``clock``: seconds, for the histories. ``layer_order``: the layers in the order
+        in which the forward is expected to wait for them, one by one; empty where it is not."""
         self.layer_order = layer_order
         self._alive, self._wake, self._clock = alive, wake, clock
         self._changed = threading.Condition()
@@ -143,11 +137,9 @@ class StepOutcome:
         """Where the copies of all loads are under way, wait for ``YIELD_SECONDS``, or until there is new work.
 
         Meanwhile the engine's threads prepare the step, launch it and take its output. Threads run Python one at a
-        time, and each change between them costs more than what this thread has to do next, which can wait.
-
-        Args:
-            wait: waits for so many seconds, or until ``wake`` is called; returns whether there is other work: a plan,
-                or a control message.
+        time, and each change between them costs more than what this thread has to do next, which can wait. ``wait``:
+        waits for so many seconds, or until ``wake`` is called; returns whether there is other work: a plan, or a
+        control message.
         """
         if self.final:
             return
