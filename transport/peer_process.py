@@ -32,11 +32,18 @@ class Ends(NamedTuple):
     def of(cls, fd: int) -> Ends | None:
         """The ends of the connection ``fd``, which another thread may close meanwhile; ``None`` where it has none."""
         try:
-            with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as copy:  # its addresses fit for IPv4, too
-                ours, theirs = copy.getsockname(), copy.getpeername()
-        except (OSError, OverflowError):  # no socket, or one without a connection
+            copy = os.dup(fd)
+        except (OSError, OverflowError):
             return None
-        return cls(ours[:2], theirs[:2]) if isinstance(ours, tuple) and isinstance(ours[0], str) else None
+        try:
+            handle = socket.socket(fileno=copy)
+        except OSError:  # no socket
+            os.close(copy)
+            return None
+        with handle, suppress(OSError):  # not connected
+            if handle.family in (socket.AF_INET, socket.AF_INET6):
+                return cls(handle.getsockname()[:2], handle.getpeername()[:2])
+        return None
 
 
 class PeerProcess:
