@@ -44,6 +44,8 @@ SHORT_NAME = 8
 MAX_STORIES = 4
 """Reads whose phases are in the log line of a failed hand-over."""
 
+Sources = list[tuple[Link, RankAddress]]
+
 
 class Loads:
     """All hand-overs into this rank that have begun and are not reported. Used by the transfer thread only.
@@ -85,7 +87,7 @@ class Loads:
             return
         sources = self._sources(load, now)
         peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
-        state = first_attempt(len(sources), peers, planes, self._rank_context.settings, now, inside=load.now)
+        state = first_attempt(_number(sources), peers, planes, self._rank_context.settings, now, inside=load.now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         alone = alone and not load.now
         active_load = ActiveLoad(load, load, Lifetime(LOAD, state, now), started, ids, alone, layer_order)
@@ -142,17 +144,12 @@ class Loads:
         the same: a load must be reported, and its lease released."""
         try:
             match effect:
-                case LoadEffect.ASK:
-                    for event in self._ask(active_load, now):
-                        queue.append(event)  # one by one: those before an error count
+                case LoadEffect.ASK:  # the events before an error count, here and below
+                    queue.extend(self._ask(active_load, now))
                 case LoadEffect.COMMIT:
-                    for read in active_load.reads:
-                        if (committed := self._reads.commit(read, now)) is not None:
-                            queue.append(committed)
+                    queue.extend(filter(None, (self._reads.commit(read, now) for read in active_load.reads)))
                 case LoadEffect.STOP:
-                    for read in active_load.reads:
-                        if (drained := self._reads.stop(read, now)) is not None:
-                            queue.append(drained)
+                    queue.extend(filter(None, (self._reads.stop(read, now) for read in active_load.reads)))
                 case LoadEffect.REPORT:
                     self._report(active_load)
                 case LoadEffect.RECORD:
@@ -172,9 +169,7 @@ class Loads:
 
     # --- attempts -----------------------------------------------------------------------------------------------
 
-    def _sources(
-        self, load: Load, now: float, *, redial: bool = False
-    ) -> list[tuple[Link, RankAddress]] | list[Reason]:
+    def _sources(self, load: Load, now: float, *, redial: bool = False) -> Sources | Reason:
         """The ranks of P that an attempt reads from, or why it cannot begin."""
         try:
             if redial:  # it may be that the lease could not be kept before
@@ -182,15 +177,12 @@ class Loads:
             addresses = self._links.source_addresses(load.peer)
             return [(self._links.get(address, now, redial=redial), address) for address in addresses]
         except KVFerryError as error:
-            return [Reason("peer_lost" if isinstance(error, TransportError) else "incompatible", str(error))]
+            return Reason("peer_lost" if isinstance(error, TransportError) else "incompatible", str(error))
 
-    def _begin_attempt(
-        self, active_load: ActiveLoad, sources: list[tuple[Link, RankAddress]] | list[Reason], now: float
-    ) -> list[LoadEvent]:
-        for source in sources:
-            if isinstance(source, Reason):
-                return [_failed(source)]
-            link, address = source
+    def _begin_attempt(self, active_load: ActiveLoad, sources: Sources | Reason, now: float) -> list[LoadEvent]:
+        if isinstance(sources, Reason):
+            return [_failed(sources)]
+        for link, address in sources:
             self._reads.new(active_load, link, address, now)
             link.start_handshake(now)
         return [event for read in active_load.reads if (event := read.link_moved()) is not None]
@@ -237,7 +229,7 @@ class Loads:
         before = active_load.lifetime.state
         active_load.load = _at(active_load.posted, before.peer)
         sources = self._sources(active_load.load, now, redial=True)
-        state = next_attempt(before, len(sources), now)
+        state = next_attempt(before, _number(sources), now)
         active_load.lifetime = Lifetime(LOAD, state, now)
         active_load.alone, active_load.layer_order = False, ()
         active_load.nbytes, active_load.copied_at, active_load.granted_at = 0, 0.0, 0.0
@@ -349,6 +341,10 @@ class Loads:
             except Exception:  # the others hold blocks of P, too
                 self._log.exception("release", "kvferry: unexpected error in a release of %s", load.request_id)
                 self._rank_context.stats.failed("internal")
+
+
+def _number(sources: Sources | Reason) -> int:
+    return 1 if isinstance(sources, Reason) else len(sources)
 
 
 def _failed(reason: Reason) -> LoadEvent:
