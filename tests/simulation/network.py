@@ -11,6 +11,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.transport.control.listener import Delivery
@@ -66,28 +67,21 @@ class Lane:
     def send(self, what: str, arrive: Callable[[], None], seconds: float = 0.0, *, sure: bool = False) -> None:
         """Let ``arrive`` happen at the other end, after ``seconds`` and the latency. ``what`` names the packet.
         ``sure``: no fault concerns this packet."""
-        network = self.network
-        packet, odds = Packet(self, what, arrive, sure=sure), network.odds
-        timeline = network.timeline
-        delay = LATENCY_SECONDS * (0.5 + timeline.rng.random()) + seconds
-        if any(odds) and not sure:
-            dice = timeline.rng.random()
-            if dice < odds.lost:
-                network.fault("packet lost", what)
-                return
-            if dice < odds.lost + odds.doubled:
-                network.fault("packet doubled", what)
-                self.go(Packet(self, what, arrive), delay)
-            elif dice < odds.lost + odds.doubled + odds.late:
-                network.fault("packet late", what)
-                delay += timeline.rng.random() * LATE_SECONDS
-            elif dice < odds.lost + odds.doubled + odds.late + odds.overtaken:
-                network.fault("packet overtaken", what)
-                delay += 20 * LATENCY_SECONDS * timeline.rng.random()
-                timeline.after(delay, partial(network.deliver, packet))  # those behind it do not wait for it
-                network.under_way[packet] = None
-                return
+        network, rng = self.network, self.network.timeline.rng
+        packet = Packet(self, what, arrive, sure=sure)
+        delay = LATENCY_SECONDS * (0.5 + rng.random()) + seconds
+        dice = rng.random() if any(network.odds) and not sure else 1.0
+        lost, doubled, late, overtaken = accumulate(network.odds)
+        if doubled <= dice < late:  # and all behind it
+            network.fault("packet late", what)
+            delay += rng.random() * LATE_SECONDS
         self.go(packet, delay)
+        if dice < lost:
+            network.lose(packet)
+        elif dice < doubled:
+            network.double(packet)
+        elif late <= dice < overtaken:
+            network.delay(packet, delay + 20 * LATENCY_SECONDS * rng.random(), "packet overtaken")
 
     def go(self, packet: Packet, delay: float) -> None:
         """Send a packet behind all others of this lane."""
@@ -111,8 +105,7 @@ class Network:
         self.hosts: dict[int, Any] = {}  # all processes that live
         self.streams: dict[bytes, Any] = {}  # ends at D whose other end P has not accepted
         self.links: dict[tuple[int, int], dict[Any, Callable[[str], None]]] = {}
-        self._cut: dict[tuple[int, int], float] = {}
-        self._held: dict[tuple[int, int], deque[Packet]] = {}
+        self._cut: dict[tuple[int, int], deque[Packet]] = {}  # pairs that do not reach each other, with what waits
         self.counts: Counter[str] = Counter()
         self._connections = self._processes = self._prompts = 0
 
@@ -138,11 +131,9 @@ class Network:
     def deliver(self, packet: Packet) -> None:
         """A packet has come to its end, or waits there until two hosts reach each other again."""
         lane = packet.lane
-        if self._cut:
-            pair = _pair(lane.of, lane.to)
-            if pair in self._cut:
-                self._held[pair].append(packet)
-                return
+        if self._cut and (held := self._cut.get(_pair(lane.of, lane.to))) is not None:
+            held.append(packet)
+            return
         if self.under_way.pop(packet, 0) is not None or packet.lost or not lane.to.alive:
             return
         self.packets += 1
@@ -165,9 +156,9 @@ class Network:
         self.fault("packet doubled", packet.what)
         packet.lane.go(Packet(packet.lane, packet.what, packet.arrive), LATENCY_SECONDS)
 
-    def delay(self, packet: Packet, seconds: float) -> None:
-        """The packet arrives that much later; those behind it do not wait."""
-        self.fault("packet late", packet.what)
+    def delay(self, packet: Packet, seconds: float, kind: str = "packet late") -> None:
+        """The packet arrives in ``seconds``; those behind it do not wait."""
+        self.fault(kind, packet.what)
         del self.under_way[packet]
         late = Packet(packet.lane, packet.what, packet.arrive)
         self.under_way[late] = None
@@ -201,19 +192,17 @@ class Network:
         if pair in self._cut:
             return
         self.fault("link cut", f"{pair} for {seconds:.3f} s")
-        self._cut[pair] = self.timeline.now + seconds
-        self._held[pair] = deque()
+        self._cut[pair] = deque()
         self.timeline.after(seconds, lambda: self._heal(pair))
         if seconds > SILENCE_SECONDS:
             self.timeline.after(SILENCE_SECONDS, lambda: self._give_up(pair))
 
     def _heal(self, pair: tuple[int, int]) -> None:
-        del self._cut[pair]
-        for packet in self._held.pop(pair):
+        for packet in self._cut.pop(pair):
             self.deliver(packet)
 
     def _give_up(self, pair: tuple[int, int]) -> None:
-        for packet in self._held[pair]:
+        for packet in self._cut[pair]:
             packet.lost = True
         for lost in list(self.links.get(pair, {}).values()):
             lost("no answer")
