@@ -330,10 +330,9 @@ class Link:
     @property
     def name(self) -> str:
         """The peer as a log line names it."""
-        where = f"{self._host}:{self._port}"
-        if self.geometry is None:
-            return f"P at {where}"
-        return f"{self._engine_id[:8]} pp{self.geometry.pp_rank} tp{self.geometry.tp_rank} at {where}"
+        known = self.geometry
+        who = "P" if known is None else f"{self._engine_id[:8]} pp{known.pp_rank} tp{known.tp_rank}"
+        return f"{who} at {self._host}:{self._port}"
 
     def _key(self, what: str) -> str:
         """Under which lines of one kind about one peer are limited."""

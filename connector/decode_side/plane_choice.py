@@ -73,10 +73,7 @@ class PlaneChoice:
 
     def connect(self, connection: Connection, *, converts: bool, checksum: bool) -> tuple[Plane, DChannel, bytes, str]:
         """Connect the first plane that both sides have. ``converts``: dtypes differ. ``checksum``: checksums are
-        demanded.
-
-        Returns:
-            The plane, D's end of it, the payload of the Attach, and why no better plane was chosen.
+        demanded. Returns the plane, D's end of it, the payload of the Attach, and why no better plane was chosen.
 
         Raises:
             PlaneUnavailableError: no such plane is left.

@@ -48,14 +48,8 @@ def cut_read(
     sides: Callable[[PlannedSpan], Side],
     layer_order: Sequence[str],
 ) -> list[list[Side]]:
-    """The portions of a read.
-
-    Args:
-        caches: ours.
-        planned: the spans of the read.
-        whole: the sides of each of them.
-        sides: gives the sides of a span.
-        layer_order: layers in the order in which the forward waits for them.
+    """The portions of a read. ``whole``: the sides of each of its ``planned`` spans; ``sides`` gives those of a span.
+    ``layer_order``: layers in the order in which the forward waits for them.
 
     The forward of the step writes the KV of the tokens that it computes, and it may do so before it waits for the
     layer. These tokens follow the ones that are read, so no copy writes their bytes, but in packed regions: there the
