@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -121,9 +121,6 @@ class SendChannel(Channel):
     def give_back(self, slot: Slot) -> None:
         """Return an acquired slot unsent."""
 
-    def flush(self, tags: Iterable[int]) -> None:
-        """The peer cancelled these tags: end the receives that it has posted for them, if it has, by empty messages."""
-
     def send_pieces(self, pieces: Callable[[], Pieces], tag: int) -> bool:
         """Send the memory that ``pieces`` returns, at most ``slot_bytes`` in all, as one message. ``False`` is
         back-pressure, and ``pieces`` was not called. In place, the memory must not change while ``reading`` is the tag.
@@ -180,7 +177,7 @@ class RecvChannel(Channel):
 
     @abstractmethod
     def poll(self) -> list[Received]:
-        """The messages that arrived since the last call, in any order. A flushed message has ``nbytes`` 0."""
+        """The messages that arrived since the last call, in any order. One that P has stopped may have ``nbytes`` 0."""
 
     @abstractmethod
     def posted(self) -> set[int]:

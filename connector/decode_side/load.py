@@ -31,7 +31,6 @@ from kvferry.connector.decode_side.traces import attempt_span, handover_span
 from kvferry.connector.geometry.read_plan import check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.pages.traces import record
 from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import Load, PeerEngine, RankAddress, RemoteLease, unpack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
@@ -83,7 +82,7 @@ class Loads:
         except KVFerryError as error:
             self._report_failed(load, Reason("incompatible", str(error)))
             self._release(load, now)
-            record(self._rank_context, load.traceparent, partial(handover_span, load, [], str(error), started))
+            self._rank_context.record(load.traceparent, partial(handover_span, load, [], str(error), started))
             return
         sources = self._sources(load, now)
         peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
@@ -329,7 +328,7 @@ class Loads:
                     active_load.ended.append(attempt_span(active_load, "", active_load.ended_at))
                 error = "" if reason is None else str(reason)
                 span = partial(handover_span, posted, active_load.ended, error, active_load.ended_at)
-                record(self._rank_context, posted.traceparent, span)
+                self._rank_context.record(posted.traceparent, span)
         finally:
             active_load.reads = []
 

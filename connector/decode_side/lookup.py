@@ -40,7 +40,6 @@ from kvferry.connector.decode_side.report import EngineResults
 from kvferry.connector.decode_side.traces import lookup_span
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.pages.traces import record
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import LeftAnswer, LookupResult, PromptLookup
@@ -463,7 +462,7 @@ class Lookups:
             if answered and before is not LookupPhase.FOUND and lookup.wanted.traceparent:
                 error = event.why if event.kind in (_K.FAILED, _K.LOST) else ""
                 span = partial(lookup_span, lookup.wanted, lookup.begun_at, error, self._rank_context.clock())
-                record(self._rank_context, lookup.wanted.traceparent, span)
+                self._rank_context.record(lookup.wanted.traceparent, span)
 
     def forget_question(self, lookup: Lookup) -> None:
         self.by_number.pop(lookup.number, None)

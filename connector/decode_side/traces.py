@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from kvferry.connector.decode_side.read import ActiveLoad
-from kvferry.connector.pages.traces import MAX_TEXT
+from kvferry.connector.pages.rank_context import MAX_TEXT
 from kvferry.connector.wire.step_plan import Load, PromptLookup
 from kvferry.transport.tracing import RecordedSpan
 

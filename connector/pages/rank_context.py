@@ -21,11 +21,15 @@ from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import IncompatiblePeerError, ProtocolError
 from kvferry.transport.host import AllowedPeers
 from kvferry.transport.plane import Plane
-from kvferry.transport.tracing import Tracer
+from kvferry.transport.tracing import RecordedSpan, Tracer, time_of_zero
 from kvferry.transport.wake import RateLimitedLog
 
 P_ENGINES = 64
 """P engines of which D remembers what is the same for all hand-overs from them: ranks, and their addresses."""
+
+
+MAX_TEXT = 256
+"""Characters of a text in a span that a peer or a client has chosen."""
 
 
 def _unknown_lease(params: bytes) -> RemoteLease:
@@ -73,6 +77,17 @@ class RankContext:
         """Count and log a control message that this rank does not handle or send."""
         self.stats.dropped(reason)
         self.log.warning(reason, "kvferry: control message dropped (%s): %s", reason, detail)
+
+    def record(self, traceparent: str, span: Callable[[], RecordedSpan]) -> None:
+        """Make a span, in times of ``clock``, within the one that ``traceparent`` names, if there are traces. Raises
+        nothing: what is traced goes on without its span."""
+        if self.tracer is None or not traceparent:
+            return
+        try:
+            self.tracer.record(span(), traceparent, time_of_zero(self.clock()))
+        except Exception:
+            lines = self.log
+            lines.exception("span", "kvferry: unexpected error with a span of %s", traceparent)
 
 
 def check_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:

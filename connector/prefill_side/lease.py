@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -35,10 +35,10 @@ from msgspec.structs import replace
 from kvferry.connector.pages.caches import Ids
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.pages.deadlines import Deadlines
-from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.pages.rank_context import MAX_TEXT, RankContext
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Lifetime, Tick, TransitionTable, ignore
-from kvferry.connector.wire.step_plan import LeaseGrant, Prefill
+from kvferry.connector.wire.step_plan import ID_BYTES, LeaseGrant, Prefill
 from kvferry.transport.grant_board import GrantBoard
 from kvferry.transport.tracing import RecordedSpan
 
@@ -81,14 +81,6 @@ def rank_set(ranks: Iterable[int]) -> int:
     for rank in ranks:
         bits |= 1 << rank
     return bits
-
-
-def ranks_of(bits: int) -> Iterator[int]:
-    """The ranks of a set, ascending: the inverse of ``rank_set``."""
-    while bits:
-        lowest = bits & -bits
-        yield lowest.bit_length() - 1
-        bits ^= lowest
 
 
 class LeaseState(msgspec.Struct, frozen=True):
@@ -402,6 +394,19 @@ class Lease:
         state = self.lifetime.state
         return state.phase is _P.COMPUTING and state.computed >= self.grant.num_tokens and self.intact
 
+    def span(self, reason: str, end: float) -> RecordedSpan:
+        """The span of the lease, which has ended."""
+        attributes = {
+            "kvferry.request_id": self.grant.request_id[:MAX_TEXT],
+            "kvferry.tokens": self.grant.num_tokens,
+            # Regions of one block table share its blocks.
+            "kvferry.blocks": sum(map(len, set(self.block_ids))) // ID_BYTES,
+            "kvferry.end": reason,
+        }
+        error = "" if reason == "released" else f"the lease ended by time ({reason})"
+        begin = min([self.begun_at, *(sent.begin for sent in self.sent)])  # P may send while it computes
+        return RecordedSpan("kvferry.lease", begin, end, attributes, self.sent, error)
+
     def answer(self, read: int, chunks: int = 0, block_ids: tuple[bytes, ...] = ()) -> messages.Grant:
         """The Grant message of a read. Of read 0, with all blocks, it is what D finds on the grant board."""
         grant = self.grant
@@ -438,7 +443,7 @@ class Leases:
         none = [np.zeros(0, dtype=np.int64) for _ in views]
         self.table[prefill.token] = Lease(prefill, none, (b"",) * len(views), lifetime)
 
-    def begin(self, grant: LeaseGrant, ids: list[Ids], now: float) -> Lease:
+    def begin(self, grant: LeaseGrant, ids: list[Ids], now: float) -> None:
         """Hold the blocks of a finished prompt, ``ids`` per region, and post the grant on the grant board. Reads that
         wait for them find all of their chunks from now on."""
         settings, token, lease = self._rank_context.settings, grant.token, self.table.get(grant.token)
@@ -465,7 +470,6 @@ class Leases:
             self.step(lease, LeaseBegins(term, cap), now)
         else:
             self._deadlines.note(token, lease.lifetime.state.deadline)
-        return lease
 
     def step(self, lease: Lease, event: LeaseEvent, now: float) -> tuple[LeaseEffect, ...]:
         """Give a lease an event. Returns the effects that the caller must perform."""

@@ -22,14 +22,16 @@ from kvferry.connector.geometry.spans import MAX_CHUNKS, check_spans
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.checksums import Trailer, new_trailer, sealed_pieces, takes_pieces, trailer_bytes
 from kvferry.connector.pages.computed_steps import PromptBlocks
+from kvferry.connector.pages.rank_context import MAX_TEXT
 from kvferry.connector.prefill_side.lease import Lease
 from kvferry.connector.prefill_side.session import Session
 from kvferry.connector.prefill_side.stream import boxes
 from kvferry.connector.wire import messages
 from kvferry.kernels.checksum import WireCheck
 from kvferry.transport.channels import Copy, SendChannel, Slot
-from kvferry.transport.errors import GeometryError, ProtocolError
+from kvferry.transport.errors import GeometryError
 from kvferry.transport.fair_table import FairTable
+from kvferry.transport.tracing import RecordedSpan
 
 logger = logging.getLogger("vllm.kvferry.sender")
 
@@ -98,11 +100,6 @@ class OutgoingRead(msgspec.Struct, eq=False):
             self.early += nbytes
 
     @property
-    def number(self) -> int:
-        """D's number of the read."""
-        return self.ask.read
-
-    @property
     def all_begun(self) -> bool:
         return self.begun == self.chunks
 
@@ -116,6 +113,16 @@ class OutgoingRead(msgspec.Struct, eq=False):
         channel = self.session.sender
         tag = None if channel is None else channel.reading
         return tag is not None and tag >> 32 == self.ask.read
+
+    def span(self, end: float) -> RecordedSpan:
+        """The span of the read, which P has sent, or has stopped to send."""
+        attributes = {
+            "kvferry.peer": self.session.engine_id[:MAX_TEXT],
+            "kvferry.bytes": self.nbytes,
+            "kvferry.bytes_while_computing": self.early,
+            "kvferry.chunks": self.chunks,
+        }
+        return RecordedSpan("kvferry.send", self.begun_at, end, attributes)
 
 
 class Sends:
@@ -218,7 +225,7 @@ class Sends:
     def _begin(self, read: OutgoingRead, channel: SendChannel) -> bool:
         if read.all_begun:  # its last chunk is being packed or sent
             return False
-        box, tag = self._next(read), read.number << 32 | read.begun
+        box, tag = self._next(read), read.ask.read << 32 | read.begun
         if box is None:
             return False
         checksum = read.session.checksum
@@ -315,22 +322,3 @@ class Sends:
         self.draining.remove(read)
         if self.live.get(read.key) is read:
             self.live.pop(read.key)
-
-    def flush(self, session: Session, cancel: messages.Cancel) -> int:
-        """After a cancelled read has stopped: the number of its chunks that D may wait for. D cannot withdraw the
-        receives that it has posted beyond the chunks that were sent, so P sends empty messages for them.
-
-        Raises:
-            ProtocolError: D's Cancel names more chunks than a read may have.
-        """
-        key = session.identity, cancel.read
-        sent = self.ended.get(key)
-        if sent is None:
-            return 0  # D never asked for this read
-        if cancel.posted > sent and session.sender is not None:
-            if cancel.posted > MAX_CHUNKS:
-                raise ProtocolError(f"Cancel names {cancel.posted} posted chunks, limit {MAX_CHUNKS}")
-            session.sender.flush(cancel.read << 32 | chunk for chunk in range(sent, cancel.posted))
-            sent = cancel.posted
-            self.ended.put(session.identity, key, sent)
-        return sent

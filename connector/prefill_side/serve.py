@@ -10,27 +10,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, count
-from typing import Generic, TypeVar
-
-import msgspec
+from typing import NamedTuple
 
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.pages.traces import record
 from kvferry.connector.prefill_side import lease as ls
 from kvferry.connector.prefill_side.lease import NOT_RESUMED, Lease, LeasePhase, Leases, rank_set
 from kvferry.connector.prefill_side.lookup import Answer, NamedPrompts
 from kvferry.connector.prefill_side.send import OutgoingRead, Sends
 from kvferry.connector.prefill_side.session import Session, Sessions, refusal
 from kvferry.connector.prefill_side.stream import PrefillSteps
-from kvferry.connector.prefill_side.traces import MAX_READS, lease_span, sending_span
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Tick
 from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, unpack_ids
 from kvferry.transport.control.listener import Delivery, Listener
-from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError
+from kvferry.transport.errors import KVFerryError, ProtocolError
 from kvferry.transport.fair_table import FairTable
 
 logger = logging.getLogger("vllm.kvferry.producer")
@@ -41,6 +36,8 @@ PACKS_PER_TURN = 2
 """Chunks that the thread packs before it looks at control messages again."""
 SIGN_SECONDS = 2.0
 """How often P repeats the grants of reads that wait for its engine: D's deadlines begin anew with each."""
+MAX_READS = 32
+"""Reads of one lease that have spans of their own. Peers may ask for any number."""
 MAX_READERS = 1024
 """Reads of one prompt that P grants by message before its lease; others wait for the lease."""
 CLOSING_SECONDS = 0.02
@@ -67,11 +64,11 @@ class Producer:
         self._log = rank_context.log
         settings = rank_context.settings
         self.leases = Leases(rank_context)
-        self.sessions = Sessions(rank_context, self.leases.board.place)
-        self.replies = Replies(rank_context, listener, self.sessions)
-        self.sends = Sends(rank_context.caches, rank_context.clock)
+        self._sessions = Sessions(rank_context, self.leases.board.place)
+        self._replies = Replies(rank_context, listener, self._sessions)
+        self._sends = Sends(rank_context.caches, rank_context.clock)
         self.steps = PrefillSteps(rank_context.caches)
-        self.early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
+        self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
         self.named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
         self.arrived: deque[tuple[bytes, list[bytes], str]] = deque()
         """The messages that ``serve`` has not answered yet."""
@@ -80,23 +77,19 @@ class Producer:
     # --- commands from the engine -------------------------------------------------------------------------------
 
     def grant(self, grant: LeaseGrant, now: float) -> None:
-        """Hold the blocks of a finished prompt. Any D that sends the token may read them."""
+        """Hold the blocks of a finished prompt. Any D that sends the token may read them. Raises GeometryError where a
+        block id is out of range; then ``lose`` must follow."""
         token = grant.token
-        try:
-            ids = list(map(self._rank_context.caches.kernel_ids, count(), map(unpack_ids, grant.block_ids)))
-        except GeometryError:
-            self.lose(token)
-            self.stop_prefill(PrefillStop(token, ended=True), now)
-            raise
+        ids = list(map(self._rank_context.caches.kernel_ids, count(), map(unpack_ids, grant.block_ids)))
         self.leases.begin(grant, ids, now)
-        if self.sends.waiting:
-            self.sends.resume(token)
+        if self._sends.waiting:
+            self._sends.resume(token)
         if answers := self.named.grant(grant):
             self.answer(answers)
-        if self.early.votes.cost:
-            for release in self.early.take_votes(token):
+        if self._early.votes.cost:
+            for release in self._early.take_votes(token):
                 self._release(None, release, now)
-        if self.early.asks.cost:
+        if self._early.asks.cost:
             self._serve_held(token, now)
 
     def holds(self, token: bytes) -> bool:
@@ -123,10 +116,10 @@ class Producer:
         if stop.ended:
             self.answer(self.named.end(token, now))
             self.leases.remember_end(token)
-            self.early.take_votes(token)
+            self._early.take_votes(token)
         else:
             self.named.take_back(token)
-        for held in self.early.take_asks(token):  # a step of D may wait for it
+        for held in self._early.take_asks(token):  # a step of D may wait for it
             self.deny(held.identity, held.request.read, "expired", ls.GIVEN_UP if stop.ended else NOT_RESUMED)
         if lease is not None:
             if stop.ended:
@@ -163,7 +156,7 @@ class Producer:
                 self.handle(identity, messages.decode_request(frames), now, address)
             except messages.VersionError as error:
                 ours, theirs = str(messages.PROTOCOL_VERSION), str(error.theirs)
-                self.replies.send(identity, messages.Refused(field="protocol version", ours=ours, theirs=theirs))
+                self._replies.send(identity, messages.Refused(field="protocol version", ours=ours, theirs=theirs))
                 self._rank_context.drop("protocol version", error)
             except ProtocolError as error:
                 self._rank_context.drop("malformed", error)
@@ -176,14 +169,14 @@ class Producer:
 
     def pump(self, now: float) -> bool:
         """Pack and send chunks of the reads in turn. Returns whether more can be packed or sent at once."""
-        if not (self.sends.turns or self.sends.draining):
+        if not (self._sends.turns or self._sends.draining):
             return False
-        for read in self.sends.drained():
+        for read in self._sends.drained():
             self._account(read)
             self._step(read.lease, ls.ReadEnded(), now)
         packed = idle = 0
-        while packed < PACKS_PER_TURN and idle < len(self.sends.turns):  # all have had a turn since the last chunk
-            read, moved, failure = self.sends.turn()
+        while packed < PACKS_PER_TURN and idle < len(self._sends.turns):  # all have had a turn since the last chunk
+            read, moved, failure = self._sends.turn()
             idle = 0 if moved else idle + 1
             if moved:
                 packed += 1
@@ -198,18 +191,18 @@ class Producer:
         """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""
         for lease in self.leases.due(now):
             self._step(lease, Tick(), now)
-        if now >= self._next_sign and self.sends.waiting:
+        if now >= self._next_sign and self._sends.waiting:
             self._next_sign = now + SIGN_SECONDS
-            for read in chain.from_iterable(self.sends.waiting.values()):
-                self.replies.send(read.session.identity, read.lease.answer(read.number, read.chunks))
-        for held in self.early.take_late(now, self.named):
+            for read in chain.from_iterable(self._sends.waiting.values()):
+                self._replies.send(read.session.identity, read.lease.answer(read.ask.read, read.chunks))
+        for held in self._early.take_late(now, self.named):
             self.deny(held.identity, held.request.read, "unknown", "no such lease was granted here in time")
         self.answer(self.named.take_late(now))
-        for session in self.sessions.gone(now):
+        for session in self._sessions.gone(now):
             self._end_session(session, now)
-        self.replies.flush()
-        while self.replies.lost:
-            unread = self.sessions.table.get(self.replies.lost.pop())
+        self._replies.flush()
+        while self._replies.lost:
+            unread = self._sessions.table.get(self._replies.lost.pop())
             if unread is not None:
                 text = f"kvferry: D {unread.engine_id[:8]} does not read the replies of this rank: its session ends"
                 self._log.warning("unread replies", text)
@@ -218,18 +211,18 @@ class Producer:
     @property
     def reads_wait(self) -> bool:
         """Whether a read waits until P's engine has computed more. Any thread may ask."""
-        return bool(self.sends.waiting)
+        return bool(self._sends.waiting)
 
     @property
     def answers_wait(self) -> bool:
         """Whether a D that may read P's pages by itself waits until a prompt is computed. Any thread may ask."""
-        return self.leases.posts_grants and bool(self.named.held.cost or self.early.asks.cost)
+        return self.leases.posts_grants and bool(self.named.held.cost or self._early.asks.cost)
 
     @property
     def live(self) -> bool:
         """Whether any deadline is running."""
-        early = self.early.asks.cost or self.early.votes.cost or self.named.held.cost
-        return bool(self.leases.held or early or self.replies.kept.cost or self.sends.waiting)
+        early = self._early.asks.cost or self._early.votes.cost or self.named.held.cost
+        return bool(self.leases.held or early or self._replies.kept.cost or self._sends.waiting)
 
     def withdraw(self) -> None:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
@@ -237,21 +230,21 @@ class Producer:
 
     def say_closing(self, reason: str) -> None:
         """Tell every D that all leases have ended, and why. Blocks for ``CLOSING_SECONDS``. ``close`` must follow."""
-        for session in self.sessions.table.values():
-            self.replies.send(session.identity, messages.Closing(reason=reason))
-        if self.sessions.table:
+        for session in self._sessions.table.values():
+            self._replies.send(session.identity, messages.Closing(reason=reason))
+        if self._sessions.table:
             time.sleep(CLOSING_SECONDS)
 
     def close(self) -> None:
         """Drop every session. The engine reuses the blocks of all leases after this call."""
         self.withdraw()
-        self.sessions.close()
+        self._sessions.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def handle(self, identity: bytes, request: messages.Request, now: float, address: str) -> None:
         """Handle a request."""
-        session = self.sessions.find(identity, now)
+        session = self._sessions.find(identity, now)
         match request:
             case messages.Hello():
                 self._hello(identity, request, now, address)
@@ -267,24 +260,24 @@ class Producer:
                 self.named.leave(identity, request.number)
             case _ if session is None:
                 if (reply := refusal(request)) is not None:  # it lets D start a new handshake
-                    self.replies.send(identity, reply)
+                    self._replies.send(identity, reply)
                 raise ProtocolError(f"{type(request).__name__} before Hello")
             case messages.Attach():
-                self.replies.send(identity, self.sessions.attach(session, request))
+                self._replies.send(identity, self._sessions.attach(session, request))
             case messages.Ask():
                 self._ask(session, request, now)
             case messages.Cancel():
                 self._cancel(session, request, now)
             case messages.Commit():
                 ok = self._may_commit(identity, request)
-                self.replies.send(identity, messages.Committed(read=request.read, ok=ok))
+                self._replies.send(identity, messages.Committed(read=request.read, ok=ok))
 
     def _hello(self, identity: bytes, hello: messages.Hello, now: float, address: str) -> None:
-        refused = self.sessions.check(hello)
+        refused = self._sessions.check(hello)
         if refused is None:
-            for session in self.sessions.displaced(identity):
+            for session in self._sessions.displaced(identity):
                 self._end_session(session, now)
-        self.replies.send(identity, refused or self.sessions.begin(identity, hello, address, now))
+        self._replies.send(identity, refused or self._sessions.begin(identity, hello, address, now))
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
         identity, read, lease = session.identity, ask.read, self.leases.table.get(ask.token)
@@ -297,7 +290,7 @@ class Producer:
                 # A step of D may wait: D, or another rank of it, was told that the prompt is computed, or nearly.
                 self.deny(identity, read, "expired", NOT_RESUMED)
             else:
-                for held in self.early.hold(identity, ask, now):
+                for held in self._early.hold(identity, ask, now):
                     self.deny(held.identity, held.request.read, "unknown", "too many asks are waiting for their lease")
             return
         if lease.begun and not lease.granted:
@@ -308,7 +301,7 @@ class Producer:
             return
         session.asked, pulls = True, session.channel.pulls
         try:
-            chunks = self.sends.check(session, ask, lease, allocated=lease.granted or pulls)
+            chunks = self._sends.check(session, ask, lease, allocated=lease.granted or pulls)
         except KVFerryError as error:
             self.deny(identity, read, "bounds", str(error))
             return
@@ -316,9 +309,9 @@ class Producer:
         if pulls and not lease.granted and lease.blocks is not None:
             lease.readers[identity, read] = lease.blocks
         # Only a D that reads P's pages by itself receives the block ids.
-        self.replies.send(identity, lease.answer(read, chunks, lease.block_ids if pulls else ()))
+        self._replies.send(identity, lease.answer(read, chunks, lease.block_ids if pulls else ()))
         if chunks:
-            displaced = self.sends.begin(session, ask, lease, chunks)
+            displaced = self._sends.begin(session, ask, lease, chunks)
             self._step(lease, ls.ReadStarted(), now)
             self._rank_context.stats.levels["sending"] += 1
             for other in displaced:
@@ -326,8 +319,8 @@ class Producer:
 
     def _serve_held(self, token: bytes, now: float) -> None:
         """Serve the asks under a token that came too early."""
-        for held in self.early.take_asks(token):
-            session = self.sessions.find(held.identity, now)
+        for held in self._early.take_asks(token):
+            session = self._sessions.find(held.identity, now)
             try:
                 if session is not None:
                     self._ask(session, held.request, now)
@@ -356,12 +349,12 @@ class Producer:
 
     def _cancel(self, session: Session, cancel: messages.Cancel, now: float) -> None:
         key = session.identity, cancel.read
-        if self.early.asks.pop(key) is not None:
-            self.sends.refused(session, cancel.read)
-        if (read := self.sends.live.get(key)) is not None:
+        if self._early.asks.pop(key) is not None:
+            self._sends.refused(session, cancel.read)
+        if (read := self._sends.live.get(key)) is not None:
             self._stop(read, now)
-        sent = self.sends.flush(session, cancel)
-        self.replies.send(session.identity, messages.Stopped(read=cancel.read, sent=sent))
+        sent = self._sends.ended.get(key) or 0  # 0: D never asked for this read
+        self._replies.send(session.identity, messages.Stopped(read=cancel.read, sent=sent))
 
     def _release(self, session: Session | None, release: messages.Release, now: float) -> None:
         """Count a release. For a lease that P holds, any D counts that knows its token, also one whose geometry P has
@@ -375,7 +368,7 @@ class Producer:
         elif session is None:
             raise ProtocolError("Release of an unknown lease before Hello")
         else:
-            self.early.vote(session.identity, release, now)
+            self._early.vote(session.identity, release, now)
 
     # --- effects ------------------------------------------------------------------------------------------------
 
@@ -386,14 +379,14 @@ class Producer:
             for effect in self.leases.step(lease, each, now):
                 match effect:
                     case ls.ResumeReads():
-                        self.sends.resume(lease.grant.token)
+                        self._sends.resume(lease.grant.token)
                     case ls.OfferPrompt():
                         self._offer(lease)
                     case ls.PostGrant():
                         self._post(lease, now)
                     case ls.StopReads(why):
-                        for read in self.sends.of(lambda read: read.lease is lease):
-                            self.deny(read.session.identity, read.number, "expired", why)
+                        for read in self._sends.of(lambda read: read.lease is lease):
+                            self.deny(read.session.identity, read.ask.read, "expired", why)
                             if self._ends(read):
                                 events.append(ls.ReadEnded())
                     case ls.Freed(reason):
@@ -436,8 +429,7 @@ class Producer:
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             logger.warning("kvferry: lease of %s expired: %s", request_id, why)
         if lease.traceparent:
-            span = partial(lease_span, lease, reason, self._rank_context.clock())
-            record(self._rank_context, lease.traceparent, span)
+            self._rank_context.record(lease.traceparent, lambda: lease.span(reason, self._rank_context.clock()))
 
     def _fail(self, read: OutgoingRead, why: str, now: float) -> None:
         """A read cannot be sent: tell D, and send no more of it."""
@@ -448,7 +440,7 @@ class Producer:
             with self._guarded("DenyRead"):
                 self._log.warning("read failed", "kvferry: a read of D %s failed: %s", session.engine_id[:8], text)
                 if session.attached:
-                    self.deny(session.identity, read.number, "failed", text)
+                    self.deny(session.identity, read.ask.read, "failed", text)
             self._stop(read, now)
 
     def _stop(self, read: OutgoingRead, now: float) -> None:
@@ -461,7 +453,7 @@ class Producer:
         ended = False
         if not read.stopped:
             with self._guarded("StopSending"):
-                ended = self.sends.stop(read)
+                ended = self._sends.stop(read)
         if ended:
             self._account(read)
         return ended
@@ -469,11 +461,11 @@ class Producer:
     def _account(self, read: OutgoingRead) -> None:
         """A read has ended."""
         with self._guarded("EndRead"):
-            self.sends.forget(read)
+            self._sends.forget(read)
             self._rank_context.stats.levels["sending"] -= 1
             self._rank_context.stats.sent(read.early, read.nbytes - read.early)
             if read.lease.traceparent and len(read.lease.sent) < MAX_READS:
-                read.lease.sent.append(sending_span(read, self._rank_context.clock()))
+                read.lease.sent.append(read.span(self._rank_context.clock()))
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
@@ -486,23 +478,23 @@ class Producer:
 
     def deny(self, identity: bytes, read: int, reason: messages.DenyReason, detail: str = "") -> None:
         """Refuse a read, or what is left of it."""
-        session = self.sessions.table.get(identity)
+        session = self._sessions.table.get(identity)
         if session is not None:
-            self.sends.refused(session, read)
-        self.replies.send(identity, messages.Deny(read=read, reason=reason, detail=detail[:1024]))
+            self._sends.refused(session, read)
+        self._replies.send(identity, messages.Deny(read=read, reason=reason, detail=detail[:1024]))
 
     def _end_session(self, session: Session, now: float) -> None:
-        for read in self.sends.of(lambda read: read.session is session):
+        for read in self._sends.of(lambda read: read.session is session):
             self._stop(read, now)
-        self.sends.ended.drop(session.identity)
-        self.early.asks.drop(session.identity)
-        self.replies.kept.drop(session.identity)
-        self.sessions.end(session)
+        self._sends.ended.drop(session.identity)
+        self._early.asks.drop(session.identity)
+        self._replies.kept.drop(session.identity)
+        self._sessions.end(session)
 
     def answer(self, answers: list[Answer]) -> None:
         """Send answers to questions for prompts."""
         for to, message in answers:
-            self.replies.send(to, message)
+            self._replies.send(to, message)
 
 
 class Replies:
@@ -552,14 +544,11 @@ class Replies:
                     self.kept.drop(owner)
 
 
-R = TypeVar("R", messages.Ask, messages.Release)
-
-
-class EarlyRequest(msgspec.Struct, Generic[R], frozen=True):
-    """A request that arrived before its lease. ``identity``: of the D rank that sent it."""
+class EarlyAsk(NamedTuple):
+    """An ask that arrived before its lease. ``identity``: of the D rank that sent it."""
 
     identity: bytes
-    request: R
+    request: messages.Ask
     deadline: float
 
 
@@ -574,40 +563,40 @@ class EarlyRequests:
 
     def __init__(self, ask_seconds: float, vote_seconds: float) -> None:
         self._ask_seconds, self._vote_seconds = ask_seconds, vote_seconds
-        self.asks: FairTable[tuple[bytes, int], EarlyRequest[messages.Ask]] = FairTable(HELD_SPANS)
+        self.asks: FairTable[tuple[bytes, int], EarlyAsk] = FairTable(HELD_SPANS)
         """By identity and number of the read."""
-        self.votes: FairTable[tuple[bytes, bytes, int], EarlyRequest[messages.Release]] = FairTable(EARLY_RANKS)
-        """By token, consumer and its rank."""
+        self.votes: FairTable[tuple[bytes, bytes, int], tuple[messages.Release, float]] = FairTable(EARLY_RANKS)
+        """By token, consumer and its rank; until when each is kept."""
 
-    def hold(self, identity: bytes, ask: messages.Ask, now: float) -> list[EarlyRequest[messages.Ask]]:
+    def hold(self, identity: bytes, ask: messages.Ask, now: float) -> list[EarlyAsk]:
         """Keep an ask. Returns the asks that find no room any more: the caller denies them."""
-        early = EarlyRequest(identity, ask, now + self._ask_seconds)
+        early = EarlyAsk(identity, ask, now + self._ask_seconds)
         return self.asks.put(identity, (identity, ask.read), early, ASK_COST + len(ask.spans) + len(ask.expected))
 
     def vote(self, identity: bytes, release: messages.Release, now: float) -> None:
         """Keep a release."""
         key = release.token, release.consumer, release.consumer_rank
         if key not in self.votes:
-            early = EarlyRequest(identity, release, now + self._vote_seconds)
-            self.votes.put(identity, key, early, 1 + len(release.expected))
+            self.votes.put(identity, key, (release, now + self._vote_seconds), 1 + len(release.expected))
 
     def take_votes(self, token: bytes) -> list[messages.Release]:
         """The releases of a lease that P holds from now on."""
-        return [self.votes.pop(key).request for key in self.votes if key[0] == token]  # type: ignore[union-attr]
+        found = [self.votes.pop(key) for key in self.votes if key[0] == token]
+        return [vote[0] for vote in found if vote is not None]
 
-    def take_asks(self, token: bytes) -> list[EarlyRequest[messages.Ask]]:
+    def take_asks(self, token: bytes) -> list[EarlyAsk]:
         """The asks for a lease that P holds from now on, the oldest first."""
         return self._taken([early for early in self.asks.values() if early.request.token == token])
 
-    def take_late(self, now: float, computing: Container[bytes] = ()) -> list[EarlyRequest[messages.Ask]]:
+    def take_late(self, now: float, computing: Container[bytes] = ()) -> list[EarlyAsk]:
         """The asks that have waited long enough: the caller denies them. Forgets the releases that have, except those
         of prompts that P is ``computing``."""
-        for vote in self.votes.first(lambda vote: now >= vote.deadline):
-            if vote.request.token not in computing:
-                self.votes.pop((vote.request.token, vote.request.consumer, vote.request.consumer_rank))
+        for release, _ in self.votes.first(lambda vote: now >= vote[1]):
+            if release.token not in computing:
+                self.votes.pop((release.token, release.consumer, release.consumer_rank))
         return self._taken(self.asks.first(lambda early: now >= early.deadline))
 
-    def _taken(self, found: list[EarlyRequest[messages.Ask]]) -> list[EarlyRequest[messages.Ask]]:
+    def _taken(self, found: list[EarlyAsk]) -> list[EarlyAsk]:
         for early in found:
             self.asks.pop((early.identity, early.request.read))
         return found

@@ -23,6 +23,8 @@ from kvferry.transport.wake import RateLimitedLog
 logger = logging.getLogger("vllm.kvferry.sessions")
 
 SESSIONS = 4096
+LOOKED_AT = 64
+"""Sessions whose data plane ``gone`` looks at in one call."""
 SILENT_SECONDS = 2 * messages.IDLE_LINK_SECONDS
 """D has closed the link of a session from which no message came for this time."""
 NO_SLOT_BYTES = messages.MIN_SLOT_BYTES
@@ -71,6 +73,7 @@ class Sessions:
         self._board = board
         self._log = RateLimitedLog(logger)
         self.table: OrderedDict[bytes, Session] = OrderedDict()
+        self._to_look_at: list[Session] = []
 
     def find(self, identity: bytes, now: float) -> Session | None:
         """The session of a D rank that has sent a message. It moves to the end of the order of displacement."""
@@ -169,13 +172,18 @@ class Sessions:
             raise TransportError(f"D wants the checksum {attach.checksum}, P has {', '.join(ours)}")
 
     def gone(self, now: float) -> list[Session]:
-        """The sessions whose D is gone: their data plane has an error, or they have been silent for long. Where D reads
-        P's pages by itself, P holds nothing that could have an error. No lease that such a D knew stands any more."""
-        gone = [s for s in self.table.values() if s.channel is not None and s.channel.error is not None]
-        for session in gone:
-            assert session.channel is not None
-            key, text = f"gone {session.engine_id}", "kvferry: D rank of %s is gone: %s"
-            self._log.info(key, text, session.engine_id[:8], session.channel.error)
+        """The sessions whose D is gone: their data plane has an error, of ``LOOKED_AT`` in turn, or they have been
+        silent for long. Where D reads P's pages by itself, P holds nothing that could have an error. No lease that such
+        a D knew stands any more."""
+        gone = []
+        self._to_look_at = self._to_look_at or list(self.table.values())
+        for _ in range(min(LOOKED_AT, len(self._to_look_at))):
+            session = self._to_look_at.pop()
+            stands = self.table.get(session.identity) is session
+            if stands and session.channel is not None and session.channel.error is not None:
+                gone.append(session)
+                key, text = f"gone {session.engine_id}", "kvferry: D rank of %s is gone: %s"
+                self._log.info(key, text, session.engine_id[:8], session.channel.error)
         silent = max(SILENT_SECONDS, self._rank_context.settings.lease_cap_seconds)
         for session in self.table.values():  # the one that has been silent longest comes first
             if now < session.heard + silent:

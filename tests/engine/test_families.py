@@ -25,7 +25,7 @@ computed, a token too early for a D that computes the last one again. The last i
 def test_family(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     model = family.build(tmp_path / "model")
-    options = {"dtype": family.dtype, "block_size": BLOCK, "arguments": family.arguments}
+    options: dict[str, Any] = {"dtype": family.dtype, "block_size": BLOCK, "arguments": family.arguments}
     with started_pair(tmp_path / "logs", model, **options) as pair:
         of_a_family(pair, family)
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from tests.handover.gates import PATIENT
 from tests.handover.prefilling import PrefillingEngine
-from tests.handover.rank_group import RankGroup
+from tests.handover.scenario import PATIENT, RankGroup
 from tests.support.ranks import wait
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

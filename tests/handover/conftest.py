@@ -1,5 +1,3 @@
-"""Ranks that are closed, and processes that are ended, whatever a test did."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.connector.step_loads import step_hold
-from tests.handover.rank_group import RankGroup
+from tests.handover.scenario import Pair, RankGroup
+from tests.support.ranks import Rank
 
 
 @pytest.fixture
@@ -15,6 +14,22 @@ def group() -> Iterator[RankGroup]:
     group = RankGroup()
     yield group
     group.close()
+
+
+@pytest.fixture
+def pair(group: RankGroup) -> Pair:
+    """P, which has computed the prompt, and D. Files have their own."""
+    return group.pair()
+
+
+@pytest.fixture
+def p(pair: Pair) -> Rank:
+    return pair[0]
+
+
+@pytest.fixture
+def d(pair: Pair) -> Rank:
+    return pair[1]
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from kvferry.connector.wire.step_plan import (
-    LeaseGrant,
-    Prefill,
-    PrefillChunk,
-    PrefillStop,
-    StepPlan,
-    pack_ids,
-)
+from kvferry.connector.engine.prefill_events import PrefillEvents
+from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, StepPlan, pack_ids
 from tests.support.ranks import Rank, load_plan, peer
 
 GARBAGE = -7
@@ -34,6 +28,12 @@ class PrefillingEngine:
     def post(self, plan: StepPlan) -> None:
         for rank in self.ranks:
             rank.worker.post(plan)
+
+    @property
+    def _events(self) -> Iterable[PrefillEvents]:
+        for rank in self.ranks:
+            assert rank.worker.prefills is not None
+            yield rank.worker.prefills
 
     def begin(self, found: int = 0, step_tokens: int = 0) -> None:
         """The first step is scheduled."""
@@ -63,28 +63,30 @@ class PrefillingEngine:
 
     def hook(self, layers: Iterable[int]) -> None:
         """The engine says that these layers are computed."""
-        for rank in self.ranks:
-            assert rank.worker.prefills is not None
+        for rank, events in zip(self.ranks, self._events, strict=True):
             for number in layers:
-                rank.worker.prefills.layer_computed(rank.layers[number])
+                events.layer_computed(rank.layers[number])
 
     def end(self) -> None:
         """The step has ended."""
-        for rank in self.ranks:
-            assert rank.worker.prefills is not None
-            rank.worker.prefills.end_step()
+        for events in self._events:
+            events.end_step()
 
     def fail(self) -> None:
         """The step has raised an error."""
-        for rank in self.ranks:
-            assert rank.worker.prefills is not None
-            rank.worker.prefills.fail_step()
+        for events in self._events:
+            events.fail_step()
 
     def step(self, start: int, stop: int, *, restarts: bool = False) -> None:
         """A whole step."""
         self.plan(start, stop, restarts=restarts)
         self.write(start, stop)
         self.end()
+
+    def finish(self, start: int = 0, *, restarts: bool = False) -> None:
+        """A step with all tokens from ``start`` on, and the lease."""
+        self.step(start, self.tokens, restarts=restarts)
+        self.grant()
 
     def take_back(self, blocks: Sequence[int] | None = None, *, ended: bool = False) -> None:
         """The engine takes the blocks back, and other requests write into them at once. ``blocks``: those in which the

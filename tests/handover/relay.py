@@ -5,28 +5,21 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 
 def pump(of: socket.socket, to: socket.socket) -> None:
     """Pass bytes on in one direction until they end."""
-    try:
+    with suppress(OSError):
         while data := of.recv(1 << 16):
             to.sendall(data)
-    except OSError:
-        pass
-    for each in (of, to):
-        each.close()
+    of.close(), to.close()
 
 
-def main() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    print(listener.getsockname()[1], flush=True)
-    while True:
-        d, _ = listener.accept()
-        p = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-        for ends in ((d, p), (p, d)):
-            threading.Thread(target=pump, args=ends, daemon=True).start()
-
-
-if __name__ == "__main__":
-    main()
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    d, _ = listener.accept()
+    p = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    for ends in ((d, p), (p, d)):
+        threading.Thread(target=pump, args=ends, daemon=True).start()

@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +20,6 @@ from kvferry.transport.channels import Copy
 class SlowCopies(Copies):
     """Copies on another thread, each ``seconds`` after ``gate`` is open. With ``error`` set they do nothing and say
     so."""
-
-    device = torch.device("cpu")
 
     def __init__(self, seconds: float = 1e-3) -> None:
         super().__init__()
@@ -49,39 +46,30 @@ class SlowCopies(Copies):
         launches = [enqueue, *portions]
         events: list[Any] = [threading.Event() for _ in launches] if portions else []
         copy.events = events
-        for launch, event in zip(launches[:-1], events, strict=False):
-            self._queue.put(partial(self._portion, launch, event))
-        self._queue.put(partial(self._copy, copy, launches[-1]))
+        self._queue.put(lambda: self._copy(copy, launches, events))
         return copy
-
-    def _portion(self, launch: Callable[[], None], event: threading.Event) -> None:
-        self.gate.wait(60)
-        if not self.error:
-            launch()
-        event.set()
 
     def _run(self) -> None:
         while (act := self._queue.get()) is not None:
             act()
 
-    def _copy(self, copy: Copy, enqueue: Callable[[], None]) -> None:
-        self.gate.wait(60)
-        time.sleep(self._seconds)
-        if not self.error:
-            enqueue()
+    def _copy(self, copy: Copy, launches: list[Callable[[], None]], events: list[threading.Event]) -> None:
+        for number, launch in enumerate(launches):
+            last = number == len(launches) - 1
+            self.gate.wait(60)
+            if last:
+                time.sleep(self._seconds)
+            if not self.error:
+                launch()
+            if not last:
+                events[number].set()
         copy.error = self.error
         self.running -= 1
         copy.ended_at = time.monotonic()
         copy.done = True
-        for event in copy.events:
-            event.set()  # type: ignore[attr-defined]
+        for event in events:
+            event.set()
         self.on_done()
-
-    def record_event(self) -> DeviceEvent | None:
-        return None
-
-    def after_engine(self, act: Callable[[], None]) -> None:
-        act()
 
     def wait_event(self, mark: DeviceEvent) -> None:
         raise AssertionError("there are no marks")

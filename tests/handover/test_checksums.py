@@ -3,23 +3,22 @@ load; no load fails without a fault; neither side can be talked out of them."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.config import Settings
 from kvferry.connector.decode_side import link, load_state
 from kvferry.connector.geometry.engine_types import CacheDtype
 from kvferry.connector.pages.checksums import NO_CHECKSUM
 from kvferry.connector.wire import messages
 from kvferry.kernels.checksum import TRAILER_BYTES
+from kvferry.transport.channels import Pieces, SendChannel, Slot
 from kvferry.transport.errors import ConfigError
-from tests.handover.gates import PATIENT
-from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
-from tests.handover.rank_group import RankGroup
-from tests.handover.spoiler import Fault, Spoiler
-from tests.handover.test_odd_peers import RawD
+from tests.handover.scenario import OTHERS, PATIENT, Pair, RankGroup, another_works, begin, ended
 from tests.support.inside import sessions_of
 from tests.support.ranks import Rank, grant, load_plan, peer, reason_of, wait
 from tests.transport.plane_list import PUSH, host_planes
@@ -28,8 +27,46 @@ PLANES = host_planes(PUSH)
 FORMS: dict[str, dict[str, Any]] = {
     "slots": {},
     "pieces": {"content": 64},  # blocks of 4 KiB, which tcp sends and receives in place
-    "chunks": {"content": 64, "layers": 8},  # several chunks of equal size
+    "chunks": {"content": 64, "layers": 8, "slot_bytes": 112 << 10},  # several chunks of equal size
 }
+Fault = Callable[[int, bytearray], None]
+"""Changes a message in place; the first argument is the number of the message since the fault was planted."""
+
+
+class Spoiler:
+    """Replaces the sends of P's only channel. The bytes are changed behind P's checksum, also in place."""
+
+    def __init__(self, p: Rank) -> None:
+        (session,) = sessions_of(p).values()
+        channel = session.sender
+        assert isinstance(channel, SendChannel)
+        self.fault: Fault | None = None
+        self.retag: Callable[[int], int] = lambda tag: tag
+        self.lengths: list[int] = []
+        self._keep: list[Any] = []
+        send, send_pieces = channel.send, channel.send_pieces
+
+        def spoil(message: bytearray) -> bytearray:
+            if self.fault is not None:
+                self.fault(len(self.lengths), message)
+            self.lengths.append(len(message))
+            return message
+
+        def spoilt_send(slot: Slot, nbytes: int, tag: int) -> None:
+            ctypes.memmove(slot.address, bytes(spoil(bytearray(ctypes.string_at(slot.address, nbytes)))), nbytes)
+            send(slot, nbytes, self.retag(tag))
+
+        def spoilt_pieces(pieces: Callable[[], Pieces], tag: int) -> bool:
+            def spoilt() -> Pieces:
+                runs = zip(*(column.tolist() for column in pieces()), strict=True)
+                copy = np.frombuffer(spoil(bytearray(b"".join(ctypes.string_at(*run) for run in runs))), dtype=np.uint8)
+                self._keep.append(copy)
+                return Pieces(np.array([copy.ctypes.data]), np.array([len(copy)]))
+
+            return send_pieces(spoilt, self.retag(tag))
+
+        channel.send = spoilt_send  # type: ignore[method-assign]
+        channel.send_pieces = spoilt_pieces  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +76,20 @@ def one_attempt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
         monkeypatch.setattr(load_state, "ATTEMPTS_PER_PEER", 1)
 
 
-def ranks(group: RankGroup, plane: str, form: str = "slots", **of_d: Any) -> tuple[Rank, Rank]:
-    common: dict[str, Any] = {"plane": plane, "slot_bytes": (64 << 10) + (48 << 10) * (form == "chunks"), **PATIENT}
-    p = group.rank(settings=Settings(checksum=True, **common), **FORMS[form])
-    d = group.rank(engine_id="engine-d", settings=Settings(**common, **of_d), **FORMS[form])
-    p.fill(THEIRS, TOKENS)
+def ranks(group: RankGroup, plane: str, form: str = "slots") -> Pair:
+    p, d = group.pair(of_p={"checksum": True}, **{"plane": plane, "slot_bytes": 64 << 10, **PATIENT, **FORMS[form]})
+    assert load(p, d, "first")
     return p, d
 
 
 def load(p: Rank, d: Rank, name: str) -> bool:
-    """One hand-over; whether it was loaded. Its bytes are then right, and its lease ends either way."""
     begin(p, d, name)
-    assert wait(lambda: f"{name}-d" in d.received and f"{name}-p" in p.sent, [p, d])
-    loaded = f"{name}-d" not in d.failed
-    if loaded:
-        assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
-    return loaded
+    return ended(p, d, name)
+
+
+def spoilt(p: Rank, d: Rank, name: str) -> bool:
+    """Whether D finds that a load is wrong."""
+    return not load(p, d, name) and reason_of(d) == "checksum"
 
 
 def flipped(at: int, bit: int = 0) -> Fault:
@@ -89,131 +124,84 @@ def ends_in_zeros(kept: float) -> Fault:
     return fault
 
 
+@pytest.mark.parametrize("function", ["xxh3", "sum64"])
 @pytest.mark.parametrize("form", ["slots", "pieces"])
 @pytest.mark.parametrize("plane", PLANES)
-def test_each_wrong_byte_fails_its_load_and_no_other(group: RankGroup, plane: str, form: str) -> None:
+def test_each_fault_fails_its_load_and_no_other(
+    group: RankGroup, plane: str, form: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong bit, a lost end, blocks that changed places. A D on a GPU has ``sum64`` only, so P computes it in host
+    memory."""
+    if function == "sum64":
+        monkeypatch.setattr(link, "checksums_on", lambda device: ("sum64",))
     p, d = ranks(group, plane, form)
-    assert load(p, d, "first")
+    (session,) = sessions_of(p).values()
+    assert session.checksum == function
     spoiler = Spoiler(p)
     assert load(p, d, "relayed")
     length = spoiler.lengths[0]
-    data_end = length - TRAILER_BYTES
-    places = [*range(8), data_end // 2 + 1, data_end - 1, data_end, length - 1]
-    for number, at in enumerate(places):
-        spoiler.fault = flipped(at, number % 8)
+    end = length - TRAILER_BYTES
+    faults = {f"flip {at} of {length}": flipped(at, at % 8) for at in (0, 3, end // 2 + 1, end - 1, end, length - 1)}
+    faults |= {"half": ends_in_zeros(0.5), "most": ends_in_zeros(0.999)}
+    faults |= {"neighbours": exchanged(0, 1024, 1024), "words": exchanged(8, 4096, 8)}
+    for name, fault in faults.items():
+        spoiler.fault = fault
         spoiler.lengths.clear()
-        assert not load(p, d, f"flip-{number}"), f"byte {at} of {length}"
-        assert reason_of(d) == "checksum"
+        assert spoilt(p, d, name), name
     spoiler.fault = None
     assert load(p, d, "last")
 
 
 def test_a_load_with_a_wrong_byte_is_retried(group: RankGroup) -> None:
     p, d = ranks(group, "tcp")
-    assert load(p, d, "first")
     Spoiler(p).fault = flipped(9)
     assert load(p, d, "spoiled"), "the second attempt brings the right bytes"
-    assert d.worker.rank_context is not None
     assert d.figures()["retried"] == {"checksum": 1}
-
-
-@pytest.mark.parametrize("form", ["slots", "pieces"])
-@pytest.mark.parametrize("plane", PLANES)
-def test_a_lost_end_and_blocks_that_changed_places(group: RankGroup, plane: str, form: str) -> None:
-    p, d = ranks(group, plane, form)
-    assert load(p, d, "first")
-    spoiler = Spoiler(p)
-    faults = {
-        "half": ends_in_zeros(0.5),
-        "most": ends_in_zeros(0.999),
-        "neighbours": exchanged(0, 1024, 1024),
-        "words": exchanged(8, 4096, 8),
-    }
-    for name, fault in faults.items():
-        spoiler.fault = fault
-        spoiler.lengths.clear()
-        assert not load(p, d, name), name
-        assert reason_of(d) == "checksum"
-    spoiler.fault = None
-    assert load(p, d, "last")
 
 
 @pytest.mark.parametrize("plane", PLANES)
 def test_two_chunks_that_changed_places(group: RankGroup, plane: str) -> None:
     """Each is whole and carries a checksum of its own bytes, but under the tag of the other."""
     p, d = ranks(group, plane, "chunks")
-    assert load(p, d, "first")
     spoiler = Spoiler(p)
     assert load(p, d, "relayed")
     assert len(spoiler.lengths) >= 2 and spoiler.lengths[0] == spoiler.lengths[1]
     spoiler.retag = lambda tag: tag ^ 1 if tag & 0xFFFFFFFF < 2 else tag
-    assert not load(p, d, "exchanged") and reason_of(d) == "checksum"
+    assert spoilt(p, d, "exchanged")
     spoiler.retag = lambda tag: tag
     assert load(p, d, "last")
 
 
 def test_wrong_bytes_are_not_written_where_they_are_checked_before(group: RankGroup) -> None:
     p, d = ranks(group, "shm")
-    token = grant([p], "first-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("first-d", token, peer([p]), [20, 21, 22, 23, 24, 25, 26], 0, TOKENS))
-    assert wait(lambda: d.received == {"first-d"}, [p, d]) and not d.failed
     Spoiler(p).fault = flipped(5)
-    before = d.read(OURS, TOKENS).clone()
-    assert not load(p, d, "spoilt")
-    pages = d.read(OURS, TOKENS)
-    assert torch.equal(pages[0], before[0]), "the first chunk is not copied"
-
-
-@pytest.mark.parametrize("form", ["slots", "pieces"])
-@pytest.mark.parametrize("plane", PLANES)
-def test_the_function_of_gpu_ranks_between_host_ranks(
-    group: RankGroup, plane: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A D on a GPU has ``sum64`` only, so P computes it in host memory."""
-    monkeypatch.setattr(link, "checksums_on", lambda device: ("sum64",))
-    p, d = ranks(group, plane, form)
-    assert load(p, d, "first")
-    (session,) = sessions_of(p).values()
-    assert session.checksum == "sum64"
-    spoiler = Spoiler(p)
-    for number, at in enumerate((0, 777, -TRAILER_BYTES - 1, -1)):
-        spoiler.fault = flipped(at, number)
-        spoiler.lengths.clear()
-        assert not load(p, d, f"flip-{number}"), at
-        assert reason_of(d) == "checksum"
-    spoiler.fault = None
-    assert load(p, d, "last")
+    begin(p, d, "spoilt", ours=OTHERS)
+    assert wait(lambda: "spoilt-d" in d.failed, [p, d])
+    assert bool((d.read(OTHERS, 100)[0] == -1).all()), "the first chunk is not copied"
 
 
 def test_bytes_that_d_converts_are_checked_too(group: RankGroup) -> None:
-    common: dict[str, Any] = {"plane": "tcp", **PATIENT}
-    p = group.rank(content=16, cache_dtype=CacheDtype("float16"), settings=Settings(**common))
-    d = group.rank(
-        engine_id="engine-d", content=16, cache_dtype=CacheDtype("bfloat16"),
-        settings=Settings(checksum=True, convert_dtype=True, **common),
+    p, d = group.pair(
+        plane="tcp", **PATIENT, of_p={"cache_dtype": CacheDtype("float16")},
+        of_d={"cache_dtype": CacheDtype("bfloat16"), "checksum": True, "convert_dtype": True},
     )  # fmt: skip
-    p.fill(THEIRS, TOKENS)
     begin(p, d, "first")
     assert wait(lambda: "first-d" in d.received, [p, d]) and not d.failed
-    spoiler = Spoiler(p)
-    spoiler.fault = flipped(100)
-    begin(p, d, "spoilt")
-    assert wait(lambda: "spoilt-d" in d.received, [p, d]) and d.failed == {"spoilt-d"}
-    assert reason_of(d) == "checksum"
+    Spoiler(p).fault = flipped(100)
+    assert spoilt(p, d, "spoilt")
 
 
 @pytest.mark.parametrize("plane", ["shm", "tcp"])
-def test_no_false_alarm_in_240_concurrent_handovers(group: RankGroup, plane: str) -> None:
-    count, tokens = 240, 32
-    settings = Settings(plane=plane, checksum=True, **PATIENT)
-    form: dict[str, Any] = {"blocks": 2 * count, "content": 64, "settings": settings}
-    p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
-    theirs = torch.randperm(2 * count, generator=torch.Generator().manual_seed(1)).view(count, 2).tolist()
-    ours = torch.randperm(2 * count, generator=torch.Generator().manual_seed(2)).view(count, 2).tolist()
-    for blocks in theirs:
+def test_no_false_alarm_in_100_concurrent_handovers(group: RankGroup, plane: str) -> None:
+    count, tokens = 100, 32
+    p, d = group.pair(plane=plane, checksum=True, blocks=2 * count, content=64, **PATIENT)
+    theirs, ours = (
+        torch.randperm(2 * count, generator=torch.Generator().manual_seed(seed)).view(count, 2).tolist()
+        for seed in (1, 2)
+    )
+    for number, blocks in enumerate(theirs):
         p.fill(blocks, tokens)
-    tokens_of = [grant([p], f"{number}-p", theirs[number], tokens) for number in range(count)]
-    for number, token in enumerate(tokens_of):
+        token = grant([p], f"{number}-p", blocks, tokens)
         d.worker.post(load_plan(f"{number}-d", token, peer([p]), ours[number], 0, tokens))
     assert wait(lambda: len(d.received) == len(p.sent) == count, [p, d]) and not d.failed
     wanted = d.wanted(tokens)
@@ -227,11 +215,7 @@ def test_no_false_alarm_in_240_concurrent_handovers(group: RankGroup, plane: str
 def test_either_side_demands_checksums(
     group: RankGroup, demands: tuple[bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    p, d = (
-        group.rank(engine_id=name, settings=Settings(checksum=on, **PATIENT))
-        for name, on in zip(("engine-p", "engine-d"), demands, strict=True)
-    )
-    p.fill(THEIRS, TOKENS)
+    p, d = group.pair(of_p={"checksum": demands[0]}, of_d={"checksum": demands[1]}, **PATIENT)
     with caplog.at_level("INFO", "vllm.kvferry"):
         another_works(p, d)
     (line,) = [line for line in caplog.messages if "data plane to" in line]
@@ -242,51 +226,31 @@ def test_either_side_demands_checksums(
 
 
 def test_a_d_without_checksums_is_not_served_by_a_p_that_demands_them(group: RankGroup) -> None:
-    p, d = group.rank(settings=Settings(checksum=True)), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
-    raw = RawD(p, d)
-    welcome = raw.start_handshake()
+    p, d = group.pair(of_p={"checksum": True})
+    raw = group.raw(p, d, attached=False)
+    welcome = raw.greet()
     assert welcome.checksum and welcome.checksums == ("xxh3", "sum64")
     raw.attach(welcome)
     assert "P demands them" in raw.answer(messages.AttachRefused).reason
-    raw.close()
     another_works(p, d)
-
-
-def test_a_plane_without_messages_is_refused_with_checksums(group: RankGroup) -> None:
-    p, d = group.rank(), group.rank(engine_id="engine-d")
-    raw = RawD(p, d)
-    raw.start_handshake()
+    raw = group.raw(*group.pair(), attached=False)
+    raw.greet()
     raw.send(messages.Attach(plane="cma", payload=b"", checksum="xxh3"))
     assert "cma has no checksums" in raw.answer(messages.AttachRefused).reason
-    raw.close()
 
 
-def test_a_d_that_names_a_plane_without_messages_says_why_it_fails(
-    group: RankGroup, caplog: pytest.LogCaptureFixture
-) -> None:
-    p, d = (
-        group.rank(settings=Settings(checksum=True)),
-        group.rank(engine_id="engine-d", settings=Settings(plane="cma")),
-    )
-    p.fill(THEIRS, TOKENS)
+def test_a_plane_without_messages_cannot_be_named(group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:
+    p, d = group.pair(of_p={"checksum": True}, of_d={"plane": "cma"})
     begin(p, d)
-    assert wait(lambda: d.received == {"req-d"}, [p, d]) and d.failed == {"req-d"}
+    assert not ended(p, d)
     assert "no data plane in common: cma: " in caplog.text
-
-
-def test_settings_that_contradict_each_other_fail_the_start(group: RankGroup) -> None:
     with pytest.raises(ConfigError, match=f"plane: 'cma' cannot be used: {NO_CHECKSUM}"):
-        group.rank(settings=Settings(plane="cma", checksum=True))
+        group.rank(plane="cma", checksum=True)
 
 
 def test_a_p_that_leaves_the_checksum_out_is_noticed(group: RankGroup) -> None:
     """D demands it, and P's messages have another length then."""
-    p, d = (
-        group.rank(engine_id=name, settings=Settings(plane="shm", checksum=name == "engine-d", **PATIENT))
-        for name in ("engine-p", "engine-d")
-    )
-    p.fill(THEIRS, TOKENS)
+    p, d = group.pair(plane="shm", of_d={"checksum": True}, **PATIENT)
     assert load(p, d, "first")
     (session,) = sessions_of(p).values()
     session.checksum = None

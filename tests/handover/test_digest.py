@@ -1,19 +1,21 @@
-"""The digest of a model through the real handshake: for each fact a pair that passes and one that is refused by name.
+"""The digest of a model: for each fact a pair that passes and one that is refused by name.
 
 Configurations are objects with the names that vLLM 0.26 and 0.32, transformers 4 and 5, give them.
 """
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvferry.connector.geometry import model_identity as module
 from kvferry.connector.geometry.model_identity import model_identity
-from tests.handover.opening import begin
-from tests.handover.rank_group import RankGroup
-from tests.support.ranks import Rank, wait
+from kvferry.connector.pages.rank_context import check_model
+from kvferry.transport.errors import IncompatiblePeerError
+from tests.handover.scenario import RankGroup, another_works
 
 OLD: dict[str, Any] = {  # transformers 4
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
@@ -39,13 +41,6 @@ def facts(*changes: dict[str, Any]) -> dict[str, str]:
 
 def awq(**changes: Any) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, **changes}}
-
-
-def outcome(group: RankGroup, theirs: dict[str, str], ours: dict[str, str]) -> tuple[Rank, Rank]:
-    p, d = group.rank(model=theirs), group.rank(engine_id="engine-d", model=ours)
-    begin(p, d)
-    assert wait(lambda: d.received == {"req-d"}, [p, d])
-    return p, d
 
 
 @pytest.mark.parametrize(
@@ -91,11 +86,8 @@ def outcome(group: RankGroup, theirs: dict[str, str], ours: dict[str, str]) -> t
         ((OLD, {"engine": {"tag": "v2"}}), (NEW, {"engine": {"tag": "v2"}})),
     ],
 )  # fmt: skip
-def test_the_same_model_passes(
-    group: RankGroup, theirs: tuple[dict[str, Any], ...], ours: tuple[dict[str, Any], ...]
-) -> None:
-    _, d = outcome(group, facts(*theirs), facts(*ours))
-    assert not d.failed
+def test_the_same_model_passes(theirs: tuple[dict[str, Any], ...], ours: tuple[dict[str, Any], ...]) -> None:
+    check_model(facts(*ours), facts(*theirs))
 
 
 def layer_types(full: int) -> dict[str, Any]:
@@ -149,30 +141,21 @@ def layer_types(full: int) -> dict[str, Any]:
         ({"engine": {"tag": "base"}}, {}, "model_tag differs, ours is unset, the peer's is base"),
     ],
 )  # fmt: skip
-def test_another_model_is_refused_by_name(
-    group: RankGroup, theirs: dict[str, Any], ours: dict[str, Any], line: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("WARNING", "vllm.kvferry"):
-        _, d = outcome(group, facts(OLD, theirs), facts(OLD, ours))
-    assert d.failed == {"req-d"}
-    messages = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
-    assert len(messages) == 1 and "\n" not in messages[0]
-    assert f"peer refused: {line}" in messages[0]
+def test_another_model_is_refused_by_name(theirs: dict[str, Any], ours: dict[str, Any], line: str) -> None:
+    with pytest.raises(IncompatiblePeerError, match=rf"^peer refused: {re.escape(line)}[^\n]*$"):
+        check_model(facts(OLD, ours), facts(OLD, theirs))
 
 
 def test_every_fact_there_is_fits_into_a_message(group: RankGroup) -> None:
     """However long the values, whatever is in them."""
-    from kvferry.connector.geometry import model_identity as module
-
     every: dict[str, Any] = {name: f"line\n\u2028 {name} " * 400 for name in module.PLAIN}
     every |= {
         "rope_scaling": {"rope_type": "yarn", "long": "x" * 5000},
         "layer_types": [f"kind {n}" for n in range(900)],
-    }
-    every |= {"quantization_config": {name: "y" * 3000 for names in module.QUANTIZATION.values() for name in names}}
-    every |= {"architectures": ["\x1b[1m" * 600], "head_dim": 8, "sliding_window": 9, "engine": {"tag": "t"}}
-    every["engine"]["quantization"] = "fp8"
+        "quantization_config": {name: "y" * 3000 for names in module.QUANTIZATION.values() for name in names},
+        "architectures": ["\x1b[1m" * 600], "head_dim": 8, "sliding_window": 9,
+        "engine": {"tag": "t", "quantization": "fp8"},
+    }  # fmt: skip
     model = facts(OLD, every)
     assert {"rope", "quantization", "model_tag", "no_rope_layers", "layer_types"} < set(model)
-    _, d = outcome(group, model, model)
-    assert not d.failed
+    another_works(*group.pair(model=model))

@@ -5,77 +5,71 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
-from kvferry.connector.config import Settings
+from kvferry.connector.decode_side import link
 from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.engine import worker
+from kvferry.connector.step_loads import step_outcome
 from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS
-from kvferry.connector.wire.step_plan import LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
+from kvferry.connector.wire.step_plan import Load, PeerEngine, StepPlan
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
-from tests.handover.gates import PATIENT
-from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
-from tests.handover.rank_group import RankGroup
-from tests.support.inside import leases_of, thread_of
-from tests.support.ranks import Rank, grant, load_plan, peer, standing, wait
+from kvferry.transport.planes.cma import CmaChannel
+from tests.handover.scenario import (
+    OTHERS,
+    OURS,
+    PATIENT,
+    THEIRS,
+    TOKENS,
+    Pair,
+    RankGroup,
+    another_works,
+    breaks,
+    ended,
+    forget,
+    has_all,
+    lease_plan,
+    leased,
+    load_from,
+)
+from tests.handover.slow_copies import install
+from tests.support.inside import leases_of, yields
+from tests.support.ranks import Rank, load_plan, peer, standing, wait
 
 
 @pytest.fixture
-def pair(group: RankGroup) -> tuple[Rank, Rank]:
-    p, d = group.rank(), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
+def pair(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
+    p, d = group.pair()
+    another_works(p, d)
     return p, d
 
 
-def idle(plan: StepPlan) -> StepPlan:
-    return StepPlan(plan.consumer, plan.leases, plan.keeps, plan.loads, plan.cancels, plan.releases, idle=True)
-
-
-def test_a_step_that_computes_nothing_waits_for_a_load(
-    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = pair
-    another_works(p, d)
-    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    begun = time.monotonic()
-    d.worker.post(idle(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)))
-    assert d.worker.take_results().received == {"req-d"}, "one call is enough"
-    assert time.monotonic() - begun < 30, "and it returns when the load has ended"
-    begun = time.monotonic()
-    d.worker.post(StepPlan(idle=True))
-    assert not d.worker.take_results().received
-    assert time.monotonic() - begun < 30, "with nothing under way it does not wait"
-
-
-def test_what_was_collected_before_is_told_at_once(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_step_that_computes_nothing_waits_for_a_load(p: Rank, d: Rank, collected: bool) -> None:
     """A load that ended between a step's results and its paces is not waited for."""
-    p, d = pair
-    another_works(p, d)
-    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(thread_of(d) and thread_of(d).results.loads))
-    assert d.worker.take_estimates().keys() == {("engine-p", 0)}
+    plan = load_plan("req-d", leased(p), peer([p]), OURS, 0, TOKENS)
+    d.worker.post(replace(plan, idle=not collected))
+    if collected:
+        assert wait(lambda: bool(d.thread.results.loads))
+        assert d.worker.take_estimates().keys() == {("engine-p", 0)}
+        d.worker.post(StepPlan(idle=True))
     begun = time.monotonic()
+    assert d.worker.take_results().received == {"req-d"}, "one call is enough"
     d.worker.post(StepPlan(idle=True))
-    assert d.worker.take_results().received == {"req-d"}
+    assert not d.worker.take_results().received, "with nothing under way it does not wait"
     assert time.monotonic() - begun < 30
 
 
-def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_for_its_load_sleeps(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beside a lease that was freed, which the engine takes only after its step."""
-    p, d = pair
-    another_works(p, d)
-    transfer_thread = thread_of(d)
-    assert transfer_thread is not None
-    monkeypatch.setattr(d.worker.step_hold, "patience", 60.0)
-    transfer_thread.results.leases.append("a lease of ours")
+    d.thread.results.leases.append("a lease of ours")
     token = secrets.token_bytes(16)
-    lease = StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),))
-    threading.Timer(0.5, lambda: p.worker.post(lease)).start()
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
+    threading.Timer(0.5, lambda: p.worker.post(lease_plan(token))).start()
+    load_from(p, d, token, now=True)
     waits: list[float] = []
     outcome = d.worker.step_hold.outcome
     assert outcome is not None
@@ -89,77 +83,86 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
 
 
 def test_the_wait_is_short(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = group.rank(settings=Settings(**PATIENT)), group.rank(settings=Settings(**PATIENT), engine_id="engine-d")
-    d.worker.post(idle(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
-    transfer_thread = thread_of(d)
-    assert transfer_thread is not None
+    p, d = group.pair(**PATIENT)
+    plan = load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)
+    d.worker.post(replace(plan, idle=True))
     waits: list[float] = []
-    real = transfer_thread.results.wait
-    monkeypatch.setattr(transfer_thread.results, "wait", lambda seconds: (waits.append(seconds), real(seconds))[1])
+    results = d.thread.results
+    real = results.wait
+    monkeypatch.setattr(results, "wait", lambda seconds: (waits.append(seconds), real(seconds))[1])
     for _ in range(20):
         assert not d.worker.take_results().received, "the load itself takes until P gives the ask up"
     assert len(waits) == 20 and max(waits) < 0.025
 
 
-def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was_fast(pair: tuple[Rank, Rank]) -> None:
-    d = pair[1]
-    transfer_thread = thread_of(d)
-    assert transfer_thread is not None
+def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was_fast(pair: Pair) -> None:
+    worker, loads = pair[1].worker, pair[1].thread.results.loads
+    worker.take_estimates()
     load = Load("req", b"t" * 16, PeerEngine("engine-p", 1, 1, 30.0, ()), (), ())
-    for estimate in (UNKNOWN, TransferEstimate(0.001, 100)):
-        transfer_thread.results.loads.append(FinishedLoad(load, estimate is not UNKNOWN, estimate))
-    assert d.worker.take_estimates() == {("engine-p", 0): UNKNOWN}
-    transfer_thread.results.loads.append(FinishedLoad(load, True, TransferEstimate(0.001, 100)))
-    assert d.worker.take_estimates() == {("engine-p", 0): TransferEstimate(0.001, 100)}
+    quick = TransferEstimate(0.001, 100)
+    for estimate in (UNKNOWN, quick):
+        loads.append(FinishedLoad(load, estimate is not UNKNOWN, estimate))
+    assert worker.take_estimates() == {("engine-p", 0): UNKNOWN}
+    loads.append(FinishedLoad(load, True, quick))
+    assert worker.take_estimates() == {("engine-p", 0): quick}
 
 
-class Event:
-    """A point in the order of a device's work."""
-
-    def __init__(self) -> None:
-        self.reached = False
-
-    def query(self) -> bool:
-        return self.reached
-
-
+@pytest.mark.parametrize("announced", [True, False])
 def test_a_lease_waits_for_no_step_after_the_one_that_computed_it(
-    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+    p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
-    """With a step in flight between them. And where nothing waits for a step, no event is recorded."""
-    p, d = pair
-    events: list[Event] = []
+    """With a step in flight between them. A lease that nothing announced waits for all that was launched. And where
+    nothing waits for a step, no event is recorded."""
+    events: list[SimpleNamespace] = []
 
-    def record() -> Event:
-        events.append(Event())
-        return events[-1]
+    def record() -> SimpleNamespace:
+        event = SimpleNamespace(reached=False)
+        event.query = lambda: event.reached
+        events.append(event)
+        return event
 
-    assert p.worker.rank_context is not None
-    monkeypatch.setattr(p.worker.rank_context.caches.copies, "record_event", record)
+    monkeypatch.setattr(p.context.caches.copies, "record_event", record)
     for step in (1, 2):
         p.worker.post(StepPlan(step=step))
     assert not events
-    p.worker.post(StepPlan(step=3, after_prefill=True))
+    if announced:
+        p.worker.post(StepPlan(step=3, after_prefill=True))
     token = secrets.token_bytes(16)
-    lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),), step=2)
-    p.worker.post(StepPlan(leases=(lease,), step=4))
-    assert len(events) == 2
+    p.worker.post(replace(lease_plan(token, step=2), step=4))
+    assert len(events) == 1 + announced
     assert not wait(lambda: bool(leases_of(p)), [p], 0.1), "step 2 has not ended"
     events[0].reached = True
     assert wait(lambda: bool(leases_of(p)), [p]), "step 3 need not end"
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d]) and not d.failed
+    load_from(p, d, token)
+    assert ended(p, d)
 
 
-def test_a_lease_that_nothing_announced_waits_for_all_that_was_launched(
-    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, _ = pair
-    event = Event()
-    assert p.worker.rank_context is not None
-    monkeypatch.setattr(p.worker.rank_context.caches.copies, "record_event", lambda: event)
-    lease = LeaseGrant("req-p", secrets.token_bytes(16), TOKENS, (pack_ids(THEIRS),), step=2)
-    p.worker.post(StepPlan(leases=(lease,), step=4))
-    assert not wait(lambda: bool(leases_of(p)), [p], 0.1)
-    event.reached = True
-    assert wait(lambda: bool(leases_of(p)), [p])
+def hand_over(p: Rank, d: Rank, name: str, token: bytes) -> None:
+    d.worker.post(load_plan(f"{name}-d", token, peer([p], engine_id=name), OTHERS, 0, TOKENS))
+    assert wait(lambda: f"{name}-d" in d.received and f"{name}-p" in p.sent, [p, d]) and not d.failed
+    assert has_all(d, OTHERS)
+    forget(p, d)
+
+
+def test_a_control_message_ends_the_wait(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is P and D: another D asks it while it loads inside a step. Its thread would wait for ten minutes."""
+    copies = install(monkeypatch)
+    monkeypatch.setattr(step_outcome, "YIELD_SECONDS", 600.0)
+    monkeypatch.setattr(CmaChannel, "read", lambda self, request: request.launch())  # on a stream, as cuda_ipc reads
+    p, both, d = (group.rank(plane="cma", engine_id=name, **PATIENT) for name in ("first", "second", "third"))
+    for rank in (p, both):
+        rank.fill(THEIRS, TOKENS)
+    hand_over(p, both, "first", leased(p, "first"))
+    monkeypatch.setattr(link, "BoardReader", breaks)  # so that D asks
+    hand_over(both, d, "second", leased(both, "second"))
+
+    step, asked = leased(p, "step"), leased(both, "second")
+    copies[1].gate.clear()
+    both.worker.post(load_plan("step-d", step, peer([p], engine_id="first"), OURS, 0, TOKENS, now=True))
+    both.worker.begin_step()
+    outcome = both.worker.take_outcome()
+    assert outcome is not None and wait(lambda: yields(both))
+    hand_over(both, d, "second", asked)
+    assert copies[1].running, "the load is still under way"
+    copies[1].gate.set()
+    assert outcome.standing() == {"step-d"}

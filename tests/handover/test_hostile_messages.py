@@ -10,12 +10,9 @@ from typing import Any, get_args
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.config import Settings
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS
 from kvferry.connector.wire import messages
-from tests.handover.opening import THEIRS, TOKENS, another_works
-from tests.handover.rank_group import RankGroup
-from tests.handover.test_odd_peers import RawD
+from tests.handover.scenario import THEIRS, TOKENS, RankGroup, another_works
 from tests.support.random_messages import decodes, random_request
 from tests.support.ranks import grant, wait
 from tests.support.turns import MOST_BYTES, MOST_TURN_LINES, TurnLines, resident_bytes
@@ -23,23 +20,19 @@ from tests.support.turns import MOST_BYTES, MOST_TURN_LINES, TurnLines, resident
 MESSAGES, PEERS = 1000, 3
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1 << 32))
 def test_any_messages(seed: int) -> None:
     rng = random.Random(seed)
     group = RankGroup()
-    raws: list[RawD] = []
     try:
-        p, d = (group.rank(engine_id=name, settings=Settings(plane="shm")) for name in ("engine-p", "engine-d"))
-        p.fill(THEIRS, TOKENS)
-        context = d.worker.rank_context
-        assert context is not None
+        p, d = group.pair(plane="shm")
         tokens = [grant([p], f"req-{n}", THEIRS, TOKENS) for n in range(3)]
-        raws += (RawD(p, d) for _ in range(PEERS))
-        welcomes = [raw.start_handshake() for raw in raws]
+        raws = [group.raw(p, d, attached=False) for _ in range(PEERS)]
+        welcomes = [raw.greet() for raw in raws]
         raws[0].attach(welcomes[0])
         known: dict[str, list[Any]] = {
-            "geometry": [context.caches.geometry], "model": [dict(context.model)], "engine_id": ["engine-d"],
+            "geometry": [d.context.caches.geometry], "model": [dict(d.context.model)], "engine_id": ["engine-d"],
             "token": [*tokens, bytes(16), b"u" * 16], "tokens": [tuple(tokens)], "read": list(range(40)),
             "consumer": [b"c" * 16, b"d" * 16], "plane": ["shm", "tcp"], "chunk_bytes": [64 << 10, 4 << 20],
             "region": [0], "layer": [0, 1], "num_layers": [1, 2, 4], "head": [0], "num_heads": [1, 4],
@@ -54,17 +47,13 @@ def test_any_messages(seed: int) -> None:
         turn, before = TurnLines(p), resident_bytes()
         for number, each in enumerate(frames):
             raw = raws[number % PEERS]
-            assert wait(lambda raw=raw, each=each: raw._connection.send(each))
+            assert wait(lambda raw=raw, each=each: raw.connection.send(each))
             if number % 100 == 0:
                 for raw in raws[1:]:  # the first does not read
-                    raw._connection.receive()
+                    raw.connection.receive()
         another_works(p, d)
-        assert turn.most < MOST_TURN_LINES
-        assert resident_bytes() - before < MOST_BYTES
-        assert p.worker.rank_context is not None
-        stats = p.worker.rank_context.stats.take()
+        assert turn.most < MOST_TURN_LINES and resident_bytes() - before < MOST_BYTES
+        stats = p.context.stats.take()
         assert stats is None or "unexpected error" not in stats["dropped"], stats
     finally:
-        for raw in raws:
-            raw.close()
         group.close()

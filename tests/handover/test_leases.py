@@ -8,63 +8,59 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.wire.metrics import no_figures
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan
-from tests.handover.gates import PATIENT, Gate, halves
-from tests.handover.opening import OURS, THEIRS, TOKENS
-from tests.handover.rank_group import RankGroup
-from tests.handover.streamed import all_ended, make
+from tests.handover.scenario import (
+    OURS,
+    PATIENT,
+    THEIRS,
+    TOKENS,
+    Gate,
+    RankGroup,
+    begin,
+    ended,
+    has_all,
+    is_wiped,
+    leased,
+    load_from,
+)
+from tests.handover.streamed import all_ended
 from tests.support.inside import sends_of, sessions_of
-from tests.support.ranks import SOON, grant, let_time_pass, load_plan, peer, reason_of, renew_after, wait
-
-
-def test_a_lease_that_nobody_wants_expires(group: RankGroup) -> None:
-    p = group.rank(settings=Settings(lease_seconds=1.0))
-    p.fill(THEIRS, TOKENS)
-    begun = time.monotonic()
-    grant([p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: p.sent == {"req-p"}, [p], SOON)
-    assert time.monotonic() - begun > 0.5
+from tests.support.ranks import grant, let_time_pass, load_plan, peer, reason_of, renew_after, wait
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
 def test_a_lease_that_p_s_engine_ends_is_read_no_more(group: RankGroup, plane: str) -> None:
     """All of the read has arrived at D, which has not looked at the lease again; or P has sent a part of it."""
-    p, d = make(group, plane)
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    producer, consumer = halves(p)[0], halves(d)[1]
-    gates = [Gate(consumer.reads, "collect", lambda now: iter(())), Gate(producer, "pump", lambda now: False)]
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(sends_of(producer).turns or any(r.note for r in consumer.reads.by_number.values())))
+    p, d = group.pair(plane=plane, **PATIENT)
+    reads = d.consumer.reads
+    gates = [Gate(reads, "collect", lambda now: iter(())), Gate(p.producer, "pump", lambda now: False)]
+    begin(p, d)
+    assert wait(lambda: bool(sends_of(p).turns or any(r.note for r in reads.by_number.values())))
     p.worker.post(StepPlan(ends_leases=True))
     assert wait(lambda: p.sent == {"req-p"}, [p]), "its blocks are the engine's"
     for gate in gates:
         gate.open()
     assert wait(lambda: d.failed == {"req-d"} and all_ended(p), [p, d])
-    figures = p.worker.stats.take()
-    assert figures is not None and figures["leases"] == {"reset": 1}
+    assert p.figures()["leases"] == {"reset": 1}
 
 
 def test_a_late_ask_is_refused(group: RankGroup) -> None:
-    p, d = group.rank(settings=Settings(lease_seconds=0.1)), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: p.sent == {"req-p"}, [p], SOON)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
-    assert reason_of(d) == "expired"
-    assert all((d.caches[name] == -1).all() for name in d.layers)
+    """The lease that nobody wanted has expired."""
+    p, d = group.pair(of_p={"lease_seconds": 0.5})
+    begun = time.monotonic()
+    token = leased(p)
+    assert wait(lambda: p.sent == {"req-p"}, [p]) and time.monotonic() - begun > 0.25
+    load_from(p, d, token)
+    assert not ended(p, d) and reason_of(d) == "expired"
+    assert is_wiped(d, -1)
 
 
 def test_renewal_keeps_a_lease_until_the_cap(group: RankGroup) -> None:
-    p = group.rank(settings=Settings(lease_seconds=600.0, lease_cap_seconds=1200.0))
-    d = group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
+    p, d = group.pair(of_p={"lease_seconds": 600.0, "lease_cap_seconds": 1200.0})
+    token = leased(p)
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),)))
     for seconds in (500, 1000):
         renew_after(p, d, seconds)
@@ -75,92 +71,79 @@ def test_renewal_keeps_a_lease_until_the_cap(group: RankGroup) -> None:
 
 def test_the_commit_is_a_fence(group: RankGroup) -> None:
     """All bytes were read, but the lease ended before the commit: P may have reused the blocks, nothing is loaded."""
-    p = group.rank(settings=Settings(plane="cma", lease_cap_seconds=30))
-    d = group.rank(settings=Settings(plane="cma"), engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    gate = Gate(halves(d)[1].reads, "commit", lambda read, now: None)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: gate.calls > 0, [p, d], SOON)
+    p, d = group.pair(plane="cma", of_p={"lease_cap_seconds": 30})
+    loads, reads = d.consumer.loads, d.consumer.reads
+    gate = Gate(reads, "commit", lambda read, now: None)
+    begin(p, d)
+    assert wait(lambda: gate.calls > 0, [p, d])
     let_time_pass(p, 60)
-    assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
     gate.open()
-    consumer = halves(d)[1]
-    (job,) = consumer.loads.running
-    consumer.loads.give(job, filter(None, [consumer.reads.commit(read, 0.0) for read in job.reads]), 0.0)
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
-    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "the bytes were right: only the commit refused them"
+    (job,) = loads.running
+    loads.give(job, filter(None, [reads.commit(read, 0.0) for read in job.reads]), 0.0)
+    assert not ended(p, d) and has_all(d), "the bytes were right: only the commit refused them"
 
 
 def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(group: RankGroup) -> None:
-    settings = Settings(plane="tcp", lease_cap_seconds=30)
-    form = {"settings": settings, "content": 8192, "layers": 8}
-    p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
+    p, d = group.pair(plane="tcp", lease_cap_seconds=30, content=8192, layers=2, blocks=18)
     plane, pushes = d.context.plane("tcp"), sends_of(p)
     assert plane is not None
     real = plane.progress
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes.turns) else False)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: any(push.reading for push in list(pushes.turns)), [d], SOON), "it must be caught in the middle"
+    begin(p, d)
+    assert wait(lambda: any(push.reading for push in list(pushes.turns)), [d]), "it must be caught in the middle"
     let_time_pass(p, 60)
     (session,) = sessions_of(p).values()
     assert wait(lambda: p.sent == {"req-p"}, [p])
     assert session.channel.reading is None
     stuck.open()
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
+    assert not ended(p, d)
 
 
 def test_no_stale_load_in_a_race_with_reuse(group: RankGroup) -> None:
     """P's blocks are overwritten the moment it may: what D reports as loaded is never what they hold then."""
-    p = group.rank(settings=Settings(slot_bytes=64 << 10), content=64)
-    d = group.rank(engine_id="engine-d", content=64)
+    p, d = group.pair(content=64, of_p={"slot_bytes": 64 << 10})
     loaded, n, term = 0, 0, 0.02
     while n < 40 or not 5 < loaded < n - 5:  # the race means something only if it is lost at times and won at times
         n += 1
-        assert n < 400 and p.worker.rank_context is not None
+        assert n < 400
         p.context.settings = Settings(lease_seconds=term, lease_cap_seconds=term, slot_bytes=64 << 10)
         p.fill(THEIRS, TOKENS)
-        token = grant([p], f"p{n}", THEIRS, TOKENS)
+        token = grant([p], f"{n}-p", THEIRS, TOKENS)
         time.sleep(n % 8 * 0.004)
-        d.worker.post(load_plan(f"d{n}", token, peer([p]), OURS, 0, TOKENS))
-        while f"d{n}" not in d.received or f"p{n}" not in p.sent:
-            d.poll()
-            p.poll()
-            if f"p{n}" in p.sent:
+        d.worker.post(load_plan(f"{n}-d", token, peer([p]), OURS, 0, TOKENS))
+        while f"{n}-d" not in d.received or f"{n}-p" not in p.sent:
+            d.poll(), p.poll()
+            if f"{n}-p" in p.sent:
                 for name in p.layers:
                     p.caches[name][THEIRS] = -9
-        if f"d{n}" not in d.failed:
-            loaded += 1
-            assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
-        term = min(10.0, max(0.001, term * (1.5 if f"d{n}" in d.failed else 0.7)))
+        won = ended(p, d, f"{n}")
+        loaded += won
+        term = min(10.0, max(0.001, term * (0.7 if won else 1.5)))
 
 
 def test_a_second_consumer_may_take_over(group: RankGroup) -> None:
-    p, d1, d2 = group.rank(), group.rank(engine_id="d1"), group.rank(engine_id="d2")
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    gate = Gate(halves(d1)[1], "collect", lambda now: False)
-    d1.worker.post(load_plan("r1", token, peer([p]), OURS, 0, TOKENS, consumer=b"1" * 16))
+    p, d1 = group.pair()
+    d2 = group.rank(engine_id="d2")
+    token = leased(p)
+    gate = Gate(d1.consumer, "collect", lambda now: False)
+    d1.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, consumer=b"1" * 16))
     assert wait(lambda: gate.calls > 3, [p, d1, d2])
-    d2.worker.post(load_plan("r2", token, peer([p]), OURS, 0, TOKENS, consumer=b"2" * 16))
-    assert wait(lambda: d2.received == {"r2"} and p.sent == {"req-p"}, [p, d1, d2])
-    assert not d2.failed
+    d2.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, consumer=b"2" * 16))
+    assert ended(p, d2)
     gate.open()
-    assert wait(lambda: d1.received == {"r1"}, [p, d1])
-    assert d1.failed == {"r1"}, "the lease ended with the other consumer's release"
+    assert not ended(p, d1), "the lease ended with the other consumer's release"
 
 
 def test_a_release_that_cannot_be_sent_costs_nothing_else(
     group: RankGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The load is reported, the other P rank frees its blocks, and the lease ends by itself."""
-    p = [group.rank(tp_rank=rank, tp_size=2, settings=Settings(**PATIENT)) for rank in (0, 1)]
+    p = [group.rank(tp_rank=rank, tp_size=2, **PATIENT) for rank in (0, 1)]
     d = group.rank(engine_id="engine-d")
     for rank in p:
         rank.fill(THEIRS, TOKENS)
-    token, keeper = grant(p, "req-p", THEIRS, TOKENS), halves(d)[1].leases
+    token, keeper = grant(p, "req-p", THEIRS, TOKENS), d.consumer.leases
     real, asked = keeper.links.get, []
 
     def link(address: Any, now: float) -> Any:
@@ -175,7 +158,7 @@ def test_a_release_that_cannot_be_sent_costs_nothing_else(
         assert wait(lambda: d.received == {"req-d"} and p[1].sent == {"req-p"}, [*p, d])
     assert not d.failed and not p[0].sent and asked[-2:] == [0, 1] and not keeper.kept
     assert wait(lambda: "release not sent" in (d.context.stats.take() or no_figures())["dropped"], [d])
-    (line,) = [record.getMessage() for record in caplog.records if "release was not sent" in record.getMessage()]
+    (line,) = [line for line in caplog.messages if "release was not sent" in line]
     assert "planted" in line
     let_time_pass(p[0], 700)
     assert wait(lambda: p[0].sent == {"req-p"}, [*p, d]), "it expires"

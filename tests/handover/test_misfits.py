@@ -7,17 +7,30 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from msgspec.structs import replace
 
-from kvferry.connector.config import Settings
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import PeerEngine
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError, TransportError
-from tests.handover.gates import halves
-from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
-from tests.handover.rank_group import RankGroup
+from tests.handover.scenario import (
+    OURS,
+    SMALL,
+    THEIRS,
+    TOKENS,
+    RankGroup,
+    another_works,
+    begin,
+    ended,
+    is_wiped,
+    load_from,
+)
 from tests.support.inside import sends_of
-from tests.support.ranks import SOON, grant, load_plan, peer, reason_of, wait
+from tests.support.ranks import Rank, grant, load_plan, peer, reason_of, wait
 from tests.transport.control_ends import Dialed
+
+PUSHES = pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
 
 
 @pytest.mark.parametrize(
@@ -30,38 +43,31 @@ from tests.transport.control_ends import Dialed
     ],
 )
 def test_another_model_or_geometry_is_refused_by_name(
-    group: RankGroup, theirs: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
+    group: RankGroup, theirs: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    p, d = group.rank(**theirs), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
+    p, d = group.pair(of_p=theirs)
     with caplog.at_level("WARNING", "vllm.kvferry"):
-        d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-        assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
-    lines = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
-    assert len(lines) == 1
-    assert named in lines[0]
-    assert "\n" not in lines[0]
+        begin(p, d)
+        assert not ended(p, d)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
+    assert "peer refused: " in line and named in line and "\n" not in line
 
 
-def test_another_protocol_version_is_refused_by_name(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_protocol_version_is_refused_by_name(group: RankGroup) -> None:
     p = group.rank()
     connection = Dialed(p.address.port)
     connection.send([messages.MAGIC, (9).to_bytes(2, "big"), b"whatever version 9 says"])
     answers: list[list[bytes]] = []
     assert wait(lambda: bool(answers.extend(connection.receive()) or answers), [p])
-    refused = messages.decode_reply(answers[0])
     connection.close()
-    assert refused == messages.Refused(field="protocol version", ours=str(messages.PROTOCOL_VERSION), theirs="9")
+    refused = messages.Refused(field="protocol version", ours=str(messages.PROTOCOL_VERSION), theirs="9")
+    assert messages.decode_reply(answers[0]) == refused
 
 
 def test_no_plane_in_common(group: RankGroup) -> None:
-    p, d = group.rank(settings=Settings(plane="shm")), group.rank(settings=Settings(plane="tcp"), engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
+    p, d = group.pair(of_p={"plane": "shm"}, of_d={"plane": "tcp"})
     begin(p, d)
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
-    assert reason_of(d) == "plane"
-    assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
+    assert not ended(p, d) and reason_of(d) == "plane"
 
 
 @pytest.mark.parametrize("plane", ["cuda_ipc", "ucx"])
@@ -71,13 +77,11 @@ def test_a_plane_that_a_rank_cannot_have(group: RankGroup, monkeypatch: pytest.M
 
     monkeypatch.setattr("kvferry.transport.planes.ucx.UcxPlane.__init__", missing)
     with pytest.raises(ConfigError, match=rf"^plane: '{plane}' cannot be used: [^\n]*; expected one of auto, ") as e:
-        group.rank(settings=Settings(plane=plane))
+        group.rank(plane=plane)
     assert "host memory" in str(e.value) or "ucxx is not installed" in str(e.value)
 
 
-def test_a_plane_that_p_has_no_room_on_is_passed_over(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = group.rank(), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
+def test_a_plane_that_p_has_no_room_on_is_passed_over(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(payload: bytes) -> None:
         raise TransportError("staging memory is used up")
@@ -100,48 +104,42 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(group: RankGroup, monkeypa
     ],
     ids=["http", "pickle", "huge claim", "before hello", "unknown release", "unknown renew"],
 )
-def test_garbage_is_counted_and_p_serves_on(group: RankGroup, frames: list[bytes]) -> None:
-    p, d = group.rank(), group.rank(engine_id="engine-d")
+def test_garbage_is_counted_and_p_serves_on(p: Rank, d: Rank, frames: list[bytes]) -> None:
     connection = Dialed(p.address.port)
     for _ in range(50):
         connection.send(frames)
-    p.fill(THEIRS, TOKENS)
     another_works(p, d)
     connection.close()
 
 
-def test_blocks_out_of_range_fail_the_one_request(group: RankGroup) -> None:
-    p, d = group.rank(), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), [999] * 7, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
+def test_blocks_out_of_range_fail_the_one_request(p: Rank, d: Rank) -> None:
+    begin(p, d, ours=[999] * 7)
+    assert not ended(p, d)
     another_works(p, d)
 
 
-@pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+def none_left(p: Rank, d: Rank) -> bool:
+    return wait(lambda: not d.consumer.reads.by_number and not sends_of(p).turns, [p, d])
+
+
+@PUSHES
 def test_a_token_that_no_message_holds(group: RankGroup, plane: str) -> None:
     """D finds out after it has asked: it says what to do, and neither side keeps anything of the read."""
-    settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
-    p, d = (group.rank(engine_id=name, settings=settings, content=8192) for name in ("engine-p", "engine-d"))
-    p.fill(THEIRS, TOKENS)
+    p, d = group.pair(plane=plane, content=8192, **SMALL)
     begin(p, d)
-    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
-    assert reason_of(d) == "incompatible"
-    assert wait(lambda: not halves(d)[1].reads.by_number and not sends_of(p).turns, [p, d], SOON)
+    assert not ended(p, d) and reason_of(d) == "incompatible"
+    assert none_left(p, d)
 
 
-@pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+@PUSHES
 def test_a_read_that_d_cannot_cut(group: RankGroup, monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
     """By then it has been asked for, and P sends: what comes is dropped, and nothing is waited for."""
-    settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
-    p, d = (group.rank(engine_id=name, settings=settings, content=128) for name in ("engine-p", "engine-d"))
-    p.fill(THEIRS, TOKENS)
+    p, d = group.pair(plane=plane, content=128, **SMALL)
     cut = RankCaches.cut
 
     def cut_once(caches: RankCaches, *args: Any, **kwargs: Any) -> Iterator[PageBox]:
         parts = cut(caches, *args, **kwargs)
-        if d.worker.rank_context is not None and caches is d.context.caches:
+        if caches is d.context.caches:
             yield next(parts)
             raise GeometryError("it is cut no further")
         yield from parts
@@ -149,39 +147,69 @@ def test_a_read_that_d_cannot_cut(group: RankGroup, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(RankCaches, "cut", cut_once)
         begin(p, d)
-        assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
-        assert wait(lambda: not halves(d)[1].reads.by_number and not sends_of(p).turns, [p, d], SOON)
+        assert not ended(p, d) and none_left(p, d)
     assert reason_of(d) == "incompatible"
     another_works(p, d)
 
 
-def test_a_read_beyond_the_prompt_is_denied(group: RankGroup) -> None:
-    p, d = group.rank(), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
+def test_a_read_beyond_the_prompt_is_denied(p: Rank, d: Rank) -> None:
     token = grant([p], "req-p", THEIRS, 50)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
-    assert all((d.caches[name] == -1).all() for name in d.layers)
+    load_from(p, d, token)
+    assert not ended(p, d)
+    assert is_wiped(d, -1)
     another_works(p, d)
 
 
-def test_an_error_of_the_copy_is_one_requests_failure(group: RankGroup) -> None:
-    settings = Settings(plane="shm")
-    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
+@pytest.mark.parametrize(("side", "kind", "name"), [("d", "internal", "unpack"), ("p", "data", "pack")])
+def test_an_error_of_the_copy_is_one_requests_failure(group: RankGroup, side: str, kind: str, name: str) -> None:
+    p, d = group.pair(plane="shm")
+    caches, real = (d if side == "d" else p).context.caches, getattr(RankCaches, name)
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("planted")
+    def planted(self: RankCaches, *args: Any, **more: Any) -> Any:
+        if self is caches:
+            raise RuntimeError("planted")
+        return real(self, *args, **more)
 
-    for rank, kind, name in ((d, "internal", "unpack"), (p, "data", "pack")):
-        caches, real = rank.context.caches, getattr(RankCaches, name)
-        token = grant([p], f"{kind}-p", THEIRS, TOKENS)
-
-        def planted(self: RankCaches, *args: Any, caches: Any = caches, real: Any = real, **more: Any) -> Any:
-            return fail() if self is caches else real(self, *args, **more)
-
-        with mock.patch.object(RankCaches, name, planted):
-            d.worker.post(load_plan(f"{kind}-d", token, peer([p]), OURS, 0, TOKENS))
-            assert wait(lambda kind=kind: f"{kind}-d" in d.failed and f"{kind}-p" in p.sent, [p, d], SOON)
-        assert reason_of(d) == kind
+    with mock.patch.object(RankCaches, name, planted):
+        begin(p, d)
+        assert not ended(p, d) and reason_of(d) == kind
     another_works(p, d)
+
+
+TWO = TokenSharding(2, 16)
+
+
+def loads(name: str, d: Rank, p: list[Rank], engine: PeerEngine) -> bool:
+    """Whether a load succeeds."""
+    token = grant(p, f"{name}-p", THEIRS, TOKENS)
+    d.worker.post(load_plan(name, token, engine, OURS, 0, TOKENS))
+    assert wait(lambda: name in d.received, [d, *p])
+    return name not in d.failed
+
+
+def test_p_said_that_all_its_ranks_hold_all_tokens(group: RankGroup) -> None:
+    p = [group.rank(tp_rank=n, tp_size=2, total_heads=1, sharding=TWO, plane="shm") for n in range(2)]
+    d = group.rank(engine_id="engine-d", total_heads=1, plane="shm")
+    assert loads("told-right", d, p, replace(peer(p), shardings=(TWO,)))
+    assert not loads("told-wrong", d, p, replace(peer(p), shardings=UNSHARDED))
+
+
+def test_p_said_that_ranks_share_tokens_out_which_hold_other_heads(group: RankGroup) -> None:
+    """A rank of D whose tokens then nobody has must not take that for nothing to load."""
+    p = [group.rank(tp_rank=n, tp_size=2, total_heads=2) for n in range(2)]
+    d = group.rank(engine_id="engine-d", tp_rank=1, tp_size=4, total_heads=2, sharding=TWO)
+    assert loads("told-right", d, p, peer(p))
+    assert not loads("told-wrong", d, p, replace(peer(p), shardings=(TWO,)))
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"packing": "cpu x86_64 vec"}, "packed, are not carried so"),
+        ({"block_size": 24}, "does not divide a block of 24"),
+        ({"total_heads": 2}, "of 2 tensor-parallel ranks, fewer hold each of 2 heads"),
+    ],
+)
+def test_what_no_peer_would_accept_is_refused_at_start(form: dict[str, Any], text: str) -> None:
+    with pytest.raises(GeometryError, match=text):
+        Rank(**{"tp_size": 2, "total_heads": 1, "sharding": TWO, **form})

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.config import Settings
 from kvferry.connector.decode_side import load_state
 from kvferry.transport.errors import GeometryError
-from tests.handover.gates import halves
-from tests.handover.opening import OURS, THEIRS, TOKENS
-from tests.handover.rank_group import RankGroup
+from tests.handover.scenario import OURS, THEIRS, TOKENS, RankGroup
 from tests.support.rank_process import remote_peer
-from tests.support.ranks import SOON, load_plan, wait
+from tests.support.ranks import load_plan, wait
 
 
 def boards() -> int:
@@ -33,22 +30,22 @@ def test_the_boards_of_dead_producers_are_unmapped(
     group: RankGroup, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     monkeypatch.setattr(load_state, "SAME_PEER_SECONDS", 0.0)
-    d = group.rank(engine_id="engine-d", settings=Settings(plane="cma"))
-    links, receiver = halves(d)[1].links, halves(d)[1].reads
-    check = receiver.check_grant
+    d = group.rank(engine_id="engine-d", plane="cma")
+    links, reads = d.consumer.links, d.consumer.reads
+    check = reads.check_grant
 
     def damaged_once(read: Any, given: Any) -> None:
         if again and read.active_load.number == 1:
             raise GeometryError("planted")
         check(read, given)
 
-    monkeypatch.setattr(receiver, "check_grant", damaged_once)
+    monkeypatch.setattr(reads, "check_grant", damaged_once)
     gc.collect()
     gc.disable()
     try:
         before = boards()
-        for number in range(3):
-            p = group.process(engine_id="engine-p", settings={"plane": "cma"})
+        for number in range(2):
+            p = group.process(engine_id="engine-p", plane="cma")
             p.fill(THEIRS, TOKENS)
             token = p.grant("req-p", THEIRS, TOKENS)
             d.worker.post(load_plan(f"req-{number}", token, remote_peer([p]), OURS, 0, TOKENS))
@@ -56,7 +53,7 @@ def test_the_boards_of_dead_producers_are_unmapped(
             assert not d.failed and boards() > before
             p.kill()
             assert wait(lambda: not len(links), [d])
-        assert wait(lambda: boards() == before, [d], SOON)
-        assert d.figures()["retried"] == ({"data": 3} if again else {})
+        assert wait(lambda: boards() == before, [d])
+        assert d.figures()["retried"] == ({"data": 2} if again else {})
     finally:
         gc.enable()

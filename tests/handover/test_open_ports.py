@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker_setup
@@ -11,46 +10,42 @@ from kvferry.connector.engine.worker_setup import make_planes
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.registry import make_plane
-from tests.handover.opening import OURS, THEIRS, TOKENS
-from tests.handover.rank_group import RankGroup
-from tests.support.rank_process import remote_peer
-from tests.support.ranks import SOON, load_plan, wait
+from tests.handover.scenario import OURS, THEIRS, TOKENS, RankGroup, has_all
+from tests.support.rank_process import RemoteRank, remote_peer
+from tests.support.ranks import Rank, load_plan, wait
 from tests.transport.test_planes_hosts import listening_ports, our_address
 
 LOOPBACK = "0100007F"
 
 
+def hand_over(p: RemoteRank, d: Rank) -> None:
+    p.fill(THEIRS, TOKENS)
+    token = p.grant("req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received, [d]) and not d.failed and has_all(d)
+
+
 def test_by_itself_a_rank_has_a_control_port_and_a_tcp_data_port(group: RankGroup) -> None:
     """No port of UCX or ZMQ, before a hand-over and after it."""
     p, d = group.process(engine_id="engine-p"), group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
     assert [address for address, _ in listening_ports(p.process.pid)] == [LOOPBACK] * 2
-    token = p.grant("req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: "req-d" in d.received, [d], SOON) and not d.failed
+    hand_over(p, d)
     assert [address for address, _ in listening_ports(p.process.pid)] == [LOOPBACK] * 2
 
 
 @pytest.mark.ucx
 def test_on_one_host_ucx_listens_on_loopback_from_the_first_hand_over_on(group: RankGroup) -> None:
-    host = our_address()
-    p = group.process(settings={"plane": "ucx", "side_channel_host": host}, engine_id="engine-p")
-    d = group.rank(settings=Settings(plane="ucx", side_channel_host=host), engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
+    own = {"plane": "ucx", "side_channel_host": our_address()}
+    p, d = group.process(engine_id="engine-p", **own), group.rank(engine_id="engine-d", **own)
     ((control, port),) = listening_ports(p.process.pid)
     assert port == p.address.port and control != LOOPBACK
-    token = p.grant("req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: "req-d" in d.received, [d], SOON)
-    assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    hand_over(p, d)
     data = [address for address, number in listening_ports(p.process.pid) if number != port]
     assert data and set(data) == {LOOPBACK}
 
 
 def test_a_plane_is_told_of_the_others(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are there, and those that may come: not those that this rank cannot have."""
-    context = group.rank(settings=Settings()).worker.rank_context
-    assert context is not None
     told: dict[str, frozenset[str]] = {}
 
     def make(name: str, context: PlaneContext) -> Plane:
@@ -59,9 +54,10 @@ def test_a_plane_is_told_of_the_others(group: RankGroup, monkeypatch: pytest.Mon
             raise PlaneUnavailableError("cma: not here")
         return make_plane(name, context)
 
+    caches = group.rank().context.caches
     monkeypatch.setattr(worker_setup, "preferred_planes", lambda device: ("cma", "shm", "tcp"))
     monkeypatch.setattr(worker_setup, "make_plane", make)
-    planes, missing = make_planes(Settings(), context.caches)
+    planes, missing = make_planes(Settings(), caches)
     for plane in planes:
         plane.close()
     assert told == {"cma": {"shm", "tcp"}, "shm": {"tcp"}, "tcp": {"shm"}} and missing == {"cma": "not here"}

@@ -5,17 +5,18 @@ Where the order is known, keys and values are divided into small tiles, and bloc
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.config import Settings
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.read_plan import plan_reads
 from kvferry.connector.geometry.spans import Span, check_span, check_spans
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
-from tests.handover.rank_group import RankGroup
+from tests.handover.scenario import SMALL, RankGroup, begin, is_wiped
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 PACKED = "transposed"
@@ -35,57 +36,41 @@ def divided(tokens: int, content: int) -> np.ndarray:
     return np.stack([keys, values])
 
 
-def elements(rank: Rank) -> torch.Tensor:
-    """[N, C]: where each element of a token lies in its (block, head), as ``divided`` packs them."""
-    keys, values = torch.from_numpy(divided(rank.block_size, rank.content))
-    return torch.cat([keys, values], dim=1)
+def places(rank: Rank, order: str) -> torch.Tensor:
+    """[N, C]: where each element of a token lies in its (block, head). As ``divided``, or as vLLM's CPU attention keeps
+    keys: [C, N]."""
+    if order == "divided":
+        return torch.cat([torch.from_numpy(part) for part in divided(rank.block_size, rank.content)], dim=1)
+    return torch.arange(rank.block_size * rank.content).view(rank.content, rank.block_size).T
 
 
-def fill_divided(rank: Rank, blocks: list[int], tokens: int) -> None:
-    wanted, places = rank.wanted(tokens), elements(rank)
+def fill_packed(rank: Rank, blocks: list[int], tokens: int, order: str = PACKED) -> None:
+    """The labels of a prompt; the rest of the last tile stays -1."""
+    wanted, where, token = rank.wanted(tokens), places(rank, order), torch.arange(tokens)
+    block, slots = torch.tensor(blocks)[token // rank.block_size], where[token % rank.block_size]
     for number, name in enumerate(rank.layers):
         flat = rank.caches[name].view(len(rank.caches[name]), len(rank.heads), -1)
-        for token in range(tokens):
-            flat[blocks[token // rank.block_size], :, places[token % rank.block_size]] = wanted[number, :, token]
+        flat[block[:, None], :, slots] = wanted[number].permute(1, 2, 0)  # [T, C, H]
 
 
-def read_divided(rank: Rank, blocks: list[int], tokens: int) -> torch.Tensor:
+def read_packed(rank: Rank, blocks: list[int], tokens: int, order: str = PACKED) -> torch.Tensor:
     """[L, H, T, C] of a prompt."""
     stacked = torch.stack([rank.caches[name] for name in rank.layers])[:, torch.tensor(blocks)]
-    found = stacked.flatten(-2)[..., elements(rank)]  # [L, n, H, N, C]
+    found = stacked.flatten(-2)[..., places(rank, order)]  # [L, n, H, N, C]
     flat = found.permute(0, 2, 1, 3, 4).reshape(len(rank.layers), len(rank.heads), -1, rank.content)
-    return flat[:, :, :tokens]
-
-
-def fill_transposed(rank: Rank, blocks: list[int], tokens: int) -> None:
-    """Labels as vLLM's CPU attention keeps keys: [C, N] inside a (block, head); the rest of the last tile stays -1."""
-    wanted = rank.wanted(tokens)
-    for number, name in enumerate(rank.layers):
-        tiles = rank.caches[name].view(len(rank.caches[name]), len(rank.heads), rank.content, rank.block_size)
-        for token in range(tokens):
-            tiles[blocks[token // rank.block_size], :, :, token % rank.block_size] = wanted[number, :, token]
-
-
-def read_transposed(rank: Rank, blocks: list[int], tokens: int) -> torch.Tensor:
-    """[L, H, T, C] of a prompt."""
-    stacked = torch.stack([rank.caches[name] for name in rank.layers])[:, torch.tensor(blocks)]
-    tiles = stacked.view(*stacked.shape[:3], rank.content, rank.block_size)  # [L, n, H, C, N]
-    flat = tiles.permute(0, 2, 1, 4, 3).reshape(len(rank.layers), len(rank.heads), -1, rank.content)
     return flat[:, :, :tokens]
 
 
 @pytest.mark.parametrize("slot_bytes", [64 << 10, 4 << 20])
 @pytest.mark.parametrize("tokens", [1, 15, 16, 20, 77])
 def test_all_tokens_arrive_whatever_the_order_inside_a_block(group: RankGroup, tokens: int, slot_bytes: int) -> None:
-    settings = Settings(slot_bytes=slot_bytes, staging_bytes=16 << 20)
-    p = group.rank(packing=PACKED, settings=settings, content=64)
-    d = group.rank(packing=PACKED, settings=settings, content=64, engine_id="engine-d")
-    blocks, ours = [3, 9, 1, 30, 7][: -(-tokens // 16)], [2, 4, 31, 0, 5][: -(-tokens // 16)]
-    fill_transposed(p, blocks, tokens)
-    token = grant([p], "req-p", blocks, tokens)
-    d.worker.post(load_plan("req-d", token, peer([p]), ours, 0, tokens))
+    form: dict[str, Any] = {"packing": PACKED, "content": 64, "slot_bytes": slot_bytes, "staging_bytes": 16 << 20}
+    p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
+    blocks, ours = ([3, 9, 1, 30, 7][: -(-tokens // 16)], [2, 4, 31, 0, 5][: -(-tokens // 16)])
+    fill_packed(p, blocks, tokens)
+    begin(p, d, tokens=tokens, theirs=blocks, ours=ours)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d]) and not d.failed
-    assert torch.equal(read_transposed(d, ours, tokens), d.wanted(tokens))
+    assert torch.equal(read_packed(d, ours, tokens), d.wanted(tokens))
 
 
 @pytest.mark.parametrize("plane", ["cma", "shm", "tcp", "zmq"])
@@ -94,36 +79,32 @@ def test_blocks_of_other_sizes_take_divided_ones(
     group: RankGroup, sizes: tuple[int, int], heads: int, plane: str
 ) -> None:
     """From one rank to each of two, so that heads are sliced too; P's last block is partial, and D's another."""
-    settings = Settings(slot_bytes=64 << 10, staging_bytes=16 << 20, plane=plane)
-    common = {"packing": PACKED, "settings": settings, "content": 64}
-    p = group.rank(block_size=sizes[0], places=lambda layer: divided(sizes[0], 64), **common)
-    ds = [
+    p, *ds = (
         group.rank(
-            block_size=sizes[1], places=lambda layer: divided(sizes[1], 64), engine_id="engine-d",
-            tp_rank=number, tp_size=heads, **common,
+            packing=PACKED, content=64, plane=plane, block_size=size, places=lambda layer, size=size: divided(size, 64),
+            tp_rank=rank, tp_size=of, **SMALL,
         )
-        for number in range(heads)
-    ]  # fmt: skip
+        for size, rank, of in ((sizes[0], 0, 1), *((sizes[1], rank, heads) for rank in range(heads)))
+    )  # fmt: skip
     assert [region.part for region in p.context.caches.geometry.regions] == ["", "k", "v"]
     tokens = 77
     blocks, ours = [3, 9, 1, 30, 7][: -(-tokens // sizes[0])], [2, 4, 31, 0, 5][: -(-tokens // sizes[1])]
-    fill_divided(p, blocks, tokens)
+    fill_packed(p, blocks, tokens, "divided")
     token = grant([p], "req-p", blocks, tokens)
     for d in ds:
         d.worker.post(load_plan("req-d", token, peer([p]), ours, 0, tokens))
     assert wait(lambda: all(d.received == {"req-d"} for d in ds) and p.sent == {"req-p"}, [p, *ds])
     for d in ds:
-        assert not d.failed and torch.equal(read_divided(d, ours, tokens), d.wanted(tokens))
+        assert not d.failed and torch.equal(read_packed(d, ours, tokens, "divided"), d.wanted(tokens))
 
 
 def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(group: RankGroup) -> None:
     """What the guard is for: token slices of packed tiles are not the tokens."""
     p, d = group.rank(), group.rank(engine_id="engine-d")
-    fill_transposed(p, [3, 9], 20)
-    token = grant([p], "req-p", [3, 9], 20)
-    d.worker.post(load_plan("req-d", token, peer([p]), [2, 4], 0, 20))
+    fill_packed(p, [3, 9], 20)
+    begin(p, d, tokens=20, theirs=[3, 9], ours=[2, 4])
     assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed
-    assert not torch.equal(read_transposed(d, [2, 4], 20), d.wanted(20))
+    assert not torch.equal(read_packed(d, [2, 4], 20), d.wanted(20))
 
 
 @pytest.mark.parametrize(
@@ -135,14 +116,10 @@ def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(group: RankGro
         ({"places": lambda layer: divided(16, 16)}, "packing"),
     ],
 )
-def test_ranks_that_pack_otherwise_refuse_each_other(group: RankGroup, form: dict[str, object], field: str) -> None:
-    p = group.rank(packing=PACKED)
-    d = group.rank(**({"packing": PACKED, "engine_id": "engine-d"} | form))
-    p.fill([1, 2], 20)
-    token = grant([p], "req-p", [1, 2], 20)
-    d.worker.post(load_plan("req-d", token, peer([p]), [1, 2], 0, 20))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d])
-    assert all((d.caches[name] == -1).all() for name in d.layers)
+def test_ranks_that_pack_otherwise_refuse_each_other(group: RankGroup, form: dict[str, Any], field: str) -> None:
+    p, d = group.rank(packing=PACKED), group.rank(**({"packing": PACKED, "engine_id": "engine-d"} | form))
+    begin(p, d, tokens=20, theirs=[1, 2], ours=[1, 2])
+    assert wait(lambda: d.failed == {"req-d"}, [p, d]) and is_wiped(d, -1)
     ours, theirs = (rank.context.caches.geometry for rank in (d, p))
     with pytest.raises(IncompatiblePeerError, match=f"{field} of layer"):
         compatible(ours, theirs)

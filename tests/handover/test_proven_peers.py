@@ -11,83 +11,71 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 
-from kvferry.connector.config import Settings, load_keys
+from kvferry.connector.config import load_keys
 from kvferry.connector.prefill_side import session
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.planes import cma
-from tests.handover.gates import halves
-from tests.handover.opening import OURS, THEIRS, TOKENS
-from tests.handover.rank_group import RankGroup
-from tests.handover.test_lost_peers import far, near, warm_up
-from tests.handover.test_odd_peers import RawD
+from tests.handover.scenario import OURS, THEIRS, TOKENS, RankGroup, another_works, has_all, is_wiped
+from tests.handover.test_lost_peers import far_and_near
 from tests.support.fork_server import Program, fork_server
 from tests.support.rank_process import remote_peer
-from tests.support.ranks import SOON, Rank, grant, load_plan, peer, wait
+from tests.support.ranks import Rank, grant, load_plan, wait
 
 RELAY = Path(__file__).with_name("relay.py")
 NOT_THE_END = "is not at the other end of the control connection"
-Through = Callable[[RankAddress], RankAddress]
+Through = Callable[[RankAddress], PeerEngine]
+Lines = pytest.LogCaptureFixture
+
+
+def at(address: RankAddress) -> PeerEngine:
+    return PeerEngine("engine-p", 1, 1, 30.0, (address,))
 
 
 @pytest.fixture
 def through() -> Iterator[Through]:
-    """The address of a relay, a process of its own, in place of P's address."""
+    """P behind a relay, a process of its own that passes on all that D and P say."""
     relays: list[Program] = []
 
-    def relayed(address: RankAddress) -> RankAddress:
+    def relayed(address: RankAddress) -> PeerEngine:
         relays.append(fork_server().start(str(RELAY), str(address.port), text=True))
-        return msgspec.structs.replace(address, port=int(relays[-1].stdout.readline()))
+        return at(msgspec.structs.replace(address, port=int(relays[-1].stdout.readline())))
 
     yield relayed
     for relay in relays:
         relay.close()
 
 
-def at(address: RankAddress, engine_id: str = "engine-p") -> PeerEngine:
-    return PeerEngine(engine_id, 1, 1, 30.0, (address,))
+def load(d: Rank, token: bytes, engine: PeerEngine, name: str = "req-d") -> bool:
+    """Whether a load succeeds."""
+    d.worker.post(load_plan(name, token, engine, OURS, 0, TOKENS))
+    assert wait(lambda: name in d.received, [d])
+    return name not in d.failed
 
 
-def test_over_a_relay_to_a_real_p_no_memory_is_read(
-    group: RankGroup, through: Through, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The relay passes on all that D and P say, so P's answer to any question of D is right."""
-    p = group.process(settings={"plane": "cma"}, engine_id="engine-p")
-    d = group.rank(settings=Settings(plane="cma"), engine_id="engine-d")
+def test_over_a_relay_to_a_real_p_no_memory_is_read(group: RankGroup, through: Through, caplog: Lines) -> None:
+    """P's answer to any question of D is right."""
+    p, d = group.process(plane="cma", engine_id="engine-p"), group.rank(plane="cma", engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
-    token = p.grant("req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, at(through(p.address)), OURS, 0, TOKENS))
-    assert wait(lambda: "req-d" in d.received, [d], SOON)
-    assert "req-d" in d.failed and (d.read(OURS, TOKENS) == -1).all()
+    assert not load(d, p.grant("req-p", THEIRS, TOKENS), through(p.address)) and is_wiped(d, -1)
     assert wait(lambda: NOT_THE_END in caplog.text)  # the line follows the report
-    straight = p.grant("straight-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("straight-d", straight, remote_peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: "straight-d" in d.received, [d], SOON)
-    assert "straight-d" not in d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    assert load(d, p.grant("straight-p", THEIRS, TOKENS), remote_peer([p]), "straight-d") and has_all(d)
 
 
 def test_over_a_relay_another_plane_is_chosen(group: RankGroup, through: Through) -> None:
     p, d = group.process(engine_id="engine-p"), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
-    token = p.grant("req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, at(through(p.address)), OURS, 0, TOKENS))
-    assert wait(lambda: "req-d" in d.received, [d], SOON)
-    assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and d.plane == "shm"
+    assert load(d, p.grant("req-p", THEIRS, TOKENS), through(p.address)) and has_all(d) and d.plane == "shm"
 
 
-def test_d_is_not_shown_its_own_memory_by_a_relay(
-    group: RankGroup, through: Through, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_d_is_not_shown_its_own_memory_by_a_relay(group: RankGroup, through: Through, caplog: Lines) -> None:
     """A stranger that D connects to replays the offer that D makes to everybody on its host."""
-    d = group.rank(settings=Settings(plane="cma"))
+    d = group.rank(plane="cma")
     d.fill(THEIRS, TOKENS)
-    token = grant([d], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, at(through(d.address)), OURS, 0, TOKENS))
-    assert wait(lambda: "req-d" in d.received, [d], SOON)
-    assert "req-d" in d.failed and wait(lambda: NOT_THE_END in caplog.text)
+    assert not load(d, grant([d], "req-p", THEIRS, TOKENS), through(d.address))
+    assert wait(lambda: NOT_THE_END in caplog.text)
 
 
 class ForgedP(threading.Thread):
@@ -96,7 +84,7 @@ class ForgedP(threading.Thread):
 
     def __init__(self, like: Rank, offer: bytes, reply: bytes, base: int) -> None:
         super().__init__(daemon=True)
-        self._like, self._offer, self._reply, self._base = like, offer, reply, base
+        self._context, self._offer, self._reply, self._base = like.context, offer, reply, base
         keys = load_keys(like.settings)
         self._listener = Listener("127.0.0.1", 0, keys=keys, max_message_bytes=8 << 20)
         self._ended = threading.Event()
@@ -105,59 +93,51 @@ class ForgedP(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        context = self._like.worker.rank_context
-        assert context is not None
-        while not self._ended.is_set():
-            self._ended.wait(0.02)
+        while not self._ended.wait(0.02):
             for identity, frames, _ in self._listener.receive():
-                match messages.decode_request(frames):
-                    case messages.Hello():
-                        answer: Any = messages.Welcome(
-                            engine_id="engine-p", incarnation=b"f" * 16, geometry=context.caches.geometry,
-                            model=dict(context.model), planes=(messages.PlaneOffer("cma", self._offer),),
-                        )  # fmt: skip
-                    case messages.Attach():
-                        self.attached = True
-                        pages = context.caches.page_layouts()
-                        moved = tuple(
-                            msgspec.structs.replace(each, bases=(self._base,) * len(each.bases)) for each in pages
-                        )
-                        answer = messages.Attached(plane="cma", slot_bytes=1 << 20, payload=self._reply, pages=moved)
-                    case messages.Ask() as ask:
-                        blocks = (np.zeros(len(THEIRS), dtype=np.int32).tobytes(),)
-                        answer = messages.Grant(read=ask.read, num_tokens=TOKENS, chunks=0, block_ids=blocks)
-                    case messages.Commit() as commit:
-                        answer = messages.Committed(read=commit.read, ok=True)
-                    case _:
-                        continue
-                self._listener.send(identity, messages.encode(answer))
+                if (answer := self._answer(messages.decode_request(frames))) is not None:
+                    self._listener.send(identity, messages.encode(answer))
         self._listener.close()
+
+    def _answer(self, request: messages.Request) -> Any:
+        context = self._context
+        match request:
+            case messages.Hello():
+                return messages.Welcome(
+                    engine_id="engine-p", incarnation=b"f" * 16, geometry=context.caches.geometry,
+                    model=dict(context.model), planes=(messages.PlaneOffer("cma", self._offer),),
+                )  # fmt: skip
+            case messages.Attach():
+                self.attached = True
+                pages = tuple(
+                    msgspec.structs.replace(each, bases=(self._base,) * len(each.bases))
+                    for each in context.caches.page_layouts()
+                )
+                return messages.Attached(plane="cma", slot_bytes=1 << 20, payload=self._reply, pages=pages)
+            case messages.Ask(read=read):
+                blocks = (np.zeros(len(THEIRS), dtype=np.int32).tobytes(),)
+                return messages.Grant(read=read, num_tokens=TOKENS, chunks=0, block_ids=blocks)
+            case messages.Commit(read=read):
+                return messages.Committed(read=read, ok=True)
+        return None
 
     def end(self) -> None:
         self._ended.set()
         self.join(30)
 
 
-def cma_of(rank: Rank) -> Any:
-    assert rank.worker.rank_context is not None
-    return rank.worker.rank_context.plane("cma")
-
-
 @pytest.mark.parametrize("whose", ["a third process", "its own"])
-def test_pages_that_a_forged_p_names_are_not_read(
-    group: RankGroup, whose: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    d = group.rank(settings=Settings(plane="cma"), engine_id="engine-d")
-    plane, private = cma_of(d), ctypes.create_string_buffer(b"-----BEGIN PRIVATE KEY-----" * 40_000)
+def test_pages_that_a_forged_p_names_are_not_read(group: RankGroup, whose: str, caplog: Lines) -> None:
+    d = group.rank(plane="cma", engine_id="engine-d")
+    plane, private = d.context.plane("cma"), ctypes.create_string_buffer(b"-----BEGIN PRIVATE KEY-----" * 40_000)
+    assert plane is not None
     offer, reply = plane.offer(), plane.accept(b"")[1]
     if whose == "a third process":
-        third = group.process(settings={"plane": "cma"}, engine_id="engine-e")
+        third = group.process(plane="cma", engine_id="engine-e")
         offer = msgspec.msgpack.encode(msgspec.msgpack.decode(offer) | {"pid": third.process.pid})
     forged = ForgedP(d, offer, reply, ctypes.addressof(private))
     try:
-        d.worker.post(load_plan("req-d", b"t" * 16, at(forged.address), OURS, 0, TOKENS))
-        assert wait(lambda: "req-d" in d.received, [d], SOON)
-        assert "req-d" in d.failed and (d.read(OURS, TOKENS) == -1).all()
+        assert not load(d, b"t" * 16, at(forged.address)) and is_wiped(d, -1)
         if whose == "a third process":
             assert wait(lambda: NOT_THE_END in caplog.text) and not forged.attached
         else:  # this process is at the other end; yet its heap is none of its KV caches
@@ -179,11 +159,9 @@ def test_a_process_that_has_p_s_number_by_now_is_not_taken_for_p(
 ) -> None:
     """D finds P's posted grant and is stopped there. P is killed; nobody withdraws the grant. Another process gets P's
     number. D goes on before it hears of P's end."""
-    p, d = far(group, "cma"), near(group, "cma", "engine-d")
-    p.fill(THEIRS, TOKENS)
-    warm_up(p, d)
+    p, d = far_and_near(group, "cma")
     token = p.grant("req-p", THEIRS, TOKENS)
-    (link,) = halves(d)[1].links
+    (link,) = d.consumer.links
     assert link.board is not None and wait(lambda: link.board.find(token) is not None, [d])
     read, planted, lock = cma.read_memory, [], threading.Lock()
 
@@ -200,9 +178,7 @@ def test_a_process_that_has_p_s_number_by_now_is_not_taken_for_p(
     monkeypatch.setattr(cma, "WATCH_SECONDS", 1e9)
     monkeypatch.setattr(link, "serve", lambda now: [])
     try:
-        d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
-        assert wait(lambda: "req-d" in d.received, [d], SOON)
-        assert "req-d" in d.failed and planted
+        assert not load(d, token, remote_peer([p])) and planted
         assert (d.read(OURS, TOKENS) == 0x42424242).any(), "the other process's bytes were read, and are not loaded"
     finally:
         for each in planted:
@@ -211,25 +187,17 @@ def test_a_process_that_has_p_s_number_by_now_is_not_taken_for_p(
 
 def test_another_host_learns_nothing_of_this_one(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a process nor a file, socket or address; and what it guesses is refused."""
-    p, d = group.rank(), group.rank(engine_id="engine-d")
     asked: list[str] = []
     monkeypatch.setattr(session, "is_ours", lambda address: bool(asked.append(address)))
-    raw = RawD(p, d)
-    try:
-        welcome = raw.start_handshake()
-        assert set(asked) == {"127.0.0.1"} and {offer.name for offer in welcome.planes} == {"tcp"}
-        for plane in ("cma", "shm"):
-            raw.send(messages.Attach(plane=plane, payload=b""))
-            assert "joins processes of one host" in raw.answer(messages.AttachRefused).reason
-    finally:
-        raw.close()
+    raw = group.raw(*group.pair(), attached=False)
+    welcome = raw.greet()
+    assert set(asked) == {"127.0.0.1"} and {offer.name for offer in welcome.planes} == {"tcp"}
+    for plane in ("cma", "shm"):
+        raw.send(messages.Attach(plane=plane, payload=b""))
+        assert "joins processes of one host" in raw.answer(messages.AttachRefused).reason
 
 
 def test_a_d_on_this_host_is_offered_its_planes_at_any_address_of_the_host(group: RankGroup) -> None:
-    p = group.rank(settings=Settings(side_channel_host="127.0.0.2"), engine_id="engine-p")
-    d = group.rank(engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: "req-d" in d.received, [p, d], SOON)
-    assert not d.failed and d.plane == "cma"
+    p, d = group.pair(of_p={"side_channel_host": "127.0.0.2"})
+    another_works(p, d)
+    assert d.plane == "cma"

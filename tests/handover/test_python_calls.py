@@ -12,11 +12,10 @@ from types import CodeType, FrameType
 
 import pytest
 
-from kvferry.connector.config import Settings
 from kvferry.connector.engine import loop
 from kvferry.transport.planes.cma import CmaChannel
-from tests.handover.rank_group import RankGroup
-from tests.support.inside import ident_of, sleeps, thread_of
+from tests.handover.scenario import RankGroup
+from tests.support.inside import ident_of, sleeps
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 PACKAGES = tuple(loop.__file__.removesuffix("connector/engine/loop.py") + name
@@ -53,27 +52,19 @@ class Calls:
 
 def asleep(*ranks: Rank) -> bool:
     """Whether the transfer threads wait for events, and have handled all of them."""
-    threads = [thread_of(rank) for rank in ranks]
-    return all(map(sleeps, threads))
+    return all(map(sleeps, ranks))
 
 
-@pytest.fixture
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No looks at deadlines, whose number depends on the time that a hand-over takes."""
+def test_a_hand_over_takes_few_python_calls(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without looks at deadlines, whose number depends on the time that a hand-over takes."""
     monkeypatch.setattr(loop, "TICK_SECONDS", 600.0)
     monkeypatch.setattr(loop, "BUSY_SECONDS", 600.0)
-
-
-def test_a_hand_over_takes_few_python_calls(group: RankGroup, untimed: None) -> None:
     calls = Calls()
     threading.setprofile(calls.profile)
     try:
-        p = group.rank(engine_id="engine-p", settings=Settings(plane="cma"))
-        d = group.rank(engine_id="engine-d", settings=Settings(plane="cma"))
+        p, d = group.pair(plane="cma")
     finally:
         threading.setprofile(None)
-    of_p, of_d = thread_of(p), thread_of(d)
-    assert of_p is not None and of_d is not None
     threads_of_d = threading.get_ident(), ident_of(d)
     totals, begins = [], []
     for number in range(HAND_OVERS + 2):  # the first ones make the handshake
@@ -85,7 +76,7 @@ def test_a_hand_over_takes_few_python_calls(group: RankGroup, untimed: None) -> 
         posted = len(calls.found)
         with calls.of_engine():
             d.worker.post(load_plan(name, token, peer([p]), blocks, 0, 1))
-        assert wait(lambda: bool(of_p.results.leases)) and wait(lambda: asleep(p, d))
+        assert wait(lambda: bool(p.thread.results.leases)) and wait(lambda: asleep(p, d))
         with calls.of_engine():
             d.poll()
             p.poll()

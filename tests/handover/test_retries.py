@@ -5,35 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from kvferry.connector.config import Settings
 from kvferry.connector.decode_side import load_state
+from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.decode_side.plane_choice import avoided_seconds
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import StepPlan
-from tests.handover.gates import PATIENT, halves
-from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
-from tests.handover.rank_group import RankGroup
 from tests.handover.retries import (
-    AVOIDED,
     LONG,
-    OTHERS,
-    WIDE,
     Reports,
     Trickle,
     cut,
-    figures,
     in_the_middle,
     load_of,
     loads_of,
     moving,
     pair,
     use,
-    waits_for_the_next,
+)
+from tests.handover.scenario import (
+    OTHERS,
+    OURS,
+    THEIRS,
+    TOKENS,
+    WIDE,
+    RankGroup,
+    another_works,
+    begin,
+    ended,
+    forget,
+    has_all,
 )
 from tests.handover.slow_copies import install
 from tests.support.inside import replies_of, sends_of
-from tests.support.ranks import grant, let_time_pass, load_plan, peer, wait
+from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
+
+AVOIDED = avoided_seconds(120.0)
+"""How long D avoids a plane with these settings."""
+
+
+def changes(d: Rank) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """Failures that an attempt followed, planes that were left, planes that were used."""
+    found = d.figures()
+    return found["retried"], found["planes_changed"], list(found["finished"])
 
 
 @pytest.mark.parametrize(("broken", "then"), [("tcp", "shm"), ("shm", "tcp")])
@@ -46,26 +60,20 @@ def test_a_plane_that_breaks_is_left_for_the_next(
     begin(p, d)
     assert wait(lambda: in_the_middle(d), [p, d])
     cut(d)
-    trickle.turns = float("inf")
-    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and not d.failed and reports.ok == [True]
-    found = figures(d)
-    assert (found["retried"], found["planes_changed"], list(found["finished"])) == (
-        {"peer_lost": 1}, {broken: 1}, [then],
-    )  # fmt: skip
-    assert figures(p)["leases"] == {"released": 1}
-    changed = [line.getMessage() for line in caplog.records if "is changed from" in line.getMessage()]
-    assert len(changed) == 1 and f"from {broken} to {then} for {AVOIDED:g} s: {broken}: " in changed[0]
+    trickle.go_on()
+    assert ended(p, d) and reports.ok == [True]
+    assert changes(d) == ({"peer_lost": 1}, {broken: 1}, [then])
+    assert p.figures()["leases"] == {"released": 1}
+    (changed,) = [line for line in caplog.messages if "is changed from" in line]
+    assert f"from {broken} to {then} for {AVOIDED:g} s: {broken}: " in changed
     assert "attempt 2" in next(text for text in caplog.messages if "req-d done" in text)
     another_works(p, d)
-    assert list(figures(d)["finished"]) == [then], "for some time"
+    assert changes(d)[2] == [then], "for some time"
     let_time_pass(d, AVOIDED + 1)
-    assert wait(lambda: not list(halves(d)[1].links))
-    for rank in (p, d):
-        rank.sent.clear()
-        rank.received.clear()
+    assert wait(lambda: not list(d.consumer.links))
+    forget(p, d)
     another_works(p, d)
-    assert list(figures(d)["finished"]) == [broken], "the faster plane comes back"
+    assert changes(d)[2] == [broken], "the faster plane comes back"
 
 
 def test_a_plane_on_which_nothing_moves_is_left_for_the_next(group: RankGroup) -> None:
@@ -76,13 +84,11 @@ def test_a_plane_on_which_nothing_moves_is_left_for_the_next(group: RankGroup) -
     assert wait(lambda: in_the_middle(d) and trickle.done == 3, [p, d])
     for seconds in (31, 62, 93):  # a chunk may land after the first of them, and is progress
         let_time_pass(d, seconds)
-        if wait(lambda: load_of(d).number == 2, [p, d], 5.0):
+        if wait(lambda: load_of(d).number == 2, [p, d], 2.0):
             break
-    trickle.turns = float("inf")
-    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and reports.ok == [True]
-    found = figures(d)
-    assert (found["retried"], found["planes_changed"]) == ({"timeout": 1}, {"tcp": 1})
+    trickle.go_on()
+    assert ended(p, d) and reports.ok == [True]
+    assert changes(d)[:2] == ({"timeout": 1}, {"tcp": 1})
 
 
 def test_each_plane_on_which_nothing_moves_is_left_in_turn(group: RankGroup) -> None:
@@ -94,26 +100,31 @@ def test_each_plane_on_which_nothing_moves_is_left_in_turn(group: RankGroup) -> 
         assert wait(lambda number=number: moving(d, 1) and load_of(d).number == number, [p, d])
         let_time_pass(d, seconds)
     assert wait(lambda: d.received == {"req-d"}, [p, d]), "P need not send over the third one"
-    trickle.turns = float("inf")
-    assert wait(lambda: p.sent == {"req-p"}, [p, d])
-    found = figures(d)
-    assert (found["retried"], list(found["finished"]), reports.ok) == ({"timeout": 2}, ["cma"], [True])
+    trickle.go_on()
+    assert ended(p, d) and reports.ok == [True]
+    assert (retried := changes(d))[0] == {"timeout": 2} and retried[2] == ["cma"]
 
 
-def test_the_next_load_does_not_meet_the_stuck_plane(group: RankGroup) -> None:
-    """Also where no attempt follows, as after a load inside a step."""
+@pytest.mark.parametrize("how", ["it breaks", "nothing moves"])
+def test_a_load_inside_a_step_is_not_tried_again(group: RankGroup, how: str) -> None:
+    """Yet the next load does not meet a plane on which nothing moves."""
     p, d = pair(group, ("tcp", "shm"))
-    trickle, reports = Trickle(p, 0), Reports(d)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    assert wait(lambda: moving(d, 1), [p, d])
-    let_time_pass(d, 31)
+    trickle, reports = Trickle(p, 3 if how == "it breaks" else 0), Reports(d)
+    begin(p, d, now=True)
+    if how == "it breaks":
+        assert wait(lambda: in_the_middle(d), [p, d])
+        cut(d)
+    else:
+        assert wait(lambda: moving(d, 1), [p, d])
+        let_time_pass(d, 31)
     assert wait(lambda: reports.ok == [False], [p, d])
-    trickle.turns = float("inf")
+    trickle.go_on()
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
-    let_time_pass(d, 33)
-    another_works(p, d)
-    assert list(figures(d)["finished"]) == ["shm"]
+    assert changes(d)[0] == {}
+    if how == "nothing moves":
+        let_time_pass(d, 33)
+        another_works(p, d)
+        assert changes(d)[2] == ["shm"]
 
 
 def test_a_plane_is_left_though_two_loads_are_stuck_on_it(group: RankGroup) -> None:
@@ -127,12 +138,10 @@ def test_a_plane_is_left_though_two_loads_are_stuck_on_it(group: RankGroup) -> N
     assert wait(lambda: moving(d, 2), [p, d])
     let_time_pass(d, 31)
     assert wait(lambda: loads_of(d)[0].number == 2, [p, d])
-    trickle.turns = float("inf")
-    assert wait(lambda: len(d.received) == 2 and len(p.sent) == 2, [p, d])
-    assert all(torch.equal(d.read(ids, TOKENS), d.wanted(TOKENS)) for ids in (OURS, OTHERS))
-    found = figures(d)
-    assert (found["retried"], found["planes_changed"]) == ({"timeout": 1, "peer_lost": 1}, {"tcp": 1})
-    assert reports.ok == [True, True] and list(found["finished"]) == ["shm"]
+    trickle.go_on()
+    assert ended(p, d, "one") and ended(p, d, "two") and has_all(d, OTHERS)
+    assert changes(d) == ({"timeout": 1, "peer_lost": 1}, {"tcp": 1}, ["shm"])
+    assert reports.ok == [True, True]
 
 
 def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
@@ -157,10 +166,9 @@ def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
     let_time_pass(d, 31)
     assert wait(lambda: loads_of(d)[0].number == 2, [p, d])
     stuck.clear()
-    trickle.turns = float("inf")
-    assert wait(lambda: len(d.received) == 2 and len(p.sent) == 2, [p, d])
-    found = figures(d)
-    assert (found["retried"], found["planes_changed"]) == ({"timeout": 1}, {}) and not d.failed
+    trickle.go_on()
+    assert ended(p, d, "one") and ended(p, d, "two")
+    assert changes(d)[:2] == ({"timeout": 1}, {})
 
 
 def test_the_plane_that_is_named_is_tried_again(group: RankGroup) -> None:
@@ -169,11 +177,9 @@ def test_the_plane_that_is_named_is_tried_again(group: RankGroup) -> None:
     begin(p, d)
     assert wait(lambda: in_the_middle(d), [p, d])
     cut(d)
-    trickle.turns = float("inf")
-    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and reports.ok == [True]
-    found = figures(d)
-    assert (list(found["finished"]), found["planes_changed"]) == (["tcp"], {})
+    trickle.go_on()
+    assert ended(p, d) and reports.ok == [True]
+    assert changes(d)[1:] == ({}, ["tcp"])
 
 
 def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
@@ -188,31 +194,27 @@ def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
         assert wait(lambda before=before: in_the_middle(d) and load_of(d).nbytes > before, [p, d]), "progress is made"
     assert not d.received and not reports.ok
     let_time_pass(d, 121)
-    assert wait(lambda: d.failed == {"req-d"}, [p, d])
-    found = figures(d)
+    assert not ended(p, d), "released, though the read was not over"
+    found = d.figures()
     assert (found["failed"], found["retried"], reports.ok) == ({"timeout": 1}, {}, [False])
-    assert wait(lambda: p.sent == {"req-p"}, [p, d]), "released, though the read was not over"
-    trickle.turns = float("inf")
+    trickle.go_on()
     another_works(p, d)
 
 
 def test_the_deadline_passes_while_copies_end(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is no proof that a copy has ended. No attempt follows, because the time for it is over."""
     copies = install(monkeypatch)
-    settings = Settings(**{**LONG, "plane": "shm"})
-    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
-    p.fill(THEIRS, TOKENS)
+    p, d = group.pair(plane="shm", **LONG)
     reports = Reports(d)
     copies[1].gate.clear()
     begin(p, d)
     assert wait(lambda: copies[1].running > 0, [p, d])
     for seconds in (31, 121, 500):
         let_time_pass(d, seconds)
-        assert wait(lambda: load_of(d).lifetime.state.phase.value == "draining", [p, d])
+        assert wait(lambda: load_of(d).lifetime.state.phase is LoadPhase.DRAINING, [p, d])
         assert not wait(lambda: bool(reports.ok), [p, d], 0.1)
     copies[1].gate.set()
-    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert reports.ok == [False] and figures(d)["retried"] == {}
+    assert not ended(p, d) and reports.ok == [False] and changes(d)[0] == {}
 
 
 @pytest.mark.parametrize("how", ["cancelled", "at the deadline"])
@@ -223,58 +225,42 @@ def test_a_load_ends_between_attempts(group: RankGroup, monkeypatch: pytest.Monk
     begin(p, d)
     assert wait(lambda: in_the_middle(d), [p, d])
     cut(d)
-    assert wait(lambda: waits_for_the_next(d), [p, d]) and not reports.ok
+    assert wait(lambda: load_of(d).lifetime.state.phase is LoadPhase.WAITING, [p, d]) and not reports.ok
     assert not wait(lambda: bool(p.sent), [p, d], 0.2), "the lease is kept for the next attempt"
     if how == "cancelled":
         d.worker.post(StepPlan(cancels=("req-d",)))
     else:
         let_time_pass(d, 121)
-    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert reports.ok == [False] and list(figures(d)["failed"]) == ["cancelled" if how == "cancelled" else "peer_lost"]
-    assert load_of(d) is None
+    assert not ended(p, d) and load_of(d) is None
+    assert reports.ok == [False] and list(d.figures()["failed"]) == ["cancelled" if how == "cancelled" else "peer_lost"]
     monkeypatch.undo()
-    trickle.turns = float("inf")
+    trickle.go_on()
     another_works(p, d)
-
-
-def test_a_load_inside_a_step_is_not_tried_again(group: RankGroup) -> None:
-    p, d = pair(group, ("tcp", "shm"))
-    trickle, reports = Trickle(p, 3), Reports(d)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    assert wait(lambda: in_the_middle(d), [p, d])
-    cut(d)
-    assert wait(lambda: p.sent == {"req-p"}, [p, d])
-    assert reports.ok == [False] and figures(d)["retried"] == {}
-    trickle.turns = float("inf")
 
 
 def test_one_source_of_two_fails_on_one_of_two_ranks(group: RankGroup) -> None:
     """P has four ranks and D has two: each reads from two of P's."""
-    settings = Settings(**LONG)
-    form = {"settings": settings, "total_heads": 4, **WIDE}
-    ps = [group.rank(tp_rank=r, tp_size=4, engine_id="engine-p", **form) for r in range(4)]
-    ds = [group.rank(tp_rank=r, tp_size=2, engine_id="engine-d", **form) for r in range(2)]
+    ps = [group.rank(tp_rank=r, tp_size=4, engine_id="engine-p", **LONG, **WIDE) for r in range(4)]
+    ds = [group.rank(tp_rank=r, tp_size=2, engine_id="engine-d", **LONG, **WIDE) for r in range(2)]
+    everyone = [*ps, *ds]
     for rank in ps:
         rank.fill(THEIRS, TOKENS)
-    for rank in ds:
-        use(rank, ("tcp", "shm"))
     trickles, reports = [Trickle(p, 3) for p in ps], [Reports(d) for d in ds]
     token = grant(ps, "req-p", THEIRS, TOKENS)
     for rank in ds:
+        use(rank, ("tcp", "shm"))
         rank.worker.post(load_plan("req-d", token, peer(ps), OURS, 0, TOKENS))
-    everyone = [*ps, *ds]
     assert wait(lambda: all(map(in_the_middle, ds)), everyone)
-    links = {link.place[1]: link for link in halves(ds[0])[1].links}
+    links = {link.place[1]: link for link in ds[0].consumer.links}
     cut(ds[0], ps[1].address.port)
     for trickle in trickles:
-        trickle.turns = float("inf")
+        trickle.go_on()
     assert wait(lambda: all(d.received for d in ds) and all(p.sent == {"req-p"} for p in ps), everyone)
     for rank, report in zip(ds, reports, strict=True):
-        assert not rank.failed and report.ok == [True] and torch.equal(rank.read(OURS, TOKENS), rank.wanted(TOKENS))
-    assert [figures(rank)["retried"] for rank in ds] == [{"peer_lost": 1}, {}]
-    assert all(figures(rank)["leases"] == {"released": 1} for rank in ps)
-    now = {link.place[1]: link for link in halves(ds[0])[1].links}
+        assert not rank.failed and report.ok == [True] and has_all(rank)
+    assert [changes(rank)[0] for rank in ds] == [{"peer_lost": 1}, {}]
+    assert all(rank.figures()["leases"] == {"released": 1} for rank in ps)
+    now = {link.place[1]: link for link in ds[0].consumer.links}
     kept, replaced = ps[0].address.port, ps[1].address.port
     assert now[kept] is links[kept] and now[replaced] is not links[replaced], "the sound link is used again"
 
@@ -282,22 +268,17 @@ def test_one_source_of_two_fails_on_one_of_two_ranks(group: RankGroup) -> None:
 def test_a_lost_stopped_leaves_nothing(group: RankGroup) -> None:
     """P's answer to a Cancel says how many chunks are under way. Without it D ends the link, not earlier."""
     p, d = pair(group, handover_timeout_seconds=600.0)
-    trickle, producer = Trickle(p, 3), halves(p)[0]
-    replies = replies_of(producer)
+    trickle, replies, reads = Trickle(p, 3), replies_of(p), d.consumer.reads
     reply = replies.send
     replies.send = lambda to, message: None if isinstance(message, messages.Stopped) else reply(to, message)
     begin(p, d)
     assert wait(lambda: in_the_middle(d), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.failed == {"req-d"}, [p, d]), "the engine does not wait for it"
-    assert halves(d)[1].reads.by_number
+    assert reads.by_number
     let_time_pass(d, 31)
-    assert wait(lambda: not halves(d)[1].reads.by_number and p.sent == {"req-p"}, [p, d])
-    replies.send, trickle.turns = reply, float("inf")
+    assert wait(lambda: not reads.by_number and p.sent == {"req-p"}, [p, d])
+    replies.send = reply
+    trickle.go_on()
     let_time_pass(d, 40)
     another_works(p, d)
-
-
-def test_patient_settings_leave_no_attempt() -> None:
-    """What the other tests of this folder count on: there a time-out is the last failure."""
-    assert PATIENT["handover_timeout_seconds"] <= PATIENT["transfer_timeout_seconds"]

@@ -9,12 +9,16 @@ import pytest
 
 from kvferry.connector.engine import loop
 from kvferry.connector.prefill_side.send import Sends
-from tests.handover.gates import Gate, halves
 from tests.handover.prefilling import PrefillingEngine
-from tests.handover.rank_group import RankGroup
-from tests.handover.streamed import OURS, STEP, THEIRS, TOKENS, ends_well, has, make
-from tests.support.inside import leases_of, sends_of, sessions_of, sleeps, thread_of
+from tests.handover.scenario import OURS, THEIRS, TOKENS, Pair, RankGroup
+from tests.handover.streamed import STEP, computing, ends_well, has, make
+from tests.support.inside import leases_of, sends_of, sleeps
 from tests.support.ranks import Rank, wait
+
+
+@pytest.fixture
+def pair(group: RankGroup) -> Pair:
+    return make(group)
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +32,23 @@ class Wakes:
     """Counts how often P's transfer thread is woken."""
 
     def __init__(self, p: Rank) -> None:
-        self.thread: Any = p.thread
-        self.count = 0
+        self._p, self._count = p, 0
         wake = p.thread.wake
 
         def counted() -> None:
-            self.count += 1
+            self._count += 1
             wake()
 
         p.thread.wake = counted  # type: ignore[method-assign]
 
     def new(self) -> int:
         """How often since the last call."""
-        count, self.count = self.count, 0
+        count, self._count = self._count, 0
         return count
 
     @property
     def asleep(self) -> bool:
-        return sleeps(self.thread)
+        return sleeps(self._p)
 
 
 def test_a_prompt_that_nobody_reads(group: RankGroup) -> None:
@@ -60,16 +63,14 @@ def test_a_prompt_that_nobody_reads(group: RankGroup) -> None:
     assert wakes.new() == 0
     engine.grant()
     assert wakes.new() == 1
-    assert wait(lambda: bool(leases_of(p)) and not halves(p)[0].steps.flights)
+    assert wait(lambda: bool(leases_of(p)) and not p.producer.steps.flights)
 
 
 def test_a_read_that_waits(group: RankGroup) -> None:
     """Each layer wakes the thread once; the plan and the end of a step bring nothing that could leave."""
     p, d = make(group, content=1024)
     step = TOKENS // 2  # windows of one length, so that each layer of each one is a message
-    engine = PrefillingEngine([p], THEIRS, TOKENS)
-    engine.begin(step_tokens=step)
-    engine.load(d, OURS, step=step)
+    engine = computing(p, d, step)
     sender, wakes = sends_of(p), Wakes(p)
     for start in range(0, TOKENS, step):
         stop = start + step
@@ -86,31 +87,6 @@ def test_a_read_that_waits(group: RankGroup) -> None:
             assert wakes.new() == 1
         engine.end()
         assert wakes.new() == 0
-    engine.grant()
-    ends_well([p], d)
-
-
-def test_a_read_that_cannot_send(group: RankGroup) -> None:
-    """It looks at the steps when it can send again."""
-    p, d = make(group, content=1024)
-    engine = PrefillingEngine([p], THEIRS, TOKENS)
-    engine.begin(step_tokens=TOKENS)
-    engine.load(d, OURS, step=TOKENS)
-    producer = halves(p)[0]
-    assert wait(lambda: bool(sends_of(producer).waiting))
-    (session,) = sessions_of(producer).values()
-    gate, wakes = Gate(session.channel, "acquire", lambda: None), Wakes(p)
-    engine.plan(0, TOKENS)
-    engine.write(0, TOKENS)
-    engine.hook([0])
-    assert wait(lambda: gate.calls > 0 and wakes.asleep) and not sends_of(producer).waiting
-    wakes.new()
-    engine.hook([1, 2, 3])
-    assert wakes.new() == 0
-    gate.open()
-    wakes.thread.wake()
-    assert wait(lambda: has(d, 0, TOKENS), [p, d])
-    engine.end()
     engine.grant()
     ends_well([p], d)
 
@@ -132,7 +108,7 @@ def test_a_layer_that_is_computed_while_its_read_is_put_aside(
             sender.waiting = waiting
         return result
 
-    thread: Any = thread_of(p)
+    thread: Any = p.thread
     thread_turn, more = thread.turn, []
 
     def turn_of_thread(now: float) -> bool:

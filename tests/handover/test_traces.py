@@ -11,44 +11,36 @@ from msgspec.structs import replace
 
 pytest.importorskip("opentelemetry.sdk.trace")
 
-from kvferry.connector.config import Settings
-from kvferry.connector.prefill_side import traces
 from kvferry.connector.prefill_side.lease import LEASE, Lease, granted_at
 from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
-from tests.handover.gates import halves
-from tests.handover.opening import OURS, THEIRS, TOKENS
-from tests.handover.rank_group import RankGroup
 from tests.handover.retries import Trickle, cut, in_the_middle, pair
+from tests.handover.scenario import OURS, THEIRS, TOKENS, RankGroup, breaks, ended, forget, lease_plan
 from tests.support.inside import leases_of
 from tests.support.ranks import Rank, let_time_pass, load_plan, peer, wait
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans
 
+Traced = tuple[Rank, Rank, Spans, Spans]
 PHASES = ["handshaking", "ready", "moving", "committing"]
 
 
 @pytest.fixture
-def traced(group: RankGroup) -> tuple[Rank, Rank, Spans, Spans]:
+def traced(group: RankGroup) -> Traced:
     p, d = pair(group, ("tcp", "shm"))
     return p, d, trace(p), trace(d)
 
 
 def trace(rank: Rank) -> Spans:
     spans = Spans()
-    assert rank.worker.rank_context is not None
-    rank.worker.rank_context.tracer = spans.tracer
+    rank.context.tracer = spans.tracer
     return spans
 
 
-def begin(p: Rank, d: Rank, traceparent: str = SAMPLED, *, tokens: int = TOKENS, now: bool = False) -> None:
-    lease = prompt_lease("req-p", traceparent)
-    p.worker.post(StepPlan(leases=(lease,)))
-    plan = load_plan("req-d", lease.token, peer([p]), OURS, 0, tokens, now=now)
+def begin(p: Rank, d: Rank, traceparent: str = SAMPLED, *, now: bool = False) -> None:
+    token = secrets.token_bytes(16)
+    p.worker.post(lease_plan(token, traceparent=traceparent))
+    plan = load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=now)
     d.worker.post(replace(plan, loads=(replace(plan.loads[0], traceparent=traceparent),)))
-
-
-def prompt_lease(request_id: str, traceparent: str = SAMPLED) -> LeaseGrant:
-    return LeaseGrant(request_id, secrets.token_bytes(16), TOKENS, (pack_ids(THEIRS),), traceparent=traceparent)
 
 
 def only(spans: Spans, name: str) -> Any:
@@ -58,14 +50,10 @@ def only(spans: Spans, name: str) -> Any:
     return span
 
 
-def both_ended(p: Rank, d: Rank) -> bool:
-    return d.received == {"req-d"} and p.sent == {"req-p"}
-
-
-def test_both_sides_of_a_hand_over_join_the_trace_of_the_request(traced) -> None:
+def test_both_sides_of_a_hand_over_join_the_trace_of_the_request(traced: Traced) -> None:
     p, d, of_p, of_d = traced
     begin(p, d)
-    assert wait(lambda: both_ended(p, d), [p, d])
+    assert ended(p, d)
     handover, lease = only(of_d, "kvferry.handover"), only(of_p, "kvferry.lease")
     for span in (handover, lease):
         assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE_ID, PARENT_ID)
@@ -90,14 +78,14 @@ def test_both_sides_of_a_hand_over_join_the_trace_of_the_request(traced) -> None
     assert lease.start_time <= sent.start_time <= sent.end_time <= lease.end_time
 
 
-def test_each_attempt_has_its_span(traced) -> None:
+def test_each_attempt_has_its_span(traced: Traced) -> None:
     p, d, _, of_d = traced
     trickle = Trickle(p, 3)
     begin(p, d)
     assert wait(lambda: in_the_middle(d), [p, d])
     cut(d)
     trickle.turns = float("inf")
-    assert wait(lambda: both_ended(p, d), [p, d])
+    assert ended(p, d)
     handover = only(of_d, "kvferry.handover")
     first, second = of_d.children(handover)
     assert handover.attributes["kvferry.attempts"] == 2 and handover.attributes["kvferry.plane"] == "shm"
@@ -112,50 +100,41 @@ def test_a_failure_and_an_expiry_say_why(group: RankGroup) -> None:
     of_p, of_d = trace(p), trace(d)
     Trickle(p, 0)
     begin(p, d)
-    assert wait(lambda: bool(halves(d)[1].loads.running) and bool(leases_of(p)), [p, d])
+    assert wait(lambda: bool(d.consumer.loads.running) and bool(leases_of(p)), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d])
-    handover = only(of_d, "kvferry.handover")
-    assert "cancelled" in handover.status.description
-    assert wait(lambda: p.sent == {"req-p"}, [p, d])
-    lease = prompt_lease("req-2")
-    p.worker.post(StepPlan(leases=(lease,)))
-    assert wait(lambda: lease.token in leases_of(p), [p])
+    assert not ended(p, d)
+    assert "cancelled" in only(of_d, "kvferry.handover").status.description
+    p.worker.post(lease_plan(b"t" * 16, "then", traceparent=SAMPLED))
+    assert wait(lambda: bool(leases_of(p)), [p])
     let_time_pass(p, 31.0)
-    assert wait(lambda: "req-2" in p.sent, [p]) and wait(lambda: len(of_p.named("kvferry.lease")) == 2)
+    assert wait(lambda: "then-p" in p.sent, [p]) and wait(lambda: len(of_p.named("kvferry.lease")) == 2)
     assert "expired" in of_p.named("kvferry.lease")[1].status.description
 
 
 def test_a_load_inside_a_step_is_traced_after_the_step_has_its_load(group: RankGroup) -> None:
-    p, d = (group.rank(settings=Settings(plane="cma"), engine_id=f"engine-{name}") for name in "pd")
+    p, d = group.pair(plane="cma")
     spans = trace(d)
-    begin(p, d, tokens=16, now=True)
+    begin(p, d, now=True)
     outcome = d.worker.take_outcome()
     assert outcome is not None and outcome.standing() == {"req-d"}
     handover = only(spans, "kvferry.handover")
     assert handover.attributes["kvferry.inside_step"] is True and handover.attributes["kvferry.plane"] == "cma"
 
 
-def test_without_a_traceparent_there_are_no_spans(traced) -> None:
+def test_without_a_traceparent_there_are_no_spans(traced: Traced) -> None:
     p, d, of_p, of_d = traced
     for traceparent in ("", SAMPLED):
         begin(p, d, traceparent)
-        assert wait(lambda: both_ended(p, d), [p, d])
-        for rank in (p, d):
-            rank.sent.clear()
-            rank.received.clear()
+        assert ended(p, d)
+        forget(p, d)
     assert only(of_p, "kvferry.lease") and only(of_d, "kvferry.handover")
 
 
-def test_an_error_of_a_span_harms_no_hand_over(traced, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_span_harms_no_hand_over(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d, _, of_d = traced
-
-    def fails(*_: object) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(of_d.tracer, "record", fails)
+    monkeypatch.setattr(of_d.tracer, "record", breaks)
     begin(p, d)
-    assert wait(lambda: both_ended(p, d), [p, d]) and not d.failed
+    assert ended(p, d)
 
 
 def test_blocks_of_a_lease_count_once_for_each_block_table() -> None:
@@ -164,14 +143,13 @@ def test_blocks_of_a_lease_count_once_for_each_block_table() -> None:
     grant = LeaseGrant("req", bytes(16), TOKENS, (table, table, states, b""))
     lifetime = Lifetime(LEASE, granted_at(0.0, 30.0, 60.0), 0.0)
     held = Lease(grant, [], grant.block_ids, lifetime, begun_at=5.0)
-    span = traces.lease_span(held, "expired", 7.0)
+    span = held.span("expired", 7.0)
     assert span.attributes["kvferry.blocks"] == 4 and (span.begin, span.end) == (5.0, 7.0) and "expired" in span.error
 
 
-def test_reads_beyond_the_bound_have_no_span(traced, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_beyond_the_bound_have_no_span(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d, of_p, _ = traced
     monkeypatch.setattr("kvferry.connector.prefill_side.serve.MAX_READS", 0)
-    assert traces.MAX_READS > 0
     begin(p, d)
-    assert wait(lambda: both_ended(p, d), [p, d])
+    assert ended(p, d)
     assert not of_p.children(only(of_p, "kvferry.lease"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.handover.rank_group import RankGroup
+from tests.handover.scenario import RankGroup
 
 
 @pytest.fixture

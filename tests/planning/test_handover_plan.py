@@ -14,7 +14,7 @@ from kvferry.cli.plan.model import ModelShape, RecurrentState
 from kvferry.connector.config import Settings
 from kvferry.connector.prefill_side.send import Sends
 from kvferry.transport.errors import ConfigError, GeometryError
-from tests.handover.rank_group import RankGroup
+from tests.handover.scenario import RankGroup
 from tests.support.ranks import grant, load_plan, peer, wait
 
 SLOT = 100_000

@@ -49,32 +49,32 @@ def board_of(of: Any) -> Any:
 
 def early_asks(of: Any) -> Any:
     """The asks that wait for their lease."""
-    return producer_of(of).early.asks
+    return early_of(of).asks
 
 
 def early_votes(of: Any) -> Any:
     """The releases that wait for their lease, by token and consumer."""
-    return producer_of(of).early.votes
+    return early_of(of).votes
 
 
 def early_of(of: Any) -> Any:
     """All requests that wait for their lease."""
-    return producer_of(of).early
+    return producer_of(of)._early
 
 
 def sessions_of(of: Any) -> Any:
     """P's sessions by identity: the table itself."""
-    return producer_of(of).sessions.table
+    return producer_of(of)._sessions.table
 
 
 def replies_of(of: Any) -> Any:
     """What sends and keeps P's replies."""
-    return producer_of(of).replies
+    return producer_of(of)._replies
 
 
 def sends_of(of: Any) -> Any:
     """The reads that P sends."""
-    return producer_of(of).sends
+    return producer_of(of)._sends
 
 
 # --- decode side --------------------------------------------------------------------------------------------------

@@ -90,13 +90,9 @@ def prompt_digest(token_ids: list[int]) -> str:
 
 
 def rows_of(
-    cache: torch.Tensor,
-    block_ids: list[int],
-    page_tokens: int,
-    tokens: int,
-    places: torch.Tensor | None = None,
+    cache: torch.Tensor, block_ids: list[int], page_tokens: int, tokens: int, places: torch.Tensor | None = None,
     first: int = 0,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """KV of the tokens from ``first`` up to ``tokens``, from a cache [B,H,N,C] or, for MLA, [B,N,C].
 
     ``block_ids`` are the manager's, of ``page_tokens`` tokens; B may count smaller kernel blocks. The answer is
@@ -242,14 +238,11 @@ class KVBytes:
                     self._kvb_record_loaded(new.req_id, seen)
                 else:
                     self._kvb_due.append((new.req_id, seen))
-            if (
-                seen.computed and seen.computed >= len(seen.prompt) - 1
-            ):  # all there: what this engine adds is not compared
+            if seen.computed and seen.computed >= len(seen.prompt) - 1:  # all there: what is added is not compared
                 del self._kvb_seen[new.req_id]
         cached = step.scheduled_cached_reqs
-        for request_id, more, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
+        columns = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+        for request_id, more, computed in zip(*columns, strict=True):
             seen_before = self._kvb_seen.get(request_id)
             if seen_before is None:
                 continue
@@ -287,23 +280,15 @@ class KVBytes:
 
     def _kvb_record(self, when: str, request_id: str, seen: _Seen, tokens: int) -> None:
         started = time.perf_counter()
-        layers = {}
-        for name, layer in self._kvb_layers().items():
-            blocks = seen.blocks[layer.group]
-            layers[name] = digest(layer.content(blocks, tokens))
-        self._kvb_records.append(
-            {
-                "when": when,
-                "request_id": request_id,
-                "prompt": prompt_digest(seen.prompt),
-                "prompt_tokens": len(seen.prompt),
-                "tokens": tokens,
-                "covers": prompt_digest(seen.prompt[:tokens]),
-                "blocks": [list(ids) for ids in seen.blocks],
-                "layers": layers,
-                "span": (started, time.perf_counter()),
-            }
-        )
+        layers = {
+            name: digest(layer.content(seen.blocks[layer.group], tokens)) for name, layer in self._kvb_layers().items()
+        }
+        record = {
+            "when": when, "request_id": request_id, "prompt": prompt_digest(seen.prompt), "tokens": tokens,
+            "prompt_tokens": len(seen.prompt), "covers": prompt_digest(seen.prompt[:tokens]),
+            "blocks": [list(ids) for ids in seen.blocks], "layers": layers, "span": (started, time.perf_counter()),
+        }  # fmt: skip
+        self._kvb_records.append(record)
 
 
 def checking_seconds(records: list[dict[str, Any]], until: float) -> float:

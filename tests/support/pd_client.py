@@ -25,18 +25,14 @@ class Names:
 
 METRICS = {
     "KVFerryConnector": Names(
-        "vllm:kvferry_bytes_transferred_sum",
-        "vllm:kvferry_handover_time_seconds_sum",
-        "vllm:kvferry_num_failed_handovers_total",
-        True,
+        "vllm:kvferry_bytes_transferred_sum", "vllm:kvferry_handover_time_seconds_sum",
+        "vllm:kvferry_num_failed_handovers_total", True,
     ),
     "NixlConnector": Names(
-        "vllm:nixl_bytes_transferred_sum",
-        "vllm:nixl_xfer_time_seconds_sum",
-        "vllm:nixl_num_failed_transfers_total",
+        "vllm:nixl_bytes_transferred_sum", "vllm:nixl_xfer_time_seconds_sum", "vllm:nixl_num_failed_transfers_total",
         False,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass

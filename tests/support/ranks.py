@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -84,38 +85,19 @@ class Rank:
         first, count = TpKVTopology.head_interval(tp_rank, tp_size, total_heads)
         self.heads = list(range(first, first + count))
         self.layers = [f"model.layers.{n}.attn" for n in range(layers)]
-        if layout == "HND":
-            self.caches = {
-                n: torch.full((blocks, count, block_size, content), -1, dtype=torch.int32, device=device)
-                for n in self.layers
-            }
-        else:
-            self.caches = {
-                n: torch.full((blocks, block_size, count, content), -1, dtype=torch.int32, device=device).permute(
-                    0, 2, 1, 3
-                )
-                for n in self.layers
-            }
+        axes = (count, block_size) if layout == "HND" else (block_size, count)
+        empty = {n: torch.full((blocks, *axes, content), -1, dtype=torch.int32, device=device) for n in self.layers}
+        self.caches = empty if layout == "HND" else {n: cache.transpose(1, 2) for n, cache in empty.items()}
         self.settings = settings or Settings()
         info = RankInfo(
             engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1,
             model=model or {"architectures": "Labelled"},
         )  # fmt: skip
-        self.worker = WorkerHalf(
-            self.settings,
-            info,
-            [
-                LayerGroup(
-                    "full",
-                    tuple(self.layers),
-                    block_size,
-                    total_heads,
-                    packing=packing,
-                    sharding=sharding,
-                    cache_dtype=cache_dtype,
-                )
-            ],
-        )
+        layer_group = LayerGroup(
+            "full", tuple(self.layers), block_size, total_heads, packing=packing, sharding=sharding,
+            cache_dtype=cache_dtype,
+        )  # fmt: skip
+        self.worker = WorkerHalf(self.settings, info, [layer_group])
         with lanes_of(self.settings.plane):
             self.worker.register(self.caches, places=places)
         self.sent: set[str] = set()
@@ -137,6 +119,14 @@ class Rank:
     def thread(self) -> TransferThread:
         return thread_of(self)
 
+    @property
+    def producer(self) -> Any:
+        return producer_of(self)
+
+    @property
+    def consumer(self) -> Any:
+        return consumer_of(self)
+
     def figures(self) -> Figures:
         """What the rank has counted since the last call; something has happened."""
         figures = self.context.stats.take()
@@ -150,11 +140,11 @@ class Rank:
 
     def fill(self, block_ids: Sequence[int], tokens: int, salt: int = 0) -> None:
         """Write the labels of a prompt into these blocks; another ``salt`` is another prompt."""
-        wanted = labels(range(len(self.layers)), self.heads, tokens, self.content) + salt
+        wanted, token = self.wanted(tokens) + salt, torch.arange(tokens)
+        blocks, slots = torch.tensor(list(block_ids))[token // self.block_size], token % self.block_size
         for number, name in enumerate(self.layers):
-            for token in range(tokens):
-                block = block_ids[token // self.block_size]
-                self.caches[name][block, :, token % self.block_size] = wanted[number, :, token]
+            cache = self.caches[name]
+            cache[blocks, :, slots] = wanted[number].transpose(0, 1).to(cache.device)  # [T, H, C]
 
     def read(self, block_ids: Sequence[int], tokens: int) -> torch.Tensor:
         """[L, H, T, C] int32 of a prompt, by plain indexing."""

@@ -120,12 +120,9 @@ def write_tokenizer(folder: Path, spec: ModelSpec) -> None:
 def _save(tokenizer: Tokenizer, folder: Path, spec: ModelSpec) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "model_max_length": spec.max_tokens,
-        "chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+        "model_max_length": spec.max_tokens, "chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
@@ -137,21 +134,12 @@ def _write_model(folder: Path, spec: ModelSpec, weights: bool) -> None:
     logging.disable_progress_bar()
 
     config = LlamaConfig(
-        vocab_size=spec.vocabulary,
-        hidden_size=spec.hidden,
-        intermediate_size=spec.intermediate,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_tokens,
+        vocab_size=spec.vocabulary, hidden_size=spec.hidden, intermediate_size=spec.intermediate,
+        num_hidden_layers=spec.layers, num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim, max_position_embeddings=spec.max_tokens, bos_token_id=0, eos_token_id=1,
         initializer_range=0.1,  # wide enough that the logits of greedy decoding are far apart against fp32 rounding
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-        dtype=spec.dtype,
-    )
+        tie_word_embeddings=False, architectures=["LlamaForCausalLM"], dtype=spec.dtype,
+    )  # fmt: skip
     if not weights:
         config.save_pretrained(folder)
         return

@@ -152,9 +152,6 @@ class Peer:
         for tag in tags:
             self.channels[id].forget(tag)
 
-    def do_flush(self, id: str, tags: list[int]) -> None:
-        self.channels[id].flush(tags)
-
     def do_hold(self, on: bool) -> None:
         """Whether messages are kept instead of released."""
         self.hold = on

@@ -226,7 +226,7 @@ class Run:
         failed = inside_failed | set(FAILED.findall(log))
         fired = set(self.d.rpc("wt_fired")[0])
         handed = [ask for asks in groups for ask in asks if ask.handed_over]
-        rows = []
+        rows: list[dict[str, Any]] = []
         for kind in dict.fromkeys((None, *KINDS, KILLED, *(ask.fault for ask in handed))):
             names = {ask.name for ask in handed if ask.fault == kind}
             rows.append({
