@@ -6,6 +6,7 @@ Grouped-query attention is test_pair.py's.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
