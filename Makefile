@@ -94,6 +94,7 @@ test-ray: install
 	$(PYTEST) tests/examples/test_ray_serve.py
 
 sweep: install
+	$(BIN)/python tests/ranks/sweep.py --matrix
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
 
 walk: install

@@ -28,23 +28,18 @@ from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, memb
 from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
 from kvferry.router.spans import begin_request, end_request
 
-BODY_SECONDS = 60.0
-"""How long a client may take to send its request."""
+BODY_SECONDS = 60.0  # How long a client may take to send its request
 HEAD_SECONDS = 20.0
 """How long a connection may be without a request, or with less than the head of one: seconds in which this process ran,
 because one that stood still has read nothing."""
-STALL_SECONDS = 120.0
-"""A client that takes nothing of its answer for so long is gone."""
+STALL_SECONDS = 120.0  # A client that takes nothing of its answer for so long is gone
 TICK_SECONDS = 1.0
-BACKLOG = 128
-"""Connections that may wait to be accepted."""
-FAULT_SECONDS = 30.0
-"""For so long ``/health`` names a fault of this machine."""
+BACKLOG = 128  # Connections that may wait to be accepted
+FAULT_SECONDS = 30.0  # For so long ``/health`` names a fault of this machine
 _RESPONSE = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
 PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
 """Engines, rates and latencies of the router, from ``/router/status``."""
-NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")
-"""They name hosts that an engine would connect to."""
+NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")  # They name hosts that an engine would connect to
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -68,13 +63,8 @@ class RefusedError(Exception):
 
 
 class App:
-    """What a router serves: bind, start, and stop it.
-
-    Args:
-        checks: None: engines' health is not checked.
-        sources: what names engines at run time.
-        admin_token: who shows it may change the engines; empty: nobody.
-    """
+    """What a router serves: bind, start, and stop it. ``checks``: None: engines' health is not checked. ``sources``:
+    what names engines at run time. ``admin_token``: who shows it may change the engines; empty: nobody."""
 
     def __init__(
         self, router: Router, *, limits: Limits | None = None, checks: Checks | None = None,
@@ -164,10 +154,8 @@ class App:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         handlers = self._routes.get(request.path)
-        if request.method == "OPTIONS" and handlers is not None:
+        if _RESPONSE.fullmatch(request.path) or (handlers is not None and request.method == "OPTIONS"):
             return await self._pass_on(request)  # CORS is the engines' to decide
-        if handlers is None and _RESPONSE.fullmatch(request.path):
-            return await self._pass_on(request)
         if handlers is None:
             return error_response(404, f"there is no {request.path[:200]}; see docs/routers.md")
         handler = handlers.get("GET" if request.method == "HEAD" else request.method)

@@ -25,8 +25,7 @@ from kvferry.transport.errors import ConfigError, UsageError, check_positive, qu
 from kvferry.transport.tracing import open_tracer
 
 MIN_TOKEN_CHARS = 16
-OWN_DESCRIPTORS = 256
-"""For listeners, names, files, and connections that are refused."""
+OWN_DESCRIPTORS = 256  # For listeners, names, files, and connections that are refused
 _ENDPOINT = re.compile(r"(https?|grpc)://([^@/\s]*@)?(\[[0-9a-fA-F:.]+\]|[^@/:\[\]\s]+)(:[1-9]\d{0,4})?(/\S*)?")
 
 
@@ -35,11 +34,7 @@ def router(
     timeouts: tuple[float, float, float], health_interval: float, max_requests: int, max_body_mib: int,
     admin_token_file: Path | None, otlp_traces_endpoint: str,
 ) -> None:  # fmt: skip
-    """Serve until SIGTERM or Ctrl-C; requests in flight end first.
-
-    Raises:
-        UsageError: an argument is not usable.
-    """
+    """Serve until SIGTERM or Ctrl-C; requests in flight end first. Raises UsageError: an argument is not usable."""
     names = "--connect-timeout", "--prefill-timeout", "--abandoned-prefill-timeout", "--health-interval"
     for name, seconds in zip(names, (*timeouts, health_interval), strict=True):
         check_positive(name, seconds)

@@ -39,8 +39,7 @@ BEFORE: dict[EngineState, Collection[EngineState]] = {
     _S.LEAVING: tuple(_S),
 }
 """For each state, those that it can follow."""
-STOPPED = (EngineState.DRAINING, EngineState.LEAVING)
-"""No new request goes to an engine in these states."""
+STOPPED = (EngineState.DRAINING, EngineState.LEAVING)  # No new request goes to an engine in these states
 
 
 @dataclass(eq=False)
@@ -133,20 +132,17 @@ class EnginePool:
     # --- which engines there are
 
     def add(self, url: str, role: Role, state: EngineState = EngineState.JOINING) -> Engine:
-        """A new engine; or a known one, with this role from now on, that gets requests again if it was drained.
-
-        Raises:
-            UsageError: ``url`` is none, or there are too many engines.
-        """
+        """A new engine; or a known one, with this role from now on, that gets requests again if it was drained. Raises
+        UsageError: ``url`` is none, or there are too many engines."""
         url = engine_url(url)
         engine = self._engines.get(url)
-        if engine is None:
-            if len(self._engines) >= MAX_ENGINES:
-                raise UsageError(f"{url} is one engine too many: at most {MAX_ENGINES} fit; remove one first")
+        if engine is not None:
+            engine.role = role
+            self.move(engine, EngineState.JOINING)
+        elif len(self._engines) >= MAX_ENGINES:
+            raise UsageError(f"{url} is one engine too many: at most {MAX_ENGINES} fit; remove one first")
+        else:
             engine = self._engines[url] = Engine(url, role, state)
-            return engine
-        engine.role = role
-        self.move(engine, EngineState.JOINING)
         return engine
 
     def move(self, engine: Engine, state: EngineState) -> None:
@@ -214,11 +210,8 @@ class EnginePool:
 
 
 def engine_url(text: str) -> str:
-    """The URL of an engine in one form.
-
-    Raises:
-        UsageError: it is none, or has a user or a password, which would be shown wherever the engine is named.
-    """
+    """The URL of an engine in one form. Raises UsageError: it is none, or has a user or a password, which would be
+    shown wherever the engine is named."""
     if "@" in text:
         raise UsageError(
             f"the URL of engine {quoted_url(text)} has a user or a password, which the router does not send; expected "

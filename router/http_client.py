@@ -26,10 +26,8 @@ from kvferry.router.request_bodies import WINDOW_BYTES, Body, encoded, pieces_of
 IDLE_SECONDS = 2.0
 """A kept connection is used again for so long. uvicorn, vLLM's server, closes one after 5 s. A request that is on its
 way meanwhile fails, and nobody knows whether the engine has it: no second try is made, so stay well below."""
-MAX_ANSWER_BYTES = 256 << 20
-"""Bound on an answer that is read as a whole."""
-HEAD_BYTES = 64 << 10
-"""Bound on each line of the head of an answer, or of a request."""
+MAX_ANSWER_BYTES = 256 << 20  # Bound on an answer that is read as a whole
+HEAD_BYTES = 64 << 10  # Bound on each line of the head of an answer, or of a request
 _OWN_FAULTS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """Seconds, seconds, and tries: a host that is gone is noticed, however long an engine computes in silence."""
@@ -153,16 +151,8 @@ class HttpClient:
         self, method: str, base: str, path: str, *, body: Body | bytes | None = None,
         headers: Mapping[str, str] | None = None, progress: RequestProgress | None = None, connect: float,
     ) -> Answer:  # fmt: skip
-        """The head of an answer.
-
-        Args:
-            base: URL of the engine, ``http://HOST:PORT``.
-            body: sent as JSON, or as it is.
-            connect: seconds that a connection may take.
-
-        Raises:
-            HttpError: there is no answer.
-        """
+        """The head of an answer. Raises HttpError: there is none. ``base``: URL of the engine, ``http://HOST:PORT``.
+        ``body``: sent as JSON, or as it is. ``connect``: seconds that a connection may take."""
         if self.session is None:
             self.session = aiohttp.ClientSession(
                 connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,

@@ -31,8 +31,7 @@ _COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
 """What a stream of events may begin with that is no part of an answer."""
 _OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n)*")
 """What vLLM's server says of a response before its engine has the request."""
-MAX_BODY_BYTES = 1 << 20
-"""A longer answer goes to the client as it comes."""
+MAX_BODY_BYTES = 1 << 20  # A longer answer goes to the client as it comes
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -68,8 +67,7 @@ class ClientRequest:
     span: OpenSpan | None = None
     over: Callable[[], None] = lambda: None
     comment: Callable[[Answer, bytes], Awaitable[None]] | None = None
-    broken: str = ""
-    """Why the answer broke off."""
+    broken: str = ""  # Why the answer broke off
     prefix: PromptPrefix = field(init=False)
     seats: list[Seat] = field(default_factory=list)
     _holders: int = 0
@@ -261,15 +259,10 @@ class Legs:
         """D's answer: all of it, or of a stream or a long one the head and the first piece.
 
         Where a D fails before a byte of its answer, another one is asked, once. It gets the same parameters, because
-        P's lease holds if D is dead. A D that answered with a 5xx has released the lease: the other one gets none.
-
-        Args:
-            tried: these failed for the request before, so that the next one is the last; those asked now are added.
-
-        Raises:
-            HttpError: D failed; the log says so. A D that was told of P by a name and not by a lease is not replaced
-                once it was asked: only the caller knows whether P has answered.
-        """
+        P's lease holds if D is dead. A D that answered with a 5xx has released the lease: the other one gets none. A D
+        that was told of P by a name and not by a lease is not replaced once it was asked: only the caller knows whether
+        P has answered. ``tried``: these failed for the request before, so that the next one is the last; those asked
+        now are added. Raises HttpError: D failed; the log says so."""
         tried = [] if tried is None else tried
         again = not tried
         while True:

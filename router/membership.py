@@ -20,8 +20,7 @@ from kvferry.router.legs import log
 from kvferry.router.router import Router
 from kvferry.transport.errors import UsageError, quoted_url
 
-Named = dict[str, Role]
-"""Engines by URL."""
+Named = dict[str, Role]  # Engines by URL
 LOOK_SECONDS = 3.0
 MAX_FILE_BYTES = 1 << 20
 
@@ -100,21 +99,19 @@ class Membership:
     async def look(self, state: EngineState = EngineState.UP) -> None:
         """Once at all sources. Engines of the first look take requests at once."""
         for source in self._named:
-            await self._look_at(source, state)
+            try:
+                wrong = self._take_over(source, await source.named(), state)
+            except (OSError, UsageError) as error:
+                wrong = f"is not usable, and nothing is changed: {error}"
+            if wrong and self._errors.get(source) != wrong:  # once, until it is over or another one
+                log.error("the %s %s", source, wrong)
+            self._errors[source] = wrong
 
     async def watch(self) -> None:
         """For ever."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self.look(EngineState.JOINING)
-
-    async def _look_at(self, source: Source, state: EngineState) -> None:
-        try:
-            named = await source.named()
-        except (OSError, UsageError) as error:
-            self._log_error(source, f"is not usable, and nothing is changed: {error}")
-        else:
-            self._log_error(source, self._take_over(source, named, state))
 
     def _take_over(self, source: Source, named: Named, state: EngineState) -> str:
         """What is wrong with an engine that is named; the others are taken over. Those that leave make room."""
@@ -135,9 +132,3 @@ class Membership:
                     log.warning("%s engine %s is named by the %s", role, url, source)
                     before[url] = role
         return wrong
-
-    def _log_error(self, source: Source, text: str) -> None:
-        """Once, until it is over or another one."""
-        if text and self._errors.get(source) != text:
-            log.error("the %s %s", source, text)
-        self._errors[source] = text

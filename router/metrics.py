@@ -13,8 +13,7 @@ from kvferry.router.engines import EnginePool
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds in seconds."""
-RECENT_SECONDS, RECENT_REQUESTS = 60.0, 4096
-"""What latencies of the status page are of."""
+RECENT_SECONDS, RECENT_REQUESTS = 60.0, 4096  # What latencies of the status page are of
 
 
 class Metrics:

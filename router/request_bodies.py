@@ -20,8 +20,7 @@ MAX_MEMBERS = 1000
 MAX_COMMAS, MAX_COLONS = 8 << 20, 1 << 20
 """More than any context has tokens. They bound how long a body is read, during which no other thread runs, and what its
 members take."""
-Body = dict[str, Any]
-"""By name, each JSON as it came (``msgspec.Raw``), or what is to be encoded."""
+Body = dict[str, Any]  # By name, each JSON as it came (``msgspec.Raw``), or what is to be encoded
 NOT_JSON = (msgspec.DecodeError, RecursionError, ValueError)
 """What ``members`` and ``msgspec.json.decode`` raise for bytes that are no JSON. ValueError: they are not UTF-8."""
 PREFILL_TAG: dict[str, Any] = {
@@ -43,11 +42,8 @@ _MEMBERS: msgspec.json.Decoder[Body] = msgspec.json.Decoder(dict[str, msgspec.Ra
 
 
 def members(content: bytes | bytearray) -> Body | None:
-    """The members of a JSON object; None: it is none, and an engine says so. What they hold an engine checks.
-
-    Raises:
-        NOT_JSON: no honest client sends such a body.
-    """
+    """The members of a JSON object; None: it is none, and an engine says so. What they hold an engine checks. Raises
+    NOT_JSON: no honest client sends such a body."""
     try:
         form = json.detect_encoding(content)  # as vLLM's server reads it: with a BOM, or as UTF-16
         text = content if form == "utf-8" else content.decode(form).encode()
@@ -124,10 +120,8 @@ def can_hand_over(body: Body, path: str) -> bool:
     if _given(body, "echo") and (path == CHAT or _given(body, "logprobs")):
         return False
     prompt = body.get("prompt")
-    if prompt is None or not _begin(prompt).startswith(b"["):
+    if prompt is None or re.match(rb"[^\[]|\[\s*-?\d", _begin(prompt)):  # a text, or token ids
         return True
-    if re.match(rb"\[\s*-?\d", _begin(prompt)):
-        return True  # token ids
     try:
         _ONE_PROMPT.decode(prompt)
     except NOT_JSON:

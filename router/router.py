@@ -29,8 +29,7 @@ OWN_HEADERS = {
 }  # fmt: skip
 """Headers that belong to one connection, and those that the router or its server sets anew."""
 PREFILL_TRIES = 2
-LATE_SECONDS = 1.0
-"""P's leg may take so much longer than D's."""
+LATE_SECONDS = 1.0  # P's leg may take so much longer than D's
 
 
 class Reply:

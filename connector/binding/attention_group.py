@@ -21,28 +21,24 @@ from kvferry.transport.errors import GeometryError, did_you_mean
 
 
 def layers_of(source: Any, layer_names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The attention layers by name. ``source`` is a mapping of layers, or a config as vLLM's, with
-    ``compilation_config.static_forward_context``. Entries that are no attention layers are left out, and so are names
-    without an entry."""
+    """The attention layers by name, of these names. ``source``: a mapping of layers, or a config as vLLM's, with
+    ``compilation_config.static_forward_context``."""
     context = source if isinstance(source, Mapping) else source.compilation_config.static_forward_context
     names = context.keys() if layer_names is None else layer_names
     return {name: context[name] for name in names if hasattr(context.get(name), "get_kv_cache_spec")}
 
 
 def get_kv_cache_spec(source: Any, config: Any = None) -> dict[str, Any]:
-    """The spec of every layer that keeps a cache of its own, by name; its backend may have adjusted it. If a backend
-    takes exact block sizes only, its blocks are aligned to whole kernel blocks, unless the backend sets another
-    alignment. ``source``: the layers, see ``layers_of``. ``config``: the argument for the layers; ``source`` itself
-    where it is a config."""
+    """The spec of every layer that keeps a cache of its own, by name; its backend may have adjusted it. Blocks of a
+    backend that takes exact sizes only are aligned to whole kernel blocks, unless it sets another alignment.
+    ``source``: see ``layers_of``. ``config``: the argument for the layers; ``source`` itself where it is a config."""
     config = source if config is None and not isinstance(source, Mapping) else config
     specs: dict[str, Any] = {}
     for name, layer in layers_of(source).items():
-        if getattr(layer, "kv_sharing_target_layer_name", None):
-            continue
-        spec = layer.get_kv_cache_spec(config)
-        if spec is None:
-            continue
-        specs[name] = _customized(layer.get_attn_backend(), spec) if is_attention(spec) else spec
+        shares = getattr(layer, "kv_sharing_target_layer_name", None)
+        spec = None if shares else layer.get_kv_cache_spec(config)
+        if spec is not None:
+            specs[name] = _customized(layer.get_attn_backend(), spec) if is_attention(spec) else spec
     return specs
 
 
@@ -66,10 +62,9 @@ def get_shared_kv_cache_layers(source: Any) -> dict[str, str]:
 
 
 def get_current_attn_backends(source: Any, layer_names: Iterable[str] | None = None) -> list[type]:
-    """The distinct attention backends of these layers (all of them where ``None``), in order of their first layer.
-    Backends with the same module and qualified name are the same: an engine may make the same class once per layer. The
-    result has the last class made of each, as in vLLM. Raises GeometryError: none of the names is an attention layer.
-    vLLM falls back to a platform's default backend here, and an engine-neutral library has no such default."""
+    """The distinct attention backends of these layers (all of them where ``None``), in order of their first layer. An
+    engine may make the same class, by module and qualified name, once per layer: the result has the last one, as in
+    vLLM. Raises GeometryError: none of the names is an attention layer; there is no default backend as vLLM's."""
     seen: dict[tuple[str, str], type] = {}
     for layer in layers_of(source, layer_names).values():
         backend = layer.get_attn_backend()
@@ -91,9 +86,8 @@ def _class_name(backend: Any) -> tuple[str, str]:
 
 
 def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> str | None:
-    """The name of the KV cache layout that a connector asks the engine for; ``None`` for any. ``connector``: the
-    connector's class, with ``get_required_kvcache_layout(config)``; ``None`` for no connector. ``config``: the argument
-    for the connector."""
+    """The name of the KV cache layout that a connector asks the engine for; ``None`` for any. ``connector``: its class,
+    with ``get_required_kvcache_layout(config)``; ``None`` for no connector."""
     ask = getattr(connector, "get_required_kvcache_layout", None)
     layout = None if ask is None else ask(config)
     return None if layout is None else str(layout)
@@ -102,10 +96,10 @@ def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> 
 def select_common_block_size(
     kv_manager_block_size: int, backends: Sequence[Any], kv_cache_specs: Sequence[Any] | None = None
 ) -> int:
-    """The greatest kernel block size that all backends take and that divides the manager block. Raises GeometryError:
-    no such size; names the sizes that each backend takes. ``kv_manager_block_size``: tokens of a manager block.
-    ``backends``: each with ``get_supported_kernel_block_sizes(spec)``: sizes in tokens, exact (an ``int``) or as a
-    ``MultipleOf`` (anything with ``base``). ``kv_cache_specs``: one per backend, the argument for it."""
+    """The greatest kernel block size, in tokens, that all backends take and that divides the manager block. Raises
+    GeometryError: no such size; names the sizes that each backend takes. ``backends``: each with
+    ``get_supported_kernel_block_sizes(spec)``: exact sizes (an ``int``), or a ``MultipleOf`` (anything with ``base``).
+    ``kv_cache_specs``: one per backend, the argument for it."""
     if kv_manager_block_size < 1:
         raise GeometryError(f"manager block of {kv_manager_block_size} tokens, expected at least 1")
     specs = list(kv_cache_specs or [None] * len(backends))
@@ -259,15 +253,12 @@ class AttentionGroup:
 
 
 def attention_groups(
-    kv_cache_config: Any,
-    source: Any,
-    active_layer_names: Container[str] | None = None,
+    kv_cache_config: Any, source: Any, active_layer_names: Container[str] | None = None,
     backends: Mapping[str, Any] | None = None,
-) -> list[list[AttentionGroup]]:
+) -> list[list[AttentionGroup]]:  # fmt: skip
     """The attention groups of each KV cache group: layers that agree in backend, spec and query heads. Raises
-    GeometryError: a layer of a group is not among the layers. ``kv_cache_config``: with ``kv_cache_groups``.
-    ``source``: the layers, see ``layers_of``. ``active_layer_names``: layers to take; ``None`` for all. ``backends``:
-    by layer name, in place of the layer's own backend."""
+    GeometryError: a layer of a group is not among the layers. ``source``: see ``layers_of``. ``active_layer_names``:
+    layers to take; ``None`` for all. ``backends``: by layer name, in place of the layer's own backend."""
     context = layers_of(source)
     every: list[list[AttentionGroup]] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):

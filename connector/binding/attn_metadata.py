@@ -48,55 +48,34 @@ class AttentionCGSupportInfo:
 @dataclass
 class CommonAttentionMetadata:
     """A batch of R requests and T tokens as the builders of one KV cache group get it; vLLM's names of the fields.
+    ``_cpu``: on the host. ``_cpu_upper_bound``: on the host, at least the value."""
 
-    Attributes:
-        query_start_loc: first query token of each request, and the end; ``[R + 1]``; ``_cpu``: on the host.
-        seq_lens: tokens of each request, those of this step included; ``[R]``.
-        num_actual_tokens: T, padding included.
-        max_seq_len: at least the tokens of the longest request.
-        block_table_tensor: block ids of each request; ``[R, blocks]``.
-        slot_mapping: the slot in the cache that each token is written to; ``[T]``.
-        causal: whether a token sees earlier tokens only; per request where a tensor ``[R]``.
-        logits_indices_padded: of fast prefill, like the next two: the tokens whose logits are needed.
-        num_logits_indices: how many they are, without padding.
-        max_logits_per_req: the most of them in one request.
-        encoder_seq_lens: of cross-attention: encoder tokens of each request; ``[R]``.
-        dcp_local_seq_lens: of decode context parallelism: the tokens of each request on this rank; ``[R]``.
-        positions: of each token in its request; ``[T]``.
-        is_prefilling: whether a request still has prompt tokens to compute; ``[R]``.
-        seq_lens_cpu_upper_bound: on the host, at least ``seq_lens``; ``[R]``; likewise of ``dcp_local_seq_lens``.
-        req_idx: the number of each row's request in the engine's table; ``[R]``.
-        mm_req_doc_ranges: by request, the ranges (first, last) of token positions that see each other both ways.
-        rswa_prefix_lens: tokens of each request that a sliding window never leaves behind; ``[R]``.
-        replayssm_decode_base_cpu: of Mamba2 on the host: computed tokens at the last full write of a state; ``[R]``.
-        _token_to_req_indices_cache: the request of each token, once a builder has computed it; later groups get it.
-    """
-
-    query_start_loc: torch.Tensor
+    query_start_loc: torch.Tensor  # [R + 1], the first query token of each request, and the end
     query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
+    seq_lens: torch.Tensor  # [R], tokens of each request, those of this step included
     num_reqs: int
-    num_actual_tokens: int
+    num_actual_tokens: int  # T, padding included
     max_query_len: int
-    max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    causal: bool | torch.Tensor = True
-    logits_indices_padded: torch.Tensor | None = None
-    num_logits_indices: int | None = None
-    max_logits_per_req: int | None = None
-    encoder_seq_lens: torch.Tensor | None = None
+    max_seq_len: int  # at least the tokens of the longest request
+    block_table_tensor: torch.Tensor  # [R, blocks], block ids of each request
+    slot_mapping: torch.Tensor  # [T], the slot in the cache that each token is written to
+    causal: bool | torch.Tensor = True  # whether a token sees earlier tokens only; per request where a tensor [R]
+    logits_indices_padded: torch.Tensor | None = None  # of fast prefill: the tokens whose logits are needed
+    num_logits_indices: int | None = None  # how many they are, without padding
+    max_logits_per_req: int | None = None  # the most of them in one request
+    encoder_seq_lens: torch.Tensor | None = None  # [R], of cross-attention: encoder tokens of each request
     encoder_seq_lens_cpu: Any = None
-    dcp_local_seq_lens: torch.Tensor | None = None
+    dcp_local_seq_lens: torch.Tensor | None = None  # [R], the tokens of each request on this rank
     dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    is_prefilling: torch.Tensor | None = None
+    positions: torch.Tensor | None = None  # [T], of each token in its request
+    is_prefilling: torch.Tensor | None = None  # [R], whether a request still has prompt tokens to compute
     seq_lens_cpu_upper_bound: torch.Tensor | None = None
-    req_idx: Any = None
+    req_idx: Any = None  # the number of each row's request in the engine's table; [R]
     mm_req_doc_ranges: Mapping[int, list[tuple[int, int]]] | None = None
-    rswa_prefix_lens: torch.Tensor | None = None
-    replayssm_decode_base_cpu: torch.Tensor | None = None
-    _token_to_req_indices_cache: torch.Tensor | None = None
+    """By request, the ranges (first, last) of token positions that see each other both ways."""
+    rswa_prefix_lens: torch.Tensor | None = None  # [R], tokens that a sliding window never leaves behind
+    replayssm_decode_base_cpu: torch.Tensor | None = None  # [R], of Mamba2: computed tokens at the last full write
+    _token_to_req_indices_cache: torch.Tensor | None = None  # the request of each token, once a builder computed it
 
 
 def init_attn_backend(
@@ -106,26 +85,22 @@ def init_attn_backend(
 ) -> tuple[list[list[AttentionGroup]], AttentionCGSupportInfo, list[int]]:  # fmt: skip
     """Group the layers, pick kernel block sizes, make the metadata builders.
 
-    Layers that share another layer's cache join its KV cache group in ``kv_cache_config``, where they are not members
-    yet. The builders share one workspace: the first builder that has one (``_get_workspace_buffer``) gives it to all
-    later builders that take one (``set_workspace_buffer``). Raises ConfigError: ``config`` asks for fast prefill and
+    Returns the attention groups of each KV cache group; the least CUDA graph support; tokens of a kernel block per KV
+    cache group that has a cache. Layers that share another layer's cache join its KV cache group in
+    ``kv_cache_config``. The first builder that has a workspace (``_get_workspace_buffer``) gives it to all later ones
+    that take one (``set_workspace_buffer``). Raises ConfigError: ``config`` asks for fast prefill and
     ``fast_prefill_backend`` is ``None``; GeometryError: an unknown layer, a target in no group, or backends that have
     no block size in common.
 
     Args:
         kv_cache_config: with ``kv_cache_groups`` and ``kv_cache_tensors``; groups without a cache come last.
         source: the layers, see ``layers_of``. A layer's backend has ``get_builder_cls()``.
-        device: given to the builders.
         active_layer_names: layers to take; ``None`` for all.
         draft_layer_names: layers of a draft model, which fast prefill leaves alone.
-        config: given to the builders; ``source`` itself where it is a config. Its ``parallel_config``, where it has
-            one, decides the number of builders: one per micro-batch.
-        fast_prefill_backend: makes the backend of a layer that computes only the tokens whose logits are needed. The
-            layers are the last ones in a row that share a cache. ``None``: no layer does.
-
-    Returns:
-        The attention groups of each KV cache group; the least CUDA graph support; tokens of a kernel block per KV cache
-        group that has a cache.
+        config: given to the builders, as ``device`` is; ``source`` itself where it is a config. Its
+            ``parallel_config``, where it has one, decides the number of builders: one per micro-batch.
+        fast_prefill_backend: makes the backend of a layer that computes only the tokens whose logits are needed, of the
+            last layers in a row that share a cache. ``None``: no layer does.
     """
     config = source if config is None and not isinstance(source, Mapping) else config
     wants_fast_prefill = getattr(getattr(config, "cache_config", None), "kv_sharing_fast_prefill", False)
@@ -200,13 +175,11 @@ def build_attn_metadata(
     field that ``common_metadata_type`` lacks, or that ``model_specific_attn_metadata`` gives once more.
 
     Args:
-        attn_groups: of ``init_attn_backend``.
         num_reqs: R. Tensors of sequence lengths may have more rows; the rest is cut off.
         num_tokens: T, padding included.
         query_start_loc_gpu: see ``CommonAttentionMetadata.query_start_loc``; the other tensors go by their names there.
         block_tables: per KV cache group, ``[R, blocks]``, of manager block ids.
         slot_mappings: per KV cache group, ``[T]``.
-        kv_cache_config: with ``kv_cache_groups``.
         model_specific_attn_metadata: with ``get_extra_common_attn_kwargs(group_number, num_reqs)``, more fields of the
             batch, and ``get_extra_attn_kwargs(builder, num_reqs)``, more arguments of ``build``.
         for_cudagraph_capture: whether a CUDA graph is captured: ``build_for_cudagraph_capture`` is called where a
@@ -219,23 +192,14 @@ def build_attn_metadata(
     groups = len(kv_cache_config.kv_cache_groups)
     if len(attn_groups) < groups:
         raise GeometryError(f"{len(attn_groups)} lists of attention groups for {groups} KV cache groups")
-    batch: dict[str, Any] = {
-        "query_start_loc": query_start_loc_gpu,
-        "query_start_loc_cpu": query_start_loc_cpu,
-        "seq_lens": seq_lens,
-        "seq_lens_cpu_upper_bound": seq_lens_cpu_upper_bound,
-        "dcp_local_seq_lens": dcp_local_seq_lens,
-        "dcp_local_seq_lens_cpu_upper_bound": dcp_local_seq_lens_cpu_upper_bound,
-        "num_reqs": num_reqs,
-        "num_actual_tokens": num_tokens,
-        "max_query_len": max_query_len,
-        "max_seq_len": max_seq_len,
-        "positions": positions,
-        "is_prefilling": is_prefilling,
-        "mm_req_doc_ranges": mm_req_doc_ranges,
-        "rswa_prefix_lens": rswa_prefix_lens,
-        "req_idx": req_idx,
-    }
+    batch: dict[str, Any] = dict(
+        query_start_loc=query_start_loc_gpu, query_start_loc_cpu=query_start_loc_cpu, seq_lens=seq_lens,
+        seq_lens_cpu_upper_bound=seq_lens_cpu_upper_bound, dcp_local_seq_lens=dcp_local_seq_lens,
+        dcp_local_seq_lens_cpu_upper_bound=dcp_local_seq_lens_cpu_upper_bound, num_reqs=num_reqs,
+        num_actual_tokens=num_tokens, max_query_len=max_query_len, max_seq_len=max_seq_len, positions=positions,
+        is_prefilling=is_prefilling, mm_req_doc_ranges=mm_req_doc_ranges, rswa_prefix_lens=rswa_prefix_lens,
+        req_idx=req_idx,
+    )  # fmt: skip
     for name, tensor in batch.items():
         if "seq_lens" in name and tensor is not None:
             if len(tensor) < num_reqs:

@@ -25,11 +25,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class KVBlockZeroer:
     """Where every block of the bound caches lies; made once, after the caches are bound.
 
-    A block is several segments where an axis lies outside of B (the heads of LHBNC, the layers of layer-outermost
-    layouts) and where it is split into kernel blocks. A segment spans all that lies between its block's first byte and
-    its last: where layers are interleaved inside a head (BHLNC) that is other layers' content too, which is right, for
-    the block is theirs no less. Raises GeometryError: an unknown layer, or a cache whose blocks are no multiple of
-    ``num_blocks``.
+    A block is several segments where an axis lies outside of B and where it is split into kernel blocks. A segment
+    spans all from its block's first byte to its last: where layers are interleaved inside a head (BHLNC) that is other
+    layers' content too, for the block is theirs no less. Raises GeometryError: an unknown layer, or a cache whose
+    blocks are no multiple of ``num_blocks``.
 
     Args:
         device: caches on other devices are left alone.
@@ -114,11 +113,9 @@ def _segments(name: str, cache: torch.Tensor, num_blocks: int) -> Iterator[tuple
 
 
 def _make_src_and_dst_indices(
-    src_block_ids: Sequence[int],
-    dst_block_ids: Sequence[int],
-    src_device: torch.device | str,
+    src_block_ids: Sequence[int], dst_block_ids: Sequence[int], src_device: torch.device | str,
     dst_device: torch.device | str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Block ids as index tensors on the devices of their caches, int64 ``[len(src_block_ids)]`` and
     ``[len(dst_block_ids)]``. Both are complete on return."""
     return _indices(src_block_ids, src_device), _indices(dst_block_ids, dst_device)
@@ -133,19 +130,14 @@ def _indices(block_ids: Sequence[int], device: torch.device | str) -> torch.Tens
 
 
 def copy_kv_blocks(
-    src_kv_caches: Mapping[str, torch.Tensor],
-    dst_kv_caches: Mapping[str, torch.Tensor],
-    src_block_ids: Sequence[int],
-    dst_block_ids: Sequence[int],
-    direction: Literal["h2d", "d2h"],
-) -> None:
-    """Copy block ``src_block_ids[i]`` of every layer to ``dst_block_ids[i]``. Done on return for ``d2h``; for ``h2d``
-    it is ordered on the current stream of the device. Strides may differ, shape of a block and dtype may not. No layers
-    or no blocks: nothing to do. Raises GeometryError: lists of unequal length, an id out of range or named twice as a
-    destination, a layer that is missing or of another form; nothing is copied. ``src_kv_caches``: by layer name,
-    ``[B, ...]``. ``dst_kv_caches``: with the same layers; may have more. ``src_block_ids``: as many as
-    ``dst_block_ids``, in the same order. ``dst_block_ids``: each at most once. ``direction``: ``h2d`` from host to
-    device, ``d2h`` from device to host."""
+    src_kv_caches: Mapping[str, torch.Tensor], dst_kv_caches: Mapping[str, torch.Tensor], src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int], direction: Literal["h2d", "d2h"],
+) -> None:  # fmt: skip
+    """Copy block ``src_block_ids[i]`` of every layer to ``dst_block_ids[i]``. Done on return for ``d2h`` (device to
+    host); for ``h2d`` it is ordered on the current stream of the device. Caches are ``[B, ...]``, by layer name; the
+    destination may have more layers. Strides may differ, shape of a block and dtype may not. Raises GeometryError:
+    lists of unequal length, an id out of range or named twice as a destination, a layer that is missing or of another
+    form; nothing is copied."""
     if direction not in ("h2d", "d2h"):
         raise GeometryError(f"direction {direction!r} is unknown{did_you_mean(str(direction), ('h2d', 'd2h'))}")
     if len(src_block_ids) != len(dst_block_ids):

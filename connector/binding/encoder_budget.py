@@ -18,14 +18,10 @@ class MultiModalBudget:
 
     A modality whose limit is 0 has no items that pass through the encoder. With ``enable_mm_embeds`` its embeddings
     come ready made: they take room in the cache and have no entry in the mappings below. Raises ConfigError: a number
-    of tokens below 0, or an item that one step cannot take where items may not be cut.
-
-    ``config``: with ``model_config`` and ``scheduler_config`` as vLLM's. ``mm_registry``: with
-    ``create_processor(model_config)``; where the processor's ``info.get_mm_max_tokens_per_item`` returns ``None``,
-    items of its ``get_dummy_mm_inputs`` are counted. ``cache``: the processor's cache of inputs, or ``None`` for no
-    cache. Raises ConfigError: a number of tokens below 0, or an item that one step cannot take where items may not be
-    cut.
-    """
+    of tokens below 0, or an item that one step cannot take where items may not be cut. ``config``: with
+    ``model_config`` and ``scheduler_config`` as vLLM's. ``mm_registry``: with ``create_processor(model_config)``; where
+    the processor's ``info.get_mm_max_tokens_per_item`` returns ``None``, items of its ``get_dummy_mm_inputs`` are
+    counted. ``cache``: the processor's cache of inputs, or ``None``."""
 
     encoder_compute_budget: int  # Encoder tokens of a step; 0 where no modality is in use
     encoder_cache_size: int  # Encoder tokens that the cache holds; 0 where no modality is in use

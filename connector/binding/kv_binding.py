@@ -34,10 +34,9 @@ def reshape(
     kv_cache_config: Any, raw: torch.Tensor, layout: Any, kernel_block_sizes: Sequence[int] | None = None
 ) -> dict[str, torch.Tensor]:
     """View an allocation as one ``[B, H, N, C]`` tensor per layer. Raises GeometryError: a layer without a group, a
-    view that would leave the allocation, blocks that cannot be split. ``kv_cache_config``: defines where each layer's
-    blocks lie. ``raw``: of ``allocate``. ``layout``: the stride order, see ``stride_order_of``; decides H and N, and
-    whether it fits the places of L and B. ``kernel_block_sizes``: tokens of a kernel block per group; B and N are then
-    those of kernel blocks."""
+    view that would leave the allocation, blocks that cannot be split. ``layout``: see ``stride_order_of``; it must fit
+    the places of the config. ``kernel_block_sizes``: tokens of a kernel block per group; B and N are then those of
+    kernel blocks."""
     order = stride_order_of(layout)
     views: dict[str, torch.Tensor] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
@@ -48,8 +47,7 @@ def reshape(
             continue
         if getattr(tensor, "host_resident", False):
             raise GeometryError(f"layer {tensor.layers[0]!r} lives in a host pool of its own, which is not carried")
-        split = kernel_block_sizes is not None and number < len(kernel_block_sizes)
-        kernel = kernel_block_sizes[number] if split and kernel_block_sizes is not None else None
+        kernel = next(iter((kernel_block_sizes or ())[number : number + 1]), None)
         views.update(
             zip(tensor.layers, _layer_views(raw, spec, kv_cache_config.num_blocks, order, tensor, kernel), strict=True)
         )
@@ -128,16 +126,12 @@ def initialize_kv_cache_for_kv_sharing(
     runner_only_attn_layers: set[str] | None = None,
 ) -> None:
     """Let layers without a cache use another layer's: the same tensor, and membership in its groups. Raises
-    GeometryError: a target without a cache or a group; nothing is changed then. ``shared_kv_cache_layers``: a layer
-    without a cache, and the layer whose cache it uses. ``kv_cache_groups``: changed in place. ``kv_caches``: by layer
-    name; the sharing layers are added. ``attn_groups``: changed in place where given: a sharing layer joins its
-    target's attention group. ``runner_only_attn_layers``: the sharing layers are added here, where given."""
+    GeometryError: a target without a cache or a group; nothing is changed then. ``kv_caches``: by layer name; the
+    sharing layers are added. ``attn_groups``: where given, a sharing layer joins its target's attention group. The
+    others as in ``add_kv_sharing_layers_to_kv_cache_groups``."""
     homes = {name: group for groups in attn_groups or () for group in groups for name in group.layer_names}
     for name, target in shared_kv_cache_layers.items():
-        if target not in kv_caches:
-            raise GeometryError(
-                f"layer {name!r} shares the KV cache of {target!r}, which has none{did_you_mean(target, kv_caches)}"
-            )
+        _check_target(name, target, kv_caches)
         if attn_groups is not None and target not in homes:
             raise GeometryError(f"layer {name!r} shares the KV cache of {target!r}, which is in no attention group")
     add_kv_sharing_layers_to_kv_cache_groups(shared_kv_cache_layers, kv_cache_groups, runner_only_attn_layers)
@@ -145,6 +139,13 @@ def initialize_kv_cache_for_kv_sharing(
         kv_caches[name] = kv_caches[target]
         if attn_groups is not None:
             homes[target].layer_names.append(name)
+
+
+def _check_target(name: str, target: str, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    if target not in kv_caches:
+        raise GeometryError(
+            f"layer {name!r} shares the KV cache of {target!r}, which has none{did_you_mean(target, kv_caches)}"
+        )
 
 
 def extract_layer_index(layer_name: str, num_attn_module: int = 1) -> int:
@@ -170,10 +171,9 @@ def bind_kv_cache(
 ) -> None:
     """Give each layer its cache, and the runner all of them in the order of layer numbers. Layers of one number (self-
     and cross-attention of a decoder layer) follow each other as ``kv_caches`` has them. Raises GeometryError: the
-    runner's list is not empty, a layer is unknown, or its name has no number; nothing is bound. ``kv_caches``: by layer
-    name, in blocks that block ids number. ``forward_context``: the layers by name. ``runner_kv_caches``: empty; filled
-    here. ``num_attn_module``: attention modules to a decoder layer, see ``extract_layer_index``. ``layer_kv_caches``:
-    what the layers get instead, where kernels see other blocks than block ids number."""
+    runner's list is not empty, a layer is unknown, or its name has no number; nothing is bound. ``kv_caches``,
+    ``forward_context``: by layer name. ``num_attn_module``: see ``extract_layer_index``. ``layer_kv_caches``: what the
+    layers get instead, where kernels see other blocks than block ids number."""
     if runner_kv_caches:
         raise GeometryError(f"runner_kv_caches holds {len(runner_kv_caches)} caches already, expected an empty list")
     by_index: defaultdict[int, list[str]] = defaultdict(list)
@@ -211,8 +211,6 @@ def init_kv_cache(
 
     Args:
         forward_context: the layers by name. Caches of others (another pipeline stage's) are made and not bound.
-        kv_cache_config: groups, and places in the allocation.
-        device: where.
         kernel_block_sizes: of ``prepare_kernel_block_sizes``.
         layout: the stride order, see ``stride_order_of``.
         kv_cache_allocation_context: entered for the allocation (a memory pool).
@@ -221,10 +219,7 @@ def init_kv_cache(
     with kv_cache_allocation_context or nullcontext():
         kv_caches = reshape(kv_cache_config, allocate(kv_cache_config, device), layout, kernel_block_sizes)
     for name, target in get_shared_kv_cache_layers(forward_context).items():
-        if target not in kv_caches:
-            raise GeometryError(
-                f"layer {name!r} shares the KV cache of {target!r}, which has none{did_you_mean(target, kv_caches)}"
-            )
+        _check_target(name, target, kv_caches)
         kv_caches[name] = kv_caches[target]
     bound = {name: cache for name, cache in kv_caches.items() if name in forward_context}
     for group in attn_groups:

@@ -205,17 +205,13 @@ def kernel_shape(spec: CacheSpec, num_blocks: int, num_layers: int, kernel_block
 
 
 def layout_strides(
-    shape: Shape,
-    stride_order: Sequence[int],
-    *,
-    page_bytes: int | None = None,
-    layer_stride: int | None = None,
+    shape: Shape, stride_order: Sequence[int], *, page_bytes: int | None = None, layer_stride: int | None = None,
     block_stride: int | None = None,
-) -> Shape:
-    """Byte strides over ``[L, B, H, N, C]``, dense except for the strides that the arguments give. Raises
-    GeometryError: padding in a layout whose pages are not whole. ``shape``: with C in bytes. ``stride_order``: the
-    axes, outermost first. ``page_bytes``: size of a page with its padding; axes outside of a page must be L, B, or of
-    size one. ``layer_stride``: stride of L, where placement decides it. ``block_stride``: stride of B, likewise."""
+) -> Shape:  # fmt: skip
+    """Byte strides over ``[L, B, H, N, C]``, dense but for ``layer_stride`` and ``block_stride`` of L and B, where
+    placement decides them. Raises GeometryError: padding in a layout whose pages are not whole. ``shape``: with C in
+    bytes. ``stride_order``: outermost axis first. ``page_bytes``: of a page with its padding; axes outside of a page
+    must be L, B, or of size one."""
     order = tuple(stride_order)
     page_end = max(order.index(L), order.index(B)) + 1
     if page_bytes is not None and math.prod(shape[axis] for axis in order[:page_end]) != shape[L] * shape[B]:
@@ -247,13 +243,11 @@ def get_kv_cache_config_from_groups(
     by_layer = [{name: layer_spec(g.kv_cache_spec, name) for name in g.layer_names} for g in groups]
     block_outermost = order[0] == B
     _check_page_sizes({s.page_size_bytes for specs in by_layer for s in specs.values()}, order, len(groups))
-    strides = [[_padded_page(spec) for spec in specs.values()] for specs in by_layer]
-    block_bytes = max((sum(each) for each in strides), default=0)
+    block_bytes = max((sum(map(_padded_page, specs.values())) for specs in by_layer), default=0)
     if block_outermost:
-        pages = [[spec.page_size_bytes for spec in specs.values()] for specs in by_layer]
-        every = [_alignment(spec) for specs in by_layer for spec in specs.values()]
-        aligned = math.lcm(*every)
-        block_bytes = -(-max((sum(each) for each in pages), default=0) // aligned) * aligned
+        pages = max((sum(spec.page_size_bytes for spec in specs.values()) for specs in by_layer), default=0)
+        aligned = math.lcm(*(_alignment(spec) for specs in by_layer for spec in specs.values()))
+        block_bytes = -(-pages // aligned) * aligned
     tensors: list[KVCacheTensor] = []
     for specs in by_layer:
         alike: defaultdict[Any, list[str]] = defaultdict(list)

@@ -1,10 +1,10 @@
 """The facts of a model, by name, that must agree on P and D: only then do their KV caches mean the same. Pure.
 
 Releases write the same model in different ways; this module writes it in one way, from configurations in Hugging Face's
-form. It takes what K and V depend on: the computation of the layers, rotary positions, quantised weights. It leaves out
-the release, the attention backend, parallel sizes, paths, the longest prompt, the dtype of the computation, and all
-after the last layer. The geometry has the dtype and scales of the cache, heads and windows. Weights are left out too: a
-fine-tune has its base model's configuration, and ``model_tag`` in the settings distinguishes the two.
+form. It takes what K and V depend on: the computation of the layers, rotary positions, quantised weights. The geometry
+has dtype, scales, heads and windows. It leaves out the release, the attention backend, parallel sizes, paths, the
+longest prompt, the dtype of the computation, and all after the last layer. Weights are left out too: ``model_tag`` in
+the settings distinguishes a fine-tune from its base model.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ _METHODS = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto
 def model_identity(
     hf_config: Any, text_config: Any, *, quantization: str | None, max_model_len: int, tag: str | None = None
 ) -> dict[str, str]:
-    """The facts of a model; facts that are not set are left out. ``hf_config``: the model's configuration.
-    ``text_config``: the configuration of its language model; often the same object. ``quantization``: the engine's name
-    for the quantisation of the weights. ``max_model_len``: tokens of the longest sequence that the engine admits; only
-    longrope depends on it. ``tag``: ``model_tag`` of the settings."""
+    """The facts of a model that are set. ``text_config``: of its language model, often ``hf_config`` itself.
+    ``quantization``: the engine's name for that of the weights. ``max_model_len``: tokens of the longest sequence that
+    the engine admits; only longrope depends on it. ``tag``: ``model_tag`` of the settings."""
     facts: dict[str, Any] = {
         "architectures": ",".join(getattr(hf_config, "architectures", None) or ()),
         "head_dim": _head_dim(text_config),

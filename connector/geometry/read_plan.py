@@ -44,13 +44,12 @@ class PlannedSpan(NamedTuple):
 
 
 def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
-    """The spans that D's rank reads from one P rank. In each region these are the heads that ``TpKVTopology.sources``
-    assigns to this P rank. A packed cache is read whole or in parts, never both (``packing.excluded_regions``). Raises
+    """The spans that D's rank ``local`` reads from one P rank; they do not overlap. In each region these are the heads
+    that ``TpKVTopology.sources`` assigns to this P rank, in the layers that it holds: ``check_complete`` finds missing
+    ones. A packed cache is read whole or in parts, never both (``packing.excluded_regions``). Raises
     IncompatiblePeerError: P's rank does not hold the heads; GeometryError: P lists a layer twice, or the plan has more
-    than ``MAX_SPANS`` spans. ``local``: D's rank. ``remote``: P's rank. ``tokens``: for each local region, the tokens
-    to read as (start, stop), stop excluded. In a packed region the plan widens them to whole tiles. Returns spans that
-    do not overlap. The plan leaves out layers that this P rank does not hold. ``check_complete`` takes the plans of all
-    P ranks in ``TpKVTopology.source_ranks``, of all stages, and finds missing layers and heads."""
+    than ``MAX_SPANS`` spans. ``tokens``: for each local region, those to read as (start, stop); in a packed region the
+    plan widens them to whole tiles."""
     assert len(tokens) == len(local.regions)
     planned: list[PlannedSpan] = []
     for route in routes(local, remote):
@@ -70,10 +69,9 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
 
 
 def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: Sequence[tuple[int, int]]) -> None:
-    """Check that the plans of all P ranks together contain every layer and head that D needs exactly once. Raises
-    IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds, or whose
-    tokens some shards lack. ``local``: D's rank. ``planned``: the spans of the plans of all P ranks. ``tokens``: as for
-    ``plan_reads``. A region without tokens to read needs nothing."""
+    """Check that the plans of all P ranks in ``TpKVTopology.source_ranks``, of all stages, together contain every layer
+    and head that D needs exactly once; a region without tokens to read needs nothing. Raises IncompatiblePeerError:
+    names the first layer that no P rank holds, or that more than one stage holds, or whose tokens some shards lack."""
     boxes: list[_Box] = []
     shared: dict[int, list[PlannedSpan]] = {}
     for item in planned:
@@ -81,12 +79,8 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
             boxes.append((item.region, item.layer, item.span.num_layers, item.head, item.span.num_heads))
         else:
             shared.setdefault(item.region, []).append(item)
-    wanted = tuple(
-        [
-            num_common_tokens(region.shard, region.shard, start, stop) > 0
-            for region, (start, stop) in zip(local.regions, tokens, strict=True)
-        ]
-    )
+    with_tokens = zip(local.regions, tokens, strict=True)
+    wanted = tuple(region.shard.count(stop) > region.shard.count(start) for region, (start, stop) in with_tokens)
     if shared:
         times = {index: _times(local.regions[index], items, tokens[index]) for index, items in shared.items()}
         _check_once(local, _counts(local, boxes, times), wanted)
@@ -94,8 +88,7 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
         _check_boxes(local, tuple(boxes), wanted)
 
 
-_Box = tuple[int, int, int, int, int]
-"""Layers and heads of one of D's regions: (region, first layer, number of layers, first head, number of heads)."""
+_Box = tuple[int, int, int, int, int]  # of D's: (region, first layer, number of layers, first head, number of heads)
 
 
 @lru_cache(maxsize=32)
@@ -123,8 +116,7 @@ def _counts(
 
 
 def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wanted: Iterable[bool]) -> None:
-    """Check that each (layer, head) of the wanted regions is in the plans once: ``counts`` are arrays ``[L, H]``.
-    Raises IncompatiblePeerError: as for ``check_complete``."""
+    """Check that each (layer, head) of the wanted regions is in the plans once: ``counts`` are arrays ``[L, H]``."""
     for region, count, needed in zip(local.regions, counts, wanted, strict=True):
         if not needed or bool((count == 1).all()):
             continue
@@ -137,8 +129,8 @@ def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wa
 
 
 def _times(region: RegionGeometry, items: Sequence[PlannedSpan], tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """How often the plans contain each (layer, head) of a region whose tokens P's ranks shard: an array ``[L, H]``. A
-    (layer, head) counts once if all shards that have tokens of D's rank bring it once."""
+    """As ``_counts``, of a region whose tokens P's ranks shard: a (layer, head) counts once if all shards that have
+    tokens of D's rank bring it once."""
     shardings = {item.shard.sharding for item in items}
     found = np.zeros((len(region.layers), region.num_heads), dtype=np.int64)
     for sharding in shardings:  # stages with different shardings hold different layers
@@ -173,8 +165,8 @@ class _Route(NamedTuple):
 
 @lru_cache(maxsize=32)
 def routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
-    """The part of a plan that is the same for all prompts. It takes more time than the rest, so it is cached. Raises
-    GeometryError: P lists a layer twice."""
+    """The part of a plan that is the same for all prompts, and takes most time. Raises GeometryError: P lists a layer
+    twice."""
     held, over, topology = layer_index(remote), excluded_regions(local, remote), TpKVTopology.between(local, remote)
     from_it: dict[tuple[int, TokenSharding, TokenSharding], HeadRead | None] = {}
     routes: list[_Route] = []
@@ -208,15 +200,11 @@ def _runs(ours: RegionGeometry, held: LayerIndex) -> list[tuple[int, int, int, i
 
 
 def _head_box(ours: RegionGeometry, theirs: RegionGeometry, heads: HeadRead) -> tuple[int, int]:
-    """The number of the first of ``heads`` in D's region, and in P's region. Raises IncompatiblePeerError: P's region
-    does not hold all of these heads."""
+    """The first of ``heads`` in D's and in P's numbers. Raises IncompatiblePeerError: P does not hold all of them."""
     low, high = heads.first_head, heads.first_head + heads.num_heads
     if low < theirs.head_start or high > theirs.head_start + theirs.num_heads:
-        raise IncompatiblePeerError(
-            f"heads of tp_rank {heads.p_rank}",
-            f"{low}..{high}",
-            f"{theirs.head_start}..{theirs.head_start + theirs.num_heads}",
-        )
+        held = f"{theirs.head_start}..{theirs.head_start + theirs.num_heads}"
+        raise IncompatiblePeerError(f"heads of tp_rank {heads.p_rank}", f"{low}..{high}", held)
     return low - ours.head_start, low - theirs.head_start
 
 
@@ -226,12 +214,10 @@ def _head_box(ours: RegionGeometry, theirs: RegionGeometry, heads: HeadRead) -> 
 def in_windows(
     planned: Sequence[PlannedSpan], remote: RankGeometry, found: int, step_tokens: int
 ) -> tuple[PlannedSpan, ...]:
-    """A plan (``plan_reads``) with the same layers, heads and tokens, in the order in which P computes the tokens. The
-    spans are cut at the tokens ``found``, ``found + step_tokens``, ``found + 2 * step_tokens``, and so on. The parts of
-    the first window come first. A region that is packed in tiles is cut between tiles. Where there would be more than
-    ``MAX_WINDOWS`` windows, ``MAX_SPANS`` spans or ``MAX_RANGES`` ranges of tokens, windows are longer. ``planned``:
-    the plan of one P rank, at most ``MAX_SPANS`` spans. ``remote``: P's rank. ``found``: tokens that P had before it
-    began to compute. ``step_tokens``: tokens that P computes in one step, more than 0."""
+    """A plan of ``plan_reads`` in the order in which P's rank ``remote`` computes the tokens. The spans are cut at the
+    tokens ``found`` (that P had before it began to compute), ``found + step_tokens`` (of one step, more than 0),
+    ``found + 2 * step_tokens``, and so on; those that are packed in tiles, between tiles. Where there would be more
+    than ``MAX_WINDOWS`` windows, ``MAX_SPANS`` spans or ``MAX_RANGES`` ranges of tokens, windows are longer."""
     if not planned:
         return ()
     first = min(item.span.token for item in planned)

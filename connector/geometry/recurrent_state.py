@@ -1,12 +1,11 @@
 """The state of a recurrent layer as sections, each of which is sharded over tensor-parallel ranks by itself. Pure.
 
-A rank keeps one page per state. The page holds two dense arrays, back to back: the last inputs of the convolution, then
-the recurrent state; some families have only one. The convolution runs over several projections side by side, and every
-rank holds its shard of each: ``[its x | its B | its C]``. So ranks of different tensor-parallel sizes cannot exchange
-whole pages, but sections: a section has heads like any other cache, each of ``rows`` x ``content_bytes``. Axes
-``[L, B, H, N, C]``, with the rows in the place of N. All offsets and strides are in bytes. vLLM defines the order of
-the arrays, their content and their sharding: ``MambaBase.bind_kv_cache``, the weight loaders of the layers, and
-``MambaStateShapeCalculator``.
+A page of a state holds two dense arrays, back to back: the last inputs of the convolution, then the recurrent state;
+some families have only one. The convolution runs over several projections side by side, and every rank holds its shard
+of each: ``[its x | its B | its C]``. So ranks of different tensor-parallel sizes exchange sections, not whole pages: a
+section has heads like any other cache, each of ``rows`` x ``content_bytes``. Axes ``[L, B, H, N, C]``, with the rows in
+the place of N. All offsets and strides are in bytes. vLLM defines the order of the arrays, their content and their
+sharding: ``MambaBase.bind_kv_cache``, the weight loaders of the layers, and ``MambaStateShapeCalculator``.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.connector.geometry.rank_geometry import RegionGeometry
 
@@ -62,8 +62,7 @@ class Section:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Projection:
+class _Projection(NamedTuple):
     """One of the projections that lie side by side in a convolution."""
 
     name: str
@@ -73,9 +72,8 @@ class _Projection:
 
 
 def whole_page(nbytes: int, total_heads: int, packing: str) -> Section:
-    """The only section of a page that cannot be divided: the page's ``nbytes`` bytes are one head. All ranks together
-    have ``total_heads`` different pages. The section has up to 1024 rows, which mean nothing: they let a message carry
-    less than the page."""
+    """The only section of a page that cannot be divided: its ``nbytes`` bytes are one head; all ranks have
+    ``total_heads`` different pages. Its up to 1024 rows mean nothing: they let a message carry less than a page."""
     rows = math.gcd(nbytes, 1024)
     row = nbytes // rows
     return Section("", total_heads, 1, rows, row, 0, nbytes, row, "int8", packing)
@@ -100,8 +98,7 @@ def sections(
             hold a copy of the model's only group, or a group of its own; the shapes are the same.
         order: the name of a platform's own order of the content; a part of ``Section.packing``.
     """
-    dims = tuple(len(array.shape) for array in arrays)
-    if (family, dims) not in _FAMILIES:
+    if tuple(len(array.shape) for array in arrays) != _FAMILIES.get(family):
         return ()
     conv = None if family == "LINEAR" else arrays[0]
     state = None if family == "SHORT_CONV" else arrays[-1]
@@ -119,13 +116,7 @@ def sections(
     return tuple(found) if all(section.heads for section in found) else ()
 
 
-_FAMILIES = {
-    ("MAMBA1", (2, 2)),
-    ("MAMBA2", (2, 3)),
-    ("GDN_ATTN", (2, 3)),
-    ("SHORT_CONV", (2,)),
-    ("LINEAR", (3,)),
-}
+_FAMILIES = {"MAMBA1": (2, 2), "MAMBA2": (2, 3), "GDN_ATTN": (2, 3), "SHORT_CONV": (2,), "LINEAR": (3,)}
 """The known families, with the number of dimensions of each of their arrays. A family with other arrays (replay rings)
 keeps more than these two, in an order that is not known here."""
 

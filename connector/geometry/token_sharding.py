@@ -1,9 +1,8 @@
 """Which tokens of a prompt a rank holds where ranks shard them, and which tokens two ranks have in common. Pure.
 
-Under context parallelism a block table is the same on all ranks of a group, and each keeps every n-th run of tokens.
-A rank numbers only its own tokens, one after the other, and finds them through its block table by these numbers:
-a block of N tokens stands for N x ``size`` tokens of the prompt. Tokens that two ranks have in common lie in the same
-order on both. This is their order on the wire, so neither side needs the token numbers of the other side.
+Under context parallelism a block table is the same on all ranks of a group, and each keeps every n-th run of tokens. A
+rank numbers only its own tokens: a block of N stands for N x ``size`` tokens of the prompt. Tokens that two ranks have
+in common lie in the same order on both and on the wire, so neither side needs the token numbers of the other.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ MAX_SHARES = 4096  # Bound on the ranks that shard tokens; a peer sends its own 
 
 
 class TokenSharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, order=True):
-    """How the ranks of an engine shard tokens: ``size`` ranks in turn, ``interleave`` tokens each, by default none.
-    Neighbouring tensor-parallel ranks take turns, as in vLLM: rank r of them is number ``r % size``."""
+    """How the ranks of an engine shard tokens: ``size`` neighbouring tensor-parallel ranks in turn, ``interleave``
+    tokens each, by default none. As in vLLM, rank r is number ``r % size``."""
 
     size: Annotated[int, Meta(ge=1, le=MAX_SHARES)] = 1
     interleave: Annotated[int, Meta(ge=1, le=1 << 31)] = 1
@@ -169,8 +168,7 @@ def common_blocks(
     ours: TokenShard, theirs: TokenShard, start: int, stop: int, ids: Int64s, block_size: int, block_stride: int,
     token_stride: int,
 ) -> tuple[int, TokenBlocks]:  # fmt: skip
-    """The number of tokens of ``[start, stop)`` that both ranks hold, and the blocks of ours that these tokens lie in.
-    The same as ``token_blocks`` of ``common_tokens``, without arrays where the other rank holds all of our tokens."""
+    """The number of tokens of ``[start, stop)`` that both ranks hold, and ``token_blocks`` of them."""
     if ours.size == theirs.size == 1:
         return max(0, stop - start), TokenBlocks(ids, block_size, block_stride, start)
     if _all_in_common(ours, theirs):

@@ -316,17 +316,16 @@ def _shard_holders(
     head: int, d_rank: int, d_size: int, p_size: int, total_heads: int, d_sharding: TokenSharding,
     p_sharding: TokenSharding,
 ) -> list[int]:  # fmt: skip
-    """The P ranks that D's rank reads a head from: one for each of P's shards that has tokens of D's rank, in the order
-    of the shards. The rank of P's shard s is s modulo P's sharding size, so every ``p_sharding.size``-th holder of the
-    head is a replica of the same shard. Readers are the D ranks that hold the head and whose own shard has tokens in
-    common with s (``meeting``). They spread evenly over the replicas: reader i of n reads from replica
-    ``i * replicas // n``. ``before``, ``place`` and ``beyond`` count readers below the first one, below D's rank, and
-    below the end."""
+    """The P ranks that D's rank reads a head from: one for each of P's shards that has tokens of D's rank. The rank of
+    P's shard s is s modulo P's sharding size, so every ``p_sharding.size``-th holder of the head is a replica of the
+    same shard. Readers are the D ranks that hold the head and whose own shard has tokens in common with s
+    (``meeting``). They spread evenly over the replicas: reader i of n reads from replica ``i * replicas // n``.
+    ``before``, ``place`` and ``beyond`` count readers below the first one, below D's rank, and below the end."""
     first_reader, num_readers = _holders(head, d_size, total_heads)
     first_replica, num_replicas = _holders(head, p_size, total_heads)
     found, meets = [], _meeting(d_sharding, p_sharding)
     size, end = p_sharding.size, first_replica + num_replicas
-    for first in sorted(range(first_replica, min(end, first_replica + size)), key=lambda rank: rank % size):
+    for first in range(first_replica, min(end, first_replica + size)):
         meeting, replicas = meets[first % size], range(first, end, size)
         if d_rank % d_sharding.size not in meeting:
             continue

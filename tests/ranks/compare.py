@@ -10,18 +10,12 @@ from typing import Any
 from tests.ranks.pairing import Pairing, Rank
 from tests.ranks.rank_processes import PROCESSES, RankProcesses, Seen
 
-Taken = tuple[str, int, int]
-"""(kind, layer, head), global."""
-Read = tuple[Rank, Taken, list[int]]
-"""(P rank, what, tokens) of something that a D rank asked for."""
+Taken = tuple[str, int, int]  # (kind, layer, head), global
+Read = tuple[Rank, Taken, list[int]]  # (P rank, what, tokens) of something that a D rank asked for
 
 
 def check(processes: RankProcesses, pairing: Pairing, *, inside: bool = False) -> Seen:
-    """Run a pairing and compare; ``inside`` as in ``RankProcesses.run``.
-
-    Raises:
-        AssertionError: what differs, with the command that repeats it.
-    """
+    """Run a pairing and compare. Raises AssertionError: what differs, with the command that repeats it."""
     gpus = f" --gpus {processes.gpus}" if processes.gpus else ""
     again = f"{pairing}\n  again: python tests/ranks/sweep.py --pairing {pairing}{gpus}"
     try:
@@ -54,9 +48,7 @@ def compare(pairing: Pairing, seen: Seen) -> list[str]:
         if sum(found["bytes"].values()) != found["bytes_wanted"]:
             complaints.append(f"{who}: {found['bytes']} bytes came, {found['bytes_wanted']} are the least")
         complaints += [f"{who}: {line}" for line in _asked(pairing, rank, taken[rank])]
-    complaints += _spread(pairing, taken)
-    complaints += _freed(pairing, seen, taken)
-    return complaints
+    return [*complaints, *_spread(pairing, taken), *_freed(pairing, seen, taken)]
 
 
 def _taken(pairing: Pairing, found: dict[str, Any]) -> Iterator[Read]:
@@ -127,7 +119,7 @@ def _freed(pairing: Pairing, seen: Seen, taken: dict[Rank, list[Read]]) -> Itera
             yield f"{who}: freed after D's ranks {votes} released, its readers are tp {sorted(readers[rank[1]])}"
 
 
-def _common(pairing: Pairing, p_rank: int, d_rank: int) -> set[int]:
-    """Tokens to carry that both hold."""
+def _common(pairing: Pairing, p_rank: int, d_rank: int) -> bool:
+    """Whether both hold tokens to carry."""
     both = set(pairing.p.held(p_rank, pairing.tokens)) & set(pairing.d.held(d_rank, pairing.tokens))
-    return {token for token in both if token >= pairing.start}
+    return max(both, default=-1) >= pairing.start

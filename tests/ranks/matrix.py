@@ -14,13 +14,7 @@ from tests.ranks.pairing import LAYOUTS, Form, Model, Pairing
 PLANES = ("tcp", "shm", "zmq", "cma")
 GPU_PLANES = ("cuda_ipc", "shm", "tcp", "zmq")
 
-PARALLEL = {
-    "TP 1": Form(),
-    "TP 2": Form(tp=2),
-    "TP 3": Form(tp=3),
-    "TP 4": Form(tp=4),
-    "TP 6": Form(tp=6),
-    "TP 8": Form(tp=8),
+PARALLEL = {f"TP {tp}": Form(tp=tp) for tp in (1, 2, 3, 4, 6, 8)} | {
     "PP 2": Form(pp=2),
     "PP 3": Form(pp=3),
     "TP 2, PP 2": Form(tp=2, pp=2),
@@ -66,6 +60,14 @@ def cells() -> list[Cell]:
     """All of them, always the same."""
     found = [*_parallel(), *_layouts(), *_blocks(), *_context(), *_states()]
     return [replace(cell, pairing=replace(cell.pairing, plane=PLANES[n % 4])) for n, cell in enumerate(found)]
+
+
+def one_for_each_place(found: list[Cell]) -> list[Cell]:
+    """Of the cells of a place one, so that neighbours have other models."""
+    places: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in found:
+        places.setdefault((cell.table, cell.row, cell.column), []).append(cell)
+    return [place[number * 4 // 3 % len(place)] for number, place in enumerate(places.values())]
 
 
 def _parallel() -> Iterator[Cell]:
@@ -120,9 +122,8 @@ def _context() -> Iterator[Cell]:
                 model = Model({"MLA": "mla", "heads": "full", "mixed": "mixed"}[name], 3, _heads(p, d), 16)
                 p_block, d_block = rng.choice([16, 32, 48]), rng.choice([16, 32, 48])
                 turn = rng.choice([1, 8, 16])
-                p_turn, d_turn = {"MLA": (16, 16), "heads": (turn, turn), "mixed": (p_block, rng.choice([1, 4, 16]))}[
-                    name
-                ]
+                turns = {"MLA": (16, 16), "heads": (turn, turn), "mixed": (p_block, rng.choice([1, 4, 16]))}
+                p_turn, d_turn = turns[name]
                 yield Cell("context", row, column, Pairing(
                     model,
                     replace(p, layout=rng.choice(LAYOUTS), block=p_block, kernel=p_block,
@@ -146,6 +147,5 @@ def _states() -> Iterator[Cell]:
             rng = random.Random(f"{row} {column} states")
             of_p, of_d = (replace(form, layout=rng.choice(LAYOUTS), pad=rng.choice([0, 24])) for form in (p, d))
             model = Model("state", 5, 24, rng.choice([4, 6, 16]))
-            yield Cell(
-                "parallel", row, column, Pairing(model, of_p, of_d, tokens=rng.choice([1, 77]), seed=rng.randrange(99))
-            )
+            pairing = Pairing(model, of_p, of_d, tokens=rng.choice([1, 77]), seed=rng.randrange(99))
+            yield Cell("parallel", row, column, pairing)

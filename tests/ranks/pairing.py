@@ -28,8 +28,7 @@ INPUTS, STATE_SIZE = 3, 5
 _FORM = r"tp(\d+)\.pp(\d+)(?:\.dcp(\d+)i(\d+))?\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)(?:\.(\w+))?"
 _NAME = re.compile(rf"([a-z]+)\.l(\d+)\.h(\d+)\.c(\d+)-{_FORM}-{_FORM}-t(\d+)\.s(\d+)-([a-z_]+)-seed(\d+)")
 
-Rank = tuple[int, int]
-"""(pipeline rank, tensor-parallel rank)."""
+Rank = tuple[int, int]  # (pipeline rank, tensor-parallel rank)
 
 
 @dataclass(frozen=True)
@@ -135,12 +134,9 @@ class Pairing:
     def groups(self, side: str, rank: Rank) -> list[tuple[str, list[int], range]]:
         """(kind, layers, heads) that a rank holds, by block table; a stage may hold no layer of one."""
         form, stage = self.form(side), self.form(side).stage(rank[0], self.model.layers)
+        heads = {kind: range(1) for kind in ("mla", "B", "C")}
         return [
-            (
-                kind,
-                [n for n in layers if n in stage],
-                range(1) if kind in ("mla", "B", "C") else form.heads(rank[1], self.heads),
-            )
+            (kind, [n for n in layers if n in stage], heads.get(kind, form.heads(rank[1], self.heads)))
             for kind, layers in self.block_tables(side)
         ]
 

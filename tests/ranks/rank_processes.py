@@ -13,8 +13,7 @@ from kvferry.connector.wire.step_plan import PeerEngine
 from tests.ranks.pairing import Pairing, Rank
 from tests.support.remote import Remote
 
-PROCESSES = 6
-"""Up to as many ranks have a process each; more share, those of one side with each other."""
+PROCESSES = 6  # Up to as many ranks have a process each; more share, those of one side with each other
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,8 @@ class RankProcesses:
         self._count = itertools.count()
 
     def run(self, pairing: Pairing, *, inside: bool = False, fault: str = "", seconds: float = 600.0) -> Seen:
-        """One hand-over. ``inside``: a step of D computes with it. ``fault``: see ``rank_host.plant``.
-
-        Raises:
-            RemoteError: ranks that did not start, or a process that ended or hangs; the processes are started anew.
-        """
+        """One hand-over. ``inside``: a step of D computes with it. ``fault``: see ``rank_host.plant``. Raises
+        RemoteError: ranks that did not start, or a process that ended or hangs; the processes are started anew."""
         if not self._hosts:
             self._hosts = [Remote("tests.ranks.rank_host:Host") for _ in range(PROCESSES)]
             for host in self._hosts:

@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md, made from the result file that ``test_matrix.py`` writes.
+"""The tables of docs/compatibility.md, made from the result file that ``sweep.py --matrix`` writes.
 
 python tests/ranks/table.py
 """

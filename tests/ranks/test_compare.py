@@ -39,12 +39,6 @@ def test_damage_is_noticed(processes: RankProcesses, fault: str, complaint: str)
     assert [line for line in complaints if re.match(complaint, line)], complaints
 
 
-def tampered(seen: Seen, change: Callable[[Any, Any], object]) -> list[str]:
-    other = copy.deepcopy(seen)
-    change(other.p, other.d)
-    return compare(PAIRING, other)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -63,7 +57,13 @@ def tampered(seen: Seen, change: Callable[[Any, Any], object]) -> list[str]:
     ],
 )
 def test_tampering_is_noticed(seen: Seen, change: Callable[[Any, Any], object], complaint: str) -> None:
-    complaints = tampered(seen, change)
+    tampered(PAIRING, seen, change, complaint)
+
+
+def tampered(pairing: Pairing, seen: Seen, change: Callable[[Any, Any], object], complaint: str) -> None:
+    other = copy.deepcopy(seen)
+    change(other.p, other.d)
+    complaints = compare(pairing, other)
     assert [line for line in complaints if complaint in line], complaints
 
 
@@ -89,10 +89,7 @@ def shared(processes: RankProcesses) -> Seen:
     ],
 )
 def test_tampering_with_shares_is_noticed(shared: Seen, change: Callable[[Any, Any], object], complaint: str) -> None:
-    other = copy.deepcopy(shared)
-    change(other.p, other.d)
-    complaints = compare(SHARED, other)
-    assert [line for line in complaints if complaint in line], complaints
+    tampered(SHARED, shared, change, complaint)
 
 
 def test_tokens_of_another_share_are_noticed(processes: RankProcesses) -> None:

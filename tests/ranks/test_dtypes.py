@@ -33,14 +33,9 @@ def test_every_staged_plane(processes: RankProcesses, plane: str, p: str, d: str
     check(processes, Pairing(model, Form(dtype=p), Form(dtype=d), plane=plane, seed=8))
 
 
-@pytest.mark.ucx
-def test_ucx(processes: RankProcesses) -> None:
-    check(processes, Pairing(Model(), Form(dtype="float32"), Form(dtype="float16"), plane="ucx"))
-
-
-@pytest.mark.nixl
-def test_nixl(processes: RankProcesses) -> None:
-    check(processes, Pairing(Model(), Form(dtype="float32"), Form(dtype="float16"), plane="nixl"))
+@pytest.mark.parametrize("plane", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("nixl", "ucx")])
+def test_planes_of_their_own_library(processes: RankProcesses, plane: str) -> None:
+    check(processes, Pairing(Model(), Form(dtype="float32"), Form(dtype="float16"), plane=plane))
 
 
 def test_the_planes_that_ranks_choose_by_themselves(processes: RankProcesses) -> None:
@@ -49,9 +44,5 @@ def test_the_planes_that_ranks_choose_by_themselves(processes: RankProcesses) ->
     assert [set(found["bytes"]) for found in seen.d.values()] == [{"shm"}]
     seen = check(processes, Pairing(Model(), Form(dtype="float16"), Form(dtype="float16"), plane="auto"))
     assert [set(found["bytes"]) for found in seen.d.values()] == [{"cma"}]
-
-
-def test_the_same_fp8_is_copied_where_it_lies(processes: RankProcesses) -> None:
-    check(
-        processes, Pairing(Model("mixed"), Form(dtype="float8_e4m3fn", tp=2), Form(dtype="float8_e4m3fn"), plane="cma")
-    )
+    fp8 = "float8_e4m3fn"
+    check(processes, Pairing(Model("mixed"), Form(dtype=fp8, tp=2), Form(dtype=fp8), plane="cma"))

@@ -1,51 +1,39 @@
-"""Any form of P to any form of D: every element, every byte on the wire, every release."""
+"""Any form of P to any form of D: every element, every byte on the wire, every release. One pairing for each place of
+the tables of docs/compatibility.md; ``sweep.py --matrix`` runs all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.ranks.compare import check
-from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, cells
-from tests.ranks.pairing import LAYOUTS, Form, Model, Pairing
-from tests.ranks.rank_processes import PROCESSES, RankProcesses
-from tests.ranks.table import save
+from tests.ranks.matrix import PARALLEL, TABLES, cells, one_for_each_place
+from tests.ranks.pairing import Form, Model, Pairing
+from tests.ranks.rank_processes import RankProcesses
+from tests.ranks.table import FORMS, load, render
 
 CELLS = cells()
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[str, str]]:
-    """Written for ``table.py`` where all of the matrix ran; the same bytes whenever all of it passes."""
-    found: dict[str, str] = {}
-    yield found
-    if set(found) == {str(cell.pairing) for cell in CELLS}:
-        save(found)
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.table}-{cell.pairing}")
-def test_cell(processes: RankProcesses, outcomes: dict[str, str], cell) -> None:
-    outcomes[str(cell.pairing)] = "failed"
+@pytest.mark.parametrize("cell", one_for_each_place(CELLS), ids=lambda cell: f"{cell.table}-{cell.pairing}")
+def test_cell(processes: RankProcesses, cell) -> None:
     check(processes, cell.pairing)
-    outcomes[str(cell.pairing)] = "passed"
 
 
-def test_the_matrix_has_every_form_on_both_sides() -> None:
-    assert len({str(cell.pairing) for cell in CELLS}) == len(CELLS)
-    for table, forms in zip(TABLES, (PARALLEL, LAYOUTS, BLOCKS, CONTEXT), strict=True):
+def test_the_tables_are_of_this_matrix_and_show_what_did_not_pass() -> None:
+    outcomes = load()
+    assert set(outcomes) == {str(cell.pairing) for cell in CELLS}, "run tests/ranks/sweep.py --matrix again"
+    assert len(outcomes) == len(CELLS)
+    for table in TABLES:
         there = {(cell.row, cell.column) for cell in CELLS if cell.table == table}
-        assert there == {(row, column) for row in forms for column in forms}
-
-
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 4), (4, 2), (3, 2)])
-def test_a_process_for_every_rank(processes: RankProcesses, p_tp: int, d_tp: int) -> None:
-    pairing = Pairing(Model(heads=12), Form(tp=p_tp), Form(tp=d_tp), seed=p_tp)
-    assert p_tp + d_tp <= PROCESSES
-    seen = check(processes, pairing)
-    pids = [found["pid"] for found in (*seen.p.values(), *seen.d.values())]
-    assert len(set(pids)) == p_tp + d_tp
+        assert there == {(row, column) for row in FORMS[table] for column in FORMS[table]}
+    shown = render(outcomes)
+    assert "✗" not in shown and shown.count("✓") == sum(len(forms) ** 2 for forms in FORMS.values())
+    outcomes[str(CELLS[0].pairing)] = "failed"
+    assert "✗" in render(outcomes)
+    del outcomes[str(CELLS[-1].pairing)]
+    assert "|  |" in render(outcomes)
 
 
 @pytest.mark.parametrize(("p_pp", "d_pp"), [(3, 1), (1, 3), (3, 2), (2, 3)])

@@ -43,26 +43,12 @@ def test_the_draw_reaches_every_corner() -> None:
     assert {max(x.p.block, x.d.block) % min(x.p.block, x.d.block) > 0 for x in pairings} == {True, False}
 
 
-@pytest.mark.parametrize("name", ["", "full.l4.h4.c16", "x" + str(Pairing(Model(), Form(), Form()))])
-def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no pairing"):
-        parse(name)
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"tp": 4, "dcp": 3},
-        {"tp": 4, "dcp": 2},
-        {"dcp": 2},
-        {"interleave": 2},
-        {"layout": "BLHNC", "kernel": 8},
-        {"pad": 3, "kernel": 8},
-        {"kernel": 5},
-        {"layout": "LBCHN"},
-        {"pp": 0},
-    ],
-)
-def test_forms_that_no_engine_has_are_refused(form: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"form|split"):
-        Pairing(Model(), Form(), Form(**form))
+def test_what_is_no_name_or_no_engines_form_is_refused() -> None:
+    for name in ("", "full.l4.h4.c16", "x" + str(Pairing(Model(), Form(), Form()))):
+        with pytest.raises(ValueError, match="no pairing"):
+            parse(name)
+    shares: list[dict[str, Any]] = [{"tp": 4, "dcp": 3}, {"tp": 4, "dcp": 2}, {"dcp": 2}, {"interleave": 2}]
+    pages: list[dict[str, Any]] = [{"layout": "BLHNC", "kernel": 8}, {"pad": 3, "kernel": 8}, {"kernel": 5}]
+    for form in (*shares, *pages, {"layout": "LBCHN"}, {"pp": 0}):
+        with pytest.raises(ValueError, match=r"form|split"):
+            Pairing(Model(), Form(), Form(**form))

@@ -11,8 +11,8 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,9 @@ from tests.support.engines import free_port, python_path
 from tests.support.served import eventually
 
 COMPLETIONS = "/v1/completions"
+PLAIN: dict[str, Any] = {"trust_env": False, "verify": False}
+"""Of httpx's clients: without the certificates of the host, which take longer to load than a request."""
+_CLIENTS = ThreadPoolExecutor(16)
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v": 1, "token": "00ff"}, "odd": [1, None]}
 
 
@@ -40,48 +43,36 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v":
 def served(app: Starlette | App, listener: socket.socket | None = None) -> Iterator[str]:
     """The app behind a real socket, a new one or this one, in a thread; its URL."""
     listener = listener or socket.create_server(("127.0.0.1", 0))
-    if isinstance(app, App):
-        with _router_served(app, listener) as url:
-            yield url
-        return
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    host, port = listener.getsockname()
-    url = f"http://{host}:{port}"
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield url
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        listener.close()
+    begun, over = threading.Event(), threading.Event()
 
-
-@contextmanager
-def _router_served(app: App, listener: socket.socket) -> Iterator[str]:
-    begun = threading.Event()
-
-    async def serve() -> None:
-        over, loop = asyncio.Event(), asyncio.get_running_loop()
-        stop.append(lambda: loop.call_soon_threadsafe(over.set))
+    async def router(app: App) -> None:
         await app.bind(sock=listener)
         await app.start()
         begun.set()
-        await over.wait()
+        while not over.is_set():
+            await asyncio.sleep(0.005)
         with suppress(TimeoutError):
             await asyncio.wait_for(app.stop(), 10)
 
-    stop: list[Callable[[], Any]] = []
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    async def engine(app: Starlette) -> None:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not over.is_set():
+            if server.started:
+                begun.set()
+            await asyncio.sleep(0.005)
+        server.should_exit = True
+        await serving
+
+    running = router(app) if isinstance(app, App) else engine(app)
+    thread = threading.Thread(target=asyncio.run, args=(running,), daemon=True)
     thread.start()
     assert begun.wait(60)
     host, port = listener.getsockname()
     try:
         yield f"http://{host}:{port}"
     finally:
-        stop[0]()
+        over.set()
         thread.join(20)
         listener.close()
 
@@ -118,10 +109,21 @@ class Engine:
         self.arrived.set()
         return await self._answer(request, body)
 
-    async def until_gone(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.aborted.set()
+    async def until_gone(self, request: Request, go_on: threading.Event | None = None) -> bool:
+        """Whether its client has gone away, before ``go_on`` is set."""
+
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.aborted.set()
+
+        leaves = asyncio.ensure_future(gone())
+        try:
+            while not leaves.done() and not (go_on is not None and go_on.is_set()):
+                await asyncio.wait({leaves}, timeout=None if go_on is None else 0.005)
+            return leaves.done()
+        finally:
+            leaves.cancel()
 
 
 def prefill_engine(
@@ -130,12 +132,9 @@ def prefill_engine(
     """``go_on``: what the answer waits for, unless the client goes away before."""
 
     async def answer(request: Request, body: dict[str, Any]) -> Response:
-        if delay or go_on is not None:
-            gone = asyncio.ensure_future(engine.until_gone(request))
-            deadline = time.monotonic() + delay
-            while not gone.done() and not (time.monotonic() > deadline if go_on is None else go_on.is_set()):
-                await asyncio.sleep(0.005)
-            gone.cancel()
+        await asyncio.sleep(delay)
+        if go_on is not None:
+            await engine.until_gone(request, go_on)
         return JSONResponse({"kv_transfer_params": params, "choices": []}, status)
 
     engine = Engine(answer)
@@ -143,12 +142,9 @@ def prefill_engine(
 
 
 def decode_engine(
-    pieces: int = 3,
-    gap: float = 0.0,
-    before: float = 0.0,
-    break_after: int | None = None,
+    pieces: int = 3, gap: float = 0.0, before: float = 0.0, break_after: int | None = None,
     go_on: threading.Event | None = None,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """``go_on``: what each piece but the first waits for."""
 
     async def stream(request: Request) -> AsyncIterator[bytes]:
@@ -166,7 +162,7 @@ def decode_engine(
             raise
 
     async def answer(request: Request, body: dict[str, Any]) -> Response:
-        if before:
+        if before and body.get("max_tokens") != 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(engine.until_gone(request), before)
         if body.get("stream"):
@@ -195,10 +191,14 @@ class Site:
         return int(self.url.rpartition(":")[2])
 
     def ask(self, body: dict[str, Any], path: str = COMPLETIONS, **headers: str) -> httpx.Response:
-        return ask(self.url, body, path, **headers)
+        return self.request("POST", path, json=body, headers=headers)
+
+    def begin(self, *body: Any, **headers: Any) -> Future[httpx.Response]:
+        """``ask``, in a thread."""
+        return _CLIENTS.submit(self.ask, *body, **headers)
 
     def request(self, method: str, path: str, **how: Any) -> httpx.Response:
-        return httpx.request(method, self.url + path, trust_env=False, timeout=800, **how)
+        return httpx.request(method, self.url + path, timeout=800, **PLAIN, **how)
 
     def get(self, path: str) -> httpx.Response:
         return self.request("GET", path)
@@ -209,7 +209,7 @@ class Site:
 
     def streaming(self, **more: Any) -> AbstractContextManager[httpx.Response]:
         body = {"prompt": "x", "stream": True} | more
-        return httpx.stream("POST", self.url + COMPLETIONS, json=body, trust_env=False, timeout=800)
+        return httpx.stream("POST", self.url + COMPLETIONS, json=body, timeout=800, **PLAIN)
 
     @property
     def healthy(self) -> bool:
@@ -254,6 +254,40 @@ def routed(
         yield Front(stack.enter_context(served(App(router, **app))), router, *urls)
 
 
+class Clients:
+    """Four, with one request after the other, every second one streamed. ``lost``: answers that were not whole."""
+
+    def __init__(self, front: Front) -> None:
+        self.answered = 0
+        self.lost: list[str] = []
+        self._front, self._over = front, threading.Event()
+
+    def go_on(self, number: int) -> None:
+        while not self._over.is_set():
+            number += 1
+            stream = number % 2 == 0
+            answer = self._front.ask({"prompt": f"{number}", "stream": stream})
+            whole = answer.text.endswith("data: [DONE]\n\n") if stream else answer.json() == {"text": "from D"}
+            if answer.status_code != 200 or not whole:
+                self.lost.append(answer.text)
+            self.answered += 1
+
+    def more(self, requests: int) -> None:
+        wanted = self.answered + requests
+        eventually(lambda: self.answered >= wanted or self.lost, f"{requests} more requests are answered", 120)
+        assert not self.lost
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        threads = [_CLIENTS.submit(self.go_on, 1000 * number) for number in range(4)]
+        try:
+            yield
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.result()
+
+
 @contextmanager
 def router_process(
     *arguments: str, descriptors: int = 0, environment: Mapping[str, str] = {}, stderr: int | None = None
@@ -277,11 +311,6 @@ def router_process(
         process.communicate(timeout=60)
 
 
-def ask(url: str, body: dict[str, Any], path: str = COMPLETIONS, **headers: str) -> httpx.Response:
-    with httpx.Client(trust_env=False, timeout=800) as client:
-        return client.post(url + path, json=body, headers=headers)
-
-
 _TAKEN: list[socket.socket] = []
 
 
@@ -301,7 +330,7 @@ def leave_after(url: str, body: dict[str, Any], event: threading.Event) -> None:
     """Send a request and close the connection once ``event`` is set."""
 
     async def go() -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=800) as client:
+        async with httpx.AsyncClient(timeout=800, **PLAIN) as client:
             task = asyncio.ensure_future(client.post(url + COMPLETIONS, json=body))
             assert await asyncio.to_thread(event.wait, 60)
             task.cancel()
@@ -309,22 +338,6 @@ def leave_after(url: str, body: dict[str, Any], event: threading.Event) -> None:
                 await task
 
     asyncio.run(go())
-
-
-class Client(threading.Thread):
-    """A request whose answer is waited for by ``result``."""
-
-    def __init__(self, url: str, body: dict[str, Any], **headers: str) -> None:
-        super().__init__(daemon=True)
-        self._ask = lambda: ask(url, body, **headers)
-        self.start()
-
-    def run(self) -> None:
-        self.answer = self._ask()
-
-    def result(self) -> Any:
-        self.join(60)
-        return self.answer
 
 
 # --- connections that break
@@ -340,20 +353,17 @@ def answer_of(role: str) -> bytes:
 
 @dataclass
 class RawEngine:
-    """Answers requests on kept connections. ``breaks``: for a connection's number and the request's number on it, the
-    bytes after which the connection ends; None: a whole answer. ``seen``: both numbers of each request. ``closed``: a
-    connection has ended."""
+    """Answers requests on kept connections. ``sent``: the bytes after which a connection ends, of its number and the
+    request's number on it; None: a whole answer. ``seen``: both numbers of each request."""
 
     role: str
-    breaks: Callable[[int, int], bytes | None]
+    sent: bytes | Callable[[int, int], bytes | None] | None = None
     end: str = "closed"
     seen: list[tuple[int, int]] = field(default_factory=list)
-    closed: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        with ExitStack() as stack:
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             listener.shutdown(socket.SHUT_RDWR)
@@ -362,11 +372,7 @@ class RawEngine:
         with suppress(OSError):
             for connection in range(1000):
                 accepted, _ = listener.accept()
-                threading.Thread(target=self._run, args=(accepted, connection), daemon=True).start()
-
-    def _run(self, accepted: socket.socket, connection: int) -> None:
-        self._serve(accepted, connection)
-        self.closed.set()
+                threading.Thread(target=self._serve, args=(accepted, connection), daemon=True).start()
 
     def _serve(self, accepted: socket.socket, connection: int) -> None:
         with accepted, accepted.makefile("rb") as lines, suppress(OSError):
@@ -380,7 +386,7 @@ class RawEngine:
                     return
                 lines.read(length)
                 self.seen.append((connection, number))
-                last = self.breaks(connection, number)
+                last = self.sent(connection, number) if callable(self.sent) else self.sent
                 accepted.sendall(answer_of(self.role) if last is None else last)
                 if last is not None:
                     if self.end == "reset":
@@ -407,14 +413,9 @@ class Scripted:
         self.engine = Engine(self._serve)
 
     async def _serve(self, request: Request, body: dict[str, Any]) -> Response:
-        if self.held:
-            gone = asyncio.ensure_future(self.engine.until_gone(request))
-            while not self.go_on.is_set():
-                if gone.done():
-                    self.gone += 1
-                    return Response()
-                await asyncio.sleep(0.005)
-            gone.cancel()
+        if self.held and await self.engine.until_gone(request, self.go_on):
+            self.gone += 1
+            return Response()
         answer: Response = self.answer(body)
         return answer
 
@@ -431,21 +432,6 @@ def answer_of_p(params: Any = PUSH) -> JSONResponse:
     return JSONResponse({"id": "cmpl-p", "choices": [], "kv_transfer_params": params})
 
 
-def stream_of_d(*chunks: tuple[str, list[int]], finish: str = "length") -> Response:
-    """Of a completion whose chunks have these texts and token ids."""
-
-    def lines() -> Iterator[bytes]:
-        for number, (text, ids) in enumerate(chunks):
-            choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": None, "prompt_token_ids": None}
-            choice |= {} if number else {"prompt_token_ids": [1, 2, 3]}
-            choice |= {"finish_reason": finish} if number == len(chunks) - 1 else {}
-            event = {"id": "cmpl-d", "created": 2, "object": "text_completion", "model": "m", "choices": [choice]}
-            yield b"data: " + json.dumps(event).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
-
-    return StreamingResponse(lines(), media_type="text/event-stream")
-
-
 class Served:
     """P, D and a router before them."""
 
@@ -459,7 +445,8 @@ class Served:
     @contextmanager
     def running(self) -> Iterator[Served]:
         with routed(self.p.engine, self.d.engine, cool_down=0.0, **self.options) as self.front:
-            self.url, self.router, self.ask = self.front.url, self.front.router, self.front.ask
+            self.url, self.router = self.front.url, self.front.router
+            self.ask, self.begin = self.front.ask, self.front.begin
             self.d_url, self.nothing_left = self.front.d[0], self.front.idle
             yield self
 
@@ -469,6 +456,13 @@ class Served:
         assert self.p.params[-1] == PREFILL_TAG and self.d.params[-1] == PUSH
         self.p.engine.arrived.clear()
         self.d.engine.arrived.clear()
+
+    def held_by_both(self) -> Future[httpx.Response]:
+        """A request that both engines have, and hold."""
+        self.p.held = self.d.held = True
+        client = self.begin({"prompt": "y"})
+        assert self.p.engine.arrived.wait(60) and self.d.engine.arrived.wait(60)
+        return client
 
     def decode_engines(self, *urls: str) -> None:
         """From now on, in this order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +31,6 @@ from kvferry.router.request_bodies import (
 )
 from tests.router.stand_ins import (
     PARAMS,
-    Client,
     Engine,
     RawEngine,
     Served,
@@ -99,10 +99,9 @@ def test_a_request_that_d_refuses_leaves_no_lease() -> None:
 
 
 def test_a_request_that_d_refuses_at_once_leaves_no_lease(at_once: Served) -> None:
-    at_once.learn()
     at_once.d.held = True
     at_once.d.answer = lambda body: PlainTextResponse("no", 400 if body.get("max_tokens") == 5 else 200)
-    client = Client(at_once.url, {"prompt": "y", "max_tokens": 5})
+    client = at_once.begin({"prompt": "y", "max_tokens": 5})
     engine = next(iter(at_once.router.engines))
     assert at_once.d.engine.arrived.wait(60)
     eventually(lambda: len(at_once.p.bodies) == 2 and engine.load == 0, "P has answered")
@@ -115,7 +114,6 @@ def test_a_request_that_d_refuses_at_once_leaves_no_lease(at_once: Served) -> No
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_p_computes_no_longer_when_d_has_answered(at_once: Served, leaves: bool) -> None:
-    at_once.learn()
     at_once.p.held = True
     go_on = threading.Event()
 
@@ -164,45 +162,32 @@ def test_engines_get_the_very_bytes_of_a_value() -> None:
         return JSONResponse({"kv_transfer_params": PARAMS})
 
     p, d = Engine(serve), Engine(serve)
-    values = [
-        b'"\\ud83d x"',
-        b"1e999",
-        b"12345678901234567890123",
-        b'{"a": 1, "a":2}',
-        b'"\\u0041\\/"',
-        b"NaN",
-        b'"\xc3\xa9"',
-    ]
+    values = [b'"\\ud83d x"', b"1e999", b"1" * 23, b'{"a": 1, "a":2}', b'"\\u0041\\/"', b"NaN", b'"\xc3\xa9"']
     with routed(p, d) as front:
+        assert front.post('{"prompt": "é"}'.encode("utf-16")).status_code == 200, "a body may have a BOM"
         for value in values:
             answer = front.post(b'\r\n{ "prompt" : "x", "odd" :%s, "max_tokens":5}' % value)
             assert answer.status_code == 200, (value, answer.text)
             assert all(b'"odd":%s' % value in one for one in seen[-2:]), value
 
 
-@pytest.mark.parametrize("form", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
-def test_a_body_may_have_a_bom(form: str) -> None:
-    d = decode_engine()
-    with routed(prefill_engine(), d) as front:
-        assert front.post('{"prompt": "é"}'.encode(form)).json() == {"text": "from D"}
-    assert d.seen[0][0]["prompt"] == "é"
-
-
-@pytest.mark.parametrize("key", ["kv_transfer_params", "ec_transfer_params", "kv_transfer\\u005fparams"])
-@pytest.mark.parametrize("form", [
-    "{%s, %s}", "\ufeff{%s, %s}", '{"a": "\\ud83d", %s, %s}', '{"vllm_xargs": {"a": 1, %s}, %s}',
-    '{"vllm_xargs": {"a": 1, "b": "\\ud83d", %s}, %s}',
-])  # fmt: skip
-def test_what_names_hosts_is_dropped(key: str, form: str) -> None:
+def test_what_names_hosts_is_dropped() -> None:
+    keys = "kv_transfer_params", "ec_transfer_params", "kv_transfer\\u005fparams"
+    forms = (
+        "{%s, %s}", "\ufeff{%s, %s}", '{"a": "\\ud83d", %s, %s}', '{"vllm_xargs": {"a": 1, %s}, %s}',
+        '{"vllm_xargs": {"a": 1, "b": "\\ud83d", %s}, %s}',
+    )  # fmt: skip
     d = decode_engine()
     with routed(prefill_engine(params=None), d) as front:
-        member = f'"{key}": {{"remote_host": "attacker"}}'
-        assert front.post((form % (member, '"prompt": "x"')).encode()).status_code == 200
-        assert front.post((form % (member, member)).encode()).status_code == 200
-    assert len(d.seen) == 2 and not any("transfer" in str(body) for body, _, _ in d.seen)
-    assert ("vllm_xargs" in form) == (d.seen[0][0].get("vllm_xargs", {}).get("a") == 1)
-    body = members((form % (member, '"prompt": "x"')).encode()) or {}
-    assert b"attacker" not in b"".join(map(bytes, pieces_of(without(body, {json.loads(f'"{key}"')}))))
+        for key, form in itertools.product(keys, forms):
+            d.seen.clear()
+            member = f'"{key}": {{"remote_host": "attacker"}}'
+            assert front.post((form % (member, '"prompt": "x"')).encode()).status_code == 200
+            assert front.post((form % (member, member)).encode()).status_code == 200
+            assert len(d.seen) == 2 and not any("transfer" in str(body) for body, _, _ in d.seen), (key, form)
+            assert ("vllm_xargs" in form) == (d.seen[0][0].get("vllm_xargs", {}).get("a") == 1)
+            body = members((form % (member, '"prompt": "x"')).encode()) or {}
+            assert b"attacker" not in b"".join(map(bytes, pieces_of(without(body, {json.loads(f'"{key}"')}))))
 
 
 def test_cookies_and_lists_of_headers() -> None:
@@ -222,7 +207,7 @@ def test_cookies_and_lists_of_headers() -> None:
 def test_cors_is_the_engines_to_decide() -> None:
     raw = RawEngine(
         "D",
-        lambda connection, number: b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK",
+        b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK",
     )
     with routed([], raw) as front:
         headers = {"origin": "http://x", "access-control-request-method": "POST"}
@@ -246,7 +231,6 @@ def test_responses_go_through_both_legs() -> None:
 
 def test_what_d_says_of_a_response_before_its_engine_has_it_is_no_answer(at_once: Served) -> None:
     """P does not hand over, and D is asked again."""
-    at_once.learn()
     at_once.p.held, said = True, threading.Event()
     opening = b"event: response.created\ndata: {}\n\n", b"event: response.in_progress\ndata: {}\n\n"
 
@@ -261,25 +245,17 @@ def test_what_d_says_of_a_response_before_its_engine_has_it_is_no_answer(at_once
 
     at_once.d.answer = lambda body: StreamingResponse(pieces(body), media_type="text/event-stream")
     at_once.p.answer = lambda body: Response(status_code=503)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(at_once.ask, {"input": "x", "stream": True}, "/v1/responses")
-        assert said.wait(60)
-        at_once.p.go_on.set()
+    answer = at_once.begin({"input": "x", "stream": True}, "/v1/responses")
+    assert said.wait(60)
+    at_once.p.go_on.set()
     assert answer.result().content == b"".join(opening) + b"event: response.completed\ndata: {}\n\n"
     assert len(at_once.d.bodies) == 3
     at_once.d.answer = lambda body: StreamingResponse(iter(opening), media_type="text/event-stream")
     assert at_once.ask({"input": "x", "stream": True}, "/v1/responses").content == b"".join(opening)
 
 
-def test_an_empty_answer_is_an_answer() -> None:
-    raw = RawEngine("D", lambda connection, number: b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
-    with routed([], raw) as front:
-        answer = front.ask({"prompt": "x"})
-        assert answer.status_code == 200 and not answer.content
-
-
 def test_a_response_is_asked_for_by_its_name_only() -> None:
-    raw = RawEngine("D", lambda connection, number: None)
+    raw = RawEngine("D")
     with routed([], raw) as front:
         for path, status in (("resp_1", 200), ("resp_1/cancel", 200), ("..%2fx", 404), ("a%0d%0ab", 404), ("a/b", 404)):
             method = "POST" if "cancel" in path else "GET"
@@ -300,18 +276,19 @@ def test_a_query_reaches_d() -> None:
 
 @pytest.mark.parametrize("events", [
     b"event: response.created\ndata: {}\n\n: ping\n\ndata: [DONE]\n\n", b"id: 1\r\ndata: {}\r\n\r\n",
-    b"data: {}\r\r", b"data: x",
+    b"data: {}\r\r", b"data: x", b"",
 ])  # fmt: skip
 def test_a_stream_is_passed_on_as_it_is(events: bytes) -> None:
-    raw = RawEngine("D", lambda connection, number: STREAM + b"Content-Length: %d\r\n\r\n%s" % (len(events), events))
+    raw = RawEngine("D", STREAM + b"Content-Length: %d\r\n\r\n%s" % (len(events), events))
     with routed([], raw) as front:
-        assert front.ask({"prompt": "x", "stream": True}).content == events
+        answer = front.ask({"prompt": "x", "stream": True})
+    assert answer.status_code == 200 and answer.content == events
 
 
 @pytest.mark.parametrize("comments", [b": keep-alive\n\n", b":\r\n\r\n: x\r\n", b"\n\n: keep"])
 def test_a_comment_is_no_answer(comments: bytes) -> None:
     """A D that is lost after one is replaced, and the client has seen that its request is alive."""
-    raw, d = RawEngine("D", lambda connection, number: chunk(comments)), decode_engine(pieces=1)
+    raw, d = RawEngine("D", chunk(comments)), decode_engine(pieces=1)
     with routed([], [raw, d]) as front:
         answer = front.ask({"prompt": "x", "stream": True})
         eventually(lambda: front.router.metrics.in_flight == 0, "it is counted")
@@ -319,26 +296,20 @@ def test_a_comment_is_no_answer(comments: bytes) -> None:
     assert answer.content.startswith(comments) and front.router.metrics.failed_legs == {"decode": 1}
 
 
-def test_a_d_that_fails_after_a_comment_ends_the_stream_with_an_error() -> None:
-    raw = RawEngine("D", lambda connection, number: chunk(b": keep-alive\n\n"))
+@pytest.mark.parametrize("begun", [": keep-alive", 'data: {"i"'])
+def test_a_d_that_fails_in_a_stream_ends_it_with_an_error_of_its_own(begun: str) -> None:
+    raw = RawEngine("D", chunk(begun.encode() + (b"\n\n" if begun[0] == ":" else b"")))
     with routed([], raw) as front:
         *before, error, end = front.ask({"prompt": "x", "stream": True}).text.split("\n\n")
-    assert before[0] == ": keep-alive" and end == ""
+    assert before[0] == begun and end == ""
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
-
-
-def test_an_error_does_not_hang_on_half_an_event() -> None:
-    raw = RawEngine("D", lambda connection, number: chunk(b'data: {"i"'))
-    with routed([], raw) as front:
-        assert '\n\ndata: {"error"' in front.ask({"prompt": "x", "stream": True}).text
 
 
 def test_a_long_answer_is_not_held_and_ends_early_where_d_does() -> None:
     long = b'"' + b"x" * (3 << 20) + b'"'
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(long)
     for sent, whole in ((long, True), (long[: 2 << 20], False)):
-        raw = RawEngine("D", lambda connection, number, sent=sent: head + sent)  # type: ignore[misc]
-        with routed([], raw) as front:
+        with routed([], RawEngine("D", head + sent)) as front:
             if whole:
                 assert front.ask({"prompt": "x"}).content == long
             else:
@@ -356,10 +327,8 @@ def large(value: Any) -> bytes:
     return json.dumps({"model": "m", "prompt": value, "stream": False, "stop": ["]", '\\"{'], "max_tokens": 5}).encode()
 
 
-@pytest.mark.parametrize("value", [
-    "x" * (3 << 20), "\\" * (2 << 20), '"' * (1 << 20), list(range(500_000)), "é\n" * 300_000, ["{" * (2 << 20)],
-    "x" * (WINDOW_BYTES - 30) + "\\" * 9,
-])  # fmt: skip
+@pytest.mark.parametrize("value", ["x\\" * (1 << 19), list(range(250_000)), "é\n" * 150_000, ['{"' * (1 << 19)],
+                                   "x" * (WINDOW_BYTES - 30) + "\\" * 9])  # fmt: skip
 def test_a_large_body_is_taken_apart_and_sent_as_a_small_one_is(value: Any) -> None:
     p, d = prefill_engine(), decode_engine()
     content = large(value)
@@ -385,20 +354,18 @@ def test_a_large_body_that_is_no_object_or_of_no_honest_shape_is_refused(content
         members(content)
 
 
-@pytest.mark.parametrize(
-    "text", ['{"a": NaN, "b": 1}', '{"a": "\\ud83d", "b": 1e999, "a": [2.50, "é"]}', '{"a": {"b": 1}}']
-)
-@pytest.mark.parametrize("form", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
-def test_a_body_is_read_as_vllm_reads_it(text: str, form: str) -> None:
-    content = text.encode(form)
-    read = {name: json.loads(bytes(value)) for name, value in (members(content) or {}).items()}
-    assert repr(read) == repr(json.loads(content))
+def test_a_body_is_read_as_vllm_reads_it() -> None:
+    texts = '{"a": NaN, "b": 1}', '{"a": "\\ud83d", "b": 1e999, "a": [2.50, "é"]}', '{"a": {"b": 1}}'
+    for text, form in itertools.product(texts, ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be")):
+        content = text.encode(form)
+        read = {name: json.loads(bytes(value)) for name, value in (members(content) or {}).items()}
+        assert repr(read) == repr(json.loads(content)), (text, form)
 
 
 def test_nobody_waits_while_a_large_body_is_read() -> None:
     """The shape is the worst one: it is refused when it is over the bound."""
     p, d = prefill_engine(), decode_engine()
-    content = b'{"prompt": [' + b"[]," * (20 << 20) + b"[]]}"
+    content = b'{"prompt": [' + b"[]," * (MAX_COMMAS + 1) + b"[]]}"
     with routed(p, d) as front, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(front.post, content)
         while not answer.done():

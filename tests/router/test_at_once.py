@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from kvferry.router import router
 from kvferry.router.identities import CALM_ANSWERS, IDENTITY, Identity
 from kvferry.router.request_bodies import PREFILL_TAG
-from tests.router.stand_ins import PUSH, Client, Served, answer_of_p, closed_port, leave_after
+from tests.router.stand_ins import PUSH, Served, answer_of_p, gone, leave_after
 from tests.support.served import eventually
 
 
@@ -24,9 +23,8 @@ def known(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_both_are_asked_at_once_from_the_second_request_on(at_once: Served) -> None:
-    at_once.learn()
     at_once.p.held = True  # P answers only when D has been asked
-    client = Client(at_once.url, {"prompt": "y", "max_tokens": 5}, **{"x-request-id": "mine"})
+    client = at_once.begin({"prompt": "y", "max_tokens": 5}, **{"x-request-id": "mine"})
     for engine in (at_once.p, at_once.d):
         assert engine.engine.arrived.wait(60), "both are asked while P computes"
     at_once.p.go_on.set()
@@ -43,38 +41,28 @@ def test_both_are_asked_at_once_from_the_second_request_on(at_once: Served) -> N
     assert (at_once.p.params[-1] or {})["transfer_id"] != name
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {name: value for name, value in PUSH.items() if name != "transfer_mode"},
-        PUSH | {"transfer_mode": "pull"},
-        PUSH | {"remote_host": None},
-        PUSH | {"remote_port": "5600"},
-        PUSH | {"remote_engine_id": ""},
-    ],
-)
-def test_a_p_that_does_not_offer_it_is_asked_first(at_once: Served, params: dict[str, Any]) -> None:
-    at_once.p.answer = lambda body: answer_of_p(params)
-    for _ in range(2):
-        at_once.ask({"prompt": "x"})
-    assert at_once.p.params == [PREFILL_TAG] * 2 and at_once.d.params == [params] * 2
+def test_a_p_that_does_not_offer_it_is_asked_first(pair: Served) -> None:
+    modes: list[dict[str, Any]] = [{"transfer_mode": mode} for mode in (None, "pull")]
+    for missing in (*modes, {"remote_host": None}, {"remote_port": "5600"}, {"remote_engine_id": ""}):
+        params = PUSH | missing
+        pair.p.answer = lambda body, params=params: answer_of_p(params)
+        for _ in range(2):
+            pair.ask({"prompt": "x"})
+            assert pair.p.params[-1] == PREFILL_TAG and pair.d.params[-1] == params
 
 
-@pytest.mark.parametrize("at_once", [{"serial": True}], indirect=True)
-def test_serial_is_always_one_after_the_other(at_once: Served) -> None:
+@pytest.mark.parametrize("pair", [{"serial": True}], indirect=True)
+def test_serial_is_always_one_after_the_other(pair: Served) -> None:
     for _ in range(3):
-        at_once.ask({"prompt": "x"})
-    assert at_once.p.params == [PREFILL_TAG] * 3 and at_once.d.params == [PUSH] * 3
+        pair.ask({"prompt": "x"})
+    assert pair.p.params == [PREFILL_TAG] * 3 and pair.d.params == [PUSH] * 3
 
 
 @pytest.mark.parametrize("failure", [lambda body: Response(status_code=503), lambda body: answer_of_p(None)])
 def test_p_fails_while_d_waits(at_once: Served, failure: Any) -> None:
     """D is asked again without parameters, and P, which may be another one by now, serially."""
-    at_once.learn()
-    at_once.d.held, at_once.p.held = True, True
     at_once.p.answer = failure
-    client = Client(at_once.url, {"prompt": "y"})
-    assert at_once.d.engine.arrived.wait(60)
+    client = at_once.held_by_both()
     at_once.p.go_on.set()
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
     eventually(lambda: len(at_once.d.bodies) == 3, "D is asked again")
@@ -89,7 +77,6 @@ def test_p_fails_while_d_waits(at_once: Served, failure: Any) -> None:
 def test_another_p_that_answers_after_d_keeps_no_lease(at_once: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """D was told of a P that has ended, and prefilled by itself."""
     monkeypatch.setattr(router, "LATE_SECONDS", 60.0)
-    at_once.learn()
     other = PUSH | {"remote_engine_id": "p-1"}
     at_once.p.held = True
     at_once.p.answer = lambda body: answer_of_p(other)
@@ -101,12 +88,9 @@ def test_another_p_that_answers_after_d_keeps_no_lease(at_once: Served, monkeypa
 
 
 def test_another_p_answers(at_once: Served) -> None:
-    at_once.learn()
     other = PUSH | {"remote_engine_id": "p-1"}
-    at_once.d.held, at_once.p.held = True, True
     at_once.p.answer = lambda body: answer_of_p(other)
-    client = Client(at_once.url, {"prompt": "y"})
-    assert at_once.d.engine.arrived.wait(60)
+    client = at_once.held_by_both()
     at_once.p.go_on.set()
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
     at_once.d.go_on.set()
@@ -132,17 +116,6 @@ def test_a_place_where_several_answer_is_asked_serially() -> None:
     assert (identity.get() or {})["remote_engine_id"] == "p-1"
 
 
-def test_d_may_answer_before_p(at_once: Served) -> None:
-    """And what becomes of P then changes nothing."""
-    at_once.learn()
-    at_once.p.held = True
-    at_once.p.answer = lambda body: Response(status_code=503)
-    assert at_once.ask({"prompt": "y"}).json() == {"text": "from D"}
-    at_once.p.go_on.set()
-    at_once.nothing_left()
-    assert len(at_once.d.bodies) == 2
-
-
 REFUSAL = {"error": {"message": "too long"}}
 
 
@@ -151,7 +124,6 @@ def test_an_error_of_d_while_p_computes_leaves_no_lease(
     at_once: Served, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router, "LATE_SECONDS", 0.0)
-    at_once.learn()
     at_once.p.held = True
     event = b"data: " + json.dumps(REFUSAL).encode() + b"\n\n"
     error = Response(event, media_type="text/event-stream") if streamed else JSONResponse(REFUSAL, 400)
@@ -167,29 +139,25 @@ def test_an_error_of_d_while_p_computes_leaves_no_lease(
 
 
 def test_a_d_that_is_gone_ends_ps_leg(at_once: Served) -> None:
-    at_once.learn()
     at_once.p.held = True
-    at_once.decode_engines(f"http://127.0.0.1:{closed_port()}")
+    at_once.decode_engines(gone())
     answer = at_once.ask({"prompt": "y"})
     assert answer.status_code == 502 and "decode engine" in answer.json()["error"]["message"]
     eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
 
 
 def test_an_answer_of_p_that_is_not_utf_8_hands_nothing_over(at_once: Served) -> None:
-    at_once.learn()
     at_once.d.held = True
     at_once.p.answer = lambda body: Response(b'{"a": "\xff"}', media_type="application/json")
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(at_once.ask, {"prompt": "y"})
-        eventually(lambda: at_once.d.gone == 1 or answer.done(), "D's first leg has ended")
-        at_once.d.go_on.set()
-        assert answer.result().json() == {"text": "from D"}
+    answer = at_once.begin({"prompt": "y"})
+    eventually(lambda: at_once.d.gone == 1 or answer.done(), "D's first leg has ended")
+    at_once.d.go_on.set()
+    assert answer.result().json() == {"text": "from D"}
     at_once.nothing_left()
 
 
 def test_an_error_that_nobody_expects_ends_ds_leg(at_once: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its seat would count as a request of D for good."""
-    at_once.learn()
     at_once.d.held = True
 
     def breaks(params: Any, now: float) -> None:
@@ -205,7 +173,6 @@ def test_an_error_that_nobody_expects_ends_ds_leg(at_once: Served, monkeypatch: 
 @pytest.mark.parametrize("p_has_answered", [False, True])
 def test_a_client_that_leaves_ends_both_legs(at_once: Served, stream: bool, p_has_answered: bool) -> None:
     """Where P has answered, D is told to release the lease: it may have left before it read its request."""
-    at_once.learn()
     at_once.d.held, at_once.p.held = True, not p_has_answered
     leave_after(at_once.url, {"prompt": "y", "stream": stream, "seed": 1}, at_once.d.engine.arrived)
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from examples.two_node.run_netns import enter
-from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, prefill_engine, served
+from tests.router.stand_ins import PARAMS, Engine, Site, decode_engine, prefill_engine, served
 from tests.support.engines import python_path
 from tests.support.name_server import NameServer
 from tests.support.served import eventually
@@ -85,7 +85,7 @@ class Host:
             return None
 
     def ask(self) -> httpx.Response:
-        return self.run(lambda: ask(ROUTER, {"prompt": "x"}))
+        return self.run(lambda: Site(ROUTER).ask({"prompt": "x"}))
 
     def engines(self) -> dict[str, tuple[str, str]]:
         """Role and state, by address."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.router.engines import BEFORE, EnginePool, EngineState, Role
+from kvferry.router.engines import BEFORE, EnginePool, EngineState, Role, Seat
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import members
 from kvferry.transport.errors import UsageError
@@ -20,10 +20,14 @@ def prefix_of(body: dict[str, Any]) -> PromptPrefix:
     return prompt_prefix(members(json.dumps(body).encode()) or {})
 
 
-def taken(pool: EnginePool, tokens: float = 10, **how: Any) -> str:
-    seat = pool.take_prefill(tokens, 0.0, **how)
+def seat_of(pool: EnginePool, tokens: float = 10, now: float = 0.0, **how: Any) -> Seat:
+    seat = pool.take_prefill(tokens, now, **how)
     assert seat is not None
-    return seat.engine.url
+    return seat
+
+
+def taken(pool: EnginePool, tokens: float = 10, **how: Any) -> str:
+    return seat_of(pool, tokens, **how).engine.url
 
 
 def test_which_state_follows_which() -> None:
@@ -32,20 +36,14 @@ def test_which_state_follows_which() -> None:
         assert {after for after in BEFORE if state in BEFORE[after]} == {EngineState.JOINING, EngineState.LEAVING}
 
 
-def test_p_with_the_fewest_tokens_takes_the_prompt() -> None:
+def test_p_with_the_fewest_tokens_takes_the_prompt_and_equal_ones_take_turns() -> None:
     pool = EnginePool([A, B])
     assert [taken(pool, 100), taken(pool, 10), taken(pool, 10), taken(pool, 10)] == [A, B, B, B]
-
-
-def test_equal_engines_take_turns() -> None:
     pool = EnginePool([A, B, C])
-    urls = []
-    for _ in range(6):
-        seat = pool.take_prefill(1, 0.0)
-        assert seat is not None
-        urls.append(seat.engine.url)
+    for url in [A, B, C] * 2:
+        seat = seat_of(pool)
+        assert seat.engine.url == url
         seat.release()
-    assert urls == [A, B, C] * 2
 
 
 def test_a_prefix_is_followed_until_it_costs_more_than_it_saves() -> None:
@@ -57,11 +55,11 @@ def test_a_prefix_is_followed_until_it_costs_more_than_it_saves() -> None:
 
 def test_what_a_p_computes_no_longer_is_no_load_but_holds_it() -> None:
     pool = EnginePool([A, B])
-    seat = pool.take_prefill(1000, 0.0)
-    assert seat is not None and taken(pool, 1) == B
+    seat = seat_of(pool, 1000)
+    assert taken(pool, 1) == B
     seat.computed()
-    engine = pool.get(A)
-    assert engine is not None and (engine.load, engine.requests) == (0, 1)
+    engine = seat.engine
+    assert (engine.load, engine.requests) == (0, 1)
     pool.move(engine, EngineState.LEAVING)
     assert pool.get(A) is engine, "D has not loaded yet"
     seat.handed_over()
@@ -80,18 +78,15 @@ def test_d_with_the_fewest_requests() -> None:
 
 def test_an_engine_that_failed_is_passed_over_and_comes_back() -> None:
     pool = EnginePool([A, B], cool_down=5)
-    engine = pool.get(A)
-    assert engine is not None
+    engine = next(iter(pool))
     pool.failed(engine, 0.0)
     assert [taken(pool) for _ in range(3)] == [B] * 3
-    late = pool.take_prefill(1, 5.0)
-    assert late is not None and late.engine is engine
+    assert seat_of(pool, now=5.0).engine is engine
 
 
 def test_one_bad_request_is_no_fault_of_an_engine_and_several_are() -> None:
     pool = EnginePool([A, B], cool_down=5)
-    engine = pool.get(A)
-    assert engine is not None
+    engine = next(iter(pool))
     for request in (1, 1, 1, 2, 1):
         pool.answered(engine, 500, request, 0.0)
     pool.answered(engine, 200, 0, 0.0)
@@ -110,9 +105,6 @@ def test_a_d_that_failed_is_asked_where_there_is_no_other() -> None:
     for engine in pool:
         pool.move(engine, EngineState.DRAINING)
     assert pool.take_decode(2.0) is None
-    assert EnginePool([A]).take_prefill(1, 0.0, but=list(EnginePool([A]))) is not None
-    pool = EnginePool([A])
-    assert pool.take_prefill(1, 0.0, but=list(pool)) is None
 
 
 def test_health_checks_change_the_state_after_several_failures() -> None:
@@ -122,21 +114,17 @@ def test_health_checks_change_the_state_after_several_failures() -> None:
     assert (engine.state, pool.take_prefill(1, 0.0)) == (EngineState.DOWN, None)
     assert pool.checked(engine, True, 3) and engine.state is EngineState.UP
     assert [pool.checked(engine, passed, 3) for passed in (False, False, True, False, False)] == [False] * 5
-
-
-def test_a_new_engine_takes_requests_once_a_check_has_passed() -> None:
     pool = EnginePool()
     engine = pool.add(A + "/", Role.PREFILL)
-    assert engine.url == A and pool.take_prefill(1, 0.0) is None
-    pool.checked(engine, True, 3)
-    assert taken(pool) == A
+    assert engine.url == A and pool.take_prefill(1, 0.0) is None, "a new one waits for a check"
+    assert pool.checked(engine, True, 3) and taken(pool) == A
 
 
 def test_a_change_of_role_leaves_the_running_requests() -> None:
     pool = EnginePool([A], [B])
-    running = pool.take_prefill(1000, 0.0)
+    running = seat_of(pool, 1000)
     engine = pool.add(A, Role.DECODE)
-    assert running is not None and engine is running.engine and pool.take_prefill(1, 0.0) is None
+    assert engine is running.engine and pool.take_prefill(1, 0.0) is None
     assert engine.load == 0 and engine.requests == 1
     seat = pool.take_decode(0.0)
     assert seat is not None
@@ -144,29 +132,12 @@ def test_a_change_of_role_leaves_the_running_requests() -> None:
     assert [e.loads for e in pool] == [{Role.PREFILL: 0.0, Role.DECODE: 1.0 if e is seat.engine else 0.0} for e in pool]
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "10.0.0.1:8000",
-        "ftp://a:1",
-        "http://",
-        "http://a:99999",
-        "http://a:0",
-        "http://a/?x",
-        "http://a:1/v1",
-        "http://a:1/v1/",
-        "http://a b",
-        f"http://{'a' * 60_000}:1",
-        f"http://{'a.' * 200}:1",
-        "http://a..b:1",
-    ],
-)
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="expected http://HOST:PORT"):
-        EnginePool([url])
-
-
-def test_one_engine_has_one_role() -> None:
+def test_what_is_no_url_and_an_engine_of_two_roles_are_refused() -> None:
+    long = f"http://{'a' * 60_000}:1", f"http://{'a.' * 200}:1"
+    paths = "http://a/?x", "http://a:1/v1", "http://a:1/v1/", "http://a b", "http://a..b:1"
+    for url in ("10.0.0.1:8000", "ftp://a:1", "http://", "http://a:99999", "http://a:0", *paths, *long):
+        with pytest.raises(UsageError, match="expected http://HOST:PORT"):
+            EnginePool([url])
     with pytest.raises(UsageError, match="name it once"):
         EnginePool([A], [A + "/"])
 
@@ -200,19 +171,9 @@ def test_the_longest_part_counts_and_the_last_p() -> None:
     assert affinity.find(prefix_of({"prompt": BLOCK + "z" * 1024}), {A, B}) == (B, 1.0 * BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"prompt": None},
-        {"prompt": 3},
-        {"messages": "x"},
-        {"messages": [3, {"role": 1}]},
-        {"prompt": "\ud800" * 2000},
-    ],
-)
-def test_a_body_of_any_form_has_a_prefix(body: dict[str, Any]) -> None:
-    assert prefix_of(body).tokens >= 0
+def test_a_body_of_any_form_has_a_prefix() -> None:
+    for prompt in ({}, {"prompt": None}, {"prompt": 3}, {"messages": [3, {"role": 1}]}, {"prompt": "\ud800" * 2000}):
+        assert prefix_of(prompt).tokens >= 0
 
 
 def test_memory_is_bounded() -> None:

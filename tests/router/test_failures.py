@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from kvferry.router.legs import LegTimeouts
 from tests.router.stand_ins import (
     PARAMS,
     PUSH,
-    Client,
     Engine,
     RawEngine,
     Served,
@@ -40,29 +36,21 @@ def failing(status: int = 503) -> Engine:
     return Engine(answer)
 
 
-@pytest.mark.parametrize("kind", ["gone", "error"])
-def test_another_p_is_asked_once(kind: str) -> None:
-    bad: Engine | str = gone() if kind == "gone" else failing()
+@pytest.mark.parametrize("bad", [0, 503], ids=["gone", "error"])
+def test_another_p_is_asked_once(bad: int) -> None:
     p, d = prefill_engine(), decode_engine()
-    with routed([bad, p], [d], cool_down=600) as front:
+    with routed([failing(bad) if bad else gone(), p], [d], cool_down=600) as front:
         for _ in range(2):
             assert front.ask({"prompt": "x"}).json() == {"text": "from D"}
-    assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
-    assert len(p.seen) == 2
+    assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2 and len(p.seen) == 2
 
 
-def test_two_p_that_fail_leave_the_prompt_to_d() -> None:
-    bad, d = [failing(), failing(), prefill_engine()], decode_engine()
-    with routed(bad, [d], cool_down=600) as front:
+@pytest.mark.parametrize(("statuses", "asked"), [((503, 503, 200), [1, 1, 0]), ((400, 200), [1, 0])])
+def test_two_p_that_fail_or_one_that_refuses_leave_the_prompt_to_d(statuses: tuple[int], asked: list[int]) -> None:
+    p, d = [prefill_engine(status=status) for status in statuses], decode_engine()
+    with routed(p, [d], cool_down=600) as front:
         assert front.ask({"prompt": "x"}).json() == {"text": "from D"}
-    assert [len(p.seen) for p in bad] == [1, 1, 0] and "kv_transfer_params" not in d.seen[0][0]
-
-
-def test_a_request_that_p_refuses_is_not_sent_to_another_p() -> None:
-    bad, p, d = failing(400), prefill_engine(), decode_engine()
-    with routed([bad, p], [d], cool_down=600) as front:
-        front.ask({"prompt": "x"})
-    assert len(bad.seen) == 1 and not p.seen
+    assert [len(each.seen) for each in p] == asked and "kv_transfer_params" not in d.seen[0][0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,38 +63,30 @@ def test_a_d_that_is_gone_is_replaced_with_the_same_parameters(stream: bool) -> 
     assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
 
 
-def says(first: bytes, connection: socket.socket, number: int) -> bytes:
-    return first
-
-
 def test_a_d_that_breaks_before_a_byte_is_replaced_and_one_that_breaks_after_is_not() -> None:
     p, d = prefill_engine(), decode_engine()
     for first, status, asked in ((b"", 200, 1), (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", 502, 0)):
         d.seen.clear()
-        raw = RawEngine("D", partial(says, first))
-        with routed(p, [raw, d], cool_down=600) as front:
+        with routed(p, [RawEngine("D", first), d], cool_down=600) as front:
             assert front.ask({"prompt": "x"}).status_code == status
         assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * asked
 
 
-def test_a_d_that_answers_with_an_error_is_replaced_without_parameters() -> None:
+def test_a_d_that_answers_with_an_error_is_replaced_once_without_parameters() -> None:
     """It has released the lease."""
-    bad, p, d = failing(500), prefill_engine(), decode_engine()
-    with routed([p], [bad, d], cool_down=600) as front:
-        assert front.ask({"prompt": "x"}).json() == {"text": "from D"}
-    assert "kv_transfer_params" in bad.seen[0][0] and "kv_transfer_params" not in d.seen[0][0]
-
-
-def test_the_second_d_is_the_last() -> None:
     bad, d = [failing(500), failing(500)], decode_engine()
     with routed([prefill_engine()], [*bad, d], cool_down=600) as front:
         answer = front.ask({"prompt": "x"})
         assert answer.status_code == 500 and answer.json() == {"error": {"message": "planted"}}
-    assert [len(engine.seen) for engine in bad] == [1, 1] and not d.seen
+        assert ["kv_transfer_params" in engine.seen[0][0] for engine in bad] == [True, False] and not d.seen
+        assert front.ask({"prompt": "y"}).json() == {"text": "from D"}
 
 
-def test_without_an_engine_the_error_says_so() -> None:
+def test_without_an_engine_or_a_route_the_error_says_so() -> None:
     with routed([], []) as front:
+        for path, status in (("/v1/none", 404), ("/v1/completions", 405)):
+            answer = front.get(path)
+            assert answer.status_code == answer.json()["error"]["code"] == status
         answer = front.ask({"prompt": "x"})
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "ServiceUnavailableError"
         assert front.get("/v1/models").status_code == 503
@@ -115,14 +95,7 @@ def test_without_an_engine_the_error_says_so() -> None:
 # --- both legs at once
 
 
-def broken_after_it_was_asked(at_once: Served, stack: ExitStack) -> None:
-    """D's connection breaks when it has the request; another D is there."""
-    raw = RawEngine("D", lambda connection, number: b"")
-    at_once.decode_engines(stack.enter_context(raw.running()), at_once.d_url)
-
-
 def test_a_d_that_is_gone_is_replaced_at_once_under_the_same_name(at_once: Served) -> None:
-    at_once.learn()
     at_once.decode_engines(gone(), at_once.d_url)
     at_once.p.held = True
     assert at_once.ask({"prompt": "y"}).json() == {"text": "from D"}, "before P has answered"
@@ -132,23 +105,19 @@ def test_a_d_that_is_gone_is_replaced_at_once_under_the_same_name(at_once: Serve
 
 
 def test_a_d_that_breaks_while_p_computes_is_replaced_with_ps_lease(at_once: Served) -> None:
-    at_once.learn()
-    with ExitStack() as stack:
-        broken_after_it_was_asked(at_once, stack)
+    with RawEngine("D", b"").running() as broken_after_it_was_asked:
+        at_once.decode_engines(broken_after_it_was_asked, at_once.d_url)
         assert at_once.ask({"prompt": "y"}).json() == {"text": "from D"}
     at_once.nothing_left()
     assert at_once.d.params[-1] == PUSH and at_once.p.gone == 0
 
 
 def test_another_p_after_one_that_fails_while_d_waits(at_once: Served) -> None:
-    at_once.learn()
-    at_once.d.held = at_once.p.held = True
     at_once.p.answer = lambda body: Response(status_code=503)
     other = prefill_engine()
     at_once.router.engines.cool_down = 600
     with served(other.app) as other_url:
-        client = Client(at_once.url, {"prompt": "y"})
-        assert at_once.d.engine.arrived.wait(60)
+        client = at_once.held_by_both()
         at_once.router.engines.add(other_url, Role.PREFILL, EngineState.UP)
         at_once.p.go_on.set()
         eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
@@ -160,7 +129,6 @@ def test_another_p_after_one_that_fails_while_d_waits(at_once: Served) -> None:
 @pytest.mark.parametrize("p_has_answered", [False, True])
 def test_a_client_that_leaves_before_d_was_asked_leaves_no_lease(at_once: Served, p_has_answered: bool) -> None:
     """D's connection is not there yet. P's leg ends as it would, and D loads the prompt, for the lease."""
-    at_once.learn()
     send, waits = at_once.router.http.send, threading.Event()
 
     async def held(method: str, base: str, path: str, **how: Any) -> Any:
@@ -197,7 +165,7 @@ def test_more_requests_than_allowed_get_503() -> None:
     go_on = threading.Event()
     p, d = prefill_engine(go_on=go_on), decode_engine()
     with routed(p, d, limits=Limits(requests=1)) as front:
-        client = Client(front.url, {"prompt": "x"})
+        client = front.begin({"prompt": "x"})
         assert p.arrived.wait(60)
         refused = front.ask({"prompt": "y"})
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
@@ -226,7 +194,7 @@ def test_more_bytes_of_bodies_than_allowed_get_503() -> None:
     go_on = threading.Event()
     p, d = prefill_engine(go_on=go_on), decode_engine()
     with routed(p, d, limits=BODIES) as front:
-        client = Client(front.url, LONG)
+        client = front.begin(LONG)
         assert p.arrived.wait(60)
         refused = front.ask(SHORT)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
@@ -283,13 +251,6 @@ def test_what_d_might_read_otherwise_is_refused(content: bytes) -> None:
     assert not d.refused and not d.seen
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/none", 404), ("GET", "/v1/completions", 405)])
-def test_errors_of_the_server_have_openais_form(method: str, path: str, status: int) -> None:
-    with routed(prefill_engine(), decode_engine()) as front:
-        answer = front.request(method, path)
-        assert answer.status_code == answer.json()["error"]["code"] == status
-
-
 def test_a_fault_of_the_router_is_an_error_without_a_traceback() -> None:
     async def fault(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("planted")
@@ -300,13 +261,6 @@ def test_a_fault_of_the_router_is_an_error_without_a_traceback() -> None:
         assert answer.status_code == 500 and "planted" not in answer.text
         assert answer.json()["error"]["type"] == "InternalServerError"
         assert front.router.metrics.in_flight == 0
-
-
-def test_an_engine_that_speaks_no_http_is_one_clear_error() -> None:
-    raw = RawEngine("D", lambda connection, number: b"SSH-2.0-OpenSSH_9.6\r\n")
-    with routed([], raw) as front:
-        answer = front.ask({"prompt": "x"})
-        assert answer.status_code == 502 and "no HTTP answer" in answer.json()["error"]["message"]
 
 
 def test_a_client_that_sends_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,10 +274,9 @@ def test_a_client_that_sends_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_client_that_leaves_while_a_d_is_replaced_leaves_no_lease(at_once: Served) -> None:
     """D has broken off, and P computes: P's leg ends as it would, and the other D loads the prompt, once."""
-    at_once.learn()
     at_once.p.held = True
     broken = threading.Event()
-    raw = RawEngine("D", lambda connection, number: b"")
+    raw = RawEngine("D", b"")
     with raw.running() as raw_url:
         at_once.decode_engines(raw_url, at_once.d_url)
         at_once.router.engines.cool_down = 600
@@ -337,9 +290,8 @@ def test_a_client_that_leaves_while_a_d_is_replaced_leaves_no_lease(at_once: Ser
 
 
 def test_a_d_that_breaks_in_its_answer_is_not_replaced_at_once_either(at_once: Served) -> None:
-    at_once.learn()
     at_once.p.held = True
-    raw = RawEngine("D", lambda connection, number: b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")
+    raw = RawEngine("D", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")
     with raw.running() as raw_url:
         at_once.decode_engines(raw_url, at_once.d_url)
         assert at_once.ask({"prompt": "y"}).status_code == 502

@@ -26,8 +26,8 @@ from tests.support.served import eventually
 from tests.support.server import Server
 
 CROWD = 1000
-ROUNDS = 4
-HONEST, BESIDE = 200, 8
+ROUNDS = 2
+HONEST, BESIDE = 100, 8
 STREAMS = re.compile(rb'"stream": ?true')
 WHOLE, PIECES = b'{"text":"from D"}', [b"data: {}\n\n"] * 3 + [b"data: [DONE]\n\n"]
 

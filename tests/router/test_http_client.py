@@ -8,9 +8,9 @@ import resource
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,6 +22,7 @@ from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultEr
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 RESET = b"reset"
+T = TypeVar("T")
 
 
 @contextmanager
@@ -49,15 +50,18 @@ async def send(client: HttpClient, url: str, body: Any = None, **how: Any) -> by
     return await (await answer(client, url, body, **how)).body()
 
 
-def sent(url: str, **how: Any) -> bytes:
-    async def go() -> bytes:
+def with_client(go: Callable[[HttpClient, str], Coroutine[Any, Any, T]], serve: Callable[[socket.socket], object]) -> T:
+    """What ``go`` makes of a client and the URL of such an engine."""
+
+    async def run(url: str) -> T:
         client = HttpClient()
         try:
-            return await send(client, url, **how)
+            return await go(client, url)
         finally:
             await client.close()
 
-    return asyncio.run(go())
+    with engine(serve) as url:
+        return asyncio.run(run(url))
 
 
 def answers(*pieces: bytes, more: threading.Event | None = None) -> Callable[[socket.socket], None]:
@@ -85,17 +89,14 @@ def answers(*pieces: bytes, more: threading.Event | None = None) -> Callable[[so
     ],
 )
 def test_what_is_no_whole_answer_is_an_error(pieces: tuple[bytes, ...], why: str) -> None:
-    with engine(answers(*pieces)) as url, pytest.raises(HttpError, match=why):
-        sent(url)
+    with pytest.raises(HttpError, match=why):
+        with_client(send, answers(*pieces))
 
 
 def test_an_answer_that_is_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1000)
-    with (
-        engine(answers(HEAD + b"content-length: 5000\r\n\r\n" + b"x" * 5000)) as url,
-        pytest.raises(HttpError, match="1000"),
-    ):
-        sent(url)
+    with pytest.raises(HttpError, match="1000"):
+        with_client(send, answers(HEAD + b"content-length: 5000\r\n\r\n" + b"x" * 5000))
 
 
 def test_an_answer_may_take_as_long_as_its_connection_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,25 +109,21 @@ def test_an_answer_may_take_as_long_as_its_connection_lives(monkeypatch: pytest.
         return request(self, *args, timeout=timeout, **how)
 
     monkeypatch.setattr(aiohttp.ClientSession, "request", noted)
-    with engine(answers(HEAD + b"content-length: 5\r\n\r\nhello")) as url:
-        assert sent(url) == b"hello"
+    assert with_client(send, answers(HEAD + b"content-length: 5\r\n\r\nhello")) == b"hello"
     assert bounds == [(None, None, None)]
 
 
 def test_a_host_that_is_gone_is_noticed_in_silence() -> None:
     """By its connection: TCP asks for a sign of life."""
 
-    async def go(url: str) -> None:
-        client = HttpClient()
+    async def go(client: HttpClient, url: str) -> None:
         connection = (await answer(client, url)).response.connection
         assert connection is not None and connection.transport is not None
         connected = connection.transport.get_extra_info("socket")
         assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
-        await client.close()
 
-    with engine(answers(HEAD + b"content-length: 1\r\n\r\n", b"", more=threading.Event())) as url:
-        asyncio.run(go(url))
+    with_client(go, answers(HEAD + b"content-length: 1\r\n\r\n", b"", more=threading.Event()))
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 302 Found\r\nlocation: /y\r\n", HEAD + b"content-encoding: gzip\r\n"])
@@ -139,19 +136,15 @@ def test_an_answer_is_taken_as_it_is(head: bytes) -> None:
             seen.append(request)
             connection.sendall(head + b"set-cookie: a=1\r\ncontent-length: 5\r\n\r\nhello")
 
-    async def go(url: str) -> None:
-        client = HttpClient()
+    async def go(client: HttpClient, url: str) -> None:
         assert [await send(client, url) for _ in range(2)] == [b"hello"] * 2
-        await client.close()
 
-    with engine(serve) as url:
-        asyncio.run(go(url))
+    with_client(go, serve)
     assert len(seen) == 2 and not any(b"cookie" in request.lower() for request in seen)
 
 
 def test_a_connection_that_this_machine_cannot_make_is_no_fault_of_the_engine() -> None:
-    async def go(url: str) -> None:
-        client = HttpClient()
+    async def go(client: HttpClient, url: str) -> None:
         await send(client, url)  # what is loaded at the first request is
         await asyncio.sleep(0.1)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -168,29 +161,25 @@ def test_a_connection_that_this_machine_cannot_make_is_no_fault_of_the_engine() 
             for each in taken:
                 each.close()
         assert client.own_fault == "EMFILE"
-        await client.close()
 
-    with engine(answers(HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n")) as url:
-        asyncio.run(go(url))
+    with_client(go, answers(HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n"))
 
 
 def test_a_request_is_sent_once_it_has_a_connection() -> None:
-    async def go(url: str) -> None:
-        client, progress = HttpClient(), RequestProgress()
+    async def go(client: HttpClient, url: str) -> None:
+        progress = RequestProgress()
         with pytest.raises(HttpError):
             await send(client, "http://127.0.0.1:1", progress=progress)
         assert not progress.sent and not progress.answered
         assert await send(client, url, body={"x": msgspec.Raw(b'"' + b"x" * (3 << 20) + b'end"')}, progress=progress)
         assert progress.sent and progress.answered
-        await client.close()
 
     def serve(connection: socket.socket) -> None:
         while b"end" not in connection.recv(1 << 20):
             pass
         connection.sendall(HEAD + b"content-length: 1\r\n\r\n1")
 
-    with engine(serve) as url:
-        asyncio.run(go(url))
+    with_client(go, serve)
 
 
 def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
@@ -205,16 +194,13 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
         connection.close()
         closed.set()
 
-    async def go(url: str) -> None:
-        client = HttpClient()
+    async def go(client: HttpClient, url: str) -> None:
         await send(client, url)
         close.set()
         closed.wait(60)  # nothing else runs in this loop
         await send(client, url)
-        await client.close()
 
-    with engine(serve) as url:
-        asyncio.run(go(url))
+    with_client(go, serve)
     assert len(connections) == 2
 
 
@@ -231,15 +217,12 @@ def test_a_connection_is_kept_for_less_time_than_an_engine_keeps_it(
         while connection.recv(1 << 16):
             connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
 
-    async def go(url: str) -> None:
-        client = HttpClient()
+    async def go(client: HttpClient, url: str) -> None:
         await send(client, url)
         await asyncio.sleep(0.2)
         await send(client, url)
-        await client.close()
 
-    with engine(serve) as url:
-        asyncio.run(go(url))
+    with_client(go, serve)
     assert len(seen) == connections
 
 
@@ -254,16 +237,10 @@ def test_a_slow_reader_holds_the_engine_up() -> None:
             connection.sendall(b"x" * (1 << 20))
             written.append(1)
 
-    async def go(url: str) -> int:
-        client = HttpClient()
+    async def go(client: HttpClient, url: str) -> int:
         found = await answer(client, url)
         await asyncio.sleep(0.5)
         assert len(written) < 64 and found.response.content.total_bytes < 8 << 20
-        total = 0
-        async for piece in found.pieces():
-            total += len(piece)
-        await client.close()
-        return total
+        return sum([len(piece) async for piece in found.pieces()])
 
-    with engine(serve) as url:
-        assert asyncio.run(go(url)) == size
+    assert with_client(go, serve) == size

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -51,84 +53,81 @@ def one_look(monkeypatch: pytest.MonkeyPatch, found: Membership) -> None:
     assert slept == [membership.LOOK_SECONDS] * 2
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, *sources: Listed) -> tuple[Router, Callable[[], dict[str, str]]]:
+    """A router after its first look at these sources; its engines' states after one more."""
+    router = make_router([], [])
+    found = Membership(router, sources)
+    asyncio.run(found.look())
+
+    def look() -> dict[str, str]:
+        one_look(monkeypatch, found)
+        return states(router)
+
+    return router, look
+
+
 def states(router: Router) -> dict[str, str]:
     return {engine.url: engine.state.value for engine in router.engines}
 
 
 def test_engines_of_the_first_look_are_up_and_later_ones_wait_for_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    router, listed = make_router([], []), Listed(A)
-    found = Membership(router, [listed])
-    asyncio.run(found.look())
+    listed = Listed(A)
+    router, look = watched(monkeypatch, listed)
     assert states(router) == {A: "up"}
     listed.now = {A: Role.DECODE, B: Role.DECODE}
-    one_look(monkeypatch, found)
-    assert states(router) == {A: "up", B: "joining"}
+    assert look() == {A: "up", B: "joining"}
 
 
 def test_an_engine_that_left_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is kept of it meanwhile."""
-    router, listed = make_router([], []), Listed(A, B)
-    found = Membership(router, [listed])
-    asyncio.run(found.look())
+    listed = Listed(A, B)
+    router, look = watched(monkeypatch, listed)
     first = router.engines.get(A)
     listed.now = {B: Role.DECODE}
-    one_look(monkeypatch, found)
-    assert states(router) == {B: "up"}
+    assert look() == {B: "up"}
     listed.now = {A: Role.DECODE, B: Role.DECODE}
-    one_look(monkeypatch, found)
-    assert states(router) == {A: "joining", B: "up"} and router.engines.get(A) is not first
+    assert look() == {A: "joining", B: "up"} and router.engines.get(A) is not first
 
 
 def test_an_engine_that_was_removed_by_hand_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source that goes on naming it does not bring it back."""
-    router, listed = make_router([], []), Listed(A, B)
-    found = Membership(router, [listed])
-    asyncio.run(found.look())
-    engine = router.engines.get(A)
-    assert engine is not None
-    router.engines.move(engine, EngineState.LEAVING)
-    one_look(monkeypatch, found)
-    assert states(router) == {B: "up"}
+    listed = Listed(A, B)
+    router, look = watched(monkeypatch, listed)
+    router.engines.move(next(iter(router.engines)), EngineState.LEAVING)
+    assert look() == {B: "up"}
     listed.now = {B: Role.DECODE}
-    one_look(monkeypatch, found)
-    assert states(router) == {B: "up"}
+    assert look() == {B: "up"}
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), UsageError("line 3 is wrong")])
 def test_an_error_is_logged_once_until_it_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    router, listed = make_router([], []), Listed(A)
-    found = Membership(router, [listed])
-    asyncio.run(found.look())
+    listed = Listed(A)
+    _, look = watched(monkeypatch, listed)
     for now, logged in ((error, 1), (error, 1), ({A: Role.DECODE}, 1), (error, 2), (OSError("another"), 3)):
         listed.now = now
-        one_look(monkeypatch, found)
+        assert look() == {A: "up"}
         assert len([line for line in caplog.messages if "nothing is changed" in line]) == logged
-        assert states(router) == {A: "up"}
 
 
 def test_a_source_that_fails_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    router, failing, listed = make_router([], []), Listed(), Listed()
+    failing, listed = Listed(), Listed()
     failing.now = OSError("planted")
-    found = Membership(router, [failing, listed])
-    asyncio.run(found.look())
+    _, look = watched(monkeypatch, failing, listed)
     listed.now = {A: Role.DECODE}
-    one_look(monkeypatch, found)
-    assert states(router) == {A: "joining"}
+    assert look() == {A: "joining"}
 
 
 def test_engines_beyond_the_limit_come_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engines, "MAX_ENGINES", 2)
-    router, listed = make_router([], []), Listed(A, B, C)
-    found = Membership(router, [listed])
-    asyncio.run(found.look())
+    listed = Listed(A, B, C)
+    router, look = watched(monkeypatch, listed)
     assert states(router) == {A: "up", B: "up"} and f"is not taken: {C} is one engine too many" in caplog.text
     listed.now = {B: Role.DECODE, C: Role.DECODE}
-    one_look(monkeypatch, found)
-    assert states(router) == {B: "up", C: "joining"}
+    assert look() == {B: "up", C: "joining"}
 
 
 def test_a_file_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -161,10 +160,7 @@ class Http:
         if isinstance(answer, Exception):
             raise answer
 
-        async def body() -> bytes:
-            return b""
-
-        return SimpleNamespace(status=answer, body=body, close=lambda: None)
+        return SimpleNamespace(status=answer, body=AsyncMock(), close=lambda: None)
 
 
 def checked(router: Router, http: Http, **checks: Any) -> HealthChecks:

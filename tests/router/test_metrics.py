@@ -37,14 +37,11 @@ def test_old_answers_leave_and_errors_do_not_count() -> None:
         assert f"kvferry_router_{name}_seconds_count 2.0\n".encode() in metrics.text()
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded_and_an_engine_that_is_passed_over_is_shown_so() -> None:
     metrics = Metrics(EnginePool())
     for number in range(RECENT_REQUESTS + 10):
         metrics.answered(200, 0.0, float(number), float(number))
     assert latencies(metrics, 0.0)[0]["p50"] == 10 + RECENT_REQUESTS // 2, "the first ten are forgotten"
-
-
-def test_an_engine_that_is_passed_over_is_shown_so() -> None:
     pool = EnginePool([A], cool_down=5)
     (engine,) = pool
     pool.failed(engine, 10.0)

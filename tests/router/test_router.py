@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
-import time
+from typing import Any
 
 import pytest
 
@@ -17,28 +16,15 @@ from tests.support.served import eventually
 
 def test_the_two_legs() -> None:
     p, d = prefill_engine(), decode_engine()
-    body = {
-        "prompt": "x",
-        "max_tokens": 9,
-        "max_completion_tokens": 9,
-        "n": 3,
-        "min_tokens": 4,
-        "temperature": 0.5,
-        "kv_transfer_params": {"remote_host": "attacker"},
-    }
+    kept = {"prompt": "x", "temperature": 0.5}
+    body = kept | {"max_tokens": 9, "max_completion_tokens": 9, "n": 3, "min_tokens": 4}
+    body["kv_transfer_params"] = {"remote_host": "attacker"}
     with routed(p, d) as front:
         response = front.ask(body, authorization="Bearer k")
     assert response.json() == {"text": "from D"} and response.headers["x-from"] == "d"
     (to_p, p_headers, _), (to_d, d_headers, _) = p.seen[0], d.seen[0]
-    assert to_p == {
-        "prompt": "x",
-        "max_tokens": 1,
-        "max_completion_tokens": 1,
-        "n": 1,
-        "temperature": 0.5,
-        "stream": False,
-        "kv_transfer_params": PREFILL_TAG,
-    }
+    of_p = {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": PREFILL_TAG}
+    assert to_p == kept | of_p
     assert to_d == body | {"kv_transfer_params": PARAMS}  # verbatim, and the client's own are gone
     assert p_headers["x-request-id"] == d_headers["x-request-id"] == response.headers["x-request-id"]
     assert p_headers["authorization"] == d_headers["authorization"] == "Bearer k"
@@ -65,19 +51,15 @@ def test_streams_piece_by_piece() -> None:
 
 @pytest.mark.parametrize("why", ["error", "late", "refused", "no params", "garbage params"])
 def test_decode_only_where_prefill_fails(why: str) -> None:
-    p = {
-        "error": prefill_engine(status=503),
-        "late": prefill_engine(delay=30),
-        "no params": prefill_engine(params=None),
-        "garbage params": prefill_engine(params="x"),
-        "refused": prefill_engine(),
-    }[why]
+    how: dict[str, dict[str, Any]] = {
+        "error": {"status": 503}, "late": {"go_on": threading.Event()}, "refused": {}, "no params": {"params": None},
+        "garbage params": {"params": "x"},
+    }  # fmt: skip
+    p = prefill_engine(**how[why])
     d = decode_engine()
     with routed(gone() if why == "refused" else p, d, LegTimeouts(prefill=0.5), cool_down=600) as front:
-        began = time.monotonic()
         theirs = {"do_remote_prefill": True, "remote_host": "attacker"}
         assert front.ask({"prompt": "x", "kv_transfer_params": theirs}).json() == {"text": "from D"}
-        assert time.monotonic() - began < 25, "the late answer was not waited for"
         assert front.ask({"prompt": "y"}).json() == {"text": "from D"}
         if why == "late":
             assert p.aborted.wait(60), "the late prefill was not cancelled"
@@ -133,24 +115,6 @@ def test_client_gone_in_mid_stream_cancels_decode() -> None:
         with front.streaming() as response:
             next(response.iter_lines())
         assert d.aborted.wait(60)
-        assert front.ask({"prompt": "y"}).json() == {"text": "from D"}
-
-
-def test_decode_unreachable_is_one_clear_error() -> None:
-    p = prefill_engine()
-    with routed(p, gone()) as front:
-        response = front.ask({"prompt": "x"})
-        assert response.status_code == 502 and "decode engine" in response.json()["error"]["message"]
-        assert front.get("/health").status_code == 503
-
-
-def test_decode_breaking_off_ends_the_stream_with_an_error() -> None:
-    p, d = prefill_engine(), decode_engine(break_after=1)
-    with routed(p, d) as front:
-        lines = front.ask({"prompt": "x", "stream": True}).text.split("\n\n")
-    assert lines[0] == 'data: {"i": 0}'
-    assert json.loads(lines[1].removeprefix("data: "))["error"]["code"] == 502
-    assert "[DONE]" not in "".join(lines)
 
 
 def test_health_and_models() -> None:

@@ -21,7 +21,6 @@ from kvferry.cli.main import app
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.spans import CANCELLED, DECODE, MAX_ID_CHARS, PREFILL, REQUEST, STATUS
 from tests.router.stand_ins import (
-    Client,
     Engine,
     Front,
     Served,
@@ -99,9 +98,7 @@ def test_both_legs_at_once_are_beside_each_other() -> None:
     with Served(tracer=spans.tracer).running() as at_once:
         at_once.learn()
         named(spans, REQUEST)
-        at_once.p.held = at_once.d.held = True
-        client = Client(at_once.url, {"prompt": "y"})
-        assert at_once.p.engine.arrived.wait(60) and at_once.d.engine.arrived.wait(60)
+        client = at_once.held_by_both()
         at_once.p.go_on.set(), at_once.d.go_on.set()
         assert client.result().status_code == 200
         request, prefill, decode = (named(spans, name, 2)[1] for name in (REQUEST, PREFILL, DECODE))

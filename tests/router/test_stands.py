@@ -23,6 +23,7 @@ from kvferry.router.app import App, Limits
 from kvferry.router.health import Checks
 from tests.router.stand_ins import (
     COMPLETIONS,
+    PLAIN,
     Engine,
     Site,
     decode_engine,
@@ -31,6 +32,7 @@ from tests.router.stand_ins import (
     routed,
     router_process,
 )
+from tests.support.engines import ROUTER_PATIENCE
 from tests.support.served import eventually
 
 
@@ -49,8 +51,7 @@ def closed(connection: socket.socket) -> bool:
 
 
 async def at_the_same_time(site: Site, count: int) -> list[int]:
-    limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(trust_env=False, timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=count), **PLAIN) as client:
         asked = [client.post(site.url + COMPLETIONS, json={"prompt": f"{n}"}) for n in range(count)]
         return [answer.status_code for answer in await asyncio.gather(*asked)]
 
@@ -58,7 +59,7 @@ async def at_the_same_time(site: Site, count: int) -> list[int]:
 def test_more_requests_than_descriptors_get_503_and_none_is_reset() -> None:
     """The limit was low when it started, and is raised as far as it goes."""
     d = decode_engine(before=0.5)
-    with d.running() as d_url, router_process("--decode", d_url, descriptors=600) as (site, process):
+    with d.running() as d_url, router_process("--decode", d_url, *ROUTER_PATIENCE, descriptors=600) as (site, process):
         eventually(lambda: site.healthy, "the router answers")
         limits = Path(f"/proc/{process.pid}/limits").read_text()
         assert next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3] == "600"
@@ -84,12 +85,8 @@ def test_a_router_that_is_ended_ends_its_streams() -> None:
 def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: given.append(pair))
-    for before, served_requests in (
-        ((1024, 4096), 768),
-        ((1024, 1 << 20), 4096),
-        ((1024, -1), 4096),
-        ((1 << 20, 1 << 20), 4096),
-    ):
+    many = 1 << 20
+    for before, served_requests in (((1024, 4096), 768), ((1024, many), 4096), ((1024, -1), 4096), ((many,) * 2, 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, before=before: before)
         limits = command.limits_of(4096, 1)
         soft = given[-1][0]
@@ -197,12 +194,12 @@ def test_a_large_body_takes_no_more_than_four_times_its_size() -> None:
 def test_a_client_that_takes_nothing_of_its_answer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STALL_SECONDS", 0.5)
 
-    async def endless() -> AsyncIterator[bytes]:
-        while True:
+    async def endless(request: Request) -> AsyncIterator[bytes]:
+        while not await request.is_disconnected():
             yield b"data: " + b"x" * 60_000 + b"\n\n"
 
     async def stream(request: Request, body: dict[str, Any]) -> StreamingResponse:
-        return StreamingResponse(endless(), media_type="text/event-stream")
+        return StreamingResponse(endless(request), media_type="text/event-stream")
 
     with routed([], Engine(stream)) as front, ExitStack() as stack:
         content = b'{"prompt": "x", "stream": true}'

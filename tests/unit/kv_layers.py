@@ -31,10 +31,3 @@ class Layer:
 
     def get_attn_backend(self) -> Any:
         return self._kind
-
-
-class Binding(Layer):
-    """One that unpacks what it is given, as MLA layers do."""
-
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        self.kv_cache = kv_cache.squeeze(1)

@@ -35,23 +35,14 @@ def test_specs_of_layers_that_keep_a_cache() -> None:
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     assert get_kv_cache_spec(config) == get_kv_cache_spec(layers)
     assert get_shared_kv_cache_layers(config) == {"a.2": "a.0"}
+    assert get_current_attn_backends(layers, ["a.1", "nowhere"]) == [ANY]
+    with pytest.raises(GeometryError, match="no attention layer among 'nowhere' layers"):
+        get_current_attn_backend(layers, ["nowhere"])
     curious = SimpleNamespace(get_kv_cache_spec=Mock(return_value=None))
     config.compilation_config.static_forward_context = {"a.0": curious}
     for given in (({"a.0": curious}, "given"), (config,), ({"a.0": curious},)):
         get_kv_cache_spec(*given)
     assert [call.args[0] for call in curious.get_kv_cache_spec.mock_calls] == ["given", config, None]
-
-
-def test_backends_in_order_and_once() -> None:
-    """A class that was made anew for every layer is one backend."""
-    kinds = {"a.0": backend(1, name="X"), "a.1": ANY, "a.2": backend(2, name="X")}
-    layers = {name: Layer(None, each) for name, each in kinds.items()}
-    found = get_current_attn_backends(layers)
-    assert [each.__name__ for each in found] == ["X", "Any"]
-    assert get_current_attn_backend(layers).__name__ == "X" and get_current_attn_backend(layers, ["a.1"]) is ANY
-    assert get_current_attn_backends(layers, ["a.1", "nowhere"]) == [ANY]
-    with pytest.raises(GeometryError, match="no attention layer among 'nowhere' layers"):
-        get_current_attn_backend(layers, ["nowhere"])
 
 
 def test_layers_and_builders_that_are_not_there() -> None:

@@ -1,4 +1,4 @@
-"""Backends made ready and metadata of a step, with builders that keep what they were given; no vLLM."""
+"""Backends made ready and metadata of a step: what is refused, and batches of another type. tests/vllm has the rest."""
 
 from __future__ import annotations
 
@@ -23,44 +23,28 @@ FIELDS = [each.name for each in fields(CommonAttentionMetadata)]
 
 
 class Builder:
-    def __init__(self, kv_spec: Any, layer_names: list[str], config: Any, device: torch.device) -> None:
-        self.made_with = (kv_spec, layer_names, config, device)
-        self.got: list[Any] = []
+    def __init__(self, *made_with: Any) -> None:
+        pass
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, **more: Any) -> Any:
-        self.got.append(common_attn_metadata)
-        return SimpleNamespace(by=self, prefix=common_prefix_len, common=common_attn_metadata, more=more)
+        return SimpleNamespace(by=self, common=common_attn_metadata)
 
 
-def kind(*sizes: Any, name: str = "Fake", builder: type = Builder, **members: Any) -> Any:
-    """A backend whose builders are of a class of their own with these members."""
-    made = backend(*(sizes or [MultipleOf(1)]), name=name)
-    cls = type(f"{name}Builder", (builder,), members)
-    made.get_builder_cls = staticmethod(lambda: cls)
+def kind(name: str = "Fake") -> Any:
+    made = backend(MultipleOf(1), name=name)
+    made.get_builder_cls = staticmethod(lambda: Builder)
     return made
 
 
-def two_groups(first: Any, second: Any = None) -> tuple[dict[str, Layer], KVCacheConfig]:
-    second = second or kind()
-    layers = {"a.0": Layer(None, first), "a.1": Layer(None, first), "b.0": Layer(None, second)}
+def two_groups() -> tuple[dict[str, Layer], KVCacheConfig]:
+    layers = {"a.0": Layer(None, kind()), "a.1": Layer(None, kind()), "b.0": Layer(None, kind("Other"))}
     groups = [KVCacheGroupSpec(["a.0", "a.1"], spec(block=48)), KVCacheGroupSpec(["b.0"], spec(heads=1))]
     return layers, KVCacheConfig(4, [], groups)
 
 
-def test_builders_of_every_group() -> None:
-    """Each with the spec of its kernel block, its layers, the config and the device."""
-    layers, config = two_groups(kind(16, name="Exact"), kind(name="Any"))
-    groups, _, sizes = init_attn_backend(config, layers, CPU, config="config")
-    assert sizes == [16, 16] and [[each.layer_names for each in one] for one in groups] == [[["a.0", "a.1"]], [["b.0"]]]
-    first, second = groups[0][0].get_metadata_builder(), groups[1][0].get_metadata_builder()
-    assert first.made_with == (spec(block=16), ["a.0", "a.1"], "config", CPU)
-    assert second.made_with == (spec(heads=1), ["b.0"], "config", CPU)
-    assert groups[0][0].kernel_block_size == 16 and groups[1][0].kernel_block_size is None
-
-
 def test_sharing_layers_join_their_targets_once() -> None:
-    layers, config = two_groups(kind(), kind(name="Other"))
-    layers["s.9"] = Layer(None, kind(name="Other"), target="b.0")
+    layers, config = two_groups()
+    layers["s.9"] = Layer(None, kind("Other"), target="b.0")
     for _ in range(2):
         groups, _, _ = init_attn_backend(config, layers, CPU)
         assert groups[1][0].layer_names == ["b.0", "s.9"] == config.kv_cache_groups[1].layer_names
@@ -71,7 +55,7 @@ def test_sharing_layers_join_their_targets_once() -> None:
 
 
 def test_fast_prefill_that_cannot_be() -> None:
-    layers, cache_config = two_groups(kind())
+    layers, cache_config = two_groups()
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True))
     with pytest.raises(ConfigError, match="kv_sharing_fast_prefill is on, expected fast_prefill_backend"):
         init_attn_backend(cache_config, layers, CPU, config=config)
@@ -86,43 +70,10 @@ def batch(groups: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ready(first: Any = None, config: Any = None) -> tuple[list[list[Any]], KVCacheConfig]:
+def ready(config: Any = None) -> tuple[list[list[Any]], KVCacheConfig]:
     """The groups of two kinds of layers, with their builders."""
-    layers, cache_config = two_groups(first or kind())
+    layers, cache_config = two_groups()
     return init_attn_backend(cache_config, layers, CPU, config=config)[0], cache_config
-
-
-def test_every_layer_gets_what_its_builder_built() -> None:
-    groups, config = ready(kind(16))
-    built = build_attn_metadata(groups, kv_cache_config=config, **batch(2))
-    assert list(built) == ["a.0", "a.1", "b.0"] and built["a.0"] is built["a.1"] is not built["b.0"]
-    first, second = built["a.0"].common, built["b.0"].common
-    assert built["a.0"].prefix == 0 and built["a.0"].by is groups[0][0].get_metadata_builder()
-    assert first.seq_lens.tolist() == [7, 9] and first.num_reqs == 2 and first.num_actual_tokens == 5
-    assert first.query_start_loc.tolist() == [0, 2, 5] and first.max_seq_len == 9 and first.causal is True
-    kernel_blocks = [[3, 4, 5, 6, 7, 8], [9, 10, 11, 0, 1, 2]]  # 3 to a block
-    assert first.block_table_tensor.tolist() == kernel_blocks
-    assert second.block_table_tensor.tolist() == [[1, 2], [4, 0]]
-    assert (first.slot_mapping.tolist(), second.slot_mapping.tolist()) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
-
-
-def test_what_a_model_and_fast_prefill_add() -> None:
-    groups, config = ready()
-    added = {"is_prefilling": "the model's", "encoder_seq_lens": "longer", "num_logits_indices": 1}
-    model = SimpleNamespace(
-        get_extra_common_attn_kwargs=lambda number, num_reqs: added if number else {},
-        get_extra_attn_kwargs=lambda builder, num_reqs: {"layers": builder.made_with[1], "requests": num_reqs},
-    )
-    fast = SimpleNamespace(logits_indices_padded="indices", num_logits_indices=2, max_logits_per_req=1)
-    given = batch(2, model_specific_attn_metadata=model, is_prefilling="the engine's", fast_prefill=fast)
-    built = build_attn_metadata(groups, kv_cache_config=config, **given)
-    first, second = built["a.0"], built["b.0"]
-    assert first.more == {"layers": ["a.0", "a.1"], "requests": 2} and second.more["layers"] == ["b.0"]
-    assert (first.common.is_prefilling, second.common.is_prefilling) == ("the engine's", "the model's")
-    assert (first.common.encoder_seq_lens, second.common.encoder_seq_lens) == (None, "longer")
-    for one in (first.common, second.common):
-        assert (one.logits_indices_padded, one.num_logits_indices, one.max_logits_per_req) == ("indices", 2, 1)
-    assert added["is_prefilling"] == "the model's"
 
 
 def test_micro_batches_have_builders_of_their_own() -> None:
