@@ -87,7 +87,7 @@ def of_live_planes() -> Iterator[list[Decoder]]:
             return None
 
     pool = SimpleNamespace(put=lambda slot: None)
-    stub = SimpleNamespace(send_pool=pool, recv_pool=pool, copies_frames=False, put_later=lambda *_: None)
+    stub = SimpleNamespace(send_pool=pool, recv_pool=pool, copies_frames=False, busy=deque(maxlen=1))
 
     def credits(data: bytes) -> None:
         """P's end of a zmq channel: hellos and credits."""
