@@ -86,7 +86,8 @@ class Loads:
             return
         sources = self._sources(load, now)
         peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
-        state = first_attempt(_number(sources), peers, planes, self._rank_context.settings, now, inside=load.now)
+        count = len(sources) if isinstance(sources, list) else 1
+        state = first_attempt(count, peers, planes, self._rank_context.settings, now, inside=load.now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         alone = alone and not load.now
         active_load = ActiveLoad(load, load, Lifetime(LOAD, state, now), started, ids, alone, layer_order)
@@ -146,7 +147,9 @@ class Loads:
                 case LoadEffect.ASK:  # the events before an error count, here and below
                     queue.extend(self._ask(active_load, now))
                 case LoadEffect.COMMIT:
-                    queue.extend(filter(None, (self._reads.commit(read, now) for read in active_load.reads)))
+                    for read in active_load.reads:
+                        if (committed := self._reads.commit(read, now)) is not None:
+                            queue.append(committed)
                 case LoadEffect.STOP:
                     queue.extend(filter(None, (self._reads.stop(read, now) for read in active_load.reads)))
                 case LoadEffect.REPORT:
@@ -228,7 +231,7 @@ class Loads:
         before = active_load.lifetime.state
         active_load.load = _at(active_load.posted, before.peer)
         sources = self._sources(active_load.load, now, redial=True)
-        state = next_attempt(before, _number(sources), now)
+        state = next_attempt(before, len(sources) if isinstance(sources, list) else 1, now)
         active_load.lifetime = Lifetime(LOAD, state, now)
         active_load.alone, active_load.layer_order = False, ()
         active_load.nbytes, active_load.copied_at, active_load.granted_at = 0, 0.0, 0.0
@@ -340,10 +343,6 @@ class Loads:
             except Exception:  # the others hold blocks of P, too
                 self._log.exception("release", "kvferry: unexpected error in a release of %s", load.request_id)
                 self._rank_context.stats.failed("internal")
-
-
-def _number(sources: Sources | Reason) -> int:
-    return 1 if isinstance(sources, Reason) else len(sources)
 
 
 def _failed(reason: Reason) -> LoadEvent:
