@@ -23,7 +23,7 @@ from tests.support.ranks import Rank
 from tests.transport.control_ends import KEYS, new_keys
 
 SECONDS = 5.0
-MODEL = {"architectures": "Labelled", "hidden_size": "64", "rope": "x" * 300}
+MODEL = {"architectures": "Labelled", "hidden_size": "64", "rope": "x" * 300, "~": "1"}
 
 
 @contextmanager
@@ -47,8 +47,8 @@ def test_an_engine_tells_its_model_and_is_not_changed():
         assert not sessions_of(p), "no session, so no plane is offered either"
     assert all(finding.level in (Level.OK, Level.NOTE) for finding in found), found
     model = only(found, "model of the peer").value
-    assert model == "3 facts: architectures=Labelled, hidden_size=64"
-    assert "the median of 4 control messages" in only(found, "round trip").value
+    assert model == "4 facts: architectures=Labelled, hidden_size=64"
+    assert "the median of 5 control messages" in only(found, "round trip").value
     assert only(found, "protocol version").value.startswith(str(messages.PROTOCOL_VERSION))
 
 
