@@ -51,9 +51,8 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
         return KVFerryWorkerMeta(self.estimates | other.estimates, standing=standing, met=self.met | other.met)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The last moment, and the only one: vLLM's executor waits for the tokens (``get_output``), then pickles the
-        # output, and calls no connector between the two. Before the tokens are there, a wait would hold up the engine's
-        # thread. With the next step's output, the scheduler would have used the tokens of a failed load already.
+        # vLLM waits for the tokens (``get_output``), then pickles, and calls no connector between. An earlier wait
+        # would hold up the engine's thread; with the next step's output, tokens of a failed load would be used already.
         return KVFerryWorkerMeta, (self.estimates, None, dict(self.result()), self.met)
 
 
