@@ -80,7 +80,7 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
         else:
             shared.setdefault(item.region, []).append(item)
     with_tokens = zip(local.regions, tokens, strict=True)
-    wanted = tuple(region.shard.count(stop) > region.shard.count(start) for region, (start, stop) in with_tokens)
+    wanted = tuple([num_common_tokens(r.shard, r.shard, start, stop) > 0 for r, (start, stop) in with_tokens])
     if shared:
         times = {index: _times(local.regions[index], items, tokens[index]) for index, items in shared.items()}
         _check_once(local, _counts(local, boxes, times), wanted)
