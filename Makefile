@@ -98,7 +98,7 @@ sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
 
 walk: install
-	OMP_NUM_THREADS=1 $(BIN)/python tests/vllm/run_walks.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
+	OMP_NUM_THREADS=1 $(BIN)/python tests/vllm/walk.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
 	  --json $(RESULTS)/walks.json
 
 explore: install

@@ -27,19 +27,18 @@ LONGEST_FIRST = (
     "tests/vllm/test_families_vllm.py",
     "tests/ranks/test_matrix.py",
     "tests/transport/test_planes.py",
+    "tests/vllm/test_walk.py",
     "tests/router/test_fleet.py",
     "tests/kernels/test_triton.py",
     "tests/handover/test_lost_peers.py",
     "tests/docs/test_commands.py",
     "tests/faults/test_fault_proxy.py",
-    "tests/vllm/test_random_walk.py",
     "tests/simulation/test_simulation.py",
     "tests/kernels/test_kv_postprocess_triton.py",
     "tests/transport/test_toy_plane.py",
     "tests/examples/test_engine_neutral.py",
     "tests/transport/test_nixl_hosts.py",
     "tests/doctor/test_self_test.py",
-    "tests/vllm/test_named_walk.py",
 )
 """Files that take half a minute and more: begun last, one of them would run on alone."""
 WITH_NIXL = ("tests/gpu/", "tests/handover/", "tests/ranks/", "tests/transport/")

@@ -30,6 +30,13 @@ from kvferry.connector.wire.step_plan import RankAddress, StepPlan, StepResults
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
 from kvferry.transport.host import host_id
 from kvferry.transport.tracing import open_tracer
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,26 +46,26 @@ logger = logging.getLogger("vllm.kvferry.adapter")
 
 
 @dataclass
-class KVFerryMetadata(compat.KVConnectorMetadata):  # type: ignore[misc]
+class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's plan on its way to the workers."""
 
     plan: StepPlan
 
 
 @dataclass
-class KVFerryHandshake(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class KVFerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Where a worker listens, on its way to the scheduler."""
 
     address: RankAddress
 
 
-class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The plug-in. One instance in the scheduler's process, one in each worker's."""
 
     if compat.P2P_SOURCE is not None:
         _cache_hit_source = compat.P2P_SOURCE
 
-    def __init__(self, vllm_config: VllmConfig, role: compat.KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = load_settings(transfer.kv_connector_extra_config)
@@ -73,7 +80,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._recovery: StepLoadRecovery | None = None
         self._steps: StepsInFlight | None = None
         self._bootstrap: BootstrapServer | None = None
-        if role == compat.KVConnectorRole.SCHEDULER:
+        if role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self.alone = self.stepping_alone(parallel)
             fails = from_vllm.loads_fail_requests(vllm_config)
@@ -139,11 +146,6 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         return bool(parallel.data_parallel_size == parallel.pipeline_parallel_size == 1)
 
     # --- class level --------------------------------------------------------------------------------------------
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Any layout is carried; the engine keeps its own choice."""
-        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
@@ -224,15 +226,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         view, ids = from_vllm.request_view(request), self._select(block_ids)
         return self._scheduling.request_finished(view, ids, completed=from_vllm.completed(request))
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._set_ranks(metadata.values())
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._set_ranks(metadata.values())
-
-    def _set_ranks(self, metadata: Iterable[Any]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """MultiConnector tells all its children what the first of them had to tell."""
-        handshakes = list(metadata)
+        handshakes = list(metadata.values())
         ours = [handshake.address for handshake in handshakes if isinstance(handshake, KVFerryHandshake)]
         if ours:
             self._scheduling.set_ranks(ours)
@@ -245,6 +241,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 "Under MultiConnector, list KVFerryConnector first",
                 type(handshakes[0]).__name__,
             )
+
+    set_xfer_handshake_metadata = set_xfer_handshake_metadata_pp_aware
 
     def _select(self, block_ids: Iterable[Any]) -> list[Any]:
         every = list(block_ids)
@@ -263,7 +261,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         runner = hooks.find_model_runner()
         if runner is not None:
             hooks.before_step(runner, self, self.before_step)
-        self._working.register(kv_caches, from_vllm.num_blocks(self._config), places)
+        self._working.register(kv_caches, int(self._config.num_blocks), places)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -17,26 +17,12 @@ from kvferry.connector.vllm.from_vllm import cache_kind, first_spec, shardings, 
 from kvferry.transport.errors import ConfigError
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-    PromMetricT,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -71,35 +57,8 @@ try:  # 0.32: where cache hits came from
 except ImportError:
     P2P_SOURCE = None
 
-__all__ = [
-    "HAS_TRANSFER_RESULTS",
-    "P2P_SOURCE",
-    "TELLS_OF_SLEEP",
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorOutput",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "PromMetric",
-    "PromMetricT",
-    "Scheduler",
-    "SupportsHMA",
-    "check_config",
-    "fail_loads",
-    "is_paused",
-    "permit_amx",
-    "preempt",
-    "prefill_lookahead",
-    "register_connector",
-    "restart_waiting",
-    "speaks_for_engine",
-    "truncate_prompt",
-    "waits_by_layer",
-]
+__all__ = ["KVConnectorTransferResults", "KVConnectorWorkerMetadata"]
+"""Of vLLM's names, those that other modules take from here."""
 
 
 def register_connector(name: str, module: str) -> None:
@@ -158,18 +117,18 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             f"calculate_kv_scales gives every engine scales of its own making (kv_cache_dtype {cache.cache_dtype}); "
             "use a checkpoint that has scales, or leave it out"
         )
-    groups = len(kv_cache_config.kv_cache_groups)
-    if not HAS_TRANSFER_RESULTS:
-        for group in kv_cache_config.kv_cache_groups:
-            kind, _ = cache_kind(first_spec(group.kv_cache_spec))
-            if kind not in ("full", "mla"):
-                raise ConfigError(
-                    f"vLLM {vllm.__version__} computes on over blocks given back when a load of a {kind} cache fails; "
-                    "run vLLM 0.32, or this model without KVFerry"
-                )
-    if groups > 1 and not HAS_TRANSFER_RESULTS:
+    if HAS_TRANSFER_RESULTS:
+        return
+    groups = kv_cache_config.kv_cache_groups
+    for kind, _ in (cache_kind(first_spec(group.kv_cache_spec)) for group in groups):
+        if kind not in ("full", "mla"):
+            raise ConfigError(
+                f"vLLM {vllm.__version__} computes on over blocks given back when a load of a {kind} cache fails; "
+                "run vLLM 0.32, or this model without KVFerry"
+            )
+    if len(groups) > 1:
         raise ConfigError(
-            f"vLLM {vllm.__version__} dies when a load fails with {groups} KV cache groups; "
+            f"vLLM {vllm.__version__} dies when a load fails with {len(groups)} KV cache groups; "
             "start it with --disable-hybrid-kv-cache-manager"
         )
 
@@ -198,10 +157,7 @@ def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
     """Preempt a running request between two steps, and have vLLM drop its outputs in flight. The caller drops the
     outputs itself too: 0.26 has no count of them for this purpose."""
     scheduler.running.remove(request)
-    if DROPS_STALE_OUTPUT:
-        scheduler._preempt_request(request, now, drop_stale_output=True)
-    else:
-        scheduler._preempt_request(request, now)
+    scheduler._preempt_request(request, now, **({"drop_stale_output": True} if DROPS_STALE_OUTPUT else {}))
     if request.prefill_stats is not None:
         request.num_preemptions -= 1  # its prefill begins again, so vLLM must note again where its tokens come from
     # As vLLM does where it preempts between two steps: the request may be scheduled again in the next one.

@@ -350,8 +350,3 @@ def layers_run_once(vllm_config: VllmConfig) -> bool:
     parallel = vllm_config.parallel_config
     batches = getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1
     return not batches and vllm_config.speculative_config is None
-
-
-def num_blocks(kv_cache_config: KVCacheConfig) -> int:
-    """Manager blocks of the device pool."""
-    return int(kv_cache_config.num_blocks)

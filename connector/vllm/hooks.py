@@ -16,14 +16,14 @@ from types import FrameType
 from typing import Any
 
 import vllm
-from kvferry.connector.vllm import compat
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 
 logger = logging.getLogger("vllm.kvferry.adapter")
 
 RECOVERY_NEEDS = (
-    (compat.Scheduler, "update_from_output"),
-    (compat.Scheduler, "_preempt_request"),
+    (Scheduler, "update_from_output"),
+    (Scheduler, "_preempt_request"),
     (KVCacheManager, "get_block_ids"),
     (KVCacheManager, "evict_blocks"),
 )
@@ -32,7 +32,7 @@ RECOVERY_NEEDS = (
 
 def find_scheduler() -> Any:
     """vLLM's scheduler whose constructor is calling, half constructed; ``None`` where no scheduler is calling."""
-    return _find(lambda owner: isinstance(owner, compat.Scheduler))
+    return _find(lambda owner: isinstance(owner, Scheduler))
 
 
 def find_model_runner() -> Any:
@@ -56,7 +56,7 @@ def can_recover(scheduler: Any) -> bool:
         why = "vLLM's scheduler is not among the callers of the connector"
     elif lacks := [f"{owner.__name__}.{name}" for owner, name in RECOVERY_NEEDS if not hasattr(owner, name)]:
         why = f"vLLM {vllm.__version__} has no {', '.join(lacks)}"
-    elif len(signature(compat.Scheduler.update_from_output).parameters) != 3:  # self, the step, its output
+    elif len(signature(Scheduler.update_from_output).parameters) != 3:  # self, the step, its output
         why = f"vLLM {vllm.__version__} calls Scheduler.update_from_output in another way"
     else:
         return True

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kvferry.connector.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 from kvferry.connector.wire import metrics
 from kvferry.connector.wire.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, Samples, Total
 from kvferry.connector.wire.series import PREFIX, SERIES, STAGES
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 
 @dataclass
@@ -42,6 +42,14 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there
         return cast(Figures, self.data)
 
 
+_COUNTS = {
+    "failed": "num_failed_handovers",
+    "retried": "num_retries",
+    "planes_changed": "num_plane_changes",
+    "sent": "bytes_sent",
+    "dropped": "num_dropped_messages",
+}
+"""By the figures' counts, the series that has them by label."""
 _TOTALS: dict[Total, tuple[str, float]] = {
     "stale_reads": ("num_stale_reads", 1),
     "step_wait_us": ("step_wait_seconds", 1e6),
@@ -92,21 +100,14 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         figures, child = cast(Figures, {**metrics.no_figures(), **transfer_stats_data}), self._child
         for plane, samples in figures["finished"].items():
             self._observe(plane, samples, engine_idx)
-        for reason, count in figures["failed"].items():
-            child("num_failed_handovers", engine_idx, reason).inc(count)
-        for reason, count in figures["retried"].items():
-            child("num_retries", engine_idx, reason).inc(count)
-        for plane, count in figures["planes_changed"].items():
-            child("num_plane_changes", engine_idx, plane).inc(count)
+        for kind, name in _COUNTS.items():
+            for label, count in figures[kind].items():  # type: ignore[literal-required]
+                child(name, engine_idx, label).inc(count)
         for end, count in figures["leases"].items():
             if end == "released":
                 child("num_released_leases", engine_idx).inc(count)
             else:
                 child("num_expired_leases", engine_idx, end).inc(count)
-        for when, count in figures["sent"].items():
-            child("bytes_sent", engine_idx, when).inc(count)
-        for reason, count in figures["dropped"].items():
-            child("num_dropped_messages", engine_idx, reason).inc(count)
         if figures["streamed"]:
             child("num_streamed_handovers", engine_idx).inc(figures["streamed"].get("loads", 0))
             child("streamed_block_seconds", engine_idx).inc(figures["streamed"].get("block_ms", 0) / 1e3)

@@ -22,6 +22,7 @@ from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.worker_meta import standing_loads
 from kvferry.connector.wire.step_plan import Load, unpack_ids
+from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger("vllm.kvferry.adapter")
 
@@ -153,7 +154,7 @@ class StepLoadRecovery:
     def _report_blocks(self, failed: list[_Suspect], result: Any) -> None:
         """vLLM finds the running requests on these blocks, and those that wait for a load beside the steps."""
         if result.kv_connector_output is None:
-            result.kv_connector_output = compat.KVConnectorOutput()
+            result.kv_connector_output = KVConnectorOutput()
         carried = result.kv_connector_output
         blocks = set[int]().union(*(filled_blocks(suspect.load, self._block_size) for suspect in failed))
         carried.invalid_block_ids = set(carried.invalid_block_ids or ()) | blocks

@@ -58,48 +58,30 @@ def test_without_a_mask_nothing_is_copied() -> None:
     assert scatter_mm_placeholders(embeds, None) is embeds and gather_mm_placeholders(embeds, None) is embeds
 
 
+TWO = torch.tensor([True, True, False])
+
+
 @pytest.mark.parametrize(
-    ("mask", "message"),
+    ("call", "tensor", "mask", "message"),
     [
-        (torch.tensor([1, 0, 1]), r"is_embed is torch.int64 of shape \[3\], expected bool"),
-        (torch.tensor([1, 0, 1], dtype=torch.uint8), "is_embed is torch.uint8"),
-        (torch.ones(3, 2, dtype=torch.bool), r"is_embed is torch.bool of shape \[3, 2\], expected bool, one axis"),
-        (torch.tensor(True), r"of shape \[\]"),
+        ("both", torch.zeros(3, 2), torch.tensor([1, 0, 1]), r"is_embed is torch.int64 of shape \[3\], expected bool"),
+        ("both", torch.zeros(3, 2), torch.tensor([1, 0, 1], dtype=torch.uint8), "is_embed is torch.uint8"),
+        ("both", torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), r"of shape \[3, 2\], expected bool, one axis"),
+        ("both", torch.zeros(3, 2), torch.tensor(True), r"of shape \[\]"),
+        # One embedding would otherwise fill every token, for torch repeats it.
+        ("scatter", torch.zeros(1, 2), TWO, "1 embeddings for 2 placeholder tokens that take one"),
+        ("scatter", torch.zeros(2, 2, 2), TWO, r"embeds have shape \[2, 2, 2\], expected two axes"),
+        ("scatter", torch.zeros(2, 2, dtype=torch.int32), TWO, "embeds are of torch.int32, which has no NaN"),
+        ("scatter", torch.zeros(2, 2, dtype=torch.bool), TWO, "embeds are of torch.bool, which has no NaN"),
+        ("gather", torch.zeros(4, 2), TWO, "a mask of 3 tokens for 4 placeholders"),
+        ("gather", torch.zeros(2), TWO[:2], r"placeholders have shape \[2\], expected two axes"),
     ],
-)
-def test_masks_of_another_form(mask: torch.Tensor, message: str) -> None:
-    with pytest.raises(EmbeddingError, match=message):
-        scatter_mm_placeholders(torch.zeros(2, 2), mask)
-    with pytest.raises(EmbeddingError, match=message):
-        gather_mm_placeholders(torch.zeros(3, 2), mask)
-
-
-def test_numbers_that_differ() -> None:
-    """One embedding would otherwise fill every token, for torch repeats it."""
-    with pytest.raises(EmbeddingError, match="1 embeddings for 2 placeholder tokens that take one"):
-        scatter_mm_placeholders(torch.zeros(1, 2), torch.tensor([True, True, False]))
-    with pytest.raises(EmbeddingError, match="a mask of 3 tokens for 4 placeholders"):
-        gather_mm_placeholders(torch.zeros(4, 2), torch.tensor([True, True, False]))
-
-
-def test_tensors_of_another_form() -> None:
-    mask = torch.tensor([True, True])
-    with pytest.raises(EmbeddingError, match=r"embeds have shape \[2, 2, 2\], expected two axes"):
-        scatter_mm_placeholders(torch.zeros(2, 2, 2), mask)
-    with pytest.raises(EmbeddingError, match=r"placeholders have shape \[2\], expected two axes"):
-        gather_mm_placeholders(torch.zeros(2), mask)
-    for dtype in (torch.int32, torch.bool):
-        with pytest.raises(EmbeddingError, match=f"embeds are of {dtype}, which has no NaN"):
-            scatter_mm_placeholders(torch.zeros(2, 2, dtype=dtype), mask)
-
-
-def test_encoder_outputs() -> None:
-    """Lists of unlike lengths, tuples, one tensor; no item at all."""
-    items = [torch.zeros(n, 4) for n in (3, 0, 5)]
-    sanity_check_mm_encoder_outputs(items, 3)
-    sanity_check_mm_encoder_outputs(tuple(items), 3)
-    sanity_check_mm_encoder_outputs(torch.zeros(3, 2, 4), 3)
-    sanity_check_mm_encoder_outputs([], 0)
+)  # fmt: skip
+def test_what_does_not_fit(call: str, tensor: torch.Tensor, mask: torch.Tensor, message: str) -> None:
+    for name, act in (("scatter", scatter_mm_placeholders), ("gather", gather_mm_placeholders)):
+        if call in (name, "both"):
+            with pytest.raises(EmbeddingError, match=message):
+                act(tensor, mask)
 
 
 @pytest.mark.parametrize(

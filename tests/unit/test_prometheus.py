@@ -40,9 +40,13 @@ def busy() -> HandoverStats:
     return stats
 
 
-def drain(stats: HandoverStats) -> KVFerryStats | None:
+def drain(stats: HandoverStats) -> Any:
     figures = stats.take()
     return None if figures is None else KVFerryStats(data={**figures})
+
+
+def fresh() -> Any:
+    return drain(busy())
 
 
 @pytest.fixture
@@ -62,11 +66,7 @@ def value(registry, name, engine="0", **labels):
 
 
 def test_prometheus_series(registry, series):
-    stats = busy()
-    for engine, _ in enumerate(ENGINES):
-        drained = drain(stats)
-        if drained is not None:
-            series.observe(drained.to_dict(), engine)
+    series.observe(fresh().to_dict(), 0)
     assert value(registry, "handover_time_seconds_count", plane="shm") == 1
     assert value(registry, "handover_time_seconds_sum", plane="ucx") == pytest.approx(0.006)
     assert value(registry, "handover_time_seconds_bucket", plane="shm", le="0.002") == 0
@@ -97,17 +97,11 @@ def test_every_series_of_the_list_is_exported(registry, series):
     stats.failed("plane", "peer")
     for total in get_args(Total):
         stats.total(total, 10**6)
-    series.observe(drained(stats))
+    series.observe(drain(stats).data)
     observed = {sample.name for metric in registry.collect() for sample in metric.samples if sample.value}
     suffix = {"counter": "_total", "histogram": "_count", "gauge": ""}
     names = {PREFIX + each.name + suffix[each.kind] for each in SERIES}
     assert names - observed == {f"{PREFIX}{name}_total" for name in ("num_retries", "num_plane_changes", "bytes_sent")}
-
-
-def drained(stats: HandoverStats) -> Any:
-    found = drain(stats)
-    assert found is not None
-    return found.data
 
 
 def test_levels_of_ranks_add_up_and_a_later_report_replaces_an_earlier_one(registry, series):
@@ -144,10 +138,10 @@ def test_peers_have_names_from_their_first_hand_over_on_up_to_a_bound(registry, 
     stats.failed("timeout", "p0")
     stats.retried("plane", "p0")
     stats.failed("internal")
-    series.observe(drained(stats))
+    series.observe(drain(stats).data)
     other = HandoverStats()  # another rank, with other names
     other.finished(nbytes=100, milliseconds=2, plane="shm", tokens=1, peer="elsewhere")
-    series.observe(drained(other))
+    series.observe(drain(other).data)
     assert value(registry, "peer_handovers_total", peer="p0", result="done") == 1
     assert value(registry, "peer_handovers_total", peer="p0", result="failed") == 1
     assert value(registry, "peer_handovers_total", peer="p0", result="retried") == 1
@@ -166,30 +160,19 @@ def test_hand_overs_beyond_the_bound_keep_count_and_sum(registry, series, monkey
     stats = HandoverStats()
     for milliseconds in (1, 2, 3, 5):
         stats.finished(nbytes=1000, milliseconds=milliseconds, plane="shm", tokens=1)
-    drained = drain(stats)
-    assert drained is not None
-    series.observe(drained.data)
+    series.observe(drain(stats).data)
     assert value(registry, "handover_time_seconds_count", plane="shm") == 4
     assert value(registry, "handover_time_seconds_sum", plane="shm") == pytest.approx(0.011)
     assert value(registry, "bytes_transferred_sum", plane="shm") == 4000
     assert value(registry, "tokens_total", plane="shm") == 4
 
 
-def test_stats_copy_what_they_are_given():
-    payload = drain(busy())
-    assert payload is not None
+def test_stats_copy_what_they_are_given_and_add_up():
+    payload, total = fresh(), KVFerryStats()
     before = repr(payload.data)
     KVFerryStats(data=payload.data).aggregate(payload).reset()
-    assert repr(payload.data) == before
-
-
-def test_aggregate_reset_and_partial_data():
-    total = KVFerryStats()
-    assert total.is_empty()
-    for _ in range(2):
-        part = drain(busy())
-        assert part is not None
-        total = total.aggregate(part)
+    assert repr(payload.data) == before and total.is_empty()
+    total = total.aggregate(payload).aggregate(fresh())
     assert total.reduce()["Num hand-overs"] == 4 and not total.is_empty()
     total.reset()
     assert total.is_empty()
@@ -200,21 +183,17 @@ def test_through_vllms_log_line():
     logging = KVConnectorLogging(CONFIG)
     lines: list[str] = []
     for _ in range(3):
-        drained = drain(busy())
-        assert drained is not None
-        logging.observe(drained.to_dict())
-    logging.log(lambda form, *args: lines.append(form % args))
-    logging.log(lambda form, *args: lines.append(form % args))
-    assert len(lines) == 1, "what was logged is not logged again"
-    assert lines[0].startswith("KV Transfer metrics: Num hand-overs=6, ")
-    assert "Failed (timeout)=3" in lines[0] and "Num dropped messages=9" in lines[0]
+        logging.observe(fresh().to_dict())
+    for _ in range(2):  # what was logged is not logged again
+        logging.log(lambda form, *args: lines.append(form % args))
+    (line,) = lines
+    assert line.startswith("KV Transfer metrics: Num hand-overs=6, ")
+    assert "Failed (timeout)=3" in line and "Num dropped messages=9" in line
 
 
 def test_through_vllms_prometheus_logger():
     prometheus = KVConnectorProm(SimpleNamespace(kv_transfer_config=CONFIG), LABELS, ENGINES)
-    drained = drain(busy())
-    assert drained is not None
-    prometheus.observe(drained.to_dict(), 1)
+    prometheus.observe(fresh().to_dict(), 1)
     text = generate_latest(REGISTRY).decode()
     assert 'vllm:kvferry_bytes_transferred_sum{engine="1",model_name="m",plane="shm"} 1.048576e+06' in text
     assert 'vllm:kvferry_num_dropped_messages_total{engine="1",model_name="m",reason="malformed"} 3.0' in text

@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 
 from kvferry.connector.step_loads import step_hold
-from tests.vllm.engine_group import EngineGroup, Lines
-from tests.vllm.labelled import BLOCK
+from kvferry.transport.bootstrap import BootstrapServer
 from tests.vllm.releases import RELEASE
-from tests.vllm.stepped import Engine
-from tests.vllm.stepped_config import tiny_model
+from tests.vllm.stepped import RUNNERS, EngineGroup, Lines, Pair, as_release_of, tiny_model
 
 MODULES_026 = {
     "test_copies_behind": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
     "test_digest_vllm": "the configuration of 0.32's models",
     "test_families_vllm": "the caches of 0.32's models",
     "test_kv_postprocess_vllm": "0.26's functions take another layout",
-    "test_named_walk": "preempts as 0.32 does, which drops the outputs in flight",
-    "test_random_walk": "preempts as 0.32 does, which drops the outputs in flight",
-    "test_step_load_recovery": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
+    "test_walk": "preempts as 0.32 does, which drops the outputs in flight",
     "test_step_loads": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
     "test_prometheus": "0.26's statistics have another form",
 }
@@ -31,9 +27,6 @@ TESTS_026 = {
     "test_026_with_a_window_is_refused": "needs a release that takes it",
     "test_026_with_several_groups_is_refused": "needs a release that takes it",
     "test_an_urgent_request_takes_the_blocks_of_another_on_d": "preempts as 0.32 does",
-    "test_another_child_is_chosen_to_load": "MultiConnector of 0.32",
-    "test_as_one_of_several_children": "MultiConnector of 0.32",
-    "test_chosen_before_another_child": "MultiConnector of 0.32",
     "test_preempted_on_p": "preempts as 0.32 does",
     "test_figures_pass_through_multiconnector": "MultiConnector of 0.32",
     "test_figures_reach_vllms_log_line_and_prometheus": "0.26's statistics have another form",
@@ -68,12 +61,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def group(tiny: Any) -> Iterator[EngineGroup]:
     group = EngineGroup(tiny)
     yield group
-    for engine in group.engines:
-        engine.close()
+    group.close()
+
+
+@pytest.fixture(params=RUNNERS)
+def runner(request: pytest.FixtureRequest) -> Iterator[str]:
+    with as_release_of(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=[(0, "shm"), (1, "auto")], ids=["in-step-staged", "a-step-ahead-auto"])
-def pair(group: EngineGroup, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
+def pair(group: EngineGroup, request: pytest.FixtureRequest) -> Pair:
     """P and D: the scheduler waits for every step and P pushes, or it runs ahead over whatever plane is chosen."""
     ahead, plane = request.param
     return group.pair(ahead=ahead, extra={"plane": plane})
@@ -91,4 +89,8 @@ def lines() -> Iterator[Lines]:
     logger.removeHandler(handler)
 
 
-assert BLOCK == 16, "lengths in these tests are chosen around blocks of 16"
+@pytest.fixture
+def page() -> Iterator[BootstrapServer]:
+    server = BootstrapServer("127.0.0.1", 0)
+    yield server
+    server.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -97,20 +98,34 @@ def vllm_config(layout: Any = None, layers: dict[str, Any] | None = None, num_bl
     )
 
 
-def both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> tuple[Any, Any] | None:
-    """The two results; ``None`` where both refuse, ours with a typed error in one line."""
-    try:
-        wanted = theirs()
-    except (AssertionError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError) as error:
-        refused = error
-    else:
-        return wanted, ours()
-    try:
-        got = ours()
-    except KVFerryError as error:
-        assert str(error) and "\n" not in str(error)
-        return None
-    raise AssertionError(f"vLLM refuses ({refused!r}), ours answers {got!r}")
+class Compared(Counter[str]):
+    """How often ours and vLLM's agreed on what they were given, and refused it, ours with a typed error in one line."""
+
+    def both(self, theirs: Callable[..., Any], ours: Callable[..., Any], *given: Any) -> tuple[Any, Any] | None:
+        """The two results; ``None`` where both refuse."""
+        try:
+            wanted = theirs(*given)
+        except (AssertionError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError) as error:
+            refused = error
+        else:
+            got = ours(*given)
+            self["agreed"] += 1
+            return wanted, got
+        try:
+            got = ours(*given)
+        except KVFerryError as error:
+            assert str(error) and "\n" not in str(error)
+            self["refused"] += 1
+            return None
+        raise AssertionError(f"vLLM refuses ({refused!r}), ours answers {got!r}")
+
+    def same(self, theirs: Callable[..., Any], ours: Callable[..., Any], *given: Any) -> None:
+        pair = self.both(theirs, ours, *given)
+        assert pair is None or pair[0] == pair[1]
+
+    def at_least(self, **counts: int) -> None:
+        """So that all cases were met."""
+        assert all(self[name] >= count for name, count in counts.items()), self
 
 
 def place(groups: list[Any], layout: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +36,13 @@ from kvferry.connector.engine import params, scheduler
 from kvferry.connector.vllm import from_vllm
 from kvferry.transport.errors import ConfigError
 from tests.support.families import ALL, WINDOW, Family
+from tests.vllm.stepped import PREFILL, settle
 from tests.vllm.stepped_family import FamilyEngine
 
 LENGTHS = (2, 33, WINDOW + 31, 2 * WINDOW, 129, 500)
+FEW_LENGTHS = (33, WINDOW + 31, 500)
 SHARED = 6 * WINDOW
 """Whole blocks of every family."""
-PREFILL = {"do_remote_decode": True}
 SIDES = {"p": (32, "LBHNC"), "d": (64, "BLNHC")}
 """Block size, where the model leaves it free, and layout. Each is P in its turn."""
 
@@ -87,48 +87,31 @@ def start_groups(folder: Path) -> None:
         initialize_model_parallel(1, 1)
 
 
-def run(p: FamilyEngine, d: FamilyEngine, until: Any, seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < end, "not in time"
-        p.step(), d.step()
-        time.sleep(0.0005)
-
-
-def named(p: FamilyEngine, name: str) -> dict[str, Any]:
-    """D's parameters where both legs are sent at once."""
-    address = p.rank.connector.get_handshake_metadata().address
-    return {
-        "do_remote_prefill": True, "do_remote_decode": False, "remote_host": address.host, "remote_port": address.port,
-        "remote_engine_id": p.config.kv_transfer_config.engine_id, "transfer_id": name,
-    }  # fmt: skip
-
-
 def hand_over(
     p: FamilyEngine, d: FamilyEngine, tokens: int, shared: int = 0, *, at_once: bool = False
 ) -> dict[str, Any]:
     """One prompt from P to D; what D found at its first forward. ``shared`` tokens are those of all that share any.
     ``at_once``: D asks for it by name, before P computes it."""
-    name = f"{tokens}-{shared}-{p.origin}-{at_once}"
+    name, said = f"{tokens}-{shared}-{p.origin}-{at_once}", 40 if tokens in FEW_LENGTHS[:2] else 6
     own = 2 * tokens + p.origin + 5000 * at_once
     ids = [(position * 37 + (own if position >= shared else 0)) % 280 + 2 for position in range(tokens)]
     if at_once:
-        d.add(name, ids, named(p, name), max_tokens=40)
+        d.add(ids, p.named(transfer_id=name), request_id=name, max_tokens=said)
         d.step()
-    p.add(name, ids, PREFILL | {"transfer_id": name})
-    run(p, d, lambda: p.answers[name].finish is not None)
+    p.add(ids, PREFILL | {"transfer_id": name}, request_id=name)
+    params = p.finish(name, beside=[d]).params
     if not at_once:
-        d.add(name, ids, p.answers[name].params, max_tokens=40)
-    run(p, d, lambda: d.answers[name].finish is not None)
-    run(p, d, lambda: p.idle and d.idle)
+        d.add(ids, params, request_id=name, max_tokens=said)
+    answer = d.finish(name, beside=[p])
+    settle(p, d)
+    theirs, ours = p.rank, d.rank
     return {
-        "external": d.answers[name].external,
-        "generated": len(d.answers[name].tokens),
-        "found": d.theirs[name],
-        "wanted": sum(1 if cache.is_state else tokens - 1 - cache.first_needed(tokens - 1) for cache in d.rank.caches),
+        "external": answer.external,
+        "found": d.origins[name].theirs,
+        "wanted": sum(1 if cache.is_state else tokens - 1 - cache.first_needed(tokens - 1) for cache in ours.views),
         "given back": any(
-            theirs.first_kept(tokens - 1) > ours.first_kept(tokens - 1)
-            for theirs, ours in zip(p.rank.windowed(), d.rank.windowed(), strict=True)
+            one.first_kept(tokens - 1) > other.first_kept(tokens - 1)
+            for one, other in zip(theirs.windowed(), ours.windowed(), strict=True)
         ),
     }
 
@@ -147,7 +130,7 @@ def fault(name: str) -> Iterator[None]:
 
 def counted(folder: Path, d: FamilyEngine) -> dict[str, Any]:
     """Bytes of a token, bytes of the states and windows: what ``kvferry plan`` counts, and what vLLM keeps."""
-    specs = [cache.spec for cache in d.rank.caches]
+    specs = [cache.spec for cache in d.rank.views]
     states = [spec for spec in specs if hasattr(spec, "shapes")]
     attention = [spec for spec in specs if not hasattr(spec, "shapes")]
     names = "sliding_window", "attention_chunk_size"
@@ -172,10 +155,14 @@ def counted(folder: Path, d: FamilyEngine) -> dict[str, Any]:
 def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
     family.configuration().save_pretrained(folder)
     p, d = engine(folder, "p"), engine(folder, "d")
+    few = () if planted else FEW_LENGTHS
     try:
         with fault(planted):
-            loads = [{tokens: hand_over(*sides, tokens) for tokens in LENGTHS} for sides in ((p, d), (d, p))]
-            at_once = [hand_over(p, d, tokens, at_once=True) for tokens in LENGTHS]
+            loads = [
+                {tokens: hand_over(*sides, tokens) for tokens in lengths}
+                for sides, lengths in (((p, d), LENGTHS), ((d, p), few))
+            ]
+            at_once = [hand_over(p, d, tokens, at_once=True) for tokens in few]
             first, again = hand_over(p, d, SHARED + 1, SHARED), hand_over(p, d, SHARED + 150, SHARED)
     finally:
         p.close(), d.close()
@@ -187,7 +174,7 @@ def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
         "loads": loads,
         "at once": at_once,
         "again": [first, again],
-        "failed": p.failed + d.failed,
+        "failed": len(p.failed | d.failed),
         "counted": counted(folder, d),
     }
 

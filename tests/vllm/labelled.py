@@ -1,4 +1,5 @@
-"""Prompts, and KV that says where it came from. Axes ``[L,H,T,C]``: layers, KV heads, tokens, content."""
+"""Prompts, KV that says where it came from, and the model that reads it. Axes ``[L,H,T,C]``: layers, KV heads, tokens,
+content."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     """Token ids, the same for the same seed."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(2, 290, (tokens,), generator=generator).tolist()
+
+
+def next_token(ids: Sequence[int]) -> int:
+    """What the made-up model says after these tokens; never 1."""
+    return (ids[-1] * 31 + len(ids)) % 280 + 2
 
 
 def labels(heads: Sequence[int], start: int, ids: Sequence[int], origin: int) -> torch.Tensor:

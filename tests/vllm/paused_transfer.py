@@ -10,7 +10,7 @@ from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.prefill_side import serve
 from kvferry.transport.planes import cma
 from tests.support.inside import consumer_of, producer_of
-from tests.vllm.stepped import Engine, eventually, transfer_thread_of
+from tests.vllm.stepped import Engine, eventually
 
 
 def no_board(*place: object) -> None:
@@ -25,7 +25,7 @@ class PausedTransfer:
     """
 
     def __init__(self, engine: Engine, *kinds: type, chunks: int | None = None, reader: Engine | None = None) -> None:
-        self._transfer_thread = transfer_thread_of(engine)
+        self._transfer_thread = engine.thread
         self._producer: Any = producer_of(self._transfer_thread)
         self._kinds, self._left = kinds, chunks
         self._parked: list[tuple[bytes, Any, str]] = []
@@ -33,7 +33,7 @@ class PausedTransfer:
         self._producer.handle, self._producer.pump = self._hold_request, self._hold_pump
         self._open = False
         if reader is not None:
-            self._plane: Any = transfer_thread_of(reader).rank_context.plane("cma")
+            self._plane: Any = reader.thread.rank_context.plane("cma")
             if self._plane is not None:
                 self._progress, self._plane.progress = self._plane.progress, self._hold_progress
 
@@ -62,11 +62,8 @@ class PausedTransfer:
             return bool(self._pump(now))
         if self._left == 0:
             return False
-        packs, serve.PACKS_PER_TURN = serve.PACKS_PER_TURN, 1
-        try:
+        with mock.patch.object(serve, "PACKS_PER_TURN", 1):
             sent = bool(self._pump(now))
-        finally:
-            serve.PACKS_PER_TURN = packs
         self._left -= sent
         return sent
 
@@ -78,7 +75,7 @@ class PausedTransfer:
 
 def job_of(engine: Engine, request_id: str) -> Any:
     """D's hand-over of a request, or None."""
-    loads = consumer_of(transfer_thread_of(engine)).loads.running
+    loads = consumer_of(engine).loads.running
     return next((each for each in list(loads) if each.load.request_id == request_id), None)
 
 
@@ -90,3 +87,13 @@ def in_phase(engine: Engine, request_id: str, phase: LoadPhase, also: Callable[[
         return job is not None and job.lifetime.state.phase is phase and also(job)
 
     eventually(reached)
+
+
+def in_mid_transfer(p: Engine, d: Engine, ids: list[int], params: object) -> tuple[str, PausedTransfer]:
+    """A request of D, some of whose bytes have come."""
+    p.step()
+    paused = PausedTransfer(p, reader=d, chunks=1)
+    request_id = d.add(ids, params)
+    d.step()
+    in_phase(d, request_id, LoadPhase.MOVING, lambda job: job.nbytes > 0)
+    return request_id, paused

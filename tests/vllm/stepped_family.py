@@ -1,8 +1,8 @@
 """Engines of any model family, stepped by hand: vLLM's own cache configuration, views and scheduler, no forward.
 
-Beside stepped.py, whose engines have one layer group of full attention. Here the KV of a token says layer, head,
-position, token and who computed it, a state says layer, all tokens before it and who computed it; each step checks
-what vLLM's kernels would read in it, block tables and null blocks included, and writes what they would write.
+The KV of a token says layer, head, position, token and who computed it, a state says layer, all tokens before it and
+who computed it; each step checks what vLLM's kernels would read in it, block tables and null blocks included, and
+writes what they would write.
 """
 
 from __future__ import annotations
@@ -10,37 +10,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_request_block_hasher,
-    init_none_hash,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 
 from tests.vllm.releases import kv_cache_config
-from tests.vllm.stepped_rank import _rank
+from tests.vllm.stepped import Engine, Forward, Origins, Turn, Worker
 
 FACTOR = 2654435761
 """Spreads what it multiplies over 32 bits (Knuth)."""
@@ -138,48 +125,57 @@ class Cache:
         return torch.frombuffer(bytearray(made), dtype=torch.uint8) & 0xFE
 
 
-class Rank:
-    """Caches and the connector's worker half."""
+class FamilyWorker(Worker):
+    """A rank with the caches that vLLM lays out."""
 
-    def __init__(self, config: VllmConfig, kv_config: KVCacheConfig, sharing: dict[str, str]) -> None:
-        self.config, self.kv_config = config, kv_config
+    engine: FamilyEngine
+
+    def make_caches(self) -> dict[str, torch.Tensor]:
+        config, kv_config = self.engine.config, self.engine.kv_config
         layout = config.cache_config.get_resolved_kv_cache_layout()
         self.tensors = allocate_kv_cache(kv_config, torch.device("cpu"), layout)
-        registered = self.tensors | {name: self.tensors[owner] for name, owner in sharing.items()}
-        self.caches = []
+        self.views = []
         for number, group in enumerate(kv_config.kv_cache_groups):
             for name in group.layer_names:
                 spec = group.kv_cache_spec
                 spec = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-                self.caches.append(Cache(_number(name), number, spec, self.tensors[name], kv_config))
-        with _rank(0):
-            self.connector: Any = KVConnectorFactory.create_connector(
-                config=config, role=KVConnectorRole.WORKER, kv_cache_config=kv_config
-            )
-        self.connector.register_kv_caches(registered)
+                self.views.append(Cache(_number(name), number, spec, self.tensors[name], kv_config))
+        return self.tensors | {name: self.tensors[owner] for name, owner in self.engine.sharing.items()}
 
     def windowed(self) -> list[Cache]:
         """In an order that is the same on P and D."""
-        return sorted((cache for cache in self.caches if cache.first_needed(1 << 20)), key=lambda cache: cache.number)
+        return sorted((cache for cache in self.views if cache.first_needed(1 << 20)), key=lambda cache: cache.number)
 
-    def run(self, step: Any, forward: Any) -> KVConnectorOutput | None:
+    def run(self, step: Any, turns: dict[str, Turn]) -> KVConnectorOutput | None:
         for block in step.new_block_ids_to_zero or ():
             for tensor in self.tensors.values():
                 tensor[block].zero_()
         if step.kv_cache_block_copies:
             copy_kv_cache_blocks_inplace(
-                list(self.tensors.values()), self.kv_config.num_blocks, step.kv_cache_block_copies
+                list(self.tensors.values()), self.engine.kv_config.num_blocks, step.kv_cache_block_copies
             )
-        with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector):
-            if step.total_num_scheduled_tokens == 0:
-                nothing = KVConnectorModelRunnerMixin.kv_connector_no_forward(step, self.config)
-                return nothing.kv_connector_output
-            with (
-                set_forward_context(None, self.config),
-                KVConnectorModelRunnerMixin._get_kv_connector_output(step) as output,
-            ):
-                forward()
-            return output
+        return super().run(step, turns)
+
+    def _layers(self) -> Any:
+        return set_forward_context(None, self.engine.config)
+
+    def _attend(self, turns: dict[str, Turn]) -> None:
+        self.engine.forward_class(self.engine, self, turns).finish()
+
+
+class FamilyForward(Forward):
+    """All layers at once, of which the connector hears nothing."""
+
+    worker: FamilyWorker
+
+    def finish(self) -> None:
+        for name, turn in self.turns.items():
+            views, tables, stop = self.worker.views, self.tables[name], len(turn.ids)
+            found = [who for cache in views for who in cache.check(tables[cache.group], turn.ids, turn.start)]
+            theirs = sum(who != self.engine.origin for who in found)
+            self.engine.origins.setdefault(name, Origins(len(found) - theirs, theirs))
+            for cache in views:
+                cache.write(tables[cache.group], turn.ids, turn.start, stop, self.engine.origin)
 
 
 def _number(layer: str) -> int:
@@ -187,89 +183,27 @@ def _number(layer: str) -> int:
     return int.from_bytes(hashlib.sha256(layer.encode()).digest()[:3], "little")
 
 
-class FamilyEngine:
-    """One engine. ``origin`` marks what it computes; ``specs`` are those of the model's layers, by name."""
+class FamilyEngine(Engine):
+    """One engine. ``specs`` are those of the model's layers, by name. Its origins count tokens or states, over all
+    layers."""
 
-    def __init__(
-        self, config: VllmConfig, specs: dict[str, KVCacheSpec], origin: int, sharing: dict[str, str] | None = None
-    ) -> None:
-        self.config, self.origin = config, origin
-        self.kv_config = kv_cache_config(config, specs, 1 << 30)
+    worker_class, forward_class = FamilyWorker, FamilyForward
+
+    def __init__(self, config: VllmConfig, specs: dict[str, KVCacheSpec], origin: int, sharing: dict[str, str]) -> None:
+        self.kv_config, self.sharing = kv_cache_config(config, specs, 1 << 30), sharing
         scheduled = generate_scheduler_kv_cache_config([self.kv_config])
         config.cache_config.num_gpu_blocks = scheduled.num_blocks
-        sizes = [group.kv_cache_spec.block_size for group in scheduled.kv_cache_groups]
-        config.cache_config.block_size = min(sizes)
+        self.block = config.cache_config.block_size = min(g.kv_cache_spec.block_size for g in scheduled.kv_cache_groups)
+        self.tp, self.dcp, self.runner, self.layers = 1, 1, "v1", list(specs)
         block_size, hash_size = resolve_kv_cache_block_sizes(scheduled, config)
         hit_tokens = resolve_cache_hit_alignment_tokens(scheduled, config, block_size, hash_size)
         for part in (scheduled, self.kv_config):  # as EngineCore does
             part.hash_block_size, part.cache_hit_alignment_tokens = hash_size, hit_tokens
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(hash_size, sha256)
-        self.scheduler = Scheduler(
-            config, scheduled, StructuredOutputManager(config), block_size=block_size, hash_block_size=hash_size,
-            log_stats=True,
-        )  # fmt: skip
-        self.rank = Rank(config, self.kv_config, sharing or {})
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): self.rank.connector.get_handshake_metadata()}
-        )
-        self.answers: dict[str, SimpleNamespace] = {}
-        self.theirs: dict[str, int] = {}
-        """By request, how many tokens or states of the other engine its first forward found, over all layers."""
-        self.failed = 0
-        self.baseline = self.free_blocks
+        sizes = {"block_size": block_size, "hash_block_size": hash_size}
+        self.start(config, scheduled, origin, sizes, hash_size)
 
     @property
-    def free_blocks(self) -> int:
-        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-
-    @property
-    def idle(self) -> bool:
-        return not self.scheduler.requests and self.free_blocks == self.baseline
-
-    def add(self, name: str, ids: Sequence[int], params: object = None, max_tokens: int = 1, salt: str = "") -> None:
-        sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None
-        )
-        request = Request(
-            request_id=name, prompt_token_ids=list(ids), sampling_params=sampling, pooling_params=None,
-            block_hasher=self._hasher, cache_salt=salt or None,
-        )  # fmt: skip
-        self.answers[name] = SimpleNamespace(finish=None, params=None, external=None, tokens=[])
-        self.scheduler.add_request(request)
-
-    def step(self) -> None:
-        step = self.scheduler.schedule()
-        sampled = {}
-
-        def forward() -> None:
-            for name, count in step.num_scheduled_tokens.items():
-                request = self.scheduler.requests[name]
-                ids = list(request.all_token_ids)
-                start = request.num_computed_tokens - count  # the scheduler counts ahead
-                tables = self.scheduler.kv_cache_manager.get_block_ids(name)
-                found = [who for cache in self.rank.caches for who in cache.check(tables[cache.group], ids, start)]
-                self.theirs.setdefault(name, sum(who != self.origin for who in found))
-                for cache in self.rank.caches:
-                    cache.write(tables[cache.group], ids, start, start + count, self.origin)
-                sampled[name] = [(ids[-1] * 31 + len(ids)) % 280 + 2] if start + count == len(ids) else []
-
-        output = self.rank.run(step, forward)
-        if output is not None:
-            self.failed += len(output.failed_recving or ())
-        names = list(sampled)
-        output = ModelRunnerOutput(
-            names, {name: n for n, name in enumerate(names)}, list(sampled.values()), kv_connector_output=output
-        )
-        for client in self.scheduler.update_from_output(step, output).values():
-            for part in client.outputs:
-                answer = self.answers[part.request_id]
-                answer.tokens += part.new_token_ids
-                answer.params = part.kv_transfer_params or answer.params
-                answer.finish = part.finish_reason if part.finish_reason is not None else answer.finish
-                if part.prefill_stats is not None:
-                    answer.external = part.prefill_stats.num_external_cached_tokens
-
-    def close(self) -> None:
-        self.rank.connector.shutdown()
-        self.scheduler.shutdown()
+    def rank(self) -> FamilyWorker:
+        (worker,) = self.workers
+        assert isinstance(worker, FamilyWorker)
+        return worker

@@ -13,14 +13,12 @@ from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.engine import worker
 from kvferry.connector.wire import messages
 from tests.support.inside import early_asks, leases_of, scheduler_half
-from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of, no_board
-from tests.vllm.stepped import PREFILL, Engine, eventually, prefill, run, settle, transfer_thread_of
+from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, Pair, eventually, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
-Pair = tuple[Engine, Engine]
 
 
 @pytest.fixture(autouse=True)
@@ -29,46 +27,40 @@ def no_idle_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 0.0)
 
 
-def loading(d: Engine, request_id: str) -> None:
-    """Step D once: the request gets its blocks and its load starts."""
+def loading(d: Engine, params: object) -> str:
+    """A request of D that has its blocks, and whose load starts."""
+    request_id = d.add(IDS, params)
     d.step()
     assert d.status(request_id) is RequestStatus.WAITING_FOR_REMOTE_KVS
-
-
-def reuse_blocks(d: Engine) -> str:
-    """Give D work that takes all its free blocks, so that a late write would be seen."""
-    return d.add(prompt(450, seed=99), max_tokens=30)
+    return request_id
 
 
 def test_before_it_was_scheduled(pair: Pair) -> None:
     p, d = pair
-    request_id = d.add(IDS, prefill(p, IDS))
-    d.abort(request_id)
+    d.abort(d.add(IDS, p.prefill(IDS)))
     settle(p, d)
-    assert not d.loads, "nothing was loaded"
-    assert leases_of(transfer_thread_of(p)) == {}
+    assert not d.loads and leases_of(p) == {}
 
 
 def test_while_no_block_is_free(pair: Pair) -> None:
     p, d = pair
     running = d.add(prompt(450, seed=3), max_tokens=60)
     d.step()
-    request_id = d.add(IDS, prefill(p, IDS))
+    request_id = d.add(IDS, p.prefill(IDS))
     d.step()
     assert d.status(request_id) is RequestStatus.WAITING, "no room for it yet"
     d.abort(request_id)
     d.step()
     run([p], lambda: p.idle)  # released at once, not when D has room
-    run([d], lambda: d.answers[running].finish is not None)
+    d.finish(running)
     settle(p, d)
 
 
 def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
     p, d = pair
     scheduler_half(p).streams = lambda: False  # else P serves the ask before that
-    request_id = d.add(IDS, prefill(p, IDS))  # P has not stepped since: its worker knows of no lease
-    loading(d, request_id)
-    eventually(lambda: bool(early_asks(transfer_thread_of(p))))
+    request_id = loading(d, p.prefill(IDS))  # P has not stepped since: its worker knows of no lease
+    eventually(lambda: bool(early_asks(p)))
     in_phase(d, request_id, LoadPhase.READY)
     d.abort(request_id)
     run([d], lambda: d.idle)
@@ -94,11 +86,10 @@ def test_while(pair: Pair, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(link, "BoardReader", no_board)
         p, d = group.pair(ahead=1, extra={"plane": "cma"})
     make, phase = STAGES[stage]
-    params = prefill(p, IDS)
+    params = p.prefill(IDS)
     p.step()  # the lease reaches the worker
     paused = make(p, d)
-    request_id = d.add(IDS, params)
-    loading(d, request_id)
+    request_id = loading(d, params)
     in_phase(d, request_id, phase, lambda job: stage != "in flight" or job.nbytes > 0)
     if stage == "in flight":
         read = job_of(d, request_id).reads[0]
@@ -106,85 +97,60 @@ def test_while(pair: Pair, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, 
     d.abort(request_id)
     assert request_id in d.scheduler.requests, "its blocks stay until nothing can write them"
     run([d], lambda: d.idle)  # P is still held: D does not need it for this
-    busy = reuse_blocks(d)
+    busy = d.add(prompt(450, seed=99), max_tokens=30)  # takes all free blocks, so that a late write would be seen
     d.step()
     paused.open()
-    run([p, d], lambda: d.answers[busy].finish is not None)
+    d.finish(busy, beside=[p])
     settle(p, d)
-    assert leases_of(transfer_thread_of(p)) == {}
+    assert leases_of(p) == {}
 
 
-def test_committed_but_not_reported(pair: Pair) -> None:
+@pytest.mark.parametrize("stage", ["committed", "reported", "decoding"])
+def test_after_it_was_loaded(pair: Pair, stage: str) -> None:
     p, d = pair
-    params = prefill(p, IDS)
+    params = p.prefill(IDS)
     p.step()
-    request_id = d.add(IDS, params)
-    loading(d, request_id)
-    eventually(lambda: bool(transfer_thread_of(d).results.loads))
+    if stage == "committed":
+        request_id = loading(d, params)
+        eventually(lambda: bool(d.thread.results.loads))
+    else:
+        request_id = d.add(IDS, params, max_tokens=50)
+        told = d.scheduler.finished_recving_kv_req_ids
+        run([p, d], lambda: request_id in told if stage == "reported" else len(d.answers[request_id].tokens) > 3)
     d.abort(request_id)
     settle(p, d)
-    assert d.workers[0].received[request_id] == 1
-
-
-def test_reported_but_not_scheduled(pair: Pair) -> None:
-    p, d = pair
-    params = prefill(p, IDS)
-    p.step()
-    request_id = d.add(IDS, params)
-    run([p, d], lambda: request_id in d.scheduler.finished_recving_kv_req_ids)
-    d.abort(request_id)
-    settle(p, d)
-
-
-def test_while_decoding(pair: Pair) -> None:
-    p, d = pair
-    request_id = d.add(IDS, prefill(p, IDS), max_tokens=50)
-    run([p, d], lambda: len(d.answers[request_id].tokens) > 3)
-    d.abort(request_id)
-    settle(p, d)
+    assert stage == "decoding" or d.workers[0].received[request_id] == 1
 
 
 def test_rejected_before_it_was_admitted(pair: Pair, lines: Lines) -> None:
     """vLLM submits such a request only to have it aborted, so that P is told; its prompt is a placeholder."""
     p, d = pair
-    params = prefill(p, IDS)
+    params = p.prefill(IDS)
     p.step()
-    eventually(lambda: bool(leases_of(transfer_thread_of(p))))
+    eventually(lambda: bool(leases_of(p)))
     d.add([0], params, rejected=True)
-    run([p, d], lambda: p.idle and d.idle)
     settle(p, d)
     assert not lines("prefills locally")
 
 
-def test_on_p_while_prefilling(group: EngineGroup) -> None:
+@pytest.mark.parametrize("stage", ["prefilling", "decoding"])
+def test_on_p_while(group: EngineGroup, stage: str) -> None:
+    """No answer will tell D of its prompt: nothing is held for anybody."""
     p, _ = group.pair(max_batched=64)
-    request_id = p.add(IDS, PREFILL)
-    p.step()
-    p.step()
+    request_id = p.add(IDS, PREFILL, max_tokens=50)
+    run([p], lambda: p.computed[request_id] > (100 if stage == "prefilling" else 403))
     p.abort(request_id)
     settle(p)
     assert p.answers[request_id].params is None and not p.leases
-
-
-def test_on_p_while_decoding(pair: Pair) -> None:
-    """Its prompt is computed, but no answer will tell D of it: nothing is held for anybody."""
-    p, _ = pair
-    request_id = p.add(IDS, PREFILL, max_tokens=50)
-    run([p], lambda: len(p.answers[request_id].tokens) > 3)
-    p.abort(request_id)
-    settle(p)
-    assert not p.leases
 
 
 def test_on_p_after_it_was_handed_over(pair: Pair) -> None:
     """The prompt is done, its blocks are the lease's: the abort comes too late to matter."""
     p, d = pair
     request_id = p.add(IDS, PREFILL)
-    run([p], lambda: p.answers[request_id].finish is not None)
+    params = p.finish(request_id).params
     p.abort(request_id)
-    loaded = d.add(IDS, p.answers[request_id].params)
-    run([p, d], lambda: d.answers[loaded].finish is not None)
-    assert d.origins[loaded].theirs == len(IDS) - 1
+    loaded(p, d, d.add(IDS, params))
     settle(p, d)
 
 
@@ -196,18 +162,16 @@ def test_bursts_of_aborts_then_normal_load(pair: Pair) -> None:
     rng, count = random.Random(13), 60 if d._ahead else 300
     for burst in range(4):
         ids = {p.add(tokens := prompt(20, seed=count * burst + n), PREFILL): tokens for n in range(count)}
-        loading: list[str] = []
-        while ids or loading:
+        under_way: list[str] = []
+        while ids or under_way:
             p.step()
             for name in [name for name in ids if p.answers[name].finish is not None]:
-                loading.append(d.add(ids.pop(name), p.answers[name].params))
+                under_way.append(d.add(ids.pop(name), p.answers[name].params))
             for _ in range(rng.randrange(3)):
                 d.step()
-            for request_id in [each for each in loading if rng.random() < 0.5]:
-                loading.remove(request_id)
+            for request_id in [each for each in under_way if rng.random() < 0.5]:
+                under_way.remove(request_id)
                 d.abort(request_id)
         settle(p, d)
-    request_id = d.add(IDS, prefill(p, IDS))
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == len(IDS) - 1
+    hand_over(p, d, IDS)
     settle(p, d)

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend 
 from vllm.v1.worker.gpu import attn_utils as theirs  # noqa: E402
 
 from kvferry.connector.binding import attn_metadata  # noqa: E402
-from tests.vllm.fake_layers import FakeAttention, both, placed, random_backend, vllm_config  # noqa: E402
+from tests.vllm.fake_layers import Compared, FakeAttention, placed, random_backend, vllm_config  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -134,7 +134,7 @@ def fast_prefill_backend(backend: Any) -> Any:
     return create_fast_prefill_custom_backend("FastPrefill", backend)
 
 
-def prepared(draw: random.Random, cache: Any) -> tuple[Any, Any, Any, Any] | None:
+def prepared(seen: Compared, draw: random.Random, cache: Any) -> tuple[Any, Any, Any, Any] | None:
     """vLLM's and our attention groups of one engine, with the KV cache configs that they are of."""
     settings = random_engine(draw, cache)
     caches = copy.deepcopy(cache), copy.deepcopy(cache)
@@ -143,10 +143,11 @@ def prepared(draw: random.Random, cache: Any) -> tuple[Any, Any, Any, Any] | Non
     active = None if draw.random() < 0.7 else {*draw.sample(names, draw.randint(1, len(names))), *shared[:1]}
     drafts = draw.choice([None, set(shared[-1:])])
     fast = fast_prefill_backend if settings.cache_config.kv_sharing_fast_prefill else None
-    pair = both(
-        lambda: theirs.init_attn_backend(caches[0], settings, CPU, active, drafts),
-        lambda: attn_metadata.init_attn_backend(caches[1], settings, CPU, active, drafts, fast_prefill_backend=fast),
-    )
+    pair = seen.both(
+        lambda *given: theirs.init_attn_backend(caches[0], *given),
+        lambda *given: attn_metadata.init_attn_backend(caches[1], *given, fast_prefill_backend=fast),
+        settings, CPU, active, drafts,
+    )  # fmt: skip
     return None if pair is None else (*pair, caches, active)
 
 
@@ -173,11 +174,10 @@ def workspaces(groups: Any) -> list[int | None]:
 
 
 def test_init_attn_backend() -> None:
-    seen = dict.fromkeys(("agreed", "refused", "fast", "split", "shared workspace", "active", "micro-batches"), 0)
-    for draw, _, cache in placed(range(160)):
-        pair = prepared(draw, cache)
+    seen = Compared()
+    for draw, _, cache in placed(range(110)):
+        pair = prepared(seen, draw, cache)
         if pair is None:
-            seen["refused"] += 1
             continue
         (wanted, support, sizes), (groups, our_support, our_sizes), caches, active = pair
         assert form(groups) == form(wanted) and our_sizes == sizes
@@ -192,34 +192,13 @@ def test_init_attn_backend() -> None:
             ]
             assert workspaces(groups) == workspaces(wanted)
         every = [each for one in groups for each in one]
-        seen["agreed"] += 1
         seen["active"] += active is not None
         seen["fast"] += any(each.backend.__name__.startswith("Fast") for each in every)
         seen["split"] += any(each.kernel_block_size is not None for each in every)
         seen["shared workspace"] += any(each is not None for each in workspaces(groups))
         seen["micro-batches"] += any(len(each.metadata_builders) == 2 for each in every)
-    assert seen["agreed"] > 250 and all(count > 20 for count in seen.values()), seen
-
-
-def test_a_sharing_layer_of_a_group_of_several_specs() -> None:
-    """It has its target's spec; vLLM's looks for its own, which there is not."""
-    specs = {
-        f"layers.{n}": kvi.FullAttentionSpec(block_size=16, num_kv_heads=n + 1, head_size=4, dtype=torch.int8)
-        for n in range(2)
-    }
-    group = kvi.KVCacheGroupSpec([*specs], kvi.UniformTypeKVCacheSpecs(16, specs))
-    kind = random_backends(random.Random(0))[0]
-    kind.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [16])
-    layers = {name: FakeAttention(None, kind) for name in specs} | {"s.2": FakeAttention(None, kind, "layers.1")}
-    settings = vllm_config(layers=layers)
-    settings.cache_config.kv_sharing_fast_prefill = False
-    caches = [
-        kvi.KVCacheConfig(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=[copy.deepcopy(group)]) for _ in "ab"
-    ]
-    with pytest.raises(KeyError, match=r"s\.2"):
-        theirs.init_attn_backend(caches[0], settings, CPU)
-    groups, _, _ = attn_metadata.init_attn_backend(caches[1], settings, CPU)
-    assert [each.layer_names for each in groups[0]] == [["layers.0"], ["layers.1", "s.2"]]
+    seen.at_least(agreed=170, refused=15, active=15, fast=15, split=15)
+    assert min(seen["shared workspace"], seen["micro-batches"]) > 15
 
 
 class Model:
@@ -261,44 +240,33 @@ def random_batch(draw: random.Random, groups: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def built_by_both(pair: Any, batch: dict[str, Any], kind: type) -> Any:
-    (wanted_groups, _, _), (groups, _, _), caches, _ = pair
-    return both(
-        lambda: theirs.build_attn_metadata(wanted_groups, kv_cache_config=caches[0], **batch),
-        lambda: attn_metadata.build_attn_metadata(
-            groups, kv_cache_config=caches[1], common_metadata_type=kind, **batch
-        ),
-    )
-
-
 def test_build_attn_metadata() -> None:
     """The same metadata for every layer, with our batches and with vLLM's; the same object for the same layers."""
-    agreed = refused = updated = split = 0
-    for draw, _, cache in placed(range(120)):
-        pair = prepared(draw, cache)
+    seen, prepare = Compared(), Compared()
+    for draw, _, cache in placed(range(100)):
+        pair = prepared(prepare, draw, cache)
         if pair is None or pair[3] is not None:
             continue
-        _, (groups, _, _), caches, _ = pair
-        batch = random_batch(draw, len(caches[0].kv_cache_groups))
-        batch["ubatch_idx"] = draw.choice([0, 0, 1])
+        (wanted_groups, _, _), (groups, _, _), caches, _ = pair
+        batch = random_batch(draw, len(caches[0].kv_cache_groups)) | {"ubatch_idx": draw.choice([0, 0, 1])}
         if any(each.backend.__name__.startswith("Fast") for one in groups for each in one):
             continue  # vLLM's builder of fast prefill needs metadata of a dataclass
         kind = draw.choice([attn_metadata.CommonAttentionMetadata, attention_backend.CommonAttentionMetadata])
-        built = built_by_both(pair, batch, kind)
+        ours = {"kv_cache_config": caches[1], "common_metadata_type": kind, **batch}
+        built = seen.both(
+            lambda g=wanted_groups, c=caches[0], b=batch: theirs.build_attn_metadata(g, kv_cache_config=c, **b),
+            lambda g=groups, b=ours: attn_metadata.build_attn_metadata(g, **b),
+        )
         if built is None:
-            refused += 1
             continue
-        agreed += 1
         wanted, got = built
         assert list(got) == list(wanted) and got == wanted
-        first = {name: [*got.values()].index(one) for name, one in got.items()}
-        assert first == {name: [*wanted.values()].index(one) for name, one in wanted.items()}
         assert [[a is b for b in got.values()] for a in got.values()] == [
             [a is b for b in wanted.values()] for a in wanted.values()
         ]
-        updated += any(one[0] == "updated" for one in got.values())
-        split += any(each.kernel_block_size is not None for one in groups for each in one)
-    assert agreed > 120 and min(refused, updated, split) > 10, (agreed, refused, updated, split)
+        seen["updated"] += any(one[0] == "updated" for one in got.values())
+        seen["split"] += any(each.kernel_block_size is not None for one in groups for each in one)
+    seen.at_least(agreed=90, refused=8, updated=8, split=8)
 
 
 def test_our_batch_has_the_fields_of_vllms() -> None:

@@ -10,11 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
-from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import Engine, prefill, run, settle
-from tests.vllm.stepped_model import next_token
+from tests.vllm.stepped import (
+    KVFERRY,
+    PATIENT,
+    PREFILL,
+    ROOM,
+    Engine,
+    EngineGroup,
+    Lines,
+    hand_over,
+    loaded,
+    run,
+    settle,
+)
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(100)
@@ -25,30 +37,12 @@ AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"]
 
 
 def multi(group: EngineGroup, origin: int, store: Path, *, first: bool, **kwargs: Any) -> Engine:
-    kvferry = {
-        "kv_connector": "KVFerryConnector",
-        "kv_connector_module_path": "kvferry.connector.vllm.adapter",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20},
-    }
+    ours = KVFERRY | {"kv_connector_extra_config": ROOM | PATIENT}
     example = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(store)},
-    }
-    children = [kvferry, example] if first else [example, kvferry]
-    return group.engine(origin, connector="MultiConnector", module=None, extra={"connectors": children}, **kwargs)
-
-
-def decode(engines: list[Engine], d: Engine, ids: list[int], params: object = None) -> str:
-    """One request on D to its end, its tokens right; its id."""
-    request_id = d.add(ids, params, max_tokens=4)
-    run(engines, lambda: d.answers[request_id].finish is not None)
-    known = [*ids]
-    for token in d.answers[request_id].tokens:
-        assert token == next_token(known)
-        known.append(token)
-    return request_id
+    }  # fmt: skip
+    return group.multi(origin, *((ours, example) if first else (example, ours)), **kwargs)
 
 
 def files(store: Path) -> int:
@@ -58,7 +52,7 @@ def files(store: Path) -> int:
 @ORDER
 def test_a_reset_reaches_both(group: EngineGroup, tmp_path: Path, first: bool) -> None:
     p = multi(group, 0, tmp_path, first=first)
-    prefill(p, IDS)
+    p.prefill(IDS)
     assert not p.scheduler.reset_prefix_cache(reset_connector=True)
     run([p], lambda: p.idle)
     assert p.scheduler.reset_prefix_cache(reset_connector=True)
@@ -68,8 +62,7 @@ def test_a_reset_reaches_both(group: EngineGroup, tmp_path: Path, first: bool) -
 @AHEAD
 def test_p_hands_over_and_stores(group: EngineGroup, tmp_path: Path, first: bool, ahead: int) -> None:
     p, d = multi(group, 0, tmp_path, first=first, ahead=ahead), group.engine(1, ahead=ahead)
-    request_id = decode([p, d], d, IDS, prefill(p, IDS))
-    assert d.origins[request_id].theirs == 99
+    hand_over(p, d, IDS, max_tokens=4)
     assert files(tmp_path) == len(p.layers)
     settle(p, d)
 
@@ -78,9 +71,12 @@ def test_p_hands_over_and_stores(group: EngineGroup, tmp_path: Path, first: bool
 @AHEAD
 def test_d_loads_what_is_not_stored(group: EngineGroup, tmp_path: Path, first: bool, ahead: int) -> None:
     p, d = group.engine(0, ahead=ahead), multi(group, 1, tmp_path, first=first, ahead=ahead)
-    request_id = decode([p, d], d, IDS, prefill(p, IDS))
-    assert d.origins[request_id].theirs == 99 and d.loads[request_id] == 1
+    assert d.loads[hand_over(p, d, IDS, max_tokens=4)] == 1
+    aborted = d.add(prompt(200, 1), p.prefill(prompt(200, 1)))
+    d.step()
+    d.abort(aborted)
     settle(p, d)
+    assert d.stats, "figures pass through"
 
 
 @ORDER
@@ -88,16 +84,15 @@ def test_d_loads_what_is_not_stored(group: EngineGroup, tmp_path: Path, first: b
 def test_d_has_the_choice(group: EngineGroup, tmp_path: Path, lines: Lines, first: bool, ahead: int) -> None:
     """The first child that has something is taken; where that is the store, P is released, and at once."""
     p, d = group.engine(0, ahead=ahead), multi(group, 1, tmp_path, first=first, ahead=ahead)
-    stored = decode([d], d, IDS)
+    stored = d.add(IDS, max_tokens=4)
+    d.finish(stored)
     assert d.computed[stored] == 103 and files(tmp_path) == len(d.layers)
     assert d.scheduler.reset_prefix_cache()
     for cache in d.workers[0].caches.values():
         cache.fill_(-1.0)
-    request_id = decode([p, d], d, IDS, prefill(p, IDS))
+    request_id = hand_over(p, d, IDS, 99 if first else 0, max_tokens=4)
     settle(p, d)
-    found = d.origins[request_id]
-    assert (found.ours, found.theirs) == ((0, 99) if first else (STORED, 0))
-    assert d.loads[request_id] == first
+    assert d.origins[request_id].ours == (0 if first else STORED) and d.loads[request_id] == first
     assert d.computed[request_id] == (4 if first else 100 - STORED + 3)
     assert not lines("expired")
 
@@ -105,9 +100,20 @@ def test_d_has_the_choice(group: EngineGroup, tmp_path: Path, lines: Lines, firs
 @ORDER
 def test_the_store_serves_a_request_without_a_hand_over(group: EngineGroup, tmp_path: Path, first: bool) -> None:
     p, d = multi(group, 0, tmp_path, first=first), multi(group, 1, tmp_path, first=first)
-    prefill_only = decode([p], p, IDS)
-    assert p.computed[prefill_only] == 103
-    request_id = decode([p, d], d, IDS)
-    assert (d.origins[request_id].ours, d.origins[request_id].theirs) == (0, STORED)
+    p.finish(p.add(IDS, max_tokens=4))
+    loaded(p, d, d.add(IDS, max_tokens=4), STORED)
     assert not d.loads
     settle(p, d)
+
+
+def test_another_child_takes_the_handshake(
+    group: EngineGroup, tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MultiConnector passes on what its first child tells; without our addresses nothing can be handed over."""
+    greeting = KVConnectorHandshakeMetadata()
+    monkeypatch.setattr(ExampleConnector, "get_handshake_metadata", lambda self: greeting)
+    p = multi(group, 0, tmp_path, first=False)
+    assert len(lines("list KVFerryConnector first")) == 1
+    assert p.finish(p.add(IDS, PREFILL)).params is None
+    settle(p)
+    assert multi(group, 0, tmp_path, first=True).prefill(IDS)

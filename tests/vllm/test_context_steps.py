@@ -14,17 +14,13 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.transport.errors import ConfigError
-from tests.support.tiny_model import ModelSpec, build_model
-from tests.vllm.engine_group import EngineGroup
-from tests.vllm.labelled import BLOCK, CONTENT, HEADS, LAYERS, prompt
-from tests.vllm.stepped import PREFILL, Engine, prefill, run, settle
-from tests.vllm.stepped_config import model_config
+from tests.vllm.labelled import BLOCK, HEADS, prompt
+from tests.vllm.stepped import ROOM, Engine, EngineGroup, settle, tiny_model
 
 pytestmark = pytest.mark.vllm
 if not hasattr(from_vllm, "shardings") or not compat.HAS_TRANSFER_RESULTS:
     pytest.skip("this vLLM shares tokens out by other rules", allow_module_level=True)
 
-ROOM: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
 PLAIN = {"tp": 1}
 TWO = {"tp": 4, "dcp": 2, "interleave": BLOCK}
 """Four ranks, two of which hold each of the two heads."""
@@ -35,38 +31,26 @@ FOUR = {"tp": 8, "dcp": 4, "interleave": 8}
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model with query heads enough for eight tensor-parallel ranks."""
-    spec = ModelSpec(
-        layers=LAYERS, hidden=64, heads=8, kv_heads=HEADS, head_dim=CONTENT // 2, intermediate=32,
-        vocabulary=300, max_tokens=1024,
-    )  # fmt: skip
-    return model_config(build_model(tmp_path_factory.mktemp("model") / "grouped", spec))
+    return tiny_model(tmp_path_factory.mktemp("model") / "grouped", heads=8)
 
 
 @pytest.fixture
 def context(grouped: Any) -> Iterator[EngineGroup]:
     group = EngineGroup(grouped)
     yield group
-    for engine in group.engines:
-        engine.close()
+    group.close()
 
 
 def hand_over(p: Engine, d: Engine, ids: list[int]) -> str:
-    request_id = d.add(ids, prefill(p, ids), max_tokens=4)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
+    """Each rank of D has a part of the tokens, so origins are not counted."""
+    request_id = d.add(ids, p.prefill(ids), max_tokens=4)
+    d.finish(request_id, beside=[p])
     return request_id
 
 
 @pytest.mark.parametrize(
     ("p_form", "d_form"),
-    [
-        (TWO, PLAIN),
-        (PLAIN, TWO),
-        (TWO_BY_ONE, {"tp": 2}),
-        (TWO, TWO),
-        (TWO, TWO_BY_ONE),
-        (TWO, FOUR),
-        (FOUR, TWO_BY_ONE),
-    ],
+    [(TWO, PLAIN), (PLAIN, TWO), (TWO_BY_ONE, {"tp": 2}), (TWO, TWO_BY_ONE), (TWO, FOUR), (FOUR, TWO_BY_ONE)],
     ids=str,
 )
 def test_any_form_to_any_form(context: EngineGroup, p_form: dict[str, int], d_form: dict[str, int]) -> None:
@@ -76,14 +60,13 @@ def test_any_form_to_any_form(context: EngineGroup, p_form: dict[str, int], d_fo
         assert d.answers[request_id].external == tokens - d.step_loads[request_id]
         assert d.computed[request_id] == 4, "the last prompt token, and what is decoded"
     settle(p, d)
-    assert not any(w.failed for w in d.workers)
+    assert not d.failed
 
 
 def test_a_prefix_hit_is_whole_blocks_of_all_ranks(context: EngineGroup) -> None:
     p, d = context.engine(0, extra=ROOM, **PLAIN), context.engine(1, extra=ROOM, **TWO)
     ids = prompt(100)
-    local = d.add(ids[:70])
-    run([d], lambda: d.answers[local].finish is not None)
+    d.finish(d.add(ids[:70]))
     request_id = hand_over(p, d, ids)
     assert d.answers[request_id].external == 100 - 2 * (2 * BLOCK) - d.step_loads[request_id]
     again = hand_over(p, d, ids)
@@ -101,10 +84,7 @@ def test_what_vllm_tells_of_it(context: EngineGroup) -> None:
     parallel.dcp_kv_cache_interleave_size = 4  # the old name, which vLLM's workers put in place of the new one
     assert from_vllm.shardings(engine.config, engine.kv_config) == (TokenSharding(2, 4),)
     assert parallel.cp_kv_cache_interleave_size == BLOCK, "vLLM's own is left as it is"
-    params = engine.add(prompt(40), PREFILL)
-    run([engine], lambda: engine.answers[params].finish is not None)
-    answer = engine.answers[params].params
-    assert answer is not None and answer["dcp_size"] == 2
+    assert engine.prefill(prompt(40))["dcp_size"] == 2
 
 
 def test_a_replicated_cache_beside_shared_ones(context: EngineGroup) -> None:

@@ -31,10 +31,9 @@ from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, standing_loads
 from kvferry.connector.wire.step_plan import Load, PeerEngine, pack_ids
 from kvferry.transport.errors import ConfigError
 from tests.support.inside import scheduler_half
-from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.releases import RELEASE
-from tests.vllm.stepped import Engine, prefill, run, settle
+from tests.vllm.stepped import KVFERRY, Engine, EngineGroup, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
 API = Path(__file__).with_name("connector_api") / f"{'.'.join(map(str, RELEASE))}.json"
@@ -88,23 +87,24 @@ def test_what_differs_between_releases_is_known() -> None:
     assert compat.TELLS_OF_SLEEP is is_033
 
 
+def moves(p: Engine, d: Engine) -> None:
+    """A hand-over, of a prompt of which neither has anything."""
+    for engine in (p, d):
+        engine.scheduler.reset_prefix_cache()
+    request_id = hand_over(p, d, IDS, max_tokens=3)
+    assert d.all_loads[request_id] == 1
+    settle(p, d)
+
+
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_hand_over_by_the_calls_of_its_own_runners(group: EngineGroup, runner: str, drafts: int) -> None:
     """vLLM's real scheduler, and its code around the forward of both model runners: every KV byte is compared."""
     p, d = group.engine(0, runner=runner, drafts=drafts), group.engine(1, runner=runner, drafts=drafts)
-    hand_over(p, d)
-    settle(p, d)
+    moves(p, d)
 
 
-def hand_over(p: Engine, d: Engine) -> None:
-    params = prefill(p, IDS)
-    request_id = d.add(IDS, params, max_tokens=3)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == 99 and d.all_loads[request_id] == 1
-
-
-# --- sleep mode -------------------------------------------------------------------------------------------------
+# --- sleep mode ---------------------------------------------------------------------------------------------------
 
 
 def sleep(engine: Engine) -> None:
@@ -119,36 +119,25 @@ def wake(engine: Engine) -> None:
     """As 0.33's workers, and then its engine core, which tells the scheduler the workers' addresses anew."""
     for worker in engine.workers:
         worker.connector.restore_kv_caches()
-    introduce(engine)
-
-
-def introduce(engine: Engine) -> None:
-    handshakes = {(0, worker.rank): worker.connector.get_handshake_metadata() for worker in engine.workers}
-    engine.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+    engine.introduce()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_engines_sleep_and_wake(group: EngineGroup, tp: int) -> None:
     p, d = group.engine(0, tp=tp), group.engine(1)
-    hand_over(p, d)
-    settle(p, d)
+    moves(p, d)
     other = prompt(100, 1)
-    doomed = prefill(p, other)
+    doomed = p.prefill(other)
     sleep(p)
     run([p], lambda: p.idle)  # its leases have ended
     request_id = d.add(other, doomed, max_tokens=3)
-    run([d], lambda: d.answers[request_id].finish is not None)
+    d.finish(request_id)
     assert d.computed[request_id] >= len(other), "on D, from the start"
-    d.scheduler.reset_prefix_cache()
-    p.scheduler.reset_prefix_cache()
     wake(p)
-    hand_over(p, d)
-    settle(p, d)
+    moves(p, d)
     sleep(d)
-    d.scheduler.reset_prefix_cache()
     wake(d)
-    hand_over(p, d)
-    settle(p, d)
+    moves(p, d)
 
 
 def test_caches_may_be_registered_anew(group: EngineGroup) -> None:
@@ -162,18 +151,14 @@ def test_caches_may_be_registered_anew(group: EngineGroup) -> None:
             return self.execute_model
 
     p, d = group.engine(0), group.engine(1)
-    hand_over(p, d)
-    settle(p, d)
+    moves(p, d)
     runner, (worker,) = PretendModelRunner(), p.workers
     threads = threading.active_count()
     wrapped = runner.register(worker)
     assert wrapped != type(runner).execute_model.__get__(runner)
     assert runner.register(worker) is wrapped and threading.active_count() == threads
-    p.scheduler.reset_prefix_cache()
-    d.scheduler.reset_prefix_cache()
-    introduce(p)
-    hand_over(p, d)
-    settle(p, d)
+    p.introduce()
+    moves(p, d)
 
 
 def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
@@ -191,27 +176,13 @@ def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
 
 @pytest.mark.skipif(RELEASE < (0, 33), reason="sleep mode reaches connectors from vLLM 0.33 on")
 def test_multiconnector_passes_sleep_on(group: EngineGroup) -> None:
-    children = [
-        {
-            "kv_connector": "KVFerryConnector",
-            "kv_connector_module_path": "kvferry.connector.vllm.adapter",
-            "kv_role": "kv_both",
-        }
-    ]
-    p, d = (
-        group.engine(origin, connector="MultiConnector", module=None, extra={"connectors": children})
-        for origin in (0, 1)
-    )
+    p, d = group.multi(0, KVFERRY), group.multi(1, KVFERRY)
     kind = KVConnectorFactory.get_connector_class(p.config.kv_transfer_config)
     assert kind.supports_sleep_mode(p.config.kv_transfer_config)
-    hand_over(p, d)
-    settle(p, d)
+    moves(p, d)
     sleep(p)
-    p.scheduler.reset_prefix_cache()
-    d.scheduler.reset_prefix_cache()
     wake(p)
-    hand_over(p, d)
-    settle(p, d)
+    moves(p, d)
 
 
 def test_the_class_is_found_by_the_name_that_others_know(group: EngineGroup) -> None:
@@ -220,32 +191,27 @@ def test_the_class_is_found_by_the_name_that_others_know(group: EngineGroup) -> 
     )
     kind = KVConnectorFactory.get_connector_class(p.config.kv_transfer_config)
     assert issubclass(kind, KVFerryConnector) and kind.__name__ == "NixlConnector"
-    hand_over(p, d)
-    settle(p, d)
+    moves(p, d)
 
 
-# --- drain ------------------------------------------------------------------------------------------------------
+# --- drain --------------------------------------------------------------------------------------------------------
 
 
 def test_a_draining_p_serves_the_leases_that_it_holds(group: EngineGroup) -> None:
     p, d = group.pair()
     half = scheduler_half(p)
-    held = prefill(p, IDS)
+    held = p.prefill(IDS)
     assert half.leases_held == 1
     half.drain()
-    late = p.add(prompt(60, 1), {"do_remote_decode": True})
-    run([p], lambda: p.answers[late].finish is not None)
-    assert p.answers[late].params is None, "D prefills it"
-    request_id = d.add(IDS, held, max_tokens=2)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == 99
+    assert p.finish(p.add(prompt(60, 1), {"do_remote_decode": True})).params is None, "D prefills it"
+    loaded(p, d, d.add(IDS, held, max_tokens=2))
     settle(p, d)
     assert half.leases_held == 0, "now the engine may end"
     half.stop_draining()
-    assert prefill(p, prompt(60, 2))
+    assert p.prefill(prompt(60, 2))
 
 
-# --- fault tolerance --------------------------------------------------------------------------------------------
+# --- fault tolerance ----------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_failed_is_in_flight_no_longer(group: EngineGroup) -> None:

@@ -18,109 +18,55 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.step_plan import Load, StepPlan
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies
 from tests.support.inside import scheduler_half
-from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import Engine, eventually, run, settle, transfer_thread_of
-from tests.vllm.stepped_model import WRONG
-from tests.vllm.test_step_loads import add, continued, pair_of, to_the_end
+from tests.vllm.stepped import EngineGroup, eventually, settle
+from tests.vllm.test_step_loads import IDS, add, pair_of
 
 pytestmark = pytest.mark.vllm
 
 
-class Event:
-    """A point in the order of the device's work."""
+class Event(threading.Event):
+    """A point in the order of the device's work, reached when it is set."""
 
-    def __init__(self, *, reached: bool) -> None:
-        self._reached = threading.Event()
-        if reached:
-            self._reached.set()
-
-    def reach(self) -> None:
-        self._reached.set()
-
-    def query(self) -> bool:
-        return self._reached.is_set()
-
-    def wait(self) -> None:
-        assert self._reached.wait(60)
+    query = threading.Event.is_set
 
 
 class OrderedCopies(SlowCopies):
     """Copies in the order of a stream, which can be made to wait for the device's work."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any) -> None:
         super().__init__()
-        self.work_left: Callable[[], bool] = lambda: False
+        self.writes: list[Callable[[], None]] = []
+        """Of D's device, which it has not come to."""
         self.events: list[Event] = []
         self.awaited: list[Event] = []
 
     def record_event(self) -> Event:  # type: ignore[override]
-        self.events.append(Event(reached=not self.work_left()))
+        self.events.append(Event())
+        if not self.writes:
+            self.events[-1].set()
         return self.events[-1]
 
     def wait_event(self, event: Event) -> None:  # type: ignore[override]
         self.awaited.append(event)
-        self._queue.put(event.wait)
-
-
-class Device:
-    """D's device: while ``late``, what a step writes is written when the device comes to it."""
-
-    def __init__(self, d: Engine, copies: OrderedCopies) -> None:
-        self.late = False
-        self.loads: Callable[[], int] = lambda: 0
-        """The number of loads that D's worker was given, each of one copy."""
-        self._d, self._copies = d, copies
-        self._writes: list[Callable[[], None]] = []
-        self._write = d.workers[0].write
-        d.workers[0].write = self._put_aside  # type: ignore[method-assign]
-        copies.work_left = lambda: bool(self._writes)
-        d.device = self._before_a_forward
-
-    def _put_aside(self, *args: Any, **options: Any) -> None:
-        if self.late:
-            self._writes.append(partial(self._write, *args, **options))
-        else:
-            self._write(*args, **options)
-
-    def _before_a_forward(self) -> None:
-        """The device's own order: first what it was given before, then the copies that it waits for."""
-        if self._writes:
-            self.go_on()
-        for held in self._copies.held:
-            assert held.wait(60)
-
-    def go_on(self) -> None:
-        """Come to the end of all work, at the worst moment: after the copies that need not wait."""
-        copies = self._copies
-        eventually(lambda: copies.awaited or (len(copies.waits) >= self.loads() and not copies.running))
-        for write in self._writes:
-            write()
-        self._writes.clear()
-        for event in self._copies.events:
-            event.reach()
+        self._queue.put(partial(event.wait, 60))  # type: ignore[arg-type]
 
 
 class Scene:
-    """P and D, of which D is a step ahead of its device; what D loads may or must not wait."""
+    """P and D, of which D is a step ahead of its device: while ``late``, what a step writes is written when the device
+    comes to it. What D loads may or must not wait for that."""
 
-    def __init__(self, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
+    def __init__(self, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, inside: bool = True, **kwargs: Any) -> None:
         made: list[OrderedCopies] = []
-
-        def make(*_: Any) -> OrderedCopies:
-            made.append(OrderedCopies())
-            return made[-1]
-
-        monkeypatch.setattr(worker_setup, "copies_on", make)
+        monkeypatch.setattr(worker_setup, "copies_on", lambda *_: made.append(OrderedCopies()) or made[-1])
         monkeypatch.setattr(TransferEstimates, "seconds", lambda *_: 0.0)
-        self.inside = kwargs.pop("inside", True)
+        self.inside, self.late = inside, False
         self.posted: list[Load] = []
-        """All loads that D's worker is given."""
+        """All loads that D's worker is given, each of one copy."""
         self.behind: bool | None = None
         """What loads are given in place of what they should."""
         post = WorkerHalf.post
@@ -133,53 +79,79 @@ class Scene:
             post(half, plan)
 
         monkeypatch.setattr(WorkerHalf, "post", posted)
-        extra = {"plane": "shm"} | ({} if self.inside else {"step_hold_seconds": 0.0})
+        extra = {"plane": "shm"} | ({} if inside else {"step_hold_seconds": 0.0})
         self.p, self.d = pair_of(group, extra, policy="recompute", **({"ahead": 1, "num_blocks": 31} | kwargs))
         self.d.scheduler.defer_block_free = False
         self.copies = made[1]
-        self.device = Device(self.d, self.copies)
-        self.device.loads = lambda: len(self.posted)
+        self._write = self.d.workers[0].write
+        self.d.workers[0].write = self._put_aside  # type: ignore[method-assign]
+        self.d.device = self._before_a_forward
 
-    def meet(self) -> None:
+    def _put_aside(self, *args: Any, **options: Any) -> None:
+        if self.late:
+            self.copies.writes.append(partial(self._write, *args, **options))
+        else:
+            self._write(*args, **options)
+
+    def _before_a_forward(self) -> None:
+        """The device's own order: first what it was given before, then the copies that it waits for."""
+        self.go_on()
+        for held in self.copies.held:
+            assert held.wait(60)
+
+    def go_on(self) -> None:
+        """The device comes to the end of its work, at the worst moment: after the copies that need not wait."""
+        copies = self.copies
+        if not copies.writes:
+            return
+        eventually(lambda: copies.awaited or (len(copies.waits) >= len(self.posted) and not copies.running))
+        for write in copies.writes:
+            write()
+        copies.writes.clear()
+        for event in copies.events:
+            event.set()
+
+    def meet(self) -> Scene:
         """A first hand-over, so that the next one finds its link."""
-        to_the_end(self.d, add(self.p, self.d, prompt(40, 1)))
+        self.d.finish(add(self.p, self.d, prompt(40, 1)))
         settle(self.p, self.d)
         for seen in (self.posted, self.copies.awaited, self.copies.waits):
             seen.clear()
+        return self
+
+    def late_step(self) -> None:
+        self.late = True
+        self.d.step()
+        self.late = False
+        assert self.copies.writes
 
     def a_step_in_flight(self) -> str:
         """A request whose prompt the device has not begun to compute, though the step is launched: half of all
         blocks, so that the next one needs some of them."""
         request_id = self.d.add(prompt(250, 5), max_tokens=5)
-        self.device.late = True
-        self.d.step()
-        self.device.late = False
-        assert self.d.computed[request_id] == 250 and self.device._writes
+        self.late_step()
+        assert self.d.computed[request_id] == 250
         return request_id
 
-    def load(self) -> tuple[str, list[int]]:
-        ids = prompt(300, 9)
-        return add(self.p, self.d, ids, max_tokens=5), ids
+    def load(self) -> str:
+        return add(self.p, self.d, IDS, max_tokens=5)
 
     def to_the_end(self, request_id: str) -> None:
         while self.d.answers[request_id].finish is None:
             self.d.step()
-            if self.device._writes:
-                self.device.go_on()
+            self.go_on()
 
 
 @pytest.fixture(params=[True, False], ids=["inside the step", "beside the steps"])
 def scene(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Scene:
-    scene = Scene(group, monkeypatch, inside=request.param)
-    scene.meet()
-    return scene
+    return Scene(group, monkeypatch, inside=request.param).meet()
 
 
 @pytest.mark.parametrize("how", ["aborted", "preempted"])
 def test_blocks_that_a_step_in_flight_writes_are_written_after_it(scene: Scene, how: str) -> None:
     d = scene.d
     victim = scene.a_step_in_flight()
-    request_id, ids = scene.load()
+    request_id = scene.load()
     if how == "preempted":
         d.preempt(victim)
         d.scheduler.waiting.remove_requests([d.scheduler.requests[victim]])  # not before the other one
@@ -189,9 +161,7 @@ def test_blocks_that_a_step_in_flight_writes_are_written_after_it(scene: Scene, 
     scene.to_the_end(request_id)
     assert [load.now for load in scene.posted] == [scene.inside]
     assert scene.posted[0].behind and scene.copies.awaited, "its copies waited"
-    assert d.answers[request_id].tokens == continued(ids, 5)
     assert d.origins[request_id].theirs == 299
-    run([d], lambda: not d.scheduler.requests)
     settle(scene.p, d)
 
 
@@ -200,40 +170,35 @@ def test_they_would_be_written_over(scene: Scene) -> None:
     d = scene.d
     scene.behind = False
     victim = scene.a_step_in_flight()
-    request_id, ids = scene.load()
+    request_id = scene.load()
     d.abort(victim)
     with pytest.raises(AssertionError, match=f"{request_id}: wrong KV at positions"):
         scene.to_the_end(request_id)
     assert not scene.copies.awaited
-    assert WRONG not in continued(ids, 5)
 
 
 def test_blocks_that_no_step_uses_are_written_at_once(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a step in flight, and after the end of one whose blocks another took."""
-    scene = Scene(group, monkeypatch, num_blocks=61)
-    scene.meet()
+    scene = Scene(group, monkeypatch, num_blocks=61).meet()
     d = scene.d
     victim = scene.a_step_in_flight()
-    request_id, ids = scene.load()
+    request_id = scene.load()
     scene.to_the_end(request_id)
     scene.to_the_end(victim)
     assert [(load.behind, load.now) for load in scene.posted] == [(False, True)] and not scene.copies.awaited
-    assert d.answers[request_id].tokens == continued(ids, 5)
-    assert d.answers[victim].tokens == continued(prompt(250, 5), 5)
     settle(scene.p, d)
 
 
 def test_blocks_of_a_step_that_has_ended_are_written_at_once(scene: Scene) -> None:
     d = scene.d
     victim = scene.a_step_in_flight()
-    scene.device.go_on()
+    scene.go_on()
     d.abort(victim)
     while d._outputs:
         d.step()
-    request_id, ids = scene.load()
+    request_id = scene.load()
     scene.to_the_end(request_id)
     assert [load.behind for load in scene.posted] == [False] and not scene.copies.awaited
-    assert d.answers[request_id].tokens == continued(ids, 5)
     settle(scene.p, d)
 
 
@@ -241,22 +206,18 @@ def test_blocks_that_are_given_up_after_a_failed_load_are_written_after_the_step
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request that has used them is preempted between two steps, with one of its steps in flight."""
-    scene = Scene(group, monkeypatch)
-    scene.meet()
+    scene = Scene(group, monkeypatch).meet()
     p, d = scene.p, scene.d
     failed = add(p, d, prompt(250, 5), max_tokens=5)
     scene.copies.error = "CUDA error: out of order"
     d.step()
-    scene.device.late = True
-    d.step()
-    scene.device.late = False
+    scene.late_step()
     scene.copies.error = ""
-    assert scene.device._writes and d.status(failed) is RequestStatus.PREEMPTED
+    assert d.status(failed) is RequestStatus.PREEMPTED
     d.abort(failed)
-    request_id, ids = scene.load()
+    request_id = scene.load()
     scene.to_the_end(request_id)
     assert scene.copies.awaited
-    assert d.answers[request_id].tokens == continued(ids, 5)
     settle(p, d)
 
 
@@ -267,23 +228,7 @@ def test_where_blocks_leave_before_the_end_copies_always_wait(
     scene = Scene(group, monkeypatch, window=64, num_blocks=81)
     assert scheduler_half(scene.d).steps is None
     for number in range(2):
-        to_the_end(scene.d, add(scene.p, scene.d, prompt(150, number)))
+        scene.d.finish(add(scene.p, scene.d, prompt(150, number)))
         settle(scene.p, scene.d)
     assert [(load.behind, load.now) for load in scene.posted] == [(True, False)] * 2
     assert len(scene.copies.awaited) == 2
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_without_a_count_of_steps_copies_wait(
-    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, counted: bool
-) -> None:
-    scene = Scene(group, monkeypatch)
-    scene.meet()
-    half = scheduler_half(scene.d.connector)
-    half.steps = StepsInFlight() if counted else None
-    request_id, ids = scene.load()
-    to_the_end(scene.d, request_id)
-    assert [load.behind for load in scene.posted] == [not counted]
-    assert bool(scene.copies.awaited) is not counted
-    assert scene.d.answers[request_id].tokens == continued(ids, 5)
-    assert transfer_thread_of(scene.d).alive

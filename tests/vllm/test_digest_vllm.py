@@ -16,7 +16,6 @@ from vllm.config.device import DeviceConfig
 from vllm.model_executor.layers.attention import Attention
 
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
-from kvferry.connector.geometry.model_identity import model_identity
 from kvferry.connector.pages.rank_context import check_model
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.kernels.convert import Conversion, unpack_converted
@@ -62,53 +61,34 @@ def test_what_may_differ(folder: Path, options: dict[str, Any]) -> None:
     check_model(from_vllm.model_identity_of(engine(folder)), from_vllm.model_identity_of(engine(folder, **options)))
 
 
-def test_weights_elsewhere_and_another_release_that_writes_the_same_model_otherwise(
-    folder: Path, tmp_path: Path
-) -> None:
-    ours = from_vllm.model_identity_of(engine(folder))
-    check_model(ours, from_vllm.model_identity_of(engine(build_model(tmp_path / "elsewhere", SPEC))))
-    config = engine(folder).model_config.hf_config.to_dict()
-    rope = config.pop("rope_parameters")
-    old = SimpleNamespace(**config, rope_theta=rope["rope_theta"], rope_scaling=None)  # transformers 4
-    check_model(ours, model_identity(old, old, quantization=None, max_model_len=512))
+def test_weights_elsewhere(folder: Path, tmp_path: Path) -> None:
+    theirs = engine(build_model(tmp_path / "elsewhere", SPEC))
+    check_model(from_vllm.model_identity_of(engine(folder)), from_vllm.model_identity_of(theirs))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "name"),
+    ("options", "text"),
     [
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope"),
-        ({"rms_norm_eps": 1e-3}, "rms_norm_eps"),
-        ({"num_hidden_layers": 1}, "num_hidden_layers"),
-        ({"num_attention_heads": 2}, "num_attention_heads"),
-        ({"sliding_window": 64}, "sliding_window"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"architectures": ["MistralForCausalLM"]}, "architectures"),
+        (
+            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
+            "rope differs, ours is .*",
+        ),
+        ({"hf_overrides": {"num_hidden_layers": 1}}, "num_hidden_layers differs, ours is 2, the peer's is 1"),
+        (
+            {"hf_overrides": {"architectures": ["MistralForCausalLM"]}},
+            "architectures differs, ours is .*, the peer's .*",
+        ),
+        ({"quantization": "fp8_per_tensor"}, "quantization differs, ours is unset, the peer's is fp8_per_tensor"),
     ],
     ids=str,
 )
-def test_what_must_not(folder: Path, overrides: dict[str, Any], name: str) -> None:
-    with pytest.raises(
-        IncompatiblePeerError, match=rf"^peer refused: {name} differs, ours is .*, the peer's is [^\n]*$"
-    ):
-        check_model(
-            from_vllm.model_identity_of(engine(folder)),
-            from_vllm.model_identity_of(engine(folder, hf_overrides=overrides)),
-        )
-
-
-def test_quantised_weights(folder: Path) -> None:
-    ours, theirs = (
-        from_vllm.model_identity_of(engine(folder, dtype="bfloat16", quantization=name))
-        for name in (None, "fp8_per_tensor")
-    )
-    with pytest.raises(
-        IncompatiblePeerError, match="quantization differs, ours is unset, the peer's is fp8_per_tensor"
-    ):
+def test_what_must_not(folder: Path, options: dict[str, Any], text: str) -> None:
+    ours, theirs = (from_vllm.model_identity_of(engine(folder, dtype="bfloat16", **more)) for more in ({}, options))
+    with pytest.raises(IncompatiblePeerError, match=rf"^peer refused: {text}$"):
         check_model(ours, theirs)
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+# --- numbers ------------------------------------------------------------------------------------------------------
 
 
 def attention(config: VllmConfig, name: str, **options: Any) -> Attention:
@@ -183,7 +163,7 @@ def test_scales_that_every_engine_makes_up_are_refused_by_name(folder: Path) -> 
         compat.check_config(config, caches)
 
 
-# --- vLLM's own cache write -------------------------------------------------------------------------------------------
+# --- vLLM's own cache write ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"), reason="needs vLLM's compiled kernels")

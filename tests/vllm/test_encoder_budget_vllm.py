@@ -1,4 +1,4 @@
-"""Memory request, encoder outputs and budget, copy indices: ours and the installed vLLM's on the same inputs."""
+"""Memory request, encoder outputs and budget, scattered residuals: ours and vLLM's on the same inputs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if not hasattr(pytest.importorskip("vllm.v1.kv_cache_interface"), "KVCacheLayout
     pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
 
 from vllm.config import SchedulerConfig  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector import utils as transfer  # noqa: E402
 from vllm.multimodal.inputs import PlaceholderRange  # noqa: E402
 from vllm.utils.mem_utils import MemorySnapshot  # noqa: E402
 from vllm.v1.worker import utils as theirs  # noqa: E402
 
-from kvferry.connector.binding.block_ops import _make_src_and_dst_indices  # noqa: E402
 from kvferry.connector.binding.encoder_budget import MultiModalBudget  # noqa: E402
 from kvferry.connector.binding.memory_request import request_memory  # noqa: E402
 from kvferry.connector.binding.mm_placeholders import sanity_check_mm_encoder_outputs  # noqa: E402
-from tests.vllm.fake_layers import both  # noqa: E402
+from kvferry.connector.binding.sequence_parallel import is_residual_scattered_for_sp  # noqa: E402
+from tests.unit.test_sequence_parallel import combinations  # noqa: E402
+from tests.vllm.fake_layers import Compared  # noqa: E402
 
 GIB = 1 << 30
 
 
 def test_request_memory() -> None:
-    agreed = refused = 0
+    seen = Compared()
     for seed in range(3000):
         draw = random.Random(seed)
         total = draw.choice([draw.randint(1, 99), draw.randint(1, 200 * GIB)])
@@ -38,20 +38,12 @@ def test_request_memory() -> None:
         device = MemorySnapshot(free_memory=free, total_memory=total, device="cpu", auto_measure=False)
         cache = SimpleNamespace(gpu_memory_utilization=draw.choice([draw.random() or 1.0, 0.1, 0.9, 0.95, 1.0]))
         external = draw.choice([0, 0, draw.randint(0, total), int(total * 0.1)])
-        pair = both(
-            lambda: theirs.request_memory(device, cache, external),  # noqa: B023
-            lambda: request_memory(device, cache, external),  # noqa: B023
-        )
-        if pair is None:
-            refused += 1
-        else:
-            agreed += 1
-            assert pair[0] == pair[1] and isinstance(pair[1], int)
-    assert agreed > 500 and refused > 500
+        seen.same(theirs.request_memory, request_memory, device, cache, external)
+    seen.at_least(agreed=500, refused=500)
 
 
 def test_sanity_check_mm_encoder_outputs() -> None:
-    agreed = refused = 0
+    seen = Compared()
     for seed in range(1000):
         draw = random.Random(seed)
         count = draw.randint(0, 3)
@@ -63,13 +55,16 @@ def test_sanity_check_mm_encoder_outputs() -> None:
         elif form != "list":
             items = {"tuple": tuple(items), "dict": dict(enumerate(items)), "iterator": iter(items)}[form]
         expected = draw.choice([count, count, 2])
-        pair = both(
-            lambda: theirs.sanity_check_mm_encoder_outputs(items, expected),  # noqa: B023
-            lambda: sanity_check_mm_encoder_outputs(items, expected),  # noqa: B023
-        )
-        agreed += pair is not None
-        refused += pair is None
-    assert agreed > 150 and refused > 150
+        seen.same(theirs.sanity_check_mm_encoder_outputs, sanity_check_mm_encoder_outputs, items, expected)
+    seen.at_least(agreed=150, refused=150)
+
+
+@pytest.mark.skipif(not hasattr(theirs, "is_residual_scattered_for_sp"), reason="only vLLM 0.26 has it")
+def test_is_residual_scattered_for_sp() -> None:
+    seen = Compared()
+    for config, tokens, _ in combinations():
+        seen.same(theirs.is_residual_scattered_for_sp, is_residual_scattered_for_sp, config, tokens)
+    seen.at_least(agreed=60, refused=30)
 
 
 class Processor:
@@ -111,8 +106,8 @@ def test_MultiModalBudget(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_model_len", "max_num_reqs", "mm_limits", "encoder_compute_budget", "encoder_cache_size",
         "mm_max_toks_per_item", "mm_max_items_per_prompt", "mm_max_items_per_batch", "cache",
     )  # fmt: skip
-    agreed = refused = several = 0
-    for seed in range(1500):
+    seen = Compared()
+    for seed in range(500):
         draw = random.Random(seed)
         mine, other = (Processor(random.Random(seed)) for _ in range(2))
         batched = draw.choice([16, 64, 512, 4096])
@@ -128,41 +123,29 @@ def test_MultiModalBudget(monkeypatch: pytest.MonkeyPatch) -> None:
         config = SimpleNamespace(model_config=model, scheduler_config=scheduler)
         cache = draw.choice([None, SimpleNamespace(emptied=0)])
         monkeypatch.setattr(encoder_budget, "processor_only_cache_from_config", lambda config, c=cache: c)
-        pair = both(
-            lambda: encoder_budget.MultiModalBudget(config, registry(other), enable_cache=cache is not None),  # noqa: B023
-            lambda: MultiModalBudget(config, registry(mine), cache=cache),  # noqa: B023
+        pair = seen.both(
+            lambda c, o=other, k=cache: encoder_budget.MultiModalBudget(c, registry(o), enable_cache=k is not None),
+            lambda c, m=mine, k=cache: MultiModalBudget(c, registry(m), cache=k),
+            config,
         )
         if pair is None:
-            refused += 1
             continue
-        agreed += 1
         assert [getattr(pair[1], name) for name in names] == [getattr(pair[0], name) for name in names]
         assert pair[1].get_encoder_budget() == pair[0].get_encoder_budget()
         modality = draw.choice([None, *mine.sizes])
-        for call in (
-            lambda each: each.get_modality_with_max_tokens(),
-            lambda each: each.get_dummy_encoder_profile_inputs(),
-            lambda each: each.get_dummy_encoder_profile_inputs(modality),  # noqa: B023
-            lambda each: each.get_dummy_encoder_profile_inputs(modality, 2),  # noqa: B023
+        calls = Compared()
+        for name, *given in (
+            ("get_modality_with_max_tokens",),
+            ("get_dummy_encoder_profile_inputs",),
+            ("get_dummy_encoder_profile_inputs", modality),
+            ("get_dummy_encoder_profile_inputs", modality, 2),
         ):
             if modality in pair[0].mm_max_toks_per_item or modality is None:
-                answers = both(lambda: call(pair[0]), lambda: call(pair[1]))  # noqa: B023
-                assert answers is None or answers[0] == answers[1]
+                calls.same(getattr(pair[0], name), getattr(pair[1], name), *given)
         assert mine.asked == other.asked
-        several += max(pair[1].mm_max_items_per_batch.values(), default=0) > 1
-    assert agreed > 700 and refused > 50 and several > 200
+        seen["several"] += max(pair[1].mm_max_items_per_batch.values(), default=0) > 1
+    seen.at_least(agreed=230, refused=15, several=60)
 
 
 def registry(processor: Processor) -> Any:
     return SimpleNamespace(create_processor=lambda model_config: processor)
-
-
-def test__make_src_and_dst_indices() -> None:
-    for seed in range(100):
-        draw = random.Random(seed)
-        sources, targets = ([draw.randrange(1 << 40) for _ in range(draw.randint(0, 5))] for _ in range(2))
-        device: Any = draw.choice(["cpu", torch.device("cpu")])
-        wanted = transfer._make_src_and_dst_indices(sources, targets, "cpu", device)
-        got = _make_src_and_dst_indices(sources, targets, "cpu", device)
-        for one, other in zip(got, wanted, strict=True):
-            assert torch.equal(one, other) and one.dtype == other.dtype and one.device == other.device

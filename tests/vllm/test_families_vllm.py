@@ -63,7 +63,6 @@ def test_d_finds_all_that_it_reads_and_has_computed_none_of_it(sound: dict[str, 
     assert "error" not in report, report["trace"]
     assert set(report["kinds"]) == KINDS[family] and report["failed"] == 0
     for tokens, load in [item for loads in report["loads"] for item in loads.items()]:
-        assert load["generated"] == 40
         if load["given back"]:  # P has no longer what would fill a larger block of D
             assert (load["external"], load["found"]) == (0, 0), f"{tokens} tokens"
         else:
@@ -77,7 +76,7 @@ def test_both_legs_at_once(sound: dict[str, dict[str, Any]], family: str) -> Non
     loads = [load for load in sound[family]["at once"] if not load["given back"]]
     assert loads
     for load in loads:
-        assert load["generated"] == 40 and load["found"] == load["wanted"] > 0
+        assert load["found"] == load["wanted"] > 0
 
 
 @pytest.mark.parametrize("family", ALL)

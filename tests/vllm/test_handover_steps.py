@@ -1,8 +1,12 @@
-"""Whole hand-overs under vLLM's real scheduler: right bytes, counted as external, nothing left behind."""
+"""Whole hand-overs under vLLM's real schedulers: right bytes, counted as external, nothing left behind. With prefix
+hits, chunks, preemption, priorities, drafts, several ranks, with and without async scheduling."""
 
 from __future__ import annotations
 
+import itertools
+import socket
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,52 +19,32 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from kvferry.connector.decode_side import renew
 from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.wire.step_plan import Load, PeerEngine
-from tests.support.inside import leases_of
-from tests.vllm.engine_group import EngineGroup
+from kvferry.transport.errors import ConfigError
+from tests.support.inside import leases_of, scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import (
-    PREFILL,
-    Engine,
-    eventually,
-    let_time_pass,
-    prefill,
-    renew_after,
-    run,
-    settle,
-    transfer_thread_of,
-)
-from tests.vllm.stepped_rank import RUNNERS
+from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, Pair, eventually, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
-Pair = tuple[Engine, Engine]
-
-
-def hand_over(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
-    """One prompt from P to D, both to the end; D's request id."""
-    params = prefill(p, ids)
-    request_id = d.add(ids, params, **kwargs)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    return request_id
+AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"])
+"""With async scheduling, vLLM's default on GPUs, or without."""
+FEW_BLOCKS = 1 + 18
+"""Of 16 tokens each, one of which vLLM keeps to itself."""
 
 
 @pytest.mark.parametrize("tokens", [2, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 250, 400])
 def test_a_prompt_of_any_length_is_handed_over(pair: Pair, tokens: int) -> None:
     p, d = pair
     request_id = hand_over(p, d, prompt(tokens), max_tokens=20)
-    assert d.origins[request_id].theirs == tokens - 1, "D computes the last prompt token, no other"
-    assert d.origins[request_id].ours == 0
-    assert d.answers[request_id].external == tokens
-    assert len(d.answers[request_id].tokens) == 20
+    assert d.origins[request_id].ours == 0 and d.answers[request_id].external == tokens
     settle(p, d)
-    assert not d.workers[0].failed
+    assert not d.failed
 
 
 def test_a_client_is_told_of_no_more_cached_tokens_than_by_d_alone(pair: Pair) -> None:
     p, d = pair
     ids = prompt(10 * BLOCK)
     first, second = hand_over(p, d, ids), hand_over(p, d, ids)
-    assert d.answers[first].cached == 0
-    assert d.answers[second].cached == 9 * BLOCK
+    assert (d.answers[first].cached, d.answers[second].cached) == (0, 9 * BLOCK)
     settle(p, d)
 
 
@@ -68,11 +52,11 @@ def test_a_client_is_told_of_no_more_cached_tokens_than_by_d_alone(pair: Pair) -
 def test_a_step_is_idle_that_computes_nothing_and_holds_up_nobody(pair: Pair, ranks: str) -> None:
     p, d = pair
     connector = d.scheduler.connector
-    real, seen = connector.build_connector_meta, []
+    real, seen = connector.build_connector_meta, set()
 
     def build(output: Any) -> Any:
         meta = real(output)
-        seen.append((output.total_num_scheduled_tokens == 0, meta.plan.idle))
+        seen.add((output.total_num_scheduled_tokens == 0, meta.plan.idle))
         return meta
 
     connector.build_connector_meta = build
@@ -81,85 +65,71 @@ def test_a_step_is_idle_that_computes_nothing_and_holds_up_nobody(pair: Pair, ra
             ParallelConfig(data_parallel_size=2 if "data" in ranks else 1, pipeline_parallel_size=1 + ("pipe" in ranks))
         )
     hand_over(p, d, prompt(100))
-    assert {empty for empty, _ in seen} == {True, False}
-    assert all(idle == (empty and ranks == "alone") for empty, idle in seen)
+    assert seen == {(False, False), (True, ranks == "alone")}
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_under_every_model_runner(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
-    if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
-    p, d = group.pair(runner=runner)
-    for tokens in (7, 100):
-        request_id = hand_over(p, d, prompt(tokens, tokens))
-        assert d.origins[request_id].theirs == tokens - 1
-    settle(p, d)
-
-
-def test_one_token_is_not_worth_a_transfer(pair: Pair) -> None:
-    """D computes the last prompt token in any case: P is released, nothing is loaded."""
+@pytest.mark.parametrize(("tokens", "sampling"), [(1, {}), (100, {"prompt_logprobs": 1})])
+def test_what_needs_no_load_releases_p(pair: Pair, tokens: int, sampling: dict[str, int]) -> None:
+    """D computes the last prompt token in any case, and log probabilities need a forward over the whole prompt."""
     p, d = pair
-    request_id = hand_over(p, d, prompt(1))
+    request_id = hand_over(p, d, prompt(tokens), 0, **sampling)
+    assert d.computed[request_id] == tokens and not d.loads
     settle(p, d)
-    assert not d.loads and d.computed[request_id] == 1
     assert p.workers[0].sent
-
-
-def test_a_prefix_hit_loads_only_the_rest(pair: Pair) -> None:
-    p, d = pair
-    ids = prompt(100)
-    local = d.add(ids[:50])
-    run([d], lambda: d.answers[local].finish is not None)
-    request_id = hand_over(p, d, ids)
-    hit = 3 * BLOCK
-    assert d.answers[request_id].external == 100 - hit
-    assert (d.origins[request_id].ours, d.origins[request_id].theirs) == (hit, 99 - hit)
-    settle(p, d)
 
 
 @pytest.mark.parametrize("tokens", [70, 64, 65])
 def test_the_same_prompt_again_and_again(pair: Pair, tokens: int) -> None:
     p, d = pair
-    ids = prompt(tokens)
-    answers = []
     for _ in range(3):
-        request_id = hand_over(p, d, ids, max_tokens=4)
-        answers.append(d.answers[request_id].tokens)
+        d.finish(d.add(prompt(tokens), p.prefill(prompt(tokens)), max_tokens=4), beside=[p])
         settle(p, d)
-    assert answers[0] == answers[1] == answers[2]
     assert d.computed.total() == 3 * 4, "D computes nothing but the last prompt token and what it decodes"
 
 
-def test_prompt_logprobs_load_nothing_and_release_p(pair: Pair) -> None:
-    """They need a forward over the whole prompt: vLLM asks, is told what could be loaded, and takes nothing."""
+# --- prefix hits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [4 * BLOCK + 1, 1])
+def test_nothing_left_to_load_releases_p_at_once(pair: Pair, lines: Lines, tokens: int) -> None:
+    """D has all but the last token, which it computes in any case: P must not hold its blocks until the lease ends."""
+    p, d = pair
+    ids = prompt(tokens)
+    d.finish(d.add(ids))
+    params = p.prefill(ids)
+    p.step()
+    eventually(lambda: len(leases_of(p)) == 1)
+    request_id = d.add(ids, params, max_tokens=3)
+    assert loaded(p, d, request_id, 0).external == 0
+    assert d.computed[request_id] == 3 and not d.loads
+    settle(p, d)
+    assert not lines("expired")
+
+
+@pytest.mark.parametrize("shared", [BLOCK - 1, BLOCK, 50, 5 * BLOCK, 99])
+def test_a_prefix_hit_loads_only_the_rest(pair: Pair, shared: int) -> None:
+    """Only whole blocks are hits; the rest of the last one is loaded over what another prompt left in a copy of it."""
     p, d = pair
     ids = prompt(100)
-    request_id = hand_over(p, d, ids, prompt_logprobs=1)
-    assert d.computed[request_id] == 100 and not d.loads
+    d.finish(d.add([*ids[:shared], 7, 7, 7], max_tokens=4))
+    hit = shared // BLOCK * BLOCK
+    request_id = hand_over(p, d, ids, 99 - hit, max_tokens=5)
+    assert d.origins[request_id].ours == hit and d.answers[request_id].external == 100 - hit
     settle(p, d)
 
 
-def test_several_prompts_at_once(pair: Pair) -> None:
+def test_a_prefix_hit_on_p(pair: Pair) -> None:
+    """Blocks that P computed for another prompt belong to this lease as well."""
     p, d = pair
-    lengths = (3, 17, 40, 64, 90, 33)
-    on_p = [p.add(prompt(n, seed=n), PREFILL) for n in lengths]
-    run([p, d], lambda: all(p.answers[name].finish is not None for name in on_p))
-    on_d = [
-        d.add(prompt(n, seed=n), p.answers[name].params, max_tokens=8) for n, name in zip(lengths, on_p, strict=True)
-    ]
-    run([p, d], lambda: all(d.answers[name].finish is not None for name in on_d))
-    assert [d.origins[name].theirs for name in on_d] == [n - 1 for n in lengths]
+    hand_over(p, d, prompt(100))
+    settle(p, d)
+    d.scheduler.reset_prefix_cache()
+    hand_over(p, d, prompt(100) + prompt(60, 1))
+    assert p.computed.total() == 100 + 160 - 6 * BLOCK
     settle(p, d)
 
 
-def test_a_prompt_prefilled_in_chunks(group: EngineGroup) -> None:
-    p, d = group.pair(max_batched=64)
-    ids = prompt(300)
-    other = d.add(prompt(200, seed=5), max_tokens=40)  # D is busy meanwhile
-    request_id = hand_over(p, d, ids)
-    assert d.origins[request_id].theirs == 299
-    run([d], lambda: d.answers[other].finish is not None)
-    settle(p, d)
+# --- several requests, ranks and engines --------------------------------------------------------------------------
 
 
 def vllms_ids(given: str, samples: int = 1) -> list[str]:
@@ -176,10 +146,8 @@ def test_a_client_that_chooses_an_id_like_that_of_a_sample_delays_no_release(
 ) -> None:
     monkeypatch.setattr(renew, "SIBLING_SECONDS", 600.0)
     p, d = pair
-    ids = prompt(100)
     (name,) = vllms_ids(server.format("7_abc"))
-    d.add(ids, prefill(p, ids), request_id=name, max_tokens=5)
-    run([p, d], lambda: d.answers[name].finish is not None)
+    hand_over(p, d, prompt(100), request_id=name, max_tokens=5)
     settle(p, d)
 
 
@@ -191,17 +159,16 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
     monkeypatch.setattr(renew, "SIBLING_SECONDS", 600.0)
     p, d = pair
     ids = prompt(100)
-    params = prefill(p, ids)
+    params = p.prefill(ids)
     names = vllms_ids("cmpl-parent-0", samples=3)
     for name in names:
         d.add(ids, params, request_id=name, max_tokens=5)
         end = time.monotonic() + gap
         run([p, d], lambda end=end: time.monotonic() >= end)
-    run([p, d], lambda: all(d.answers[name].finish is not None for name in names))
-    assert not d.workers[0].failed
-    assert d.computed.total() == 3 * 5
+    d.finish(*names, beside=[p])
+    assert not d.failed and d.computed.total() == 3 * 5
     assert not p.idle, "a fourth one may still come"
-    let_time_pass(d, 601)
+    d.let_time_pass(601)
     settle(p, d)
 
 
@@ -209,19 +176,16 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
 def test_between_different_numbers_of_ranks(group: EngineGroup, p_ranks: int, d_ranks: int) -> None:
     p, d = group.engine(0, tp=p_ranks), group.engine(1, tp=d_ranks)
     for tokens in (30, 200):
-        request_id = hand_over(p, d, prompt(tokens, tokens), max_tokens=3)
-        assert d.origins[request_id].theirs == tokens - 1
-    aborted = d.add(prompt(120), prefill(p, prompt(120)))
+        hand_over(p, d, prompt(tokens, tokens), max_tokens=3)
+    aborted = d.add(prompt(120), p.prefill(prompt(120)))
     d.step()
     d.abort(aborted)
     settle(p, d)
 
 
-@pytest.mark.parametrize("roles", [("kv_producer", "kv_consumer"), ("kv_both", "kv_both")])
-def test_with_every_role_that_fits(group: EngineGroup, roles: tuple[str, str]) -> None:
-    p, d = group.engine(0, role=roles[0]), group.engine(1, role=roles[1])
-    request_id = hand_over(p, d, prompt(50))
-    assert d.origins[request_id].theirs == 49
+def test_a_producer_and_a_consumer(group: EngineGroup) -> None:
+    p, d = group.engine(0, role="kv_producer"), group.engine(1, role="kv_consumer")
+    hand_over(p, d, prompt(50))
     settle(p, d)
 
 
@@ -230,68 +194,260 @@ def test_back_and_forth(pair: Pair) -> None:
     a, b = pair
     first, second = prompt(60, 1), prompt(80, 2)
     on_a, on_b = a.add(first, PREFILL), b.add(second, PREFILL)
-    run([a, b], lambda: a.answers[on_a].finish is not None and b.answers[on_b].finish is not None)
-    to_b, to_a = b.add(first, a.answers[on_a].params), a.add(second, b.answers[on_b].params)
-    run([a, b], lambda: b.answers[to_b].finish is not None and a.answers[to_a].finish is not None)
-    assert (b.origins[to_b].theirs, a.origins[to_a].theirs) == (59, 79)
+    a.finish(on_a, beside=[b])
+    to_b, to_a = b.add(first, a.answers[on_a].params), a.add(second, b.finish(on_b, beside=[a]).params)
+    loaded(a, b, to_b)
+    loaded(b, a, to_a)
     settle(a, b)
 
 
-def test_preempted_on_d_after_its_load(pair: Pair) -> None:
+def ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for _ in range(100):
+        held = [socket.socket() for _ in range(count)]
+        try:
+            held[0].bind(("127.0.0.1", 0))
+            first: int = held[0].getsockname()[1]
+            for number, other in enumerate(held[1:], 1):
+                other.bind(("127.0.0.1", first + number))
+        except (OSError, OverflowError):
+            continue
+        finally:
+            for each in held:
+                each.close()
+        return first
+    raise AssertionError("no free ports in a row")
+
+
+def replicas(group: EngineGroup, origin: int, tp: int) -> list[Engine]:
+    """Two data-parallel ranks of one engine, with the same settings, of which the port is one."""
+    for _ in range(5):
+        extra = {"side_channel_port": (first := ports(2 * tp))}
+        try:
+            engines = [group.engine(origin, dp_rank=rank, tp=tp, extra=extra) for rank in range(2)]
+        except ConfigError:
+            continue  # somebody else took one
+        taken = [rank.port for engine in engines for rank in scheduler_half(engine).ranks]
+        assert taken == list(range(first, first + 2 * tp))
+        return engines
+    raise AssertionError("no ports to be had")
+
+
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 1), (2, 1)])
+def test_every_data_parallel_rank_is_an_engine_of_its_own(group: EngineGroup, p_ranks: int, d_ranks: int) -> None:
+    """Each hands over its own blocks: the same block ids mean another prompt on the other rank."""
+    on_p, on_d = replicas(group, 0, p_ranks), replicas(group, 1, d_ranks)
+    assert [p.engine_id.rpartition("_")[2] for p in on_p] == ["dp0", "dp1"]
+    for (rank, p), d in itertools.product(enumerate(on_p), on_d):
+        hand_over(p, d, prompt(100, rank), max_tokens=4)
+    settle(*on_p, *on_d)
+    assert all(len(p.leases) == 2 for p in on_p)
+
+
+# --- chunks and preemption ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_prompt_prefilled_in_chunks(group: EngineGroup, ahead: int) -> None:
+    """Nothing is handed over before the last one; D is busy meanwhile."""
+    p, d = group.pair(max_batched=64, ahead=ahead)
+    ids, other = prompt(300), d.add(prompt(200, seed=5), max_tokens=40)
+    on_p = p.add(ids, PREFILL)
+    for chunk in range(1, 5):
+        p.step(), d.step()
+        assert p.computed[on_p] == 64 * chunk and not p.leases
+    loaded(p, d, d.add(ids, p.finish(on_p).params))
+    d.finish(other)
+    settle(p, d)
+
+
+class Preempted(Counter[str]):
+    """How often vLLM preempted each request of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        real = engine.scheduler._preempt_request
+
+        def preempt(request: Any, *args: Any, **kwargs: Any) -> None:
+            self[request.request_id] += 1
+            real(request, *args, **kwargs)
+
+        engine.scheduler._preempt_request = preempt
+
+
+@pytest.mark.parametrize("fill", [False, True], ids=["blocks-kept", "blocks-taken"])
+@pytest.mark.parametrize("chunks", [2, 4, 5])
+@AHEAD
+def test_preempted_on_p(group: EngineGroup, ahead: int, chunks: int, fill: bool) -> None:
+    """In the middle of its prompt, at its last chunk, and after it, when (running ahead) its answer is under way.
+
+    The blocks of then are not those of the lease.
+    """
+    p, d = group.pair(max_batched=64, ahead=ahead, num_blocks=31)
+    ids = prompt(300)
+    on_p = p.add(ids, PREFILL, max_tokens=3)
+    for _ in range(chunks):
+        p.step()
+    p.preempt(on_p)
+    if fill:  # another has all blocks meanwhile
+        waiting = p.scheduler.requests[on_p]
+        p.scheduler.waiting.remove_requests([waiting])
+        p.finish(p.add(prompt(450, 1), max_tokens=2))
+        assert p.scheduler.reset_prefix_cache()
+        p.scheduler.waiting.add_request(waiting)
+    params = p.finish(on_p).params
+    assert not fill or p.computed[on_p] > 302
+    loaded(p, d, d.add(ids, params))
+    settle(p, d)
+
+
+@pytest.mark.parametrize(("ahead", "overwritten"), [(0, False), (1, False), (0, True)])
+def test_preempted_on_d_after_its_load(group: EngineGroup, ahead: int, overwritten: bool) -> None:
     """Asked again, the connector offers nothing: the lease is over, and the same answer would loop for ever."""
-    p, d = pair
-    request_id = d.add(prompt(100), prefill(p, prompt(100)), max_tokens=20)
+    p, d = group.pair(ahead=ahead)
+    request_id = d.add(prompt(100), p.prefill(prompt(100)), max_tokens=20)
     run([p, d], lambda: len(d.answers[request_id].tokens) >= 3)
     d.preempt(request_id)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert len(d.answers[request_id].tokens) == 20
-    assert d.loads[request_id] == 1
+    assert not overwritten or d.scheduler.reset_prefix_cache()
+    d.finish(request_id, beside=[p])
+    assert d.all_loads[request_id] == 1
+    assert not overwritten or d.computed[request_id] >= 100 + 20, "the prompt is computed anew"
     settle(p, d)
 
 
-def test_preempted_on_d_and_its_blocks_overwritten(group: EngineGroup) -> None:
-    p, d = group.pair()
-    request_id = d.add(prompt(100), prefill(p, prompt(100)), max_tokens=20)
-    run([p, d], lambda: len(d.answers[request_id].tokens) >= 3)
-    d.preempt(request_id)
-    assert d.scheduler.reset_prefix_cache()
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.computed[request_id] >= 100 + 20, "the prompt is computed anew"
-    settle(p, d)
+def hand_all_over(p: Engine, d: Engine, prompts: list[list[int]], on_p: int, on_d: int) -> list[str]:
+    """All at once on P, each passed on to D when P is done with it; their ids on D."""
+    names = [p.add(ids, PREFILL, max_tokens=on_p) for ids in prompts]
+    passed: dict[str, str] = {}
+
+    def over() -> bool:
+        for name, ids in zip(names, prompts, strict=True):
+            if name not in passed and p.answers[name].finish is not None:
+                passed[name] = d.add(ids, p.answers[name].params, max_tokens=on_d)
+        return len(passed) == len(names) and all(d.answers[name].finish is not None for name in passed.values())
+
+    run([p, d], over)
+    for name, ids in zip(names, prompts, strict=True):
+        assert d.origins[passed[name]].theirs == len(ids) - 1 and d.all_loads[passed[name]] == 1
+    assert not d.failed
+    return list(passed.values())
 
 
 def test_out_of_blocks_on_both_sides(pair: Pair) -> None:
     """More prompts than either pool holds: they queue on P for leases to end and on D for blocks."""
-    p, d = pair
-    lengths = [150 + 7 * n for n in range(8)]
-    on_p = [p.add(prompt(n, seed=n), PREFILL) for n in lengths]
-    on_d: dict[str, str] = {}
+    hand_all_over(*pair, [prompt(150 + 7 * n, seed=n) for n in range(8)], on_p=1, on_d=30)
+    settle(*pair)
 
-    def pass_on() -> bool:
-        for name, n in zip(on_p, lengths, strict=True):
-            if name not in on_d and p.answers[name].finish is not None:
-                on_d[name] = d.add(prompt(n, seed=n), p.answers[name].params, max_tokens=30)
-        return len(on_d) == len(on_p) and all(d.answers[name].finish is not None for name in on_d.values())
 
-    run([p, d], pass_on)
+@AHEAD
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("where", ["p", "d", "pd"])
+def test_out_of_blocks_while_it_decodes(group: EngineGroup, where: str, drafts: int, ahead: int) -> None:
+    """vLLM preempts by itself. What P hands over are the blocks that the prompt has in the end; a loaded prompt that is
+    preempted is prefilled by D: the lease is over, and nothing is loaded twice."""
+    p, d = (
+        group.engine(number, ahead=ahead, drafts=drafts, num_blocks=FEW_BLOCKS if side in where else 41)
+        for number, side in enumerate("pd")
+    )
+    preempted = {"p": Preempted(p), "d": Preempted(d)}
+    # On D any two that overlap run out of blocks, whenever the second one comes.
+    on_p, on_d = 1 if where == "d" else 40, 5 if where == "p" else 200
+    for name in hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p, on_d):
+        assert d.answers[name].external == 60 - d.step_loads[name]
+    assert all(preempted[side].total() for side in where)
     settle(p, d)
-    assert not d.workers[0].failed
+
+
+# --- priorities ---------------------------------------------------------------------------------------------------
+
+
+@AHEAD
+def test_the_urgent_request_is_loaded_first(group: EngineGroup, ahead: int) -> None:
+    p = group.engine(0, ahead=ahead)
+    d = group.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
+    order: list[str] = []
+    half: Any = scheduler_half(d)
+    real = half.after_alloc
+    half.after_alloc = lambda request, *args: (order.append(request.request_id), real(request, *args))
+    prompts = [prompt(150, n) for n in range(4)]  # D has room for one of them
+    names = [
+        d.add(ids, p.prefill(ids), max_tokens=4, priority=priority)
+        for ids, priority in zip(prompts, (5, 9, 7, 0), strict=True)
+    ]
+    d.finish(*names, beside=[p])
+    assert list(dict.fromkeys(order)) == [names[number] for number in (3, 0, 2, 1)]
+    settle(p, d)
+
+
+@AHEAD
+def test_an_urgent_request_takes_the_blocks_of_another_on_d(group: EngineGroup, ahead: int) -> None:
+    """The one that is preempted was loaded; it goes on later, prefilled by D where its blocks are gone."""
+    p = group.engine(0, scheduling="priority", ahead=ahead)
+    d = group.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
+    preempted = Preempted(d)
+    patient = d.add(prompt(110), p.prefill(prompt(110)), max_tokens=60, priority=5)
+    run([p, d], lambda: len(d.answers[patient].tokens) >= 3)
+    urgent = hand_over(p, d, prompt(120, 1), max_tokens=40, priority=0)
+    assert preempted[patient] and not preempted[urgent] and d.answers[patient].finish is None
+    d.finish(patient, beside=[p])
+    assert d.all_loads[patient] == d.all_loads[urgent] == 1
+    settle(p, d)
+
+
+@AHEAD
+def test_an_urgent_request_takes_the_blocks_of_another_on_p(group: EngineGroup, ahead: int) -> None:
+    """The patient one was prefilled already and decodes: what D gets of it was computed after that."""
+    p = group.engine(0, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
+    d = group.engine(1, scheduling="priority", ahead=ahead)
+    preempted = Preempted(p)
+    patient = p.add(prompt(130), PREFILL, max_tokens=40, priority=5)
+    run([p], lambda: len(p.answers[patient].tokens) >= 3)
+    params = p.prefill(prompt(120, 1), max_tokens=30, priority=0)
+    assert preempted[patient] and p.answers[patient].finish is None
+    loaded(p, d, d.add(prompt(120, 1), params))
+    loaded(p, d, d.add(prompt(130), p.finish(patient).params))
+    settle(p, d)
+
+
+# --- speculative decoding -----------------------------------------------------------------------------------------
+
+
+@AHEAD
+def test_drafts_on_both_sides(group: EngineGroup, ahead: int, runner: str) -> None:
+    """The KV of drafts that were wrong lies behind the prompt, in blocks of the lease and of the load."""
+    p, d = group.pair(drafts=3, ahead=ahead, runner=runner)
+    for tokens, decoded in itertools.product((2, BLOCK - 1, BLOCK, 4 * BLOCK + 1, 250), (1, 6)):
+        ids = prompt(tokens, tokens + decoded)
+        request_id = d.add(ids, p.prefill(ids, max_tokens=decoded), max_tokens=30)
+        assert loaded(p, d, request_id).external == tokens - d.step_loads[request_id]
+    assert p.drafts_kept and d.drafts_kept
+    settle(p, d)
+
+
+@AHEAD
+@pytest.mark.parametrize("drafts", [(3, 0), (0, 3)])
+def test_drafts_on_one_side_alone(group: EngineGroup, ahead: int, drafts: tuple[int, int]) -> None:
+    p, d = (group.engine(n, drafts=count, ahead=ahead) for n, count in enumerate(drafts))
+    hand_over(p, d, prompt(100), max_tokens=30)
+    settle(p, d)
+
+
+# --- leases and reports -------------------------------------------------------------------------------------------
 
 
 def test_the_lease_is_renewed_while_d_has_no_room(group: EngineGroup) -> None:
     p, d = group.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 3600.0})
     running = d.add(prompt(450, seed=3), max_tokens=60)
     d.step()
-    request_id = d.add(prompt(400), prefill(p, prompt(400)))
+    request_id = d.add(prompt(400), p.prefill(prompt(400)))
     d.step()
     p.step()
-    eventually(lambda: bool(leases_of(transfer_thread_of(p))))
+    eventually(lambda: bool(leases_of(p)))
     for seconds in (500, 1000, 1500):
-        renew_after(p, d, seconds)
+        p.renew_after(d, seconds)
         p.step()
     d.abort(running)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == 399
+    loaded(p, d, request_id)
     settle(p, d)
 
 
@@ -302,6 +458,6 @@ def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
     settle(p, d)
     engine = PeerEngine("P", 1, 1, 30.0, ())
     for name, ok in (("unknown", True), (request_id, True), (request_id, False)):
-        transfer_thread_of(d).results.loads.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), ok))
-    transfer_thread_of(p).results.leases.extend(["unknown", *p.leases])
+        d.thread.results.loads.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), ok))
+    p.thread.results.leases.extend(["unknown", *p.leases])
     settle(p, d)

@@ -9,7 +9,7 @@ import pytest
 from kvferry.connector.wire import metrics
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import Engine, prefill, run, settle
+from tests.vllm.stepped import Engine, Pair, settle
 
 pytestmark = pytest.mark.vllm
 
@@ -45,30 +45,27 @@ def watch_loads(engine: Engine) -> list[int]:
     return seen
 
 
-def test_levels_follow_leases_and_loads_and_end_with_zeros(pair: tuple[Engine, Engine]) -> None:
+def test_levels_follow_leases_and_loads_and_end_with_zeros(pair: Pair) -> None:
     p, d = pair
     of_p, of_d, loading = watch(p), watch(d), watch_loads(d)
     tokens = 3 * BLOCK + 1
-    params = prefill(p, prompt(tokens))
+    params = p.prefill(prompt(tokens))
     assert of_p[-1]["leases"] == 1 and of_p[-1]["lease_blocks"] == 4, "reported in the step that ends the request"
-    request_id = d.add(prompt(tokens), params)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
+    d.finish(d.add(prompt(tokens), params), beside=[p])
     settle(p, d)
     assert max(loading) == 1
     assert not any(of_p[-1].values()) and not (of_d and any(of_d[-1].values()))
     reports = len(of_p), len(of_d)
-    local = [engine.add(prompt(20, 3)) for engine in (p, d)]
-    run([p, d], lambda: all(engine.answers[one].finish is not None for engine, one in zip((p, d), local, strict=True)))
+    for engine in (p, d):
+        engine.finish(engine.add(prompt(20, 3)))
     assert (len(of_p), len(of_d)) == reports, "zeros are reported once"
 
 
-def test_a_request_that_ends_early_is_in_no_stage_any_more(pair: tuple[Engine, Engine]) -> None:
+def test_a_request_that_ends_early_is_in_no_stage_any_more(pair: Pair) -> None:
     p, d = pair
     of_d = watch(d)
-    params = prefill(p, prompt(50))
-    request_id = d.add(prompt(50), params)
-    d.abort(request_id)
+    d.abort(d.add(prompt(50), p.prefill(prompt(50))))
     settle(p, d)
     assert not of_d or not any(of_d[-1].values())
     half = scheduler_half(d.scheduler)
-    assert not any(value for level, value in half.stats.levels.items()), half.stats.levels
+    assert not any(half.stats.levels.values()), half.stats.levels

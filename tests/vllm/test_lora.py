@@ -12,9 +12,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from kvferry.connector.vllm.lora_content import BLOCK_BYTES, BLOCKS, lora_content
-from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import prefill, run, settle
+from tests.vllm.stepped import EngineGroup, Lines, loaded, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(100)
@@ -75,10 +74,9 @@ def test_d_loads_what_p_computed_with_the_same_adapter(
     group: EngineGroup, tmp_path: Path, lines: Lines, at_d: str
 ) -> None:
     p, d = group.pair(extra={"plane": "cma"})
-    params = prefill(p, IDS, lora=LoRARequest("helper", 1, adapter(tmp_path / "p")))
+    params = p.prefill(IDS, lora=LoRARequest("helper", 1, adapter(tmp_path / "p")))
     folder = {"copy": adapter(tmp_path / "d"), "other": adapter(tmp_path / "o", rank=16), "unknown": "org/name"}[at_d]
     request_id = d.add(IDS, params, max_tokens=4, lora=LoRARequest("helper", 1, folder))
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == (0 if at_d == "other" else len(IDS) - 1)
+    loaded(p, d, request_id, 0 if at_d == "other" else None)
     assert bool(lines(request_id, "with another LoRA adapter of this name")) == (at_d == "other")
     settle(p, d)

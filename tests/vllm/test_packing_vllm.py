@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -175,15 +174,6 @@ def test_parts_are_called_alike_whatever_the_block_size(form) -> None:
         }
         assert len(names) == 1
         assert [(part.part, part.tile_tokens < 32) for part in found[0]] == [("k", True), ("v", True)]
-
-
-def test_a_tile_cut_in_two_is_noticed() -> None:
-    """In bfloat16 with AMX keys come in tiles of 16 tokens; without, tokens have bytes of their own."""
-    p, d = (Side(("bf16", "auto"), None, 64, size, (0,)) for size in (64, 32))
-    if p.isa != "amx":
-        pytest.skip(f"vLLM takes {p.isa} here, which has no tiles")
-    p.parts, d.parts = (list(replace(part, tile_tokens=1) for part in side.parts) for side in (p, d))
-    assert differ(p, d, 70) > 0
 
 
 def test_instruction_sets_that_pack_otherwise_are_told_apart() -> None:

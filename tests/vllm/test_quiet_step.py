@@ -13,8 +13,7 @@ pytest.importorskip("vllm")
 import kvferry.connector.config
 from kvferry.transport.wake import ShortSwitchInterval
 from tests.support.lines import LineCount
-from tests.vllm.engine_group import EngineGroup
-from tests.vllm.stepped import Engine, eventually, prefill, run, settle
+from tests.vllm.stepped import Engine, EngineGroup, eventually, run, settle
 
 pytestmark = pytest.mark.vllm
 PRODUCT = str(Path(kvferry.connector.config.__file__).parent)
@@ -50,7 +49,7 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
 def test_the_switch_interval_is_short_only_while_something_is_handed_over(group: EngineGroup, before: float) -> None:
     p, d = group.engine(0), group.engine(1)
     eventually(lambda: sys.getswitchinterval() == before)
-    params = prefill(p, list(range(2, 60)))
+    params = p.prefill(list(range(2, 60)))
     assert sys.getswitchinterval() < before, "P holds a lease"
     d.add(list(range(2, 60)), params)
     run([p, d], lambda: p.idle and d.idle)
@@ -59,12 +58,12 @@ def test_the_switch_interval_is_short_only_while_something_is_handed_over(group:
 
 def test_an_engine_that_has_ended_leaves_the_interval_alone(group: EngineGroup, before: float) -> None:
     p = group.engine(0)
-    prefill(p, list(range(2, 60)))
+    p.prefill(list(range(2, 60)))
     assert sys.getswitchinterval() < before
     for worker in p.workers:
         worker.connector.shutdown()
     assert sys.getswitchinterval() == before
-    prefill(p, list(range(2, 50)))
+    p.prefill(list(range(2, 50)))
     assert sys.getswitchinterval() == before
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,19 +27,13 @@ import pytest
 from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.transport.bootstrap import BootstrapServer
 from tests.support.inside import leases_of
-from tests.vllm.engine_group import PATIENT, EngineGroup
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import Engine, eventually, let_time_pass, run, settle, transfer_thread_of
-from tests.vllm.test_rendezvous import phase, publish
+from tests.vllm.stepped import PATIENT, PREFILL, Engine, EngineGroup, Pair, eventually, loaded, settle
+from tests.vllm.test_rendezvous import IDS, by_page, ends_well, publish
 
 pytestmark = pytest.mark.vllm
-IDS = prompt(300)
 REQUEST_ID = "9c5b1ab8-c8ee-11f0-8de9-0242ac120002"
 """X-Request-Id of both legs: a UUID of version 1."""
-SIX_KEYS = json.loads(
-    '{"do_remote_decode": true, "do_remote_prefill": false, "remote_block_ids": null, "remote_engine_id": null,'
-    ' "remote_host": null, "remote_port": null}'
-)
 IDENTITY = {
     "remote_engine_id": True, "remote_host": True, "remote_port": True, "tp_size": True, "transfer_mode": True,
     "pp_size": False, "dcp_size": False,
@@ -61,7 +55,7 @@ def through_go(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llm_d_prefill(transfer_id: str) -> dict[str, Any]:
-    return SIX_KEYS | {"transfer_id": transfer_id}
+    return PREFILL | {"transfer_id": transfer_id}
 
 
 def llm_d_identity(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,22 +77,11 @@ def new_transfer_id() -> str:
 
 def ask_p(p: Engine, params: dict[str, Any], ids: list[int] = IDS, **options: Any) -> dict[str, Any]:
     """One leg of P; the ``kv_transfer_params`` of its answer, as JSON has them."""
-    leg = p.add(ids, params, **options)
-    run([p], lambda: p.answers[leg].finish is not None)
-    answer = p.answers[leg].params
-    assert answer is not None
-    return dict(json.loads(json.dumps(answer)))
-
-
-def is_loaded(p: Engine, d: Engine, request_id: str) -> None:
-    """D has the prompt from P, and nothing is left."""
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == len(IDS) - 1
-    settle(p, d)
+    return dict(json.loads(json.dumps(p.prefill(ids, params, **options))))
 
 
 @pytest.fixture
-def pair(group: EngineGroup) -> tuple[Engine, Engine]:
+def pair(group: EngineGroup) -> Pair:
     return group.pair(max_batched=128)
 
 
@@ -107,15 +90,14 @@ def learn(p: Engine, d: Engine) -> dict[str, Any]:
     other, first = prompt(100, 9), new_transfer_id()
     answer = ask_p(p, llm_d_prefill(first), other)
     leg = d.add(other, through_go(answer) | {"transfer_id": first})
-    run([p, d], lambda: d.answers[leg].finish is not None)
-    assert d.origins[leg].theirs == len(other) - 1, "a serial leg of D has the transfer_id beside P's answer"
+    loaded(p, d, leg)  # a serial leg of D has the transfer_id beside P's answer
     settle(p, d)
     return llm_d_identity(answer)
 
 
 @pytest.mark.parametrize("first", ["P", "D"])
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_llm_d_sends_both_legs_at_once(pair: tuple[Engine, Engine], endpoint: str, first: str) -> None:
+def test_llm_d_sends_both_legs_at_once(pair: Pair, endpoint: str, first: str) -> None:
     p, d = pair
     identity, name = learn(p, d), new_transfer_id()
     p_id, d_id = endpoint.format(REQUEST_ID), endpoint.format(REQUEST_ID)[:-8] + "01234567"
@@ -125,12 +107,12 @@ def test_llm_d_sends_both_legs_at_once(pair: tuple[Engine, Engine], endpoint: st
     d.add(IDS, llm_d_decode(identity, name), max_tokens=4, request_id=d_id)
     d.step()
     if first == "D":
-        assert phase(d, d_id) is RequestPhase.AWAITED and d.free_blocks == d.baseline
+        assert d.phase(d_id) is RequestPhase.AWAITED and d.free_blocks == d.baseline
         p.add(IDS, llm_d_prefill(name), request_id=p_id)
-    is_loaded(p, d, d_id)
+    ends_well(p, d, d_id)
 
 
-def test_llm_d_sends_d_again_where_another_p_has_answered(group: EngineGroup, pair: tuple[Engine, Engine]) -> None:
+def test_llm_d_sends_d_again_where_another_p_has_answered(group: EngineGroup, pair: Pair) -> None:
     """P was restarted: the identity that llm-d keeps is of its last life."""
     p, d = pair
     other, name = group.engine(0), new_transfer_id()
@@ -141,11 +123,11 @@ def test_llm_d_sends_d_again_where_another_p_has_answered(group: EngineGroup, pa
     assert llm_d_identity(answer) != stale
     d.abort(told)
     again = d.add(IDS, through_go(answer) | {"transfer_id": name}, request_id=f"cmpl-{REQUEST_ID}-0-01234567")
-    is_loaded(other, d, again)
+    ends_well(other, d, again)
     settle(p)
 
 
-def test_llm_d_tries_p_again_under_a_new_name(pair: tuple[Engine, Engine]) -> None:
+def test_llm_d_tries_p_again_under_a_new_name(pair: Pair) -> None:
     """The failed attempt may still end on P: D takes the lease of the attempt that it was told of."""
     p, d = pair
     learn(p, d)
@@ -153,49 +135,37 @@ def test_llm_d_tries_p_again_under_a_new_name(pair: tuple[Engine, Engine]) -> No
     left = ask_p(p, llm_d_prefill(failed), request_id=f"cmpl-{REQUEST_ID}-0-89abcdef")
     answer = ask_p(p, llm_d_prefill(name), request_id=f"cmpl-{REQUEST_ID}-0-01234567")
     leg = d.add(IDS, through_go(answer) | {"transfer_id": name}, max_tokens=4)
-    run([p, d], lambda: d.answers[leg].finish is not None)
-    assert d.origins[leg].theirs == len(IDS) - 1
-    eventually(lambda: [token.hex() for token in leases_of(transfer_thread_of(p))] == [left["remote_request_id"]])
-    let_time_pass(p, PATIENT["lease_seconds"])
+    loaded(p, d, leg)
+    eventually(lambda: [token.hex() for token in leases_of(p)] == [left["remote_request_id"]])
+    p.let_time_pass(PATIENT["lease_seconds"])
     settle(p, d)
 
 
-# --- by the bootstrap page --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def page() -> Iterator[BootstrapServer]:
-    server = BootstrapServer("127.0.0.1", 0)
-    yield server
-    server.close()
+# --- by the bootstrap page ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["llm-d", "Dynamo"])
-def test_mooncakes_form(pair: tuple[Engine, Engine], page: BootstrapServer, at_once: bool) -> None:
+def test_mooncakes_form(pair: Pair, page: BootstrapServer, at_once: bool) -> None:
     p, d = pair
     publish(p, page)
     name = new_transfer_id() if at_once else str(uuid.uuid4())
     to_p = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
-    to_d = {
-        "do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name,
-        "remote_bootstrap_addr": f"http://127.0.0.1:{page.port}",
-        "remote_engine_id": p.config.kv_transfer_config.engine_id,
-    }  # fmt: skip
+    to_d = by_page(p, page.port, transfer_id=name)
     if not at_once:
         ask_p(p, to_p, min_tokens=1)
     leg = d.add(IDS, through_go(to_d) if at_once else to_d, max_tokens=4)
     if at_once:
         d.step()
         p.add(IDS, to_p)
-    is_loaded(p, d, leg)
+    ends_well(p, d, leg)
 
 
-# --- Dynamo -----------------------------------------------------------------------------------------------------------
+# --- Dynamo -------------------------------------------------------------------------------------------------------
 
 
 def test_dynamos_form_under_the_name_that_it_knows(group: EngineGroup) -> None:
     """Its request ids have no prefix of vLLM's, and D's is P's."""
     known: dict[str, Any] = {"connector": "NixlConnector", "module": "kvferry.connector.vllm.as_nixl"}
     p, d = (group.engine(origin, **known) for origin in (0, 1))
-    answer = ask_p(p, SIX_KEYS, request_id=REQUEST_ID, min_tokens=1)
-    is_loaded(p, d, d.add(IDS, answer, max_tokens=4, request_id=REQUEST_ID))
+    answer = ask_p(p, PREFILL, request_id=REQUEST_ID, min_tokens=1)
+    ends_well(p, d, d.add(IDS, answer, max_tokens=4, request_id=REQUEST_ID))

@@ -6,8 +6,6 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,56 +15,83 @@ from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.wire import messages
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
-from tests.support.inside import consumer_of, producer_of, replies_of, request_phase, scheduler_half, sends_of
-from tests.vllm.engine_group import EngineGroup, Lines
+from tests.support.inside import consumer_of, producer_of, replies_of, scheduler_half, sends_of
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, run, settle, transfer_thread_of
+from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, eventually, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(300)
+TO_P = PREFILL | {"transfer_id": "tx"}
+PLANES = pytest.mark.parametrize("plane", ["cma", "tcp"])
 
 
-def to_d(p: Engine, **more: Any) -> dict[str, Any]:
-    """The parameters of D's leg, as a router knows them that has seen one answer of P."""
-    address = p.workers[0].connector.get_handshake_metadata().address
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": p.config.kv_transfer_config.engine_id,
-        "remote_host": address.host,
-        "remote_port": address.port,
-        "tp_size": p.tp,
-        **more,
-    }
+def legs(group: EngineGroup, **kwargs: Any) -> tuple[Engine, Engine, dict[str, Any]]:
+    """P and D; the parameters of D's leg, named "tx"."""
+    p, d = group.pair(**kwargs)
+    return p, d, p.named(transfer_id="tx")
 
 
-def phase(d: Engine, request_id: str) -> RequestPhase | None:
-    return request_phase(scheduler_half(d), request_id)
+def ask(d: Engine, params: object, **kwargs: Any) -> str:
+    """D's leg, which has reached P's rank."""
+    request_id = d.add(IDS, params, max_tokens=4, **kwargs)
+    d.step()
+    assert d.phase(request_id) is RequestPhase.AWAITED
+    return request_id
 
 
-@pytest.mark.parametrize("plane", ["cma", "tcp"])
+def asked(d: Engine, params: object, p: Engine) -> str:
+    """D's leg, which waits at P."""
+    request_id = ask(d, params)
+    eventually(lambda: questions(p) == 1)
+    return request_id
+
+
+def questions(p: Engine) -> int:
+    """How many questions wait at P."""
+    return len(producer_of(p).named.held)
+
+
+def lookups(d: Engine, rank: int = 0) -> Any:
+    return consumer_of(d.threads[rank]).lookups
+
+
+def stalled(d: Engine) -> bool:
+    """Whether D's first rank has a result that D's engine has not taken."""
+    return bool(d.thread.results.lookups)
+
+
+def ends_well(p: Engine, d: Engine, *request_ids: str) -> None:
+    for request_id in request_ids:
+        loaded(p, d, request_id)
+    settle(p, d)
+
+
+def prefills_locally(p: Engine, d: Engine, request_id: str, lines: Lines, *words: str) -> None:
+    loaded(p, d, request_id, 0)
+    (line,) = lines("prefills locally", request_id)
+    assert all(word in line for word in words) and "\n" not in line, line
+    settle(d)
+
+
+@PLANES
 @pytest.mark.parametrize("first", ["P", "D"])
 @pytest.mark.parametrize("name", ["transfer_id", "remote_request_id"])
 def test_both_legs_at_once(group: EngineGroup, plane: str, first: str, name: str) -> None:
     p, d = group.pair(extra={"plane": plane}, max_batched=128)
     uuid = "0d9f5b3a-6a3e-4a57-9d0a-0123456789ab"
-    decode = to_d(p, **{name: uuid})
-    prefill = PREFILL | ({"transfer_id": uuid} if name == "transfer_id" else {})
+    to_p = PREFILL | ({"transfer_id": uuid} if name == "transfer_id" else {})
+    leg = f"cmpl-{uuid}-0-89abcdef"
     if first == "P":
-        leg = p.add(IDS, prefill, request_id=f"cmpl-{uuid}-0-89abcdef")
+        p.add(IDS, to_p, request_id=leg)
         p.step()
-    request_id = d.add(IDS, decode, max_tokens=8)
+    request_id = d.add(IDS, p.named(**{name: uuid}), max_tokens=8)
     for _ in range(3):
         d.step()
     if first == "D":
-        assert d.free_blocks == d.baseline and phase(d, request_id) is RequestPhase.AWAITED
-        leg = p.add(IDS, prefill, request_id=f"cmpl-{uuid}-0-89abcdef")
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert p.answers[leg].finish is not None
-    assert d.origins[request_id].theirs == len(IDS) - 1
-    assert (d.answers[request_id].external, len(d.answers[request_id].tokens)) == (len(IDS), 8)
-    settle(p, d)
-    assert not d.workers[0].failed
+        assert d.free_blocks == d.baseline and d.phase(request_id) is RequestPhase.AWAITED
+        p.add(IDS, to_p, request_id=leg)
+    ends_well(p, d, request_id)
+    assert p.answers[leg].finish is not None and d.answers[request_id].external == len(IDS) and not d.failed
 
 
 @pytest.mark.parametrize(("plane", "streamed"), [("cma", False), ("tcp", True)])
@@ -82,313 +107,46 @@ def test_d_takes_blocks_before_the_grant_only_where_p_sends(group: EngineGroup, 
     else:
         eventually(lambda: questions(p) == 1)  # until it is granted
         d.step()
-        assert d.free_blocks == d.baseline and phase(d, request_id) is RequestPhase.AWAITED
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == len(IDS) - 1
-    settle(p, d)
+        assert d.free_blocks == d.baseline and d.phase(request_id) is RequestPhase.AWAITED
+    ends_well(p, d, request_id)
     counted: Counter[str] = sum((Counter(stats.data["streamed"]) for stats in d.stats), Counter())
     assert (counted["loads"], counted["block_ms"] > 0) == (int(streamed), streamed)
 
 
-def legs(group: EngineGroup, **kwargs: Any) -> tuple[Engine, Engine, dict[str, Any]]:
-    """P and D; the parameters of D's leg, named "tx"."""
-    p, d = group.pair(**kwargs)
-    return p, d, to_d(p, transfer_id="tx")
-
-
-def ask(d: Engine, params: object, **kwargs: Any) -> str:
-    """D's leg, which has reached P's rank."""
-    request_id = d.add(IDS, params, max_tokens=4, **kwargs)
-    d.step()
-    assert phase(d, request_id) is RequestPhase.AWAITED
-    return request_id
-
-
-def questions(p: Engine) -> int:
-    """How many questions wait at P."""
-    return len(producer_of(transfer_thread_of(p)).named.held)
-
-
-def prefills_locally(p: Engine, d: Engine, request_id: str, lines: Lines, *words: str) -> None:
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert (d.origins[request_id].theirs, len(d.answers[request_id].tokens)) == (0, 4)
-    (line,) = lines("prefills locally", request_id)
-    assert all(word in line for word in words) and "\n" not in line, line
-    settle(d)
-
-
-TO_P = PREFILL | {"transfer_id": "tx"}
-
-
-def test_a_d_that_is_aborted_asks_no_more_after_a_while(group: EngineGroup) -> None:
-    p, d, params = legs(group)
-    request_id = ask(d, params)
-    eventually(lambda: questions(p) == 1)
-    abort_and_wait(p, d, request_id)
-    assert not consumer_of(transfer_thread_of(d)).lookups.live
-
-
-def abort_and_wait(p: Engine, d: Engine, request_id: str) -> None:
-    """Abort a request of D whose prompt P does not know; and let the time pass after which D does not ask for it."""
-    d.abort(request_id)
-    settle(d)
-    eventually(lambda: bool(consumer_of(transfer_thread_of(d)).lookups.left))
-    let_time_pass(d, lookup.LEFT_SECONDS)
-    eventually(lambda: questions(p) == 0)
-
-
-@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("plane", ["cma", "tcp"])
-def test_a_d_that_is_aborted_before_p_has_begun_releases_the_lease(
-    group: EngineGroup, plane: str, tp: tuple[int, int]
-) -> None:
-    """P's engine may have the prompt by then, and finish it. D's engine takes no further step."""
-    p, d = group.engine(0, tp=tp[0], extra={"plane": plane}), group.engine(1, tp=tp[1], extra={"plane": plane})
-    request_id = ask(d, to_d(p, transfer_id="tx"))
-    eventually(lambda: questions(p) == 1)
-    d.abort(request_id)
-    settle(d)
-    leg = p.add(IDS, TO_P)
-    run([p], lambda: p.answers[leg].finish is not None)
-    settle(p)  # the lease is longer than any test
-    eventually(lambda: not consumer_of(transfer_thread_of(d)).lookups.live)
-
-
-def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
-    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lookup, "IDLE_CONTACT_SECONDS", math.inf)
-    p, d, params = legs(group)
-    request_id = ask(d, params)
-    eventually(lambda: questions(p) == 1)
-    (held,) = producer_of(transfer_thread_of(p)).named.held.values()
-    abort_and_wait(p, d, request_id)
-    finder = consumer_of(transfer_thread_of(d)).lookups
-    (contact,) = finder.contacts.values()
-    assert not finder.open
-    producer = producer_of(transfer_thread_of(p))
-
-    def serve(now: float) -> bool:
-        replies_of(producer).send(held.identity, messages.Unresolved(number=1, final=False, detail="x" * 900))
-        return bool(type(producer).serve(producer, now))
-
-    producer.serve = serve
-    eventually(lambda: not finder.contacts)
-    del producer.serve
-    assert not contact.connection.inbox and contact.connection.lost
-    request_id = ask(d, params)  # over another connection
+@pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
+def test_one_rank_asks_for_all(group: EngineGroup, tp: tuple[int, int]) -> None:
+    p, d = group.engine(0, tp=tp[0]), group.engine(1, tp=tp[1])
+    request_id = ask(d, p.named(transfer_id="tx"))
+    eventually(lambda: bool(lookups(d).open))
+    assert not any(lookups(d, rank).open for rank in range(1, d.tp))
     p.add(IDS, TO_P)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == len(IDS) - 1
+    ends_well(p, d, request_id)
+
+
+def test_siblings_share_the_lease(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    names = [ask(d, params, request_id=f"{number}_cmpl-a") for number in range(3)]
+    p.add(IDS, TO_P)
+    for name in names:  # loaded, or found where one was loaded
+        loaded(p, d, name)
+    d.let_time_pass(1.0)
     settle(p, d)
 
 
-@pytest.mark.parametrize("plane", ["cma", "tcp"])
-def test_a_d_that_is_aborted_while_the_answer_comes_releases_the_lease(group: EngineGroup, plane: str) -> None:
-    p, d, params = legs(group, extra={"plane": plane})
-    request_id = ask(d, params)
-    leg = p.add(IDS, TO_P)
-    run([p], lambda: p.answers[leg].finish is not None and bool(p.leases))
-    results = transfer_thread_of(d).results
-    eventually(lambda: bool(results.lookups))
-    d.abort(request_id)
-    settle(p, d)  # the lease is longer than any test
-    assert not d.all_loads
-
-
-@pytest.mark.parametrize("plane", ["cma", "tcp"])
-def test_a_d_that_is_aborted_after_p_has_begun_releases_the_lease(group: EngineGroup, plane: str) -> None:
-    """D knows the token before P has granted it."""
-    p, d, params = legs(group, extra={"plane": plane}, max_batched=128)
-    request_id = ask(d, params)
-    leg = p.add(IDS, TO_P)
-    p.step()
-    eventually(
-        lambda: (
-            any(meeting.answer for meeting in consumer_of(transfer_thread_of(d)).lookups.open.values()) or stalled(d)
-        )
-    )
-    d.abort(request_id)
-    while d.scheduler.has_requests():
+def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    ask(d, params)
+    waits: list[float] = []
+    results = d.thread.results
+    results.wait = waits.append
+    for _ in range(5):
         d.step()
-    run([p], lambda: p.answers[leg].finish is not None)
-    settle(p)  # the lease is longer than any test
-    assert not d.all_loads
-
-
-def stalled(d: Engine) -> bool:
-    """Whether D's first rank has a result that D's engine has not taken."""
-    return bool(transfer_thread_of(d).results.lookups)
-
-
-def test_a_p_that_aborts_lets_d_prefill_at_once(group: EngineGroup, lines: Lines) -> None:
-    p, d, params = legs(group, max_batched=128)
-    leg = p.add(IDS, TO_P)
-    request_id = ask(d, params)
-    p.abort(leg)
-    prefills_locally(p, d, request_id, lines, "the prompt was not handed over, or its lease has ended")
-    settle(p)
-
-
-def test_a_leg_that_never_comes(group: EngineGroup, lines: Lines) -> None:
-    p, d, params = legs(group)
-    request_id = ask(d, params)
-    eventually(lambda: questions(p) == 1)
-    scheduler_half(d).clock = lambda: time.monotonic() + 700.0
-    prefills_locally(p, d, request_id, lines, "has told nothing of 'tx' in 600 s; does the router send both legs")
-    eventually(lambda: questions(p) == 0)
-
-
-def behind_another(group: EngineGroup) -> tuple[Engine, Engine, str, str]:
-    """P, D, and the legs of a request whose prompt is in P's queue, behind another one. P's ranks know of it."""
-    p, d, params = legs(group, max_batched=64)
-    p.add(prompt(300, 7))
-    p.step()
-    leg = p.add(IDS, TO_P)
-    p.step()
-    request_id = ask(d, params)
-    eventually(lambda: questions(p) == 1)
-    assert "tx" in producer_of(transfer_thread_of(p)).named.tokens
-    return p, d, leg, request_id
-
-
-def put_deadline_forward(d: Engine, seconds: float) -> None:
-    """For D's scheduler half it is so many seconds later than it is."""
-    scheduler_half(d).clock = lambda: time.monotonic() + seconds
-
-
-def test_the_time_in_p_s_queue_does_not_count(group: EngineGroup) -> None:
-    p, d, leg, request_id = behind_another(group)
-    p.step()  # P's engine does something, if not this
-    put_deadline_forward(d, 500.0)
-    let_time_pass(p, 700.0)  # P has held the question long enough
-    eventually(lambda: stalled(d))
-    d.step()
-    put_deadline_forward(d, 1000.0)
-    d.step()
-    assert phase(d, request_id) is RequestPhase.AWAITED
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert p.answers[leg].finish and d.origins[request_id].theirs == len(IDS) - 1
-    settle(p, d)
-
-
-def test_a_p_whose_engine_stands_still_vouches_for_nothing(group: EngineGroup, lines: Lines) -> None:
-    p, d, _, request_id = behind_another(group)
-    asked = consumer_of(transfer_thread_of(d)).lookups.asked
-    put_deadline_forward(d, 500.0)
-    let_time_pass(p, 700.0)
-    eventually(lambda: consumer_of(transfer_thread_of(d)).lookups.asked > asked)  # P's answer has come
-    d.step()
-    assert phase(d, request_id) is RequestPhase.AWAITED
-    put_deadline_forward(d, 700.0)
-    d.step()
-    assert phase(d, request_id) is not RequestPhase.AWAITED
-    prefills_locally(p, d, request_id, lines, "has told nothing of 'tx' in 600 s")
-    settle(p)
-
-
-def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:
-    p, d, params = legs(group)
-    request_id = ask(d, params)
-    finder = consumer_of(transfer_thread_of(d)).lookups
-    for asked in (1, 2):
-        eventually(lambda: questions(p) == 1)
-        assert finder.asked == asked
-        let_time_pass(p, 700.0 * asked)  # P has held the question long enough
-        eventually(lambda before=asked: finder.asked > before)
-    leg = p.add(IDS, TO_P)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert p.answers[leg].finish and d.origins[request_id].theirs == len(IDS) - 1
-    settle(p, d)
-
-
-def test_a_p_that_ends(group: EngineGroup, lines: Lines) -> None:
-    p, d, params = legs(group)
-    request_id = ask(d, params)
-    eventually(lambda: questions(p) == 1)
-    p.workers[0].connector.shutdown()
-    run([d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == 0
-    assert lines("prefills locally: P at 127.0.0.1", "cannot be asked for the lease")
-    settle(d)
-
-
-def test_a_p_that_ends_the_connection_is_asked_once_more(group: EngineGroup) -> None:
-    """As a P does whose port strangers flood."""
-    p, d, params = legs(group)
-    request_id = ask(d, params)
-    eventually(lambda: questions(p) == 1)
-    finder = consumer_of(transfer_thread_of(d)).lookups
-    (contact,) = finder.contacts.values()
-    contact.connection.lose("ended by P")
-    eventually(lambda: contact not in finder.contacts.values() and questions(p) == 2)  # P has not noticed the end
+    assert waits == [IDLE_WAIT_SECONDS] * 5
+    del results.wait
     p.add(IDS, TO_P)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == len(IDS) - 1
-    settle(p, d)
-
-
-def test_another_engine_at_p_s_address(group: EngineGroup, lines: Lines) -> None:
-    """P was restarted, and the router does not know its new engine id."""
-    p, d, params = legs(group)
-    request_id = d.add(IDS, params | {"remote_engine_id": "an older life"}, max_tokens=4)
-    prefills_locally(p, d, request_id, lines, "says: 'this is engine ")
-
-
-@pytest.mark.parametrize(
-    ("extra", "params", "why"),
-    [
-        ({}, {"remote_port": 1}, "127.0.0.1:1: nobody listens there"),
-        ({"allowed_peers": ["10.0.0.0/8"]}, {}, "127.0.0.1 is not an allowed peer"),
-        ({}, {"remote_key": "0123456789ab"}, "0123456789ab"),
-    ],
-    ids=["nobody", "not allowed", "unknown key"],
-)
-def test_a_p_that_cannot_be_asked(
-    group: EngineGroup, lines: Lines, extra: dict[str, Any], params: dict[str, Any], why: str
-) -> None:
-    p, d = group.pair(extra=extra)
-    request_id = d.add(IDS, to_d(p, transfer_id="tx") | params, max_tokens=4)
-    prefills_locally(p, d, request_id, lines, why)
-
-
-def test_made_up_addresses_do_not_keep_d_from_asking_p(
-    group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody answers there, and requests waited for all the places that D has for P engines."""
-    monkeypatch.setattr(lookup, "MAX_CONTACTS", 3)
-    p, d, params = legs(group)
-    leg = p.add(IDS, TO_P)
-    run([p], lambda: p.answers[leg].finish is not None)
-    with socket.create_server(("0.0.0.0", 0)) as mute:
-        named = params | {"remote_port": mute.getsockname()[1]}
-        made_up = [d.add(prompt(300, n), named | {"remote_host": f"127.0.0.{n}"}, max_tokens=4) for n in range(2, 6)]
-        honest = d.add(IDS, params, max_tokens=4)
-        run([p, d], lambda: d.answers[honest].finish is not None)
-        assert d.origins[honest].theirs == len(IDS) - 1
-        assert lines("prefills locally", made_up[0], "it has not answered, and others are asked")
-        for request_id in made_up:
-            if d.answers[request_id].finish is None:
-                d.abort(request_id)
-        settle(p, d)
-
-
-@pytest.mark.parametrize(
-    ("params", "why"),
-    [
-        ({"remote_port": "x"}, "remote_port is 'x', expected a number 1 to 65535"),
-        ({"remote_host": "a\nb"}, "remote_host is 'a\\nb', expected a printable text"),
-        ({"transfer_id": 7}, "transfer_id is 7, expected a printable text"),
-        ({"remote_key": "K"}, "remote_key is 'K', expected the 12 digits"),
-        ({"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected P's engine id"),
-        ({"remote_block_ids": [[1, 2]]}, "P runs another connector"),
-        ({"remote_host": None}, "no 'kvferry' entry"),
-    ],
-)
-def test_parameters_that_cannot_be_used(group: EngineGroup, lines: Lines, params: dict[str, Any], why: str) -> None:
-    p, d = group.pair()
-    request_id = d.add(IDS, to_d(p, transfer_id="tx") | params, max_tokens=4)
-    prefills_locally(p, d, request_id, lines, why)
+    results.ready.clear()
+    run([p], lambda: bool(p.leases))
+    assert results.ready.wait(60.0), "the answer ends such a wait"
 
 
 def test_tokens_found_in_the_prefix_cache_may_be_computed_in_the_same_step(group: EngineGroup) -> None:
@@ -402,21 +160,23 @@ def test_tokens_found_in_the_prefix_cache_may_be_computed_in_the_same_step(group
 
     def forward() -> None:
         """D reads what it can while P's step is about to compute the tokens that both requests share."""
-        if not blocks:
-            p.device = lambda: None
-            run([d], lambda: d.free_blocks < d.baseline)
-            sender = sends_of(transfer_thread_of(p))
-            eventually(lambda: bool(sender.waiting) or any(read.sent for read in sender.turns))
-            eventually(lambda: bool(sender.waiting))  # after what could be sent
-            blocks.append(True)
+        p.device = lambda: None
+        run([d], lambda: d.free_blocks < d.baseline)
+        sender = sends_of(p)
+        eventually(lambda: bool(sender.waiting) or any(read.sent for read in sender.turns))
+        eventually(lambda: bool(sender.waiting))  # after what could be sent
+        blocks.append(True)
 
     p.device = forward
     p.step()
     assert blocks
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert not d.wrong and d.origins[request_id].theirs == len(IDS) - 1
-    run([p], lambda: p.answers[leg].finish is not None and p.answers[other].finish is not None)
+    loaded(p, d, request_id)
+    assert not d.wrong
+    p.finish(leg, other)
     settle(p, d)
+
+
+# --- names --------------------------------------------------------------------------------------------------------
 
 
 def test_a_name_goes_to_the_next_prompt_in_the_plan_in_which_the_first_one_ends(group: EngineGroup) -> None:
@@ -424,38 +184,20 @@ def test_a_name_goes_to_the_next_prompt_in_the_plan_in_which_the_first_one_ends(
     first = p.add(IDS, TO_P)
     p.step()
     p.abort(first)
-    leg = p.add(IDS, TO_P)
+    p.add(IDS, TO_P)
     p.step()
-    request_id = ask(d, params)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == len(IDS) - 1 and p.answers[leg].finish is not None
-    settle(p, d)
-
-
-def test_a_request_that_computes_its_prompt_releases_the_lease(group: EngineGroup) -> None:
-    p, d, params = legs(group)
-    request_id = d.add(IDS, params, max_tokens=200, prompt_logprobs=1)
-    d.step()
-    leg = p.add(IDS, TO_P)
-    run([p, d], lambda: p.answers[leg].finish is not None)
-    run([p, d], lambda: not p.leases)  # the lease is longer than any test, and D decodes on
-    d.abort(request_id)
-    settle(p, d)
+    ends_well(p, d, ask(d, params))
 
 
 def test_two_prompts_of_one_name(group: EngineGroup, lines: Lines) -> None:
     """The first keeps the name. The second can be asked for by its request id."""
     p, d, params = legs(group)
     other = prompt(300, 7)
-    first, second = p.add(IDS, TO_P), p.add(other, TO_P, request_id="cmpl-second-0-01234567")
+    p.add(IDS, TO_P)
+    p.add(other, TO_P, request_id="cmpl-second-0-01234567")
     run([p], lambda: len(p.leases) == 2)
     assert lines("cmpl-second-0-01234567 has the name 'tx' of a prompt that P holds")
-    one = d.add(IDS, params, max_tokens=4)
-    two = d.add(other, to_d(p, remote_request_id="second"), max_tokens=4)
-    run([p, d], lambda: all(d.answers[each].finish is not None for each in (one, two)))
-    assert [d.origins[each].theirs for each in (one, two)] == [len(IDS) - 1] * 2
-    assert p.answers[first].finish and p.answers[second].finish
-    settle(p, d)
+    ends_well(p, d, d.add(IDS, params, max_tokens=4), d.add(other, p.named(remote_request_id="second"), max_tokens=4))
 
 
 @pytest.mark.parametrize("end", ["refused", "aborted", "aborted early", "aborted before P has it", "rejected"])
@@ -466,13 +208,12 @@ def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines
     if end == "aborted before P has it":
         d.abort(d.add(IDS, params))
     elif end != "rejected":
-        request_id = ask(d, params)
+        request_id = asked(d, params, p)
         if end == "aborted early":
-            eventually(lambda: questions(p) == 1)
             d.abort(request_id)
             settle(d)
-    leg = p.add(theirs, TO_P)
-    run([p], lambda: p.answers[leg].finish is not None and bool(p.leases))
+    p.finish(p.add(theirs, TO_P))
+    run([p], lambda: bool(p.leases))
     if end == "refused":
         prefills_locally(p, d, request_id, lines, "P prefilled another prompt")
     elif end == "aborted":
@@ -483,96 +224,272 @@ def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines
         if end == "rejected":
             d.add([0], params, rejected=True)  # as vLLM submits it
         settle(d)
-        eventually(lambda: not consumer_of(transfer_thread_of(d)).lookups.live)
-    honest = d.add(theirs, params, max_tokens=4)
-    run([p, d], lambda: d.answers[honest].finish is not None)
-    assert d.origins[honest].theirs == len(theirs) - 1
-    settle(p, d)
+        eventually(lambda: not lookups(d).live)
+    ends_well(p, d, d.add(theirs, params, max_tokens=4))
 
 
-def test_siblings_share_the_lease(group: EngineGroup) -> None:
+def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:
     p, d, params = legs(group)
-    names = [ask(d, params, request_id=f"{number}_cmpl-a") for number in range(3)]
+    request_id = ask(d, params)
+    finder = lookups(d)
+    for count in (1, 2):
+        eventually(lambda: questions(p) == 1)
+        assert finder.asked == count
+        p.let_time_pass(700.0 * count)  # P has held the question long enough
+        eventually(lambda before=count: finder.asked > before)
     p.add(IDS, TO_P)
-    run([p, d], lambda: all(d.answers[name].finish is not None for name in names))
-    assert all(d.origins[name].theirs == len(IDS) - 1 for name in names), "loaded, or found where one was loaded"
-    let_time_pass(d, 1.0)
-    settle(p, d)
+    ends_well(p, d, request_id)
 
 
-def test_a_rejected_request_releases_the_lease(group: EngineGroup) -> None:
-    p, d, params = legs(group)
-    d.add(IDS, params, rejected=True)
+# --- requests that end --------------------------------------------------------------------------------------------
+
+
+def abort_and_wait(p: Engine, d: Engine, request_id: str) -> None:
+    """Abort a request of D whose prompt P does not know; and let the time pass after which D does not ask for it."""
+    d.abort(request_id)
     settle(d)
-    leg = p.add(IDS, TO_P)
-    run([p], lambda: p.answers[leg].finish is not None)
-    settle(p)  # the lease is longer than any test
+    eventually(lambda: bool(lookups(d).left))
+    d.let_time_pass(lookup.LEFT_SECONDS)
+    eventually(lambda: questions(p) == 0)
 
 
-def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) -> None:
+def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A D that is aborted asks no more after a while."""
+    monkeypatch.setattr(lookup, "IDLE_CONTACT_SECONDS", math.inf)
     p, d, params = legs(group)
-    ask(d, params)
-    waits: list[float] = []
-    results = transfer_thread_of(d).results
-    results.wait = waits.append
-    for _ in range(5):
+    request_id = asked(d, params, p)
+    (held,) = producer_of(p).named.held.values()
+    abort_and_wait(p, d, request_id)
+    finder, producer = lookups(d), producer_of(p)
+    (contact,) = finder.contacts.values()
+    assert not finder.open and not finder.live
+
+    def serve(now: float) -> bool:
+        replies_of(producer).send(held.identity, messages.Unresolved(number=1, final=False, detail="x" * 900))
+        return bool(type(producer).serve(producer, now))
+
+    producer.serve = serve
+    eventually(lambda: not finder.contacts)
+    del producer.serve
+    assert not contact.connection.inbox and contact.connection.lost
+    request_id = ask(d, params)  # over another connection
+    p.add(IDS, TO_P)
+    ends_well(p, d, request_id)
+
+
+BEFORE, MEANWHILE, AFTER = "before P has begun", "while P computes", "while the answer comes"
+
+
+@PLANES
+@pytest.mark.parametrize(
+    ("when", "tp"), [(BEFORE, (1, 1)), (BEFORE, (2, 1)), (BEFORE, (1, 2)), (MEANWHILE, (1, 1)), (AFTER, (1, 1))]
+)
+def test_a_d_that_is_aborted_releases_the_lease(group: EngineGroup, plane: str, when: str, tp: tuple[int, int]) -> None:
+    """Before P has begun P's engine may have the prompt, and D's engine takes no further step; while P computes D knows
+    the token before P has granted it. The lease is longer than any test."""
+    p, d = (group.engine(n, tp=tp[n], extra={"plane": plane}, max_batched=128) for n in range(2))
+    request_id = asked(d, p.named(transfer_id="tx"), p)
+    if when == BEFORE:
+        d.abort(request_id)
+        settle(d)
+    leg = p.add(IDS, TO_P)
+    if when == MEANWHILE:
+        p.step()
+        eventually(lambda: any(meeting.answer for meeting in lookups(d).open.values()) or stalled(d))
+        d.abort(request_id)
+        while d.scheduler.has_requests():
+            d.step()
+    p.finish(leg)
+    if when == AFTER:
+        run([p], lambda: bool(p.leases))
+        eventually(lambda: stalled(d))
+        d.abort(request_id)
+        settle(d)
+    settle(p)
+    eventually(lambda: not lookups(d).live)
+    assert not d.all_loads
+
+
+@pytest.mark.parametrize("how", ["rejected", "computes its prompt"])
+def test_a_request_that_loads_nothing_releases_the_lease(group: EngineGroup, how: str) -> None:
+    p, d, params = legs(group)
+    if how == "rejected":
+        d.add(IDS, params, rejected=True)
+        settle(d)
+    else:
+        request_id = d.add(IDS, params, max_tokens=200, prompt_logprobs=1)
         d.step()
-    assert waits == [IDLE_WAIT_SECONDS] * 5
-    del results.wait
-    p.add(IDS, TO_P)
-    results.ready.clear()
-    run([p], lambda: bool(p.leases))
-    assert results.ready.wait(60.0), "the answer ends such a wait"
-
-
-@pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
-def test_one_rank_asks_for_all(group: EngineGroup, tp: tuple[int, int]) -> None:
-    p, d = group.engine(0, tp=tp[0]), group.engine(1, tp=tp[1])
-    request_id = d.add(IDS, to_d(p, transfer_id="tx"), max_tokens=4)
-    d.step()
-    eventually(lambda: bool(consumer_of(transfer_thread_of(d)).lookups.open))
-    assert not any(consumer_of(transfer_thread_of(d, rank)).lookups.open for rank in range(1, d.tp))
-    p.add(IDS, TO_P)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == len(IDS) - 1
+    leg = p.add(IDS, TO_P)
+    run([p] if how == "rejected" else [p, d], lambda: p.answers[leg].finish is not None and p.idle)
+    if how != "rejected":  # the lease is longer than any test, and D decodes on
+        assert d.answers[request_id].finish is None
+        d.abort(request_id)
     settle(p, d)
 
 
-# --- P's bootstrap page, as routers for vLLM's Mooncake connector name it ---------------------------------------------
+def test_a_request_that_ends_while_the_page_is_fetched(group: EngineGroup) -> None:
+    p, d = group.pair()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        request_id = ask(d, by_page(p, silent.getsockname()[1]))
+        eventually(lambda: bool(lookups(d).open))
+        d.abort(request_id)
+        settle(d)
+        eventually(lambda: not lookups(d).open)
 
 
-@pytest.fixture
-def page() -> Iterator[BootstrapServer]:
-    server = BootstrapServer("127.0.0.1", 0)
-    yield server
-    server.close()
+# --- patience -----------------------------------------------------------------------------------------------------
 
 
-def by_page(p: Engine, page: BootstrapServer, **more: Any) -> dict[str, Any]:
+def test_a_p_that_aborts_lets_d_prefill_at_once(group: EngineGroup, lines: Lines) -> None:
+    p, d, params = legs(group, max_batched=128)
+    leg = p.add(IDS, TO_P)
+    request_id = ask(d, params)
+    p.abort(leg)
+    prefills_locally(p, d, request_id, lines, "the prompt was not handed over, or its lease has ended")
+    settle(p)
+
+
+def put_deadline_forward(d: Engine, seconds: float) -> None:
+    """For D's scheduler half it is so many seconds later than it is."""
+    scheduler_half(d).clock = lambda: time.monotonic() + seconds
+
+
+def test_a_leg_that_never_comes(group: EngineGroup, lines: Lines) -> None:
+    p, d, params = legs(group)
+    request_id = asked(d, params, p)
+    put_deadline_forward(d, 700.0)
+    prefills_locally(p, d, request_id, lines, "has told nothing of 'tx' in 600 s; does the router send both legs")
+    d.let_time_pass(lookup.LEFT_SECONDS)
+    eventually(lambda: questions(p) == 0)
+
+
+def behind_another(group: EngineGroup) -> tuple[Engine, Engine, str]:
+    """P, D, and D's request whose prompt is in P's queue, behind another one. P's ranks know of it."""
+    p, d, params = legs(group, max_batched=64)
+    p.add(prompt(300, 7))
+    p.step()
+    p.add(IDS, TO_P)
+    p.step()
+    request_id = asked(d, params, p)
+    assert "tx" in producer_of(p).named.tokens
+    return p, d, request_id
+
+
+def test_the_time_in_p_s_queue_does_not_count(group: EngineGroup) -> None:
+    p, d, request_id = behind_another(group)
+    p.step()  # P's engine does something, if not this
+    put_deadline_forward(d, 500.0)
+    p.let_time_pass(700.0)  # P has held the question long enough
+    eventually(lambda: stalled(d))
+    d.step()
+    put_deadline_forward(d, 1000.0)
+    d.step()
+    assert d.phase(request_id) is RequestPhase.AWAITED
+    ends_well(p, d, request_id)
+
+
+def test_a_p_whose_engine_stands_still_vouches_for_nothing(group: EngineGroup, lines: Lines) -> None:
+    p, d, request_id = behind_another(group)
+    before = lookups(d).asked
+    put_deadline_forward(d, 500.0)
+    p.let_time_pass(700.0)
+    eventually(lambda: lookups(d).asked > before)  # P's answer has come
+    d.step()
+    assert d.phase(request_id) is RequestPhase.AWAITED
+    put_deadline_forward(d, 700.0)
+    d.step()
+    assert d.phase(request_id) is not RequestPhase.AWAITED
+    prefills_locally(p, d, request_id, lines, "has told nothing of 'tx' in 600 s")
+    settle(p)
+
+
+# --- a P that cannot be asked -------------------------------------------------------------------------------------
+
+
+def test_a_p_that_ends(group: EngineGroup, lines: Lines) -> None:
+    p, d, params = legs(group)
+    request_id = asked(d, params, p)
+    p.workers[0].connector.shutdown()
+    loaded(None, d, request_id, 0)
+    assert lines("prefills locally: P at 127.0.0.1", "cannot be asked for the lease")
+    settle(d)
+
+
+def test_a_p_that_ends_the_connection_is_asked_once_more(group: EngineGroup) -> None:
+    """As a P does whose port strangers flood."""
+    p, d, params = legs(group)
+    request_id = asked(d, params, p)
+    finder = lookups(d)
+    (contact,) = finder.contacts.values()
+    contact.connection.lose("ended by P")
+    eventually(lambda: contact not in finder.contacts.values() and questions(p) == 2)  # P has not noticed the end
+    p.add(IDS, TO_P)
+    ends_well(p, d, request_id)
+
+
+def test_made_up_addresses_do_not_keep_d_from_asking_p(
+    group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody answers there, and requests waited for all the places that D has for P engines."""
+    monkeypatch.setattr(lookup, "MAX_CONTACTS", 3)
+    p, d, params = legs(group)
+    p.finish(p.add(IDS, TO_P))
+    with socket.create_server(("0.0.0.0", 0)) as mute:
+        nowhere = params | {"remote_port": mute.getsockname()[1]}
+        made_up = [d.add(prompt(300, n), nowhere | {"remote_host": f"127.0.0.{n}"}, max_tokens=4) for n in range(2, 6)]
+        loaded(p, d, d.add(IDS, params, max_tokens=4))
+        assert lines("prefills locally", made_up[0], "it has not answered, and others are asked")
+        for request_id in made_up:
+            if d.answers[request_id].finish is None:
+                d.abort(request_id)
+        settle(p, d)
+
+
+@pytest.mark.parametrize(
+    ("extra", "params", "why"),
+    [
+        ({}, {"remote_engine_id": "an older life"}, "says: 'this is engine "),  # P restarted, the router does not know
+        ({}, {"remote_port": 1}, "127.0.0.1:1: nobody listens there"),
+        ({"allowed_peers": ["10.0.0.0/8"]}, {}, "127.0.0.1 is not an allowed peer"),
+        ({}, {"remote_key": "0123456789ab"}, "0123456789ab"),
+        ({}, {"remote_port": "x"}, "remote_port is 'x', expected a number 1 to 65535"),
+        ({}, {"remote_host": "a\nb"}, "remote_host is 'a\\nb', expected a printable text"),
+        ({}, {"transfer_id": 7}, "transfer_id is 7, expected a printable text"),
+        ({}, {"remote_key": "K"}, "remote_key is 'K', expected the 12 digits"),
+        ({}, {"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected P's engine id"),
+        ({}, {"remote_block_ids": [[1, 2]]}, "P runs another connector"),
+        ({}, {"remote_host": None}, "no 'kvferry' entry"),
+    ],
+)
+def test_parameters_that_cannot_be_used(
+    group: EngineGroup, lines: Lines, extra: dict[str, Any], params: dict[str, Any], why: str
+) -> None:
+    p, d, plain = legs(group, extra=extra)
+    prefills_locally(p, d, d.add(IDS, plain | params, max_tokens=4), lines, why)
+
+
+# --- P's bootstrap page, as routers for vLLM's Mooncake connector name it -----------------------------------------
+
+
+def by_page(p: Engine, port: int, **more: Any) -> dict[str, Any]:
     return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": p.config.kv_transfer_config.engine_id,
-        "remote_bootstrap_addr": f"http://127.0.0.1:{page.port}",
-        "transfer_id": "tx",
-        **more,
-    }
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": p.engine_id, "transfer_id": "tx",
+        "remote_bootstrap_addr": f"http://127.0.0.1:{port}", **more,
+    }  # fmt: skip
 
 
 def publish(p: Engine, page: BootstrapServer) -> None:
-    address = p.workers[0].connector.get_handshake_metadata().address
-    engine_id = p.config.kv_transfer_config.engine_id
-    page.publish(bootstrap_page(engine_id, 0, {(0, 0): (address.host, address.port)}))
+    page.publish(bootstrap_page(p.engine_id, 0, {(0, 0): (p.address.host, p.address.port)}))
 
 
 def test_p_is_found_by_its_bootstrap_page(group: EngineGroup, page: BootstrapServer) -> None:
     p, d = group.pair()
     publish(p, page)
-    request_id = d.add(IDS, by_page(p, page), max_tokens=4)
+    request_id = d.add(IDS, by_page(p, page.port), max_tokens=4)
     p.add(IDS, TO_P)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == len(IDS) - 1
-    settle(p, d)
+    ends_well(p, d, request_id)
 
 
 @pytest.mark.parametrize(
@@ -594,16 +511,4 @@ def test_a_bootstrap_page_that_cannot_be_used(
     p, d = group.pair(extra=extra)
     if "404" not in why:
         publish(p, page)
-    request_id = d.add(IDS, by_page(p, page, **params), max_tokens=4)
-    prefills_locally(p, d, request_id, lines, why)
-
-
-def test_a_request_that_ends_while_the_page_is_fetched(group: EngineGroup) -> None:
-    p, d = group.pair()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        request_id = ask(d, by_page(p, SimpleNamespace(port=1), remote_bootstrap_addr=address))  # type: ignore[arg-type]
-        eventually(lambda: bool(consumer_of(transfer_thread_of(d)).lookups.open))
-        d.abort(request_id)
-        settle(d)
-        eventually(lambda: not consumer_of(transfer_thread_of(d)).lookups.open)
+    prefills_locally(p, d, d.add(IDS, by_page(p, page.port, **params), max_tokens=4), lines, why)

@@ -13,10 +13,8 @@ from vllm.v1.core.sched.interface import PauseState
 from kvferry.connector.engine import lease_planner
 from kvferry.connector.engine.load_planner import RequestPhase
 from tests.support.inside import leases_of
-from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import Engine, prefill, run, settle, transfer_thread_of
-from tests.vllm.test_rendezvous import phase
+from tests.vllm.stepped import Engine, EngineGroup, Lines, loaded, run, settle
 from tests.vllm.test_streamed_steps import IDS, STEP, begin
 
 pytestmark = pytest.mark.vllm
@@ -31,15 +29,14 @@ def update_weights(p: Engine) -> None:
     p.origin = 1
 
 
-def nothing_old(d: Engine, request_id: str) -> bool:
-    """Whether D has computed with no KV of P's old weights."""
-    run([d], lambda: d.answers[request_id].finish is not None)
-    return d.origins[request_id].theirs == 0 and len(d.answers[request_id].tokens) == 8
+def nothing_old(d: Engine, request_id: str, p: Engine | None = None) -> None:
+    """D has computed with no KV of P's old weights."""
+    assert loaded(p, d, request_id, 0).finish == "length"
 
 
 def leased(p: Engine, ids: list[int]) -> object:
-    params = prefill(p, ids)
-    run([p], lambda: bool(leases_of(transfer_thread_of(p))))
+    params = p.prefill(ids)
+    run([p], lambda: bool(leases_of(p)))
     return params
 
 
@@ -52,7 +49,7 @@ def test_a_reset_ends_leases(group: EngineGroup, lines: Lines, plane: str, ahead
     run([p], lambda: p.idle)
     assert reset(p) and lines("caches were reset")
     update_weights(p)
-    assert nothing_old(d, d.add(IDS, params, max_tokens=8))
+    nothing_old(d, d.add(IDS, params, max_tokens=8))
     settle(p, d)
 
 
@@ -60,10 +57,10 @@ def test_a_reset_ends_leases(group: EngineGroup, lines: Lines, plane: str, ahead
 def test_a_lease_that_p_s_workers_do_not_know_yet(group: EngineGroup, ahead: int) -> None:
     """It is in no plan before the one that ends it."""
     p, d = group.pair(extra={"plane": "tcp"}, ahead=ahead)
-    params = prefill(p, IDS)
+    params = p.prefill(IDS)
     assert not p.leases and not reset(p)
     p.step()
-    assert nothing_old(d, d.add(IDS, params, max_tokens=8))
+    nothing_old(d, d.add(IDS, params, max_tokens=8))
     settle(p, d)
 
 
@@ -81,12 +78,11 @@ def test_a_prompt_that_p_computes_anew(group: EngineGroup, plane: str, ahead: in
     leg, request_id = begin(p, d)
     assert reset(p, running=True)
     update_weights(p)
-    run([p, d], lambda: p.answers[leg].finish is not None)
-    other = d.add(IDS, p.answers[leg].params, max_tokens=8)
-    run([p, d], lambda: d.answers[other].finish is not None)
-    assert nothing_old(d, request_id) and nothing_old(d, other)
+    other = d.add(IDS, p.finish(leg, beside=[d]).params, max_tokens=8)
+    nothing_old(d, other, p)
+    nothing_old(d, request_id)
     settle(p, d)
-    assert d.all_loads[other] == 1 and other not in d.workers[0].failed
+    assert d.all_loads[other] == 1 and other not in d.failed
 
 
 @AHEAD
@@ -95,8 +91,8 @@ def test_a_d_that_waits_for_the_prompt_loads_what_p_computes_anew(group: EngineG
     _, request_id = begin(p, d, reads_early=False)
     assert reset(p, running=True)
     update_weights(p)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert nothing_old(d, request_id) and d.computed[request_id] <= 8, "D has computed none of the prompt"
+    nothing_old(d, request_id, p)
+    assert d.computed[request_id] <= 8, "D has computed none of the prompt"
     settle(p, d)
 
 
@@ -106,9 +102,8 @@ def test_a_prompt_that_p_goes_on_with_is_not_handed_over(group: EngineGroup, lin
     leg, request_id = begin(p, d)
     assert not reset(p)
     update_weights(p)
-    run([p], lambda: p.answers[leg].finish is not None)
-    assert p.answers[leg].params is None and lines(leg, "caches were reset while it computed the prompt")
-    assert nothing_old(d, request_id)
+    assert p.finish(leg).params is None and lines(leg, "caches were reset while it computed the prompt")
+    nothing_old(d, request_id)
     settle(p, d)
 
 
@@ -119,7 +114,7 @@ def test_a_reset_reaches_the_workers_of_an_engine_that_is_paused(group: EngineGr
     assert not p.scheduler.has_requests() and reset(p, running=True)
     while p.scheduler.has_requests():  # what EngineCore asks before each step
         p.step()
-    assert nothing_old(d, request_id)
+    nothing_old(d, request_id)
 
 
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
@@ -136,7 +131,7 @@ def test_a_pause_waits_for_no_lease(group: EngineGroup, monkeypatch: pytest.Monk
     run([p], lambda: not p.scheduler.has_requests())
     assert reset(p, running=True)
     p.scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert nothing_old(d, d.add(IDS, params, max_tokens=8))
+    nothing_old(d, d.add(IDS, params, max_tokens=8))
     assert leased(p, prompt(40)), "leases are given again"
 
 
@@ -149,20 +144,21 @@ def test_a_reset_of_d_ends_its_loads(group: EngineGroup, plane: str, *, told: bo
     answers: list[bool] = []
 
     def between(step: object) -> None:
-        if phase(d, request_id) is RequestPhase.LOADING and not answers and (not told or d.workers[0].received):
+        if d.phase(request_id) is RequestPhase.LOADING and not answers and (not told or d.workers[0].received):
             answers.append(reset(d))
 
     d.before_update = between
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert answers == [False] and nothing_old(d, request_id) and d.computed[request_id] >= len(IDS)
+    nothing_old(d, request_id, p)
+    assert answers == [False] and d.computed[request_id] >= len(IDS)
     settle(p, d)
 
 
 def test_a_reset_of_d_gives_up_what_it_was_offered(group: EngineGroup) -> None:
     p, d = group.pair(extra={"plane": "cma"})
     request_id = d.add(IDS, leased(p, IDS), max_tokens=8)
-    assert phase(d, request_id) is RequestPhase.OFFERED and reset(d)
-    assert nothing_old(d, request_id) and not d.all_loads
+    assert d.phase(request_id) is RequestPhase.OFFERED and reset(d)
+    nothing_old(d, request_id)
+    assert not d.all_loads
     settle(p, d)
 
 
@@ -170,9 +166,9 @@ def test_a_reset_of_d_gives_up_what_it_awaits(group: EngineGroup) -> None:
     """P's answer comes after the reset, and is of the old weights."""
     p, d = group.pair(extra={"plane": "cma"}, max_batched=STEP)
     _, request_id = begin(p, d, reads_early=False)
-    assert phase(d, request_id) is RequestPhase.AWAITED and reset(d)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert nothing_old(d, request_id) and not d.all_loads
+    assert d.phase(request_id) is RequestPhase.AWAITED and reset(d)
+    nothing_old(d, request_id, p)
+    assert not d.all_loads
     settle(p, d)
 
 

@@ -6,39 +6,29 @@ Every forward checks the labels of all tokens that it attends to.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from kvferry.connector.vllm import compat
-from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import Engine, prefill, run, settle
+from tests.vllm.stepped import PREFILL, ROOM, EngineGroup, Lines, Pair, hand_over, loaded, settle
 
+pytestmark = pytest.mark.vllm
 WINDOW = 64
 
 
-def pair(group: EngineGroup, p_block: int = 16, d_block: int = 16, **kwargs: Any) -> tuple[Engine, Engine]:
-    extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
-    p = group.engine(0, extra=extra, window=WINDOW, block=p_block, num_blocks=90, **kwargs)
-    return p, group.engine(1, extra=extra, window=WINDOW, block=d_block, num_blocks=90, **kwargs)
-
-
-def decode(d: Engine, ids: list[int], params: dict[str, Any] | None, max_tokens: int = 20) -> str:
-    request_id = d.add(ids, params, max_tokens=max_tokens)
-    run([d], lambda: d.answers[request_id].finish is not None)
-    return request_id
+def pair(
+    group: EngineGroup, p_block: int = 16, d_block: int = 16, windows: tuple[int | None, int | None] = (WINDOW, WINDOW)
+) -> Pair:
+    p = group.engine(0, extra=ROOM, window=windows[0], block=p_block, num_blocks=90)
+    return p, group.engine(1, extra=ROOM, window=windows[1], block=d_block, num_blocks=90)
 
 
 @pytest.mark.parametrize("tokens", [2, 17, 63, 64, 65, 79, 80, 81, 95, 96, 97, 112, 300])
 def test_each_length_around_the_window_is_handed_over(group: EngineGroup, tokens: int) -> None:
     p, d = pair(group)
-    ids = prompt(tokens)
-    request_id = d.add(ids, prefill(p, ids), max_tokens=20)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == tokens - 1
-    assert not d.workers[0].failed
+    hand_over(p, d, prompt(tokens), max_tokens=20)
+    assert not d.failed
     settle(p, d)
 
 
@@ -46,13 +36,13 @@ def test_p_leaves_its_last_token_to_d_where_its_window_would_lose_a_block(group:
     p, _ = pair(group)
     counts = {}
     for tokens in range(60, 120):
-        request_id = p.add(prompt(tokens, seed=tokens), {"do_remote_decode": True})
+        request_id = p.add(prompt(tokens, seed=tokens), PREFILL)
         counts[tokens] = tokens - p.scheduler.requests[request_id].num_prompt_tokens
         p.abort(request_id)
     assert [tokens for tokens, count in counts.items() if count] == [79, 95, 111]
     request_id = p.add(prompt(79))
     assert p.scheduler.requests[request_id].num_prompt_tokens == 79, "what is not handed over is computed whole"
-    request_id = p.add(prompt(79), {"do_remote_decode": True}, prompt_logprobs=1)
+    request_id = p.add(prompt(79), PREFILL, prompt_logprobs=1)
     assert p.scheduler.requests[request_id].num_prompt_tokens == 79, "D computes all of this one"
 
 
@@ -75,7 +65,7 @@ def test_a_prompt_with_embeddings_is_left_alone(group: EngineGroup) -> None:
     p, _ = pair(group)
     request = p.scheduler.requests[p.add(prompt(79))]
     request.prompt_embeds = torch.zeros(79, 8)
-    request.kv_transfer_params = {"do_remote_decode": True}
+    request.kv_transfer_params = PREFILL
     p.connector.on_new_request(request)
     assert request.num_prompt_tokens == len(request.prompt_token_ids) == 79
     given, params = p.connector.request_finished_all_groups(request, ((1, 2, 3, 4, 5),) * 2)
@@ -86,19 +76,19 @@ def test_a_prompt_with_embeddings_is_left_alone(group: EngineGroup) -> None:
 def test_other_block_sizes(group: EngineGroup, p_block: int, d_block: int) -> None:
     """Handed over, or prefilled on D where P has given back a part of D's first block: right either way."""
     p, d = pair(group, p_block, d_block)
-    loaded = []
+    came = []
     for tokens in (40, 64, 111, 129, 200, 215, 230, 250, 288):
         ids = prompt(tokens, seed=tokens)
-        request_id = d.add(ids, prefill(p, ids), max_tokens=5)
-        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
-        loaded.append(d.origins[request_id].theirs == tokens - 1)
-        assert not d.workers[0].failed
+        request_id = d.add(ids, p.prefill(ids), max_tokens=5)
+        d.finish(request_id, beside=[p])
+        came.append(d.origins[request_id].theirs == tokens - 1)
+    assert not d.failed
     settle(p, d)
-    assert loaded[0]
+    assert came[0]
     if p_block % d_block == 0:
-        assert all(loaded)
+        assert all(came)
     else:
-        assert any(loaded[3:]) and not all(loaded)
+        assert any(came[3:]) and not all(came)
 
 
 def test_a_block_that_p_cannot_fill_is_never_offered_to_another_request(group: EngineGroup, lines: Lines) -> None:
@@ -106,12 +96,9 @@ def test_a_block_that_p_cannot_fill_is_never_offered_to_another_request(group: E
     block would count as whole, and a second request with the first 144 tokens would attend to what it lacks."""
     p, d = pair(group, 16, 48)
     ids = prompt(200)
-    kept = prefill(p, ids)
-    first_id = decode(d, ids, kept)
-    assert d.origins.get(first_id) is None or d.origins[first_id].theirs == 0
+    loaded(None, d, d.add(ids, p.prefill(ids), max_tokens=20), 0)
     assert len(lines("prefills locally", "kept the window of 64 tokens from token 128", "begin at 96")) == 1
-    second_id = decode(d, ids[:150] + prompt(20, seed=9), None)
-    assert d.answers[second_id].finish is not None
+    d.finish(d.add(ids[:150] + prompt(20, seed=9), max_tokens=20))
     settle(p, d)
 
 
@@ -119,46 +106,34 @@ def test_what_p_says_it_kept_is_not_what_p_goes_by(group: EngineGroup) -> None:
     """A D that believes it may load gets no block that P has given back: the load fails, and D prefills."""
     p, d = pair(group, 16, 48)
     ids = prompt(200)
-    params = prefill(p, ids)
+    params = p.prefill(ids)
     params["kvferry"]["kept"] = []
     request_id = d.add(ids, params, max_tokens=20)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
+    d.finish(request_id, beside=[p])
     assert d.workers[0].failed == {request_id: 1}
-    second_id = decode(d, ids[:150] + prompt(20, seed=9), None)
-    assert d.answers[second_id].finish is not None
+    d.finish(d.add(ids[:150] + prompt(20, seed=9), max_tokens=20))
     settle(p, d)
 
 
 def test_a_local_hit_on_d_loads_only_the_rest(group: EngineGroup) -> None:
     p, d = pair(group)
     ids = prompt(300)
-    decode(d, ids[:200], None)
-    request_id = d.add(ids, prefill(p, ids), max_tokens=20)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    origins = d.origins[request_id]
-    assert origins.ours == 192 and origins.theirs == 299 - 192
+    d.finish(d.add(ids[:200], max_tokens=20))
+    request_id = hand_over(p, d, ids, 299 - 192, max_tokens=20)
+    assert d.origins[request_id].ours == 192
     settle(p, d)
 
 
 def test_a_d_without_windowed_tables_takes_what_p_has_in_full(group: EngineGroup) -> None:
-    extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
-    p, d = group.engine(0, extra=extra, window=WINDOW, num_blocks=90), group.engine(1, extra=extra, num_blocks=90)
-    for tokens, loaded in ((60, 60), (200, 0)):
-        ids = prompt(tokens, seed=tokens)
-        request_id = d.add(ids, prefill(p, ids), max_tokens=5)
-        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
-        assert d.origins[request_id].theirs == (loaded and loaded - 1)
-        assert not d.workers[0].failed
+    p, d = pair(group, windows=(WINDOW, None))
+    for tokens, theirs in ((60, 59), (200, 0)):
+        hand_over(p, d, prompt(tokens, seed=tokens), theirs, max_tokens=5)
+    assert not d.failed
     settle(p, d)
 
 
 def test_a_p_without_windowed_tables_has_all_that_d_needs(group: EngineGroup) -> None:
-    extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
-    p = group.engine(0, extra=extra, block=32, num_blocks=90)
-    d = group.engine(1, extra=extra, window=WINDOW, block=48, num_blocks=90)
+    p, d = pair(group, 32, 48, windows=(None, WINDOW))
     for tokens in (60, 111, 200, 250):
-        ids = prompt(tokens, seed=tokens)
-        request_id = d.add(ids, prefill(p, ids), max_tokens=5)
-        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
-        assert d.origins[request_id].theirs == tokens - 1
+        hand_over(p, d, prompt(tokens, seed=tokens), max_tokens=5)
     settle(p, d)

@@ -1,16 +1,16 @@
-"""Both legs of a request at once, under random turns of events: a short slice of ``run_walks.py``, and that it sees
-planted faults."""
+"""Random turns of events under vLLM's real scheduler, a short slice of ``walk.py``: whatever happens, tokens and KV are
+right and nothing is left. And that it sees planted faults."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.support.streaming_faults import FAULTS
-from tests.vllm.engine_group import EngineGroup, Lines
-from tests.vllm.named_walk import PLANES, Case, NamedWalk, draw
+from tests.vllm.stepped import EngineGroup, Lines, as_release_of
+from tests.vllm.walk import PLANES, Case, Walk, draw, one_by_one
 
 pytestmark = pytest.mark.vllm
-SEED, CASES, TURNS = 5, 10, 250
+SEED, TURNS = 5, 250
 FAULTY = (3, 6, 1, 12, 28, 36, 5, 59)
 """Cases in which copies of P are late, and urgent requests take blocks."""
 SEEN_SOON = ("no fence", "before its event", "any prompt")
@@ -18,21 +18,23 @@ SEEN_SOON = ("no fence", "before its event", "any prompt")
 
 
 def cases() -> list[object]:
-    """Each plane twice."""
-    drawn = [draw(SEED, number) for number in range(CASES)]
-    assert {case.plane for case in drawn} == set(PLANES)
+    """Of legs that are sent at once, each plane once; of those that follow one another, each runner and plane."""
+    drawn = [*(draw(SEED, number) for number in range(len(PLANES))), *(one_by_one(SEED, number) for number in range(9))]
+    assert {case.plane for case in drawn} == {*PLANES, "auto"}
+    marks = {"ucx": pytest.mark.ucx}
     return [
-        pytest.param(case, id=f"{case.number}-{case.plane}", marks=pytest.mark.ucx if case.plane == "ucx" else ())
+        pytest.param(case, id=f"{case.number}-{case.plane}-{case.runner}", marks=marks.get(case.plane, ()))
         for case in drawn
     ]
 
 
 @pytest.mark.parametrize("case", cases())
 def test_walk(group: EngineGroup, lines: Lines, case: Case) -> None:
-    walk = NamedWalk(case, group)
-    walk.run(TURNS)
+    with as_release_of(case.runner):
+        walk = Walk(case, group)
+        walk.run(TURNS)
     assert not lines("unexpected error")
-    assert walk.outcomes.total() > 5
+    assert walk.outcomes.total() > 5 if case.at_once else walk.d.all_loads
 
 
 @pytest.mark.parametrize("fault", SEEN_SOON)
@@ -40,18 +42,13 @@ def test_a_planted_fault_is_seen(group: EngineGroup, fault: str) -> None:
     with FAULTS[fault]():
         for number in FAULTY:
             try:
-                NamedWalk(draw(SEED, number, ("shm", "tcp", "zmq")), group).run()
+                Walk(draw(SEED, number, ("shm", "tcp", "zmq")), group).run()
             except AssertionError as error:
                 assert "wrong KV" in str(error), "other than by its bytes"
                 return
             finally:
-                close(group)
+                group.close()
     pytest.fail("no walk has seen it")
-
-
-def close(group: EngineGroup) -> None:
-    while group.engines:
-        group.engines.pop().close()
 
 
 def test_a_number_gives_the_same_case_again() -> None:
