@@ -512,7 +512,7 @@ class Engine:
         self._ahead = ahead
         self._outputs: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._memory = RunnerMemory(drafts)
-        self.before_update: Callable[[Any], None] | None = None
+        self.before_update: Callable[[Any], object] | None = None
         """Called with a step between its forward and the look at its output, where EngineCore takes aborts."""
         self.device: Callable[[], None] = lambda: None
         """Called at the beginning of a forward: what a device waits for while its thread goes on."""
