@@ -303,7 +303,7 @@ class Node:
                     for each in leases_of(producer).values()]  # fmt: skip
         waiting += [(f"held ask {each.request.read}", each.deadline) for each in early_asks(producer).values()]
         votes = early_votes(producer)  # P keeps a vote for a prompt that it knows for as long as that
-        waiting += [("early release", votes.get(key).deadline) for key in list(votes) if key[0] not in producer.named]
+        waiting += [("early release", votes.get(key)[1]) for key in list(votes) if key[0] not in producer.named]
         yield from (what for what, deadline in waiting if deadline < late)
 
     def left(self) -> Iterator[str]:
