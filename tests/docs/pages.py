@@ -116,9 +116,11 @@ def runner(path: Path) -> Iterator[None]:
 
         thread = threading.Thread(target=serve, name="runner")
         thread.start()
-        yield
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def run(lines: Sequence[str], folder: Path, addresses: Mapping[str, str], token: str = "") -> tuple[list[Call], str]:

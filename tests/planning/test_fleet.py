@@ -171,6 +171,14 @@ def test_leased_blocks_stay_and_the_bound_holds(work: list[tuple[int, int]], cap
         assert all(cache.matched(others) == len(others) for others, _ in leases)
 
 
+def test_a_block_that_is_leased_again_takes_no_second_place() -> None:
+    cache = PrefixCache(2)
+    for block in (5, 1):
+        assert cache.lease([block], 0)
+        cache.release([block], 0)
+    assert cache.lease([1], 0) and cache.matched([5]) == 1
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 30)), min_size=1, max_size=20), st.sampled_from([0.0, 0.003]))
 def test_steps_are_those_of_a_loop_over_steps(joins: list[tuple[float, int]], per_sequence: float) -> None:
     joins.sort()
