@@ -196,7 +196,7 @@ def of_files_and_keys(keys: Keys, folder: Path) -> Iterator[Decoder]:
 
     allowed = AllowedPeers(["127.0.0.0/8", "10.1.0.0/16", "::1"])
     secret = keys.secret.encode()
-    yield Decoder("key files", [secret + b"\n", secret], key_file, (ConfigError,), "", 0.1)
+    yield Decoder("key files", [secret + b"\n", secret], key_file, (ConfigError,), "", 1.0)
     yield Decoder(
         "keys", [secret, keys.public.encode()], lambda data: raw_key("secret_key", data.decode("latin-1")),
         (ConfigError,), "", 2.0,

@@ -117,7 +117,7 @@ def of_live_planes() -> Iterator[list[Decoder]]:
         yield [
             *(
                 Decoder(f"{p.name} attach at P", [attach[p.name]], partial(accept, p), plane_errors, share=share)
-                for p, share in ((tcp_plane, 0.2), (shm_plane, 0.2), (zmq_, 0.1))
+                for p, share in ((tcp_plane, 0.2), (shm_plane, 0.2), (zmq_, 0.3))
             ),
             Decoder("tcp messages", [heads[0], heads[1] + heads[0]], received, (), "", 0.15),
             Decoder("shm records", [filled[0], filled[1], b"".join(filled)], records, (), "", 0.05),
