@@ -36,7 +36,7 @@ from kvferry.connector.wire.step_plan import Load, PeerEngine, RankAddress, Remo
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.errors import KVFerryError, TransportError
 
-logger = logging.getLogger("vllm.kvferry.consumer")
+logger = logging.getLogger("vllm.kvferry.load")
 
 SHORT_NAME = 8
 """Characters of an engine id by which log lines and metrics name the engine."""

@@ -35,7 +35,7 @@ from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RunningClock, ShortSwitchInterval, Waker, keep_time_exactly
 
-logger = logging.getLogger("vllm.kvferry.transfer_thread")
+logger = logging.getLogger("vllm.kvferry.loop")
 
 TICK_SECONDS = 0.02
 """Seconds between two checks of the deadlines while any deadline is running."""

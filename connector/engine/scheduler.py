@@ -34,8 +34,8 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
     # --- every request ------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
-        """Check whether P holds this request's KV. If so, its lease is renewed from now on; if the KV cannot be used,
-        the lease is released. Idempotent."""
+        """P notes a prompt that it is to hand over. D checks whether P holds this request's KV: if so, its lease is
+        renewed from now on; if the KV cannot be used, the lease is released. Idempotent."""
         if request.request_id not in self._requests:
             self._check_role(request)
             if self.produces and wants_prefill(request.params):

@@ -77,7 +77,7 @@ class NamedPrompts:
 
     def __init__(self, engine_id: str, hold_seconds: float) -> None:
         self._engine_id, self._hold_seconds = engine_id, hold_seconds
-        self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.producer"))
+        self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.lookup"))
         self.prompts: dict[bytes, _Named] = {}
         self.tokens: dict[str, bytes] = {}
         self.gone: OrderedDict[str, float] = OrderedDict()

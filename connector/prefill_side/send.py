@@ -33,7 +33,7 @@ from kvferry.transport.errors import GeometryError
 from kvferry.transport.fair_table import FairTable
 from kvferry.transport.tracing import RecordedSpan
 
-logger = logging.getLogger("vllm.kvferry.sender")
+logger = logging.getLogger("vllm.kvferry.send")
 
 ENDED_READS = 1 << 15
 """Reads that P remembers after they have ended: how many of their chunks it has sent."""

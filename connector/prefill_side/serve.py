@@ -28,7 +28,7 @@ from kvferry.transport.control.listener import Delivery, Listener
 from kvferry.transport.errors import KVFerryError, ProtocolError
 from kvferry.transport.fair_table import FairTable
 
-logger = logging.getLogger("vllm.kvferry.producer")
+logger = logging.getLogger("vllm.kvferry.serve")
 
 SERVE_SECONDS = 0.01
 """How long the thread answers messages before it looks at its other work; further messages wait for the next turn."""

@@ -20,7 +20,7 @@ from kvferry.transport.host import is_ours
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
 
-logger = logging.getLogger("vllm.kvferry.sessions")
+logger = logging.getLogger("vllm.kvferry.session")
 
 SESSIONS = 4096
 LOOKED_AT = 64

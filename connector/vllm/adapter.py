@@ -358,7 +358,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if figures is None else KVFerryStats(data=cast(dict[str, Any], figures))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads were started in ``bind_connector_metadata``."""
+        """Loads were started before the step: in ``before_step``, or in ``bind_connector_metadata``."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """vLLM calls this before the attention of each layer, but for CUDA graphs of the whole forward."""

@@ -16,7 +16,8 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
     Ask(read, token, spans)         ──▶ held if the lease is not there yet
                                     ◀── Grant(read, chunks) | Deny
                                     ◀══ chunks on the data plane
-    Commit(read)                    ──▶                               (where D reads P's pages by itself)
+    Commit(read)                    ──▶                               (where D reads P's pages by itself, and the
+                                                                       grant board does not tell it as much)
                                     ◀── Committed(ok)
     Release(token)                  ──▶
     Cancel(read)                    ──▶                               (any time after Ask)
@@ -204,7 +205,7 @@ class Grant(_Message, frozen=True):
     computes tokens of the read, as a sign of life.
 
     ``num_tokens`` and ``prompt`` describe the prompt that the lease covers: its length, and the digest of its tokens
-    (``transfer_params.prompt_digest``).
+    (``prompt_digest`` of ``engine/params.py``).
     ``block_ids`` are packed little-endian int32, one run per region, for planes where D reads P's pages.
     """
 

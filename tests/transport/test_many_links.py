@@ -103,7 +103,7 @@ def test_many_names_hold_up_nobody_and_start_few_threads(monkeypatch):
     monkeypatch.setattr(names, "most_waiting", 300)
     for _ in range(names.most_threads + 1):
         links.append(dialer.connect("one-more.example", 1, key=KEYS.fingerprint, timeout=300))
-    assert links[-1].lost and "300 calls of kvferry-lookup wait already" in links[-1].reason
+    assert links[-1].lost and "300 calls of kvferry-dns wait already" in links[-1].reason
     answer.set()
     assert until(lambda: (dialer.progress(), all(link.lost for link in links))[1])
     assert "cannot be resolved (" in links[0].reason

@@ -39,7 +39,7 @@ NOBODY_LISTENS = "nobody listens there, or no way leads there; is the engine up,
 CONNECT_TIMEOUT_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 """Seconds between two looks for peers that say nothing."""
-NAMES = BlockingCalls("kvferry-lookup", threads=8, waiting=1024)
+NAMES = BlockingCalls("kvferry-dns", threads=8, waiting=1024)
 T = TypeVar("T")
 
 
