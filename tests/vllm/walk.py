@@ -36,7 +36,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / ".typing"))
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if __name__ == "__main__":  # vLLM reads this when it is imported, and engines of other tests must not inherit it
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
