@@ -72,11 +72,6 @@ class PrefillingEngine:
         for events in self._events:
             events.end_step()
 
-    def fail(self) -> None:
-        """The step has raised an error."""
-        for events in self._events:
-            events.fail_step()
-
     def step(self, start: int, stop: int, *, restarts: bool = False) -> None:
         """A whole step."""
         self.plan(start, stop, restarts=restarts)

@@ -20,18 +20,8 @@ from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import OURS, THEIRS, TOKENS, Gate, Pair, RankGroup, breaks, forget, wipe
 from tests.handover.streamed import ELSEWHERE, STEP, all_ended, ends_well, has, make, nothing_of
 from tests.handover.test_posted_grants import asked
-from tests.support.inside import (
-    board_of,
-    early_asks,
-    early_votes,
-    leases_of,
-    plans_of,
-    prompts_of,
-    replies_of,
-    sends_of,
-)
+from tests.support.inside import board_of, early_asks, early_votes, leases_of, plans_of, prompts_of
 from tests.support.ranks import Rank, wait
-from tests.support.streaming_faults import grant_stays
 
 
 def warm(p: Rank, d: Rank) -> Pair:
@@ -180,6 +170,14 @@ def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(p: Rank, d: Rank, asks
         assert not p.producer.named.is_taken_back(engine.token)
 
 
+def test_a_commit_of_what_nobody_was_granted_is_refused(group: RankGroup, p: Rank, d: Rank) -> None:
+    engine, raw = computed(p, STEP), group.raw(p, d, attached=False)
+    assert wait(lambda: engine.token in prompts_of(p))
+    raw.greet()
+    raw.send(messages.Commit(read=1, token=engine.token))
+    assert not raw.answer(messages.Committed).ok
+
+
 def test_what_the_engine_has_taken_back_is_not_nearly_computed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread takes the blocks back before the transfer thread gets the plan that says so."""
     monkeypatch.setattr(computed_steps, "NEARLY_SECONDS", 600.0)
@@ -202,27 +200,6 @@ def test_what_the_engine_has_taken_back_is_not_nearly_computed(pair: Pair, monke
         engine.post(stop)
         engine.end()
         assert wait(lambda: not p.producer.steps.flights, [p])
-
-
-@pytest.mark.parametrize("plane", ["cma", "tcp"])
-def test_a_step_that_raises_an_error_computes_nothing(group: RankGroup, plane: str) -> None:
-    """vLLM's V1 model runner ends the connector's step in a ``finally``. P's engine ends some time after the error."""
-    p, d = warm(*make(group, plane))
-    engine = PrefillingEngine([p], THEIRS, TOKENS)
-    engine.begin(step_tokens=TOKENS)
-    engine.plan(0, TOKENS)
-    engine.write(0, TOKENS, [0])
-    engine.hook([0])
-    engine.load(d, OURS, step=TOKENS if plane == "tcp" else 0)
-    assert wait(lambda: bool(early_asks(p) or sends_of(p).waiting), [p, d])
-    engine.fail()
-    p.thread.wake()
-    again = PrefillingEngine([p], ELSEWHERE, TOKENS, "again-p")  # once P has taken this plan it has seen the error
-    again.begin(step_tokens=TOKENS)
-    assert wait(lambda: again.token in prompts_of(p), [p, d])
-    assert not board_of(p).posted and not d.received and not d.failed
-    p.worker.close()
-    assert failed(d, d) and not d.received - d.failed
 
 
 def test_the_lease_takes_the_posted_grant_over(p: Rank) -> None:
@@ -294,29 +271,26 @@ def under_way(pair: Pair) -> Iterator[tuple[PrefillingEngine, Gate]]:
     assert d.failed == {"req-d"}
 
 
-def test_what_was_read_before_a_preemption_does_not_count(pair: Pair, under_way: tuple[PrefillingEngine, Gate]) -> None:
-    (p, d), (engine, gate) = pair, under_way
-    engine.take_back(ELSEWHERE)
-    gate.open()
-    assert failed(p, d), "D computes it"
-    engine.step(0, STEP, restarts=True)
-    engine.finish(STEP)
-    assert wait(lambda: p.sent == {"req-p"} and all_ended(p), [p, d])
-
-
-@pytest.mark.parametrize("stands_still", [False, True])
-def test_what_was_read_before_an_abort_does_not_count(
-    pair: Pair, under_way: tuple[PrefillingEngine, Gate], stands_still: bool
+@pytest.mark.parametrize("how", ["preempted", "aborted", "aborted beside a thread that stands still", "ended"])
+def test_what_was_read_before_its_blocks_were_taken_back_does_not_count(
+    pair: Pair, under_way: tuple[PrefillingEngine, Gate], how: str
 ) -> None:
     """The engine withdraws the grant itself: P's transfer thread may stand still."""
     (p, d), (engine, gate) = pair, under_way
-    held = Gate(plans_of(p), "run", lambda now: None) if stands_still else None
-    engine.take_back(ended=True)
+    held = Gate(plans_of(p), "run", lambda now: None) if "still" in how else None
+    if how == "ended":
+        p.worker.close()
+    else:
+        engine.take_back(ELSEWHERE if how == "preempted" else None, ended=how != "preempted")
     gate.open()
-    assert failed(d, d) if stands_still else failed(p, d)
+    assert failed(d, d) if held or how == "ended" else failed(p, d)
     if held is not None:
         held.open()
-    assert wait(lambda: all_ended(p), [p, d])
+    if how == "preempted":
+        engine.step(0, STEP, restarts=True)
+        engine.finish(STEP)
+        assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    assert how == "ended" or wait(lambda: all_ended(p), [p, d])
 
 
 def test_what_was_read_before_a_reset_does_not_count(pair: Pair, under_way: tuple[PrefillingEngine, Gate]) -> None:
@@ -329,22 +303,6 @@ def test_what_was_read_before_a_reset_does_not_count(pair: Pair, under_way: tupl
     assert failed(p, d) and wait(lambda: all_ended(p), [p, d])
 
 
-def test_what_was_read_before_p_ends_does_not_count(pair: Pair, under_way: tuple[PrefillingEngine, Gate]) -> None:
-    (p, d), (_, gate) = pair, under_way
-    p.worker.close()
-    gate.open()
-    assert failed(d, d)
-
-
-def test_without_the_withdrawal_wrong_bytes_arrive(p: Rank, d: Rank) -> None:
-    """The planted fault: the tests above would see it."""
-    with grant_stays():
-        engine = posted(p)
-        engine.take_back(ELSEWHERE)
-        engine.load(d, OURS)
-        assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and not has(d, 0, TOKENS)
-
-
 def test_a_step_nearly_ends_when_little_time_is_left() -> None:
     now, said = [0.0], list[tuple[bool, int]]()
     step = ComputedStep((), 8, lambda: None, lambda: said.append((step.nearly, step.computed)), lambda: now[0])
@@ -354,35 +312,3 @@ def test_a_step_nearly_ends_when_little_time_is_left() -> None:
     assert said == [(True, 6)], "two layers are left, and half of the time of a third"
     step.has_ended()
     assert said == [(True, 6), (True, 7)]
-
-
-@pytest.mark.parametrize("nearly", [False, True])
-def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, nearly: bool
-) -> None:
-    monkeypatch.setattr(computed_steps, "NEARLY_SECONDS", 600.0 if nearly else -1.0)
-    p, _ = pair
-    engine = PrefillingEngine([p], THEIRS, TOKENS)
-    engine.begin(step_tokens=STEP)
-    ours, answers = p.producer, list[messages.Reply]()
-    replies_of(ours).send = lambda identity, message: answers.append(message)
-    ask = messages.Resolve(number=1, name=engine.request_id, until="granted")
-    ours.answer(ours.named.resolve(b"d", ask, 0.0))
-    engine.plan(0, STEP)
-    engine.hook(range(len(p.layers)))
-    engine.end()
-    engine.plan(STEP, TOKENS)
-    engine.hook([0])
-    assert wait(lambda: not plans_of(p).posted, [p]) and not answers
-    engine.hook([1])
-    if not nearly:
-        assert wait(lambda: not ours.steps.has_news, [p]) and not answers
-        engine.end()
-    assert wait(lambda: bool(answers)), "no step of the engine has followed"
-    assert isinstance(answers[0], messages.Resolved) and answers[0].granted
-    engine.take_back(ELSEWHERE)
-    assert wait(lambda: not plans_of(p).posted, [p])
-    assert not ours.named.resolve(b"d", ask, 0.0), "the next one waits again"
-    engine.grant()
-    assert wait(lambda: len(answers) == 2, [p])
-    assert isinstance(answers[1], messages.Resolved) and answers[1].granted

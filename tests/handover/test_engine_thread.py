@@ -10,33 +10,13 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side import link
 from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.engine import worker
-from kvferry.connector.step_loads import step_outcome
 from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS
 from kvferry.connector.wire.step_plan import Load, PeerEngine, StepPlan
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
-from kvferry.transport.planes.cma import CmaChannel
-from tests.handover.scenario import (
-    OTHERS,
-    OURS,
-    PATIENT,
-    THEIRS,
-    TOKENS,
-    Pair,
-    RankGroup,
-    another_works,
-    breaks,
-    ended,
-    forget,
-    has_all,
-    lease_plan,
-    leased,
-    load_from,
-)
-from tests.handover.slow_copies import install
-from tests.support.inside import leases_of, yields
+from tests.handover.scenario import OURS, TOKENS, Pair, RankGroup, another_works, ended, lease_plan, leased, load_from
+from tests.support.inside import leases_of
 from tests.support.ranks import Rank, load_plan, peer, standing, wait
 
 
@@ -82,19 +62,6 @@ def test_a_step_that_waits_for_its_load_sleeps(p: Rank, d: Rank, monkeypatch: py
     assert not d.worker.take_results().received, "the engine knows"
 
 
-def test_the_wait_is_short(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = group.pair(**PATIENT)
-    plan = load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)
-    d.worker.post(replace(plan, idle=True))
-    waits: list[float] = []
-    results = d.thread.results
-    real = results.wait
-    monkeypatch.setattr(results, "wait", lambda seconds: (waits.append(seconds), real(seconds))[1])
-    for _ in range(20):
-        assert not d.worker.take_results().received, "the load itself takes until P gives the ask up"
-    assert len(waits) == 20 and max(waits) < 0.025
-
-
 def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was_fast(pair: Pair) -> None:
     worker, loads = pair[1].worker, pair[1].thread.results.loads
     worker.take_estimates()
@@ -135,34 +102,3 @@ def test_a_lease_waits_for_no_step_after_the_one_that_computed_it(
     assert wait(lambda: bool(leases_of(p)), [p]), "step 3 need not end"
     load_from(p, d, token)
     assert ended(p, d)
-
-
-def hand_over(p: Rank, d: Rank, name: str, token: bytes) -> None:
-    d.worker.post(load_plan(f"{name}-d", token, peer([p], engine_id=name), OTHERS, 0, TOKENS))
-    assert wait(lambda: f"{name}-d" in d.received and f"{name}-p" in p.sent, [p, d]) and not d.failed
-    assert has_all(d, OTHERS)
-    forget(p, d)
-
-
-def test_a_control_message_ends_the_wait(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is P and D: another D asks it while it loads inside a step. Its thread would wait for ten minutes."""
-    copies = install(monkeypatch)
-    monkeypatch.setattr(step_outcome, "YIELD_SECONDS", 600.0)
-    monkeypatch.setattr(CmaChannel, "read", lambda self, request: request.launch())  # on a stream, as cuda_ipc reads
-    p, both, d = (group.rank(plane="cma", engine_id=name, **PATIENT) for name in ("first", "second", "third"))
-    for rank in (p, both):
-        rank.fill(THEIRS, TOKENS)
-    hand_over(p, both, "first", leased(p, "first"))
-    monkeypatch.setattr(link, "BoardReader", breaks)  # so that D asks
-    hand_over(both, d, "second", leased(both, "second"))
-
-    step, asked = leased(p, "step"), leased(both, "second")
-    copies[1].gate.clear()
-    both.worker.post(load_plan("step-d", step, peer([p], engine_id="first"), OURS, 0, TOKENS, now=True))
-    both.worker.begin_step()
-    outcome = both.worker.take_outcome()
-    assert outcome is not None and wait(lambda: yields(both))
-    hand_over(both, d, "second", asked)
-    assert copies[1].running, "the load is still under way"
-    copies[1].gate.set()
-    assert outcome.standing() == {"step-d"}

@@ -66,14 +66,6 @@ def test_copies_that_cannot_wait_for_the_engine(p: Rank, d: Rank, monkeypatch: P
     assert not ended(p, d)
 
 
-def test_a_load_that_breaks_before_it_begins_releases_its_lease(p: Rank, d: Rank, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(d.consumer.links, "source_addresses", breaks)
-    begin(p, d)
-    assert not ended(p, d)
-    monkeypatch.undo()
-    another_works(p, d)
-
-
 def test_a_read_whose_last_message_is_bad_does_not_wait_for_p(p: Rank, d: Rank, monkeypatch: Patch) -> None:
     """No message of it can arrive any more, so it is forgotten also where P never answers the Cancel."""
     reads = d.consumer.reads

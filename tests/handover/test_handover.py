@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
-from kvferry.connector.wire.step_plan import KeepLease
 from kvferry.transport import wake
 from kvferry.transport.planes.tcp import Cipher
 from tests.handover.scenario import (
@@ -54,64 +52,6 @@ def test_the_comparison_fails_on_planted_corruption(p: Rank, d: Rank) -> None:
     begin(p, d)
     assert wait(lambda: d.received == {"req-d"}, [p, d])
     assert (d.read(OURS, 100) != d.wanted(100)).nonzero().tolist() == [[2, 1, 19, 5]]
-
-
-def test_only_the_tokens_that_d_lacks_are_fetched(p: Rank, d: Rank) -> None:
-    token = grant([p], "req-p", THEIRS, 100)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 16, 100))
-    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert torch.equal(d.read(OURS[1:], 84), d.wanted(100)[:, :, 16:])
-    assert all((d.caches[name][OURS[0]] == -1).all() for name in d.layers)
-
-
-@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (48, 32)])
-def test_block_size_and_layout_may_differ(group: RankGroup, sizes: tuple[int, int]) -> None:
-    p = group.rank(block_size=sizes[0], layout="HND" if sizes[0] == 16 else "NHD")
-    d = group.rank(block_size=sizes[1], layout="NHD" if sizes[0] == 16 else "HND", engine_id="engine-d")
-    blocks, ours = THEIRS[: -(-100 // p.block_size)], OURS[: -(-100 // d.block_size)]
-    p.fill(blocks, 100)
-    begin(p, d, tokens=100, theirs=blocks, ours=ours)
-    assert wait(lambda: d.received == {"req-d"}, [p, d])
-    assert torch.equal(d.read(ours, 100), d.wanted(100))
-
-
-@pytest.mark.parametrize(
-    ("p_size", "d_size", "heads"), [(1, 2, 4), (2, 1, 4), (2, 4, 2), (4, 2, 2), (3, 2, 6), (2, 3, 6)]
-)
-def test_any_tensor_parallel_size_to_any_other(group: RankGroup, p_size: int, d_size: int, heads: int) -> None:
-    """Every rank of P is released, also those that nobody reads."""
-    ps = [group.rank(tp_rank=r, tp_size=p_size, total_heads=heads) for r in range(p_size)]
-    ds = [group.rank(tp_rank=r, tp_size=d_size, total_heads=heads, engine_id="engine-d") for r in range(d_size)]
-    blocks, ours = [7, 3, 12], [1, 30, 2]
-    for p in ps:
-        p.fill(blocks, 45)
-    token = grant(ps, "req-p", blocks, 45)
-    for d in ds:
-        d.worker.post(load_plan("req-d", token, peer(ps), ours, 0, 45))
-    assert wait(lambda: all(d.received for d in ds) and all(p.sent for p in ps), [*ps, *ds])
-    for d in ds:
-        assert not d.failed and torch.equal(d.read(ours, 45), d.wanted(45))
-
-
-def test_many_at_once(group: RankGroup) -> None:
-    p, d = group.rank(blocks=64), group.rank(blocks=64, engine_id="engine-d")
-    p.fill(range(60), 60 * 16)
-    for n in range(20):
-        blocks = list(range(3 * n, 3 * n + 3))
-        begin(p, d, f"{n}", tokens=48, theirs=blocks, ours=blocks)
-    assert wait(lambda: len(d.received) == 20 and len(p.sent) == 20, [p, d])
-    assert not d.failed and torch.equal(d.read(range(60), 60 * 16), d.wanted(60 * 16))
-
-
-def test_siblings_share_one_lease(p: Rank, d: Rank) -> None:
-    """``n = 3``: three requests of D name one lease; P is released after the last of them."""
-    token, engine = grant([p], "req-p", THEIRS, 10), peer([p])
-    for n in range(3):
-        keep = KeepLease(f"{n}_req", token, engine, True)
-        d.worker.post(replace(load_plan(f"{n}_req", token, engine, [10 + n], 0, 10), keeps=(keep,)))
-        assert wait(lambda n=n: f"{n}_req" in d.received, [p, d])
-    assert not d.failed and not p.sent
-    assert wait(lambda: p.sent == {"req-p"}, [p, d])
 
 
 @pytest.mark.parametrize("content", [16, 64], ids=["slots", "pieces"])

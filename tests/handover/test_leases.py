@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.connector.config import Settings
 from kvferry.connector.wire.metrics import no_figures
-from kvferry.connector.wire.step_plan import KeepLease, StepPlan
+from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.scenario import (
     OURS,
     PATIENT,
@@ -28,7 +28,7 @@ from tests.handover.scenario import (
 )
 from tests.handover.streamed import all_ended
 from tests.support.inside import sends_of, sessions_of
-from tests.support.ranks import grant, let_time_pass, load_plan, peer, reason_of, renew_after, wait
+from tests.support.ranks import grant, let_time_pass, load_plan, peer, reason_of, wait
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
@@ -56,17 +56,6 @@ def test_a_late_ask_is_refused(group: RankGroup) -> None:
     load_from(p, d, token)
     assert not ended(p, d) and reason_of(d) == "expired"
     assert is_wiped(d, -1)
-
-
-def test_renewal_keeps_a_lease_until_the_cap(group: RankGroup) -> None:
-    p, d = group.pair(of_p={"lease_seconds": 600.0, "lease_cap_seconds": 1200.0})
-    token = leased(p)
-    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),)))
-    for seconds in (500, 1000):
-        renew_after(p, d, seconds)
-        assert not wait(lambda: bool(p.sent), [p, d], 0.1), "D renews from the moment it has the request"
-    let_time_pass(p, 1300)
-    assert wait(lambda: bool(p.sent), [p, d]), "but not for ever"
 
 
 def test_the_commit_is_a_fence(group: RankGroup) -> None:
@@ -120,19 +109,6 @@ def test_no_stale_load_in_a_race_with_reuse(group: RankGroup) -> None:
         won = ended(p, d, f"{n}")
         loaded += won
         term = min(10.0, max(0.001, term * (0.7 if won else 1.5)))
-
-
-def test_a_second_consumer_may_take_over(group: RankGroup) -> None:
-    p, d1 = group.pair()
-    d2 = group.rank(engine_id="d2")
-    token = leased(p)
-    gate = Gate(d1.consumer, "collect", lambda now: False)
-    d1.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, consumer=b"1" * 16))
-    assert wait(lambda: gate.calls > 3, [p, d1, d2])
-    d2.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, consumer=b"2" * 16))
-    assert ended(p, d2)
-    gate.open()
-    assert not ended(p, d1), "the lease ended with the other consumer's release"
 
 
 def test_a_release_that_cannot_be_sent_costs_nothing_else(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +24,7 @@ from tests.handover.scenario import (
     RankGroup,
     another_works,
     has_all,
-    is_wiped,
     leased,
-    wipe,
 )
 from tests.support.engines import free_port
 from tests.support.inside import sends_of
@@ -95,26 +92,6 @@ def test_a_p_that_stops_is_read_all_the_same(group: RankGroup) -> None:
     assert wait(lambda: "req-p" in p.sent(), [d])
 
 
-@pytest.mark.parametrize("plane", ["shm", "tcp"])  # over cma D need not wait for it
-def test_p_stops_and_goes_on(group: RankGroup, plane: str) -> None:
-    p, d = far_and_near(group, plane)
-    token = p.grant("req-p", THEIRS, TOKENS)
-    p.signal(signal.SIGSTOP)
-    load(p, d, token=token)
-    assert wait(lambda: bool(d.consumer.loads.running), [d])
-    assert "req-d" not in d.received, "D waits for P"
-    let_time_pass(d, 2 * QUICK["transfer_timeout_seconds"])
-    assert wait(lambda: "req-d" in d.failed, [d])
-    wipe(d)
-    p.signal(signal.SIGCONT)
-    time.sleep(0.5)
-    d.poll()
-    assert is_wiped(d), "a late chunk was written into pages given back"
-    p.let_time_pass(2 * QUICK["lease_seconds"])
-    assert wait(lambda: "req-p" in p.sent(), [d])
-    warm_up(p, d, "after")
-
-
 @pytest.mark.parametrize(
     "plane", ["shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)]
 )  # over cma P has no part in the read
@@ -157,13 +134,6 @@ def mute() -> Iterator[socket.socket]:
 def nobody(mute: socket.socket) -> PeerEngine:
     address = RankAddress(0, 0, "127.0.0.1", mute.getsockname()[1], bytes(16), Keys(shared_key()).fingerprint)
     return PeerEngine("nobody", 1, 1, 30.0, (address,))
-
-
-def test_nobody_listens(group: RankGroup, mute: socket.socket) -> None:
-    d = group.rank(**QUICK)
-    d.worker.post(load_plan("req-d", bytes(16), nobody(mute), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"}, [d])
-    assert reason_of(d) == "peer_lost"
 
 
 def test_a_silent_peer(group: RankGroup, mute: socket.socket) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine
@@ -64,12 +64,6 @@ def test_another_protocol_version_is_refused_by_name(group: RankGroup) -> None:
     assert messages.decode_reply(answers[0]) == refused
 
 
-def test_no_plane_in_common(group: RankGroup) -> None:
-    p, d = group.pair(of_p={"plane": "shm"}, of_d={"plane": "tcp"})
-    begin(p, d)
-    assert not ended(p, d) and reason_of(d) == "plane"
-
-
 @pytest.mark.parametrize("plane", ["cuda_ipc", "ucx"])
 def test_a_plane_that_a_rank_cannot_have(group: RankGroup, monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
     def missing(*_: object) -> None:
@@ -90,26 +84,6 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(p: Rank, d: Rank, monkeypa
         monkeypatch.setattr(p.context.plane(name), "accept", full)
     another_works(p, d)
     assert d.plane not in ("cma", "shm")
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b"GET", b" / ", b"HTTP/1.1"],
-        [messages.MAGIC, b"\0\1", b"\x80\x04\x95pickle"],
-        [messages.MAGIC, b"\0\1", b"\xdf\xff\xff\xff\xff"],
-        messages.encode(messages.Commit(read=1, token=bytes(16))),
-        messages.encode(messages.Release(token=bytes(16), consumer=bytes(16), consumer_rank=0, expected=(0,))),
-        messages.encode(messages.Renew(tokens=(bytes(16),) * 1000)),
-    ],
-    ids=["http", "pickle", "huge claim", "before hello", "unknown release", "unknown renew"],
-)
-def test_garbage_is_counted_and_p_serves_on(p: Rank, d: Rank, frames: list[bytes]) -> None:
-    connection = Dialed(p.address.port)
-    for _ in range(50):
-        connection.send(frames)
-    another_works(p, d)
-    connection.close()
 
 
 def test_blocks_out_of_range_fail_the_one_request(p: Rank, d: Rank) -> None:
@@ -187,29 +161,9 @@ def loads(name: str, d: Rank, p: list[Rank], engine: PeerEngine) -> bool:
     return name not in d.failed
 
 
-def test_p_said_that_all_its_ranks_hold_all_tokens(group: RankGroup) -> None:
-    p = [group.rank(tp_rank=n, tp_size=2, total_heads=1, sharding=TWO, plane="shm") for n in range(2)]
-    d = group.rank(engine_id="engine-d", total_heads=1, plane="shm")
-    assert loads("told-right", d, p, replace(peer(p), shardings=(TWO,)))
-    assert not loads("told-wrong", d, p, replace(peer(p), shardings=UNSHARDED))
-
-
 def test_p_said_that_ranks_share_tokens_out_which_hold_other_heads(group: RankGroup) -> None:
     """A rank of D whose tokens then nobody has must not take that for nothing to load."""
     p = [group.rank(tp_rank=n, tp_size=2, total_heads=2) for n in range(2)]
     d = group.rank(engine_id="engine-d", tp_rank=1, tp_size=4, total_heads=2, sharding=TWO)
     assert loads("told-right", d, p, peer(p))
     assert not loads("told-wrong", d, p, replace(peer(p), shardings=(TWO,)))
-
-
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        ({"packing": "cpu x86_64 vec"}, "packed, are not carried so"),
-        ({"block_size": 24}, "does not divide a block of 24"),
-        ({"total_heads": 2}, "of 2 tensor-parallel ranks, fewer hold each of 2 heads"),
-    ],
-)
-def test_what_no_peer_would_accept_is_refused_at_start(form: dict[str, Any], text: str) -> None:
-    with pytest.raises(GeometryError, match=text):
-        Rank(**{"tp_size": 2, "total_heads": 1, "sharding": TWO, **form})

@@ -98,15 +98,6 @@ def test_blocks_of_other_sizes_take_divided_ones(
         assert not d.failed and torch.equal(read_packed(d, ours, tokens, "divided"), d.wanted(tokens))
 
 
-def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(group: RankGroup) -> None:
-    """What the guard is for: token slices of packed tiles are not the tokens."""
-    p, d = group.rank(), group.rank(engine_id="engine-d")
-    fill_packed(p, [3, 9], 20)
-    begin(p, d, tokens=20, theirs=[3, 9], ours=[2, 4])
-    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed
-    assert not torch.equal(read_packed(d, [2, 4], 20), d.wanted(20))
-
-
 @pytest.mark.parametrize(
     ("form", "field"),
     [

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.decode_side import span_read
 from kvferry.connector.geometry import portions
 from kvferry.transport.planes import cma
 from kvferry.transport.planes.cma import CmaChannel
 from tests.handover.scenario import OURS, THEIRS, Pair, RankGroup, wipe
 from tests.handover.slow_copies import install
-from tests.handover.test_packed import PACKED, divided, fill_packed, read_packed
+from tests.handover.test_packed import PACKED, fill_packed, read_packed
 from tests.support.inside import leases_of
 from tests.support.ranks import Rank, grant, load_plan, peer, standing, wait
 
@@ -123,24 +122,6 @@ def test_the_step_s_own_token_is_not_written_over(group: RankGroup, held: Portio
     assert held.last.portions == portions.MAX_PORTIONS
 
 
-def test_it_would_be_written_over(group: RankGroup, held: Portions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where the last tile comes with its layer: the overlap is real."""
-    monkeypatch.setattr(span_read, "split_tile", lambda item, tile_tokens: (item, item))
-    with pytest.raises(AssertionError, match="equal"):
-        test_the_step_s_own_token_is_not_written_over(group, held, 20)
-
-
-def test_blocks_of_other_sizes_whose_order_is_known(group: RankGroup, held: Portions) -> None:
-    """Keys and values are regions of their own, each with its layers in all portions."""
-    other = {"block_size": 32, "places": lambda layer: divided(32, 16)}
-    p, d = ranks(group, other, packing=PACKED, block_size=16, places=lambda layer: divided(16, 16))
-    begin(p, d, "req", 77)
-    assert held.last.portions == portions.MAX_PORTIONS
-    held.gate.set()
-    forward(d)
-    assert torch.equal(read_packed(d, OURS, 77, "divided"), d.wanted(77))
-
-
 def test_as_kernels_copy(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each portion is launched by itself, with an event."""
     monkeypatch.setattr(portions, "HOST_PORTION_BYTES", 1)
@@ -156,12 +137,3 @@ def test_as_kernels_copy(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(copies[1].held) == portions.MAX_PORTIONS
     d.worker.finish_forward()
     assert len(copies[1].held) == portions.MAX_PORTIONS + 1 and standing(d) == {"req-d"}
-
-
-def test_a_load_of_few_bytes_is_not_cut(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Portions(monkeypatch)
-    p, d = ranks(group)
-    begin(p, d, "req", 100)
-    assert held.last.portions == 1 and held.last.done
-    forward(d)
-    assert torch.equal(d.read(OURS, 100), d.wanted(100))

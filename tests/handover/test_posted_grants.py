@@ -94,13 +94,6 @@ def test_a_lease_without_a_note_on_the_board_is_asked_for(
     assert ended(p, d) and counts["Ask"] == counts["Commit"] == 1
 
 
-def test_more_tokens_than_the_grant_has_are_asked_for_and_denied(p: Rank, d: Rank) -> None:
-    counts = asked(p)
-    load(p, d, posted(p, 90))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d])
-    assert counts["Ask"] == 1
-
-
 def test_a_transfer_thread_that_ends_leaves_no_note(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where its end goes wrong: the engine is then told that all its blocks are its own."""
     (theirs,) = d.consumer.links
@@ -111,32 +104,3 @@ def test_a_transfer_thread_that_ends_leaves_no_note(p: Rank, d: Rank, monkeypatc
     assert not note.is_current
     p.poll()
     assert "req-p" in p.sent
-
-
-def test_a_load_that_was_waited_for_is_reported_once(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where something breaks after its report: the engine dies of a second one. The copy is waited for, as on a
-    GPU, so that the hand-over ends in the turn that it began in."""
-    reads, leases, reported = d.consumer.reads, d.consumer.leases, []
-    begin_pull, tell, close = reads.begin_pull, d.thread.results.finished, leases.release
-
-    def copied(read: Any, *args: Any) -> Any:
-        event = begin_pull(read, *args)
-        read.link.plane.progress()
-        assert next(reversed(reads.writes)).copy.done
-        return event
-
-    def broken(*args: Any) -> None:
-        close(*args)
-        breaks()
-
-    def noted(finished: Any) -> None:
-        reported.append((finished.load.request_id, finished.ok))
-        tell(finished)
-
-    monkeypatch.setattr(reads, "begin_pull", copied)
-    monkeypatch.setattr(d.thread.results, "finished", noted)
-    monkeypatch.setattr(leases, "release", broken)
-    load(p, d, posted(p), watch=False)
-    assert ended(p, d)
-    assert not wait(lambda: len(reported) > 1, [p, d], 0.2)
-    assert reported == [("req-d", True)]

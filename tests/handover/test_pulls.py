@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.transport.channels import Copy
 from kvferry.transport.planes import cma
 from tests.handover.scenario import PATIENT, TOKENS, Gate, Pair, RankGroup, another_works, begin, ended, has_all
-from tests.support.ranks import Rank, let_time_pass, reason_of, standing, wait
+from tests.support.ranks import Rank, let_time_pass, standing, wait
 
 TURN_BYTES = 4096
 """A hand-over takes some 25 turns."""
@@ -66,49 +65,6 @@ def test_a_copy_that_goes_on_may_take_longer_than_the_time_out(p: Rank, d: Rank)
     assert len(seen) > 10, "what is in place is counted turn by turn"
     assert d.figures()["finished"]["cma"]["nbytes"] == [d.wanted(TOKENS).nbytes]
     assert 250 * allowed > 2 * PATIENT["transfer_timeout_seconds"] and not d.failed and has_all(d)
-
-
-def test_the_ends_of_many_copies_are_seen_in_one_pass(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search for each end among the copies that go on would hold up every other hand-over."""
-    count = 100
-    p, d = group.pair(plane="cma", blocks=count)
-    plane, looks = plane_of(d), [0]
-    done: Any = vars(Copy)["done"]
-    progress = type(plane).progress
-    Gate(plane, "progress", lambda: False)
-
-    def the_later_half() -> bool:
-        if len(plane.copies) == count:
-            plane.copies.rotate(count // 2)
-        left = len(plane.copies) // 2
-        while len(plane.copies) > left:
-            progress(plane)
-        return True
-
-    def look(copy: Copy) -> bool:
-        looks[0] += threading.current_thread().name == "kvferry-transfer"
-        return bool(done.__get__(copy))
-
-    for n in range(count):
-        begin(p, d, f"{n}", 1, [n], [n])
-    assert wait(lambda: len(plane.copies) == count, [p, d])
-    monkeypatch.setattr(Copy, "done", property(look, done.__set__))
-    plane.progress = the_later_half
-    assert wait(lambda: len(d.received) == count, [p, d]) and not d.failed
-    assert looks[0] < 10 * count
-
-
-def test_a_copy_that_stands_still_times_out(p: Rank, d: Rank) -> None:
-    gate = Gate(plane_of(d), "progress", lambda: False)
-    begin(p, d)
-    assert wait(lambda: bool(plane_of(d).copies), [p, d])
-    for attempt in range(1, 200):  # each has its own time
-        let_time_pass(d, 601 * attempt)
-        if wait(lambda: d.failed == {"req-d"}, [p, d], 0.1):
-            break
-    assert reason_of(d) == "timeout"
-    gate.open()
-    another_works(p, d)
 
 
 def test_memory_that_cannot_be_read_is_a_broken_plane(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

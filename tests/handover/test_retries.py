@@ -6,39 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.decode_side import load_state
-from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.decode_side.plane_choice import avoided_seconds
-from kvferry.connector.wire import messages
-from kvferry.connector.wire.step_plan import StepPlan
-from tests.handover.retries import (
-    LONG,
-    Reports,
-    Trickle,
-    cut,
-    in_the_middle,
-    load_of,
-    loads_of,
-    moving,
-    pair,
-    use,
-)
-from tests.handover.scenario import (
-    OTHERS,
-    OURS,
-    THEIRS,
-    TOKENS,
-    WIDE,
-    RankGroup,
-    another_works,
-    begin,
-    ended,
-    forget,
-    has_all,
-)
-from tests.handover.slow_copies import install
-from tests.support.inside import replies_of, sends_of
-from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
+from tests.handover.retries import Reports, Trickle, cut, in_the_middle, load_of, loads_of, moving, pair
+from tests.handover.scenario import OTHERS, RankGroup, another_works, begin, ended, forget, has_all
+from tests.support.inside import sends_of
+from tests.support.ranks import Rank, let_time_pass, wait
 
 AVOIDED = avoided_seconds(120.0)
 """How long D avoids a plane with these settings."""
@@ -74,21 +46,6 @@ def test_a_plane_that_breaks_is_left_for_the_next(
     forget(p, d)
     another_works(p, d)
     assert changes(d)[2] == [broken], "the faster plane comes back"
-
-
-def test_a_plane_on_which_nothing_moves_is_left_for_the_next(group: RankGroup) -> None:
-    """The control connection stands, and no error comes."""
-    p, d = pair(group, ("tcp", "shm"))
-    trickle, reports = Trickle(p, 3), Reports(d)
-    begin(p, d)
-    assert wait(lambda: in_the_middle(d) and trickle.done == 3, [p, d])
-    for seconds in (31, 62, 93):  # a chunk may land after the first of them, and is progress
-        let_time_pass(d, seconds)
-        if wait(lambda: load_of(d).number == 2, [p, d], 2.0):
-            break
-    trickle.go_on()
-    assert ended(p, d) and reports.ok == [True]
-    assert changes(d)[:2] == ({"timeout": 1}, {"tcp": 1})
 
 
 def test_each_plane_on_which_nothing_moves_is_left_in_turn(group: RankGroup) -> None:
@@ -171,17 +128,6 @@ def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
     assert changes(d)[:2] == ({"timeout": 1}, {})
 
 
-def test_the_plane_that_is_named_is_tried_again(group: RankGroup) -> None:
-    p, d = pair(group, plane="tcp")
-    trickle, reports = Trickle(p, 3), Reports(d)
-    begin(p, d)
-    assert wait(lambda: in_the_middle(d), [p, d])
-    cut(d)
-    trickle.go_on()
-    assert ended(p, d) and reports.ok == [True]
-    assert changes(d)[1:] == ({}, ["tcp"])
-
-
 def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
     """Not when the progress ends: that would be more than a minute later."""
     p, d = pair(group, transfer_timeout_seconds=90.0)
@@ -198,87 +144,4 @@ def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
     found = d.figures()
     assert (found["failed"], found["retried"], reports.ok) == ({"timeout": 1}, {}, [False])
     trickle.go_on()
-    another_works(p, d)
-
-
-def test_the_deadline_passes_while_copies_end(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time is no proof that a copy has ended. No attempt follows, because the time for it is over."""
-    copies = install(monkeypatch)
-    p, d = group.pair(plane="shm", **LONG)
-    reports = Reports(d)
-    copies[1].gate.clear()
-    begin(p, d)
-    assert wait(lambda: copies[1].running > 0, [p, d])
-    for seconds in (31, 121, 500):
-        let_time_pass(d, seconds)
-        assert wait(lambda: load_of(d).lifetime.state.phase is LoadPhase.DRAINING, [p, d])
-        assert not wait(lambda: bool(reports.ok), [p, d], 0.1)
-    copies[1].gate.set()
-    assert not ended(p, d) and reports.ok == [False] and changes(d)[0] == {}
-
-
-@pytest.mark.parametrize("how", ["cancelled", "at the deadline"])
-def test_a_load_ends_between_attempts(group: RankGroup, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(load_state, "SAME_PEER_SECONDS", 60.0)
-    p, d = pair(group)
-    trickle, reports = Trickle(p, 3), Reports(d)
-    begin(p, d)
-    assert wait(lambda: in_the_middle(d), [p, d])
-    cut(d)
-    assert wait(lambda: load_of(d).lifetime.state.phase is LoadPhase.WAITING, [p, d]) and not reports.ok
-    assert not wait(lambda: bool(p.sent), [p, d], 0.2), "the lease is kept for the next attempt"
-    if how == "cancelled":
-        d.worker.post(StepPlan(cancels=("req-d",)))
-    else:
-        let_time_pass(d, 121)
-    assert not ended(p, d) and load_of(d) is None
-    assert reports.ok == [False] and list(d.figures()["failed"]) == ["cancelled" if how == "cancelled" else "peer_lost"]
-    monkeypatch.undo()
-    trickle.go_on()
-    another_works(p, d)
-
-
-def test_one_source_of_two_fails_on_one_of_two_ranks(group: RankGroup) -> None:
-    """P has four ranks and D has two: each reads from two of P's."""
-    ps = [group.rank(tp_rank=r, tp_size=4, engine_id="engine-p", **LONG, **WIDE) for r in range(4)]
-    ds = [group.rank(tp_rank=r, tp_size=2, engine_id="engine-d", **LONG, **WIDE) for r in range(2)]
-    everyone = [*ps, *ds]
-    for rank in ps:
-        rank.fill(THEIRS, TOKENS)
-    trickles, reports = [Trickle(p, 3) for p in ps], [Reports(d) for d in ds]
-    token = grant(ps, "req-p", THEIRS, TOKENS)
-    for rank in ds:
-        use(rank, ("tcp", "shm"))
-        rank.worker.post(load_plan("req-d", token, peer(ps), OURS, 0, TOKENS))
-    assert wait(lambda: all(map(in_the_middle, ds)), everyone)
-    links = {link.place[1]: link for link in ds[0].consumer.links}
-    cut(ds[0], ps[1].address.port)
-    for trickle in trickles:
-        trickle.go_on()
-    assert wait(lambda: all(d.received for d in ds) and all(p.sent == {"req-p"} for p in ps), everyone)
-    for rank, report in zip(ds, reports, strict=True):
-        assert not rank.failed and report.ok == [True] and has_all(rank)
-    assert [changes(rank)[0] for rank in ds] == [{"peer_lost": 1}, {}]
-    assert all(rank.figures()["leases"] == {"released": 1} for rank in ps)
-    now = {link.place[1]: link for link in ds[0].consumer.links}
-    kept, replaced = ps[0].address.port, ps[1].address.port
-    assert now[kept] is links[kept] and now[replaced] is not links[replaced], "the sound link is used again"
-
-
-def test_a_lost_stopped_leaves_nothing(group: RankGroup) -> None:
-    """P's answer to a Cancel says how many chunks are under way. Without it D ends the link, not earlier."""
-    p, d = pair(group, handover_timeout_seconds=600.0)
-    trickle, replies, reads = Trickle(p, 3), replies_of(p), d.consumer.reads
-    reply = replies.send
-    replies.send = lambda to, message: None if isinstance(message, messages.Stopped) else reply(to, message)
-    begin(p, d)
-    assert wait(lambda: in_the_middle(d), [p, d])
-    d.worker.post(StepPlan(cancels=("req-d",)))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d]), "the engine does not wait for it"
-    assert reads.by_number
-    let_time_pass(d, 31)
-    assert wait(lambda: not reads.by_number and p.sent == {"req-p"}, [p, d])
-    replies.send = reply
-    trickle.go_on()
-    let_time_pass(d, 40)
     another_works(p, d)

@@ -16,10 +16,10 @@ from kvferry.connector.decode_side.read import ReadPhase
 from kvferry.connector.pages import caches
 from kvferry.connector.pages.copies import WaitPolicy
 from kvferry.connector.step_loads import step_hold
+from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import StepPlan
 from kvferry.transport.wake import RunningClock
 from tests.handover.scenario import (
-    OTHERS,
     OURS,
     SMALL,
     THEIRS,
@@ -32,10 +32,10 @@ from tests.handover.scenario import (
     has_all,
     lease_plan,
     leased,
-    load_from,
 )
 from tests.handover.slow_copies import SlowCopies, install
-from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, standing, wait
+from tests.support.inside import leases_of
+from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, standing, wait
 from tests.transport.plane_list import PUSH, host_planes
 
 PLANES = host_planes(PUSH)
@@ -70,12 +70,6 @@ def begin_and_stop_at(slow: SlowCopies, p: Rank, d: Rank) -> None:
     assert wait(lambda: slow.running > 0, [p, d])
 
 
-@pytest.mark.parametrize("plane", PLANES)
-def test_all_bytes_arrive(p: Rank, d: Rank, plane: str) -> None:
-    another_works(p, d)
-    assert d.plane == plane
-
-
 def test_d_hears_that_its_read_is_granted_before_anything_is_packed(p: Rank, d: Rank, copies: Slow) -> None:
     """P may be held up there for long, and a D that hears nothing does not know whether P has its request."""
     begin_and_stop_at(copies[0], p, d)
@@ -98,11 +92,18 @@ def test_a_cancelled_load_is_told_after_the_last_copy_into_its_blocks(p: Rank, d
     assert not wait(lambda: not bool((before == d.read(OURS, TOKENS)).all()), [p, d], seconds=0.2)
 
 
-def test_a_lease_that_expires_is_told_after_the_last_copy_from_its_blocks(p: Rank, d: Rank, copies: Slow) -> None:
+def test_a_lease_that_expires_is_told_after_the_last_copy_from_its_blocks(
+    group: RankGroup, p: Rank, d: Rank, copies: Slow
+) -> None:
     begin_and_stop_at(copies[0], p, d)
+    (token,) = leases_of(p)
     let_time_pass(p, 10_000)
     assert wait(lambda: d.failed == {"req-d"}, [p, d]), "D hears of it at once"
     assert not wait(lambda: bool(p.sent), [p, d], seconds=0.3), "a copy may still read its blocks"
+    raw = group.raw(p, d, attached=False)
+    raw.greet()
+    raw.send(messages.Commit(read=1, token=token))
+    assert not raw.answer(messages.Committed).ok
     copies[0].gate.set()
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     assert copies[0].running == 0
@@ -139,18 +140,6 @@ def test_the_end_waits_for_copies(p: Rank, d: Rank, copies: Slow) -> None:
     assert copies[1].running == 0
     d.poll()
     assert d.received == {"req-d"}
-
-
-def test_the_mover_may_wait_for_copies_of_the_only_load_alone(p: Rank, d: Rank, copies: Slow) -> None:
-    """Those of several go on side by side: D stands still for none of them."""
-    another_works(p, d)
-    assert [set(each.waits) for each in copies] == [{WaitPolicy.UNTIL_DONE}] * 2
-    copies[1].waits.clear()
-    tokens = [grant([p], f"{n}-p", THEIRS, TOKENS) for n in range(2)]
-    plans = [load_plan(f"{n}-d", token, peer([p]), (OURS, OTHERS)[n], 0, TOKENS) for n, token in enumerate(tokens)]
-    d.worker.post(StepPlan(plans[0].consumer, loads=(*plans[0].loads, *plans[1].loads)))
-    assert ended(p, d, "0") and ended(p, d, "1")
-    assert set(copies[1].waits) == {WaitPolicy.NONE}
 
 
 @pytest.mark.parametrize(
@@ -271,31 +260,6 @@ def test_a_step_hears_of_a_lease_that_ended_while_its_device_waited(p: Rank, d: 
     assert not standing(d) and freed(p, d)
 
 
-def test_a_load_whose_copies_do_not_begin_in_time_is_given_up(
-    group: RankGroup, copies: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank of P has granted nothing. Nobody computes on until the copies from the other have ended."""
-    p, d = two_producers(group)
-    token = grant([p[0]], "req-p", THEIRS, TOKENS)
-    copies[2].gate.clear()
-    d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS, now=True))
-    assert wait(lambda: copies[2].running > 0, p)
-    monkeypatch.setattr(d.worker.step_hold, "patience", 0.3)
-    d.worker.begin_step()
-    assert not copies[2].held, "the forward reads what nobody uses"
-    outcome = d.worker.take_outcome()
-    assert outcome is not None and not outcome.waiting and not outcome.under_way
-    ended = threading.Thread(target=outcome.standing)
-    ended.start()
-    ended.join(0.3)
-    assert ended.is_alive() and not outcome.final, "not before the last copy into its blocks"
-    copies[2].gate.set()
-    ended.join(60)
-    assert not outcome.standing() and copies[2].running == 0
-    assert reason_of(d) == "cancelled", "and not because the hand-over's own time was over"
-    assert freed(p[0], d)
-
-
 def test_a_load_that_begins_after_it_was_given_up_fails_though_all_of_it_arrives(
     p: Rank, d: Rank, copies: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,22 +315,3 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(p: Rank, d
     assert copies[1].running, "this one's copies"
     copies[1].gate.set()
     assert standing(d) == {"req-d"}
-
-
-def test_of_copies_that_end_at_once_nobody_is_told(group: RankGroup) -> None:
-    p, d = group.pair()
-    begun: list[object] = []
-    d.thread.results.begun = lambda *args: begun.append(args)  # type: ignore[method-assign]
-    begin_inside(p, d)
-    assert standing(d) == {"req-d"} and has_all(d)
-    assert freed(p, d) and not begun
-
-
-def test_a_step_does_not_begin_with_a_load_that_was_refused(p: Rank, d: Rank, copies: Slow) -> None:
-    """Nothing of it is under way, so nothing is waited for."""
-    another_works(p, d)
-    p.close()
-    load_from(p, d, bytes(16), now=True)
-    d.worker.begin_step()
-    assert not copies[1].held
-    assert not standing(d) and d.worker.take_outcome() is None

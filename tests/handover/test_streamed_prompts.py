@@ -8,7 +8,7 @@ import pytest
 
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import OURS, THEIRS, TOKENS, Pair, RankGroup
-from tests.handover.streamed import PLANES, STEP, after_a_step, computing, ends_well, has, make, nothing_of
+from tests.handover.streamed import PLANES, STEP, computing, ends_well, has, make, nothing_of
 from tests.support.inside import early_asks, sends_of
 from tests.support.ranks import Rank, let_time_pass, wait
 
@@ -80,29 +80,6 @@ def test_an_ask_that_precedes_the_first_step_and_steps_that_differ_from_d_s_wind
     ends_well([p], d)
 
 
-def test_the_lease_begins_while_bytes_are_left(group: RankGroup) -> None:
-    """P's lease comes before the transfer thread has sent all: the read goes on under the lease."""
-    p, d = make(group, "tcp in pieces")
-    engine = computing(p, d)
-    engine.plan(0, TOKENS)
-    assert wait(lambda: bool(sends_of(p).waiting), [p, d])
-    engine.write(0, TOKENS)
-    engine.grant()
-    ends_well([p], d)
-
-
-def test_two_ds_read_one_prompt_while_it_is_computed(group: RankGroup) -> None:
-    p, d = make(group)
-    other = group.rank(settings=d.settings, engine_id="engine-other")
-    engine = after_a_step(p, d)
-    engine.load(other, OURS)
-    assert wait(lambda: len(sends_of(p).waiting.get(engine.token, ())) == 2, [p, d, other])
-    engine.step(STEP, TOKENS)
-    assert wait(lambda: d.received == other.received == {"req-d"}, [p, d, other])
-    engine.grant()
-    ends_well([p], d, other)
-
-
 def test_p_says_that_it_lives_while_it_computes(group: RankGroup) -> None:
     """D's deadline begins anew with each repeated grant, and ends a read of which it hears nothing."""
     p, d = make(group, transfer_timeout_seconds=60.0)
@@ -121,16 +98,3 @@ def test_p_says_that_it_lives_while_it_computes(group: RankGroup) -> None:
 def wait_for_reads(p: Rank, d: Rank) -> list[Any]:
     assert wait(lambda: bool(sends_of(p).waiting), [p, d])
     return list(d.consumer.loads.running)
-
-
-def test_a_read_that_waits_takes_no_turn(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = computing(p, d)
-    wait_for_reads(p, d)
-    turns: list[None] = []
-    pumped, turn, pump = [], sends_of(p).turn, p.producer.pump
-    monkeypatch.setattr(sends_of(p), "turn", lambda: turns.append(None) or turn())
-    monkeypatch.setattr(p.producer, "pump", lambda now: pumped.append(now) or pump(now))
-    assert wait(lambda: len(pumped) > 20, [p, d]) and not turns
-    engine.finish()
-    ends_well([p], d)
-    assert turns

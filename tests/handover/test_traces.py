@@ -11,9 +11,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("opentelemetry.sdk.trace")
 
-from kvferry.connector.prefill_side.lease import LEASE, Lease, granted_at
-from kvferry.connector.wire.states import Lifetime
-from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.retries import Trickle, cut, in_the_middle, pair
 from tests.handover.scenario import OURS, THEIRS, TOKENS, RankGroup, breaks, ended, forget, lease_plan
 from tests.support.inside import leases_of
@@ -111,16 +109,6 @@ def test_a_failure_and_an_expiry_say_why(group: RankGroup) -> None:
     assert "expired" in of_p.named("kvferry.lease")[1].status.description
 
 
-def test_a_load_inside_a_step_is_traced_after_the_step_has_its_load(group: RankGroup) -> None:
-    p, d = group.pair(plane="cma")
-    spans = trace(d)
-    begin(p, d, now=True)
-    outcome = d.worker.take_outcome()
-    assert outcome is not None and outcome.standing() == {"req-d"}
-    handover = only(spans, "kvferry.handover")
-    assert handover.attributes["kvferry.inside_step"] is True and handover.attributes["kvferry.plane"] == "cma"
-
-
 def test_without_a_traceparent_there_are_no_spans(traced: Traced) -> None:
     p, d, of_p, of_d = traced
     for traceparent in ("", SAMPLED):
@@ -135,21 +123,3 @@ def test_an_error_of_a_span_harms_no_hand_over(traced: Traced, monkeypatch: pyte
     monkeypatch.setattr(of_d.tracer, "record", breaks)
     begin(p, d)
     assert ended(p, d)
-
-
-def test_blocks_of_a_lease_count_once_for_each_block_table() -> None:
-    """A rank's grant has blocks for each of its regions."""
-    table, states = pack_ids([4, 5, 6]), pack_ids([9])
-    grant = LeaseGrant("req", bytes(16), TOKENS, (table, table, states, b""))
-    lifetime = Lifetime(LEASE, granted_at(0.0, 30.0, 60.0), 0.0)
-    held = Lease(grant, [], grant.block_ids, lifetime, begun_at=5.0)
-    span = held.span("expired", 7.0)
-    assert span.attributes["kvferry.blocks"] == 4 and (span.begin, span.end) == (5.0, 7.0) and "expired" in span.error
-
-
-def test_reads_beyond_the_bound_have_no_span(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d, of_p, _ = traced
-    monkeypatch.setattr("kvferry.connector.prefill_side.serve.MAX_READS", 0)
-    begin(p, d)
-    assert ended(p, d)
-    assert not of_p.children(only(of_p, "kvferry.lease"))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from kvferry.connector.decode_side.renew import SIBLING_SECONDS, LeaseRenewals
 from kvferry.connector.prefill_side.session import SILENT_SECONDS
-from kvferry.connector.wire.states import Lifetime, Tick
-from tests.simulation.engines import Engine, Request, view
+from tests.simulation.engines import Engine, Request
 from tests.simulation.memory import Form
 from tests.simulation.network import Packet
 from tests.simulation.world import World
@@ -93,63 +88,3 @@ def test_a_read_whose_end_is_lost_does_not_stay(world: World, what: str) -> None
     hand_over(p, d)
     world.run(2.0)
     assert d.outcomes["loaded"] == 2, "a new link is made"
-
-
-def test_an_attach_that_comes_twice_leaves_no_closed_channel(world: World) -> None:
-    p, d = (world.engine(name, FORM, ("sim_push",)) for name in "pd")
-    request = hand_over(p, d)
-    under_way(world, "reply")  # P's Welcome
-    world.network.double(under_way(world, "request"))
-    world.run(0.002)
-    channels: list[Any] = [session.channel for session in sessions_of(p.nodes[0].thread).values()]
-    assert len(channels) == 1
-    assert all(channel is None or channel.is_open for channel in channels)
-    world.run(5.0)
-    assert request.phase == "ended"
-    world.settle()
-
-
-def test_a_tick_costs_nothing_while_nothing_is_due(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is under way: leases, their renewals, loads, prompts that D asks for by name."""
-    p, still, d = (world.engine(name, Form(1, 2, 400), ("sim_pull",)) for name in ("p", "still", "d"))
-    prompts = [engine.prefill(20) for engine in (p, still) for _ in range(40)]
-    requests = [d.keep(prompt, prompt.name) for prompt in prompts if prompt is not None]
-    for number in range(40):
-        d.search(view(f"search {number}", 1000 + number, 20), p, f"name {number}", lambda request, result: None)
-    world.run(0.1)
-    still.nodes[0].stand_still(600.0)
-    assert all(d.load(request) for request in requests[40:])
-    world.run(0.1)
-    ticks: Counter[str] = Counter()
-    step = Lifetime.step
-
-    def counted(lifetime: Any, event: Any, now: float) -> Any:
-        ticks[type(lifetime.state).__name__] += isinstance(event, Tick)
-        return step(lifetime, event, now)
-
-    on_due = LeaseRenewals.on_due
-
-    def renewed(leases: LeaseRenewals, renewal: Any, now: float) -> None:
-        ticks["LeaseRenewal"] += 1
-        on_due(leases, renewal, now)
-
-    monkeypatch.setattr(Lifetime, "step", counted)
-    monkeypatch.setattr(LeaseRenewals, "on_due", renewed)
-    world.run(0.2)
-    del ticks["LinkState"]  # the one link whose handshake is under way
-    assert not ticks.total()
-    world.run(1.0)
-    assert ticks["LeaseRenewal"] >= 40, "their renewals come at their time"
-
-
-def test_a_lease_waits_for_siblings_no_longer_than_it_should(world: World) -> None:
-    """Also where its next renewal is far."""
-    world.settings = replace(world.settings, lease_seconds=300.0, lease_cap_seconds=300.0)
-    p, d = (world.engine(name, FORM, ("sim_pull",)) for name in "pd")
-    prompt = p.prefill(20)
-    assert prompt is not None
-    request = d.keep(prompt, prompt.name, siblings=True)
-    world.run(0.5)
-    d.abort(request)
-    world.run(2 * SIBLING_SECONDS)
-    assert not p.prompts

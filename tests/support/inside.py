@@ -127,11 +127,6 @@ def relaxed(owner: Any) -> bool:
     return not thread._work_posted and not thread._switch.short
 
 
-def yields(owner: Any) -> bool:
-    """Whether the thread of ``thread_of`` leaves the interpreter to the engine's threads."""
-    return thread_of(owner)._yielding
-
-
 def ident_of(owner: Any) -> int:
     """The number by which Python knows the thread of ``thread_of``."""
     ident = thread_of(owner)._thread.ident
@@ -190,8 +185,3 @@ def forget_driver() -> None:
     """Let CUDA's driver library be opened anew by the next call."""
     for kept in (cuda._driver, cuda._primary_context):
         kept.cache_clear()
-
-
-# --- control plane, sockets, bootstrap ----------------------------------------------------------------------------
-
-# --- router and commands ------------------------------------------------------------------------------------------

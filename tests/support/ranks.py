@@ -42,9 +42,6 @@ from tests.support.inside import (
 )
 from tests.support.lanes import lanes_of
 
-SOON = 20.0
-"""Seconds: long on a loaded machine, shorter than what would end a hand-over whose settings say nothing."""
-
 
 def labels(layers: Sequence[int], heads: Sequence[int], tokens: int, content: int) -> torch.Tensor:
     """[L, H, T, C] int32, the labels of a whole prompt."""
@@ -226,16 +223,6 @@ def reason_of(rank: Rank) -> str:
 def let_time_pass(rank: Rank, seconds: float) -> None:
     """For this rank's transfer thread it is ``seconds`` later from now on: a lease ends at a chosen moment."""
     put_forward(rank.thread, seconds)
-
-
-def renew_after(p: Rank, d: Rank, seconds: float) -> None:
-    """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
-    claims = consumer_of(d).leases
-    assert wait(lambda: bool(leases_of(p)) and bool(claims.kept)), "what is claimed later is renewed later"
-    before = {token: held.lifetime.state.deadline for token, held in leases_of(p).items()}
-    let_time_pass(d, seconds)
-    assert wait(lambda: all(leases_of(p)[token].lifetime.state.deadline > then for token, then in before.items()))
-    let_time_pass(p, seconds)
 
 
 def left_in_tables(rank: Rank) -> dict[str, int]:
