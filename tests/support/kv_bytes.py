@@ -24,6 +24,7 @@ layer, [B,...] for states.
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,15 +279,26 @@ class KVBytes:
         self._kvb_record("loaded", request_id, seen, min(seen.computed, len(seen.prompt) - 1))
 
     def _kvb_record(self, when: str, request_id: str, seen: _Seen, tokens: int) -> None:
+        started = time.perf_counter()
         layers = {
             name: digest(layer.content(seen.blocks[layer.group], tokens)) for name, layer in self._kvb_layers().items()
         }
         record = {
             "when": when, "request_id": request_id, "prompt": prompt_digest(seen.prompt), "tokens": tokens,
             "prompt_tokens": len(seen.prompt), "covers": prompt_digest(seen.prompt[:tokens]),
-            "blocks": [list(ids) for ids in seen.blocks], "layers": layers,
+            "blocks": [list(ids) for ids in seen.blocks], "layers": layers, "span": (started, time.perf_counter()),
         }  # fmt: skip
         self._kvb_records.append(record)
+
+
+def checking_seconds(records: list[dict[str, Any]], until: float) -> float:
+    """Seconds before ``until`` (of ``time.perf_counter``, one for a host) in which a record was made: those of P and D
+    may lie over each other."""
+    total, end = 0.0, 0.0
+    for start, stop in sorted(record["span"] for record in records):
+        total += max(0.0, min(stop, until) - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def cached_layer(group: int, spec: Any, name: str, layer: Any) -> Cached:
