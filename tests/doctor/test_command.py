@@ -57,13 +57,6 @@ def test_a_fit_machine(invoke):
     assert titles[:-1] == ["Versions", "Settings, key and port", "Limits", "GPUs", "Data planes"]
 
 
-def test_a_fault_is_exit_status_1(invoke, monkeypatch):
-    monkeypatch.setenv("KVFERRY_PLANE", "tpc")
-    result = invoke(*QUICK)
-    assert result.exit_code == 1 and "did you mean 'tcp'" in result.output
-    assert "This machine is not fit for KVFerry: 1 fault" in result.output
-
-
 @pytest.mark.parametrize(
     "config",
     [

@@ -106,14 +106,6 @@ def check_places(records: Sequence[RequestRecord], model: EngineModel) -> None:
                 assert any(isclose(other.ended, one.admitted, abs_tol=1e-9) for other in mine), "a place was free"
 
 
-def test_more_engines_help_on_average() -> None:
-    trace, means = synthetic_trace(300, 60.0, 1), []
-    for count in (1, 2, 4, 8, 16):
-        records = Fleet(count, count, MODEL, link).run(trace)
-        means.append(sum(record.ttft for record in records) / len(records))
-    assert means == sorted(means, reverse=True) and means[0] > 2 * means[-1]
-
-
 def test_a_prefix_is_computed_once_and_the_engine_that_has_it_is_chosen() -> None:
     first, second = request(0, 5 * BLOCK_TOKENS), request(10_000, 5 * BLOCK_TOKENS + 10)
     again = Fleet(3, 1, MODEL, link).run([first, second])

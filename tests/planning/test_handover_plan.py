@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvferry.cli.plan.handover import Deployment, Pair, plan_handover, rank_geometries
+from kvferry.cli.plan.handover import Deployment, Pair, plan_handover
 from kvferry.cli.plan.model import ModelShape, RecurrentState
 from kvferry.connector.config import Settings
 from kvferry.connector.prefill_side.send import Sends
@@ -20,35 +17,6 @@ from tests.support.ranks import grant, load_plan, peer, wait
 SLOT = 100_000
 """No multiple of a block's bytes, so that messages end before their slot is full."""
 FULL = ModelShape(("full",) * 4, 8, 8, 64, "bfloat16")
-SIZES = st.sampled_from([1, 2, 3, 4, 6, 12])
-
-
-@given(
-    p_tp=SIZES, d_tp=SIZES, p_pp=st.integers(1, 5), d_pp=st.integers(1, 5), heads=st.sampled_from([1, 2, 3, 4, 12]),
-    mla=st.booleans(), tokens=st.integers(1, 500),
-    blocks=st.tuples(st.sampled_from([8, 16, 48]), st.sampled_from([16, 32])),
-)  # fmt: skip
-def test_each_rank_of_d_reads_its_part_once(
-    p_tp: int, d_tp: int, p_pp: int, d_pp: int, heads: int, mla: bool, tokens: int, blocks: tuple[int, int]
-) -> None:
-    shape = ModelShape(("mla" if mla else "full",) * 7, 12, 1 if mla else heads, 32, "bfloat16")
-    p, d = Deployment(p_tp, p_pp, blocks[0]), Deployment(d_tp, d_pp, blocks[1], "HND")
-    reads = plan_handover(Pair(shape, p, d, SLOT), tokens)
-    read: Counter[tuple[tuple[int, int], int, int]] = Counter()
-    for one in reads:
-        assert one.nbytes == one.num_layers * one.num_heads * one.num_tokens * 32 and one.messages > 0
-        assert one.num_tokens == tokens and 0 < one.piece_bytes <= one.nbytes * 500
-        for layer in range(one.first_layer, one.first_layer + one.num_layers):
-            for head in range(one.first_head, one.first_head + one.num_heads):
-                read[one.d, layer, head] += 1
-    held = Counter(
-        ((rank.pp_rank, rank.tp_rank), int(name.split(".")[2]), head)
-        for rank in rank_geometries(shape, d, "D")
-        for region in rank.regions
-        for name in region.layers
-        for head in range(region.head_start, region.head_start + region.num_heads)
-    )
-    assert read == held
 
 
 @pytest.mark.parametrize(("p", "d"), [((1, 1), (1, 1)), ((2, 1), (1, 4)), ((1, 2), (2, 1)), ((4, 1), (2, 2))])
@@ -75,30 +43,6 @@ def test_of_a_window_the_blocks_move_that_the_next_token_reads(kind: Any, window
     reads = plan_handover(Pair(shape, Deployment(), Deployment(), SLOT), tokens)
     found = {one.cache: one.num_tokens for one in reads}
     assert found == {"full": tokens} | ({kind: read} if read else {})
-
-
-@pytest.mark.parametrize("tp_size", [1, 4, 8])
-def test_geometries_are_those_that_ranks_send(group: RankGroup, tp_size: int) -> None:
-    shape = ModelShape(("full",) * 4, 8, 4, 64, "int32")
-    for tp_rank, expected in enumerate(rank_geometries(shape, Deployment(tp_size, block_size=32), "P")):
-        rank = group.rank(tp_rank=tp_rank, tp_size=tp_size, block_size=32, total_heads=4, content=16)
-        assert rank.worker.rank_context is not None
-        sent = rank.worker.rank_context.caches.geometry
-        region, wanted = sent.regions[0], expected.regions[0]
-        assert region.layers == tuple(name.replace(".self_attn", "") for name in wanted.layers)
-        for field in (
-            "kind",
-            "block_size",
-            "head_start",
-            "num_heads",
-            "total_heads",
-            "content_bytes",
-            "dtype",
-            "shard",
-        ):
-            assert getattr(region, field) == getattr(wanted, field), field
-        for field in ("tp_rank", "tp_size", "pp_rank", "pp_size", "head_counts", "shardings"):
-            assert getattr(sent, field) == getattr(expected, field), field
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp", "d_block"), [(1, 1, 16), (2, 1, 32), (1, 2, 16), (4, 2, 16)])

@@ -64,37 +64,6 @@ def test_finished_only_when_every_worker_reported() -> None:
     assert sent == ConnectorOutput(finished_sending={"a"}, expected_finished_count=2)
 
 
-def test_the_output_asked_for_comes_back_itself() -> None:
-    workers = [Output(ConnectorOutput(invalid_block_ids={number})) for number in (1, 2)]
-    result = KVOutputAggregator(2).aggregate(workers, output_rank=1)
-    assert result is workers[1] and result.kv_connector_output.invalid_block_ids == {1, 2}
-
-
-def test_reports_beside_a_missing_output_wait_for_the_next_step() -> None:
-    aggregator = KVOutputAggregator(2)
-    assert step(aggregator, loaded("b"), NO_OUTPUT).is_empty()
-    assert step(aggregator, NO_OUTPUT, loaded("a", "b", failed=("a",))) is None
-    assert step(aggregator, NO_OUTPUT, NO_OUTPUT) is None
-    report = step(aggregator, loaded("a"), NO_OUTPUT)
-    assert report.finished_recving == {"a", "b"} and report.failed_recving == {"a"}
-
-
-def test_workers_may_change_how_many_reports_a_new_request_needs() -> None:
-    aggregator = KVOutputAggregator(2)
-    assert step(aggregator, loaded("old"), None).is_empty()
-    report = step(aggregator, ConnectorOutput(finished_recving={"new"}, expected_finished_count=1), None)
-    assert report.finished_recving == {"new"} and report.expected_finished_count == 1
-    assert step(aggregator, None, loaded("old")).finished_recving == {"old"}
-
-
-@pytest.mark.parametrize(("count", "expected"), [(None, 4), (0, 4), (1, 1), (3, 3)])
-def test_a_connector_may_say_how_many_report(count: int | None, expected: int) -> None:
-    aggregator = KVOutputAggregator.from_connector(SimpleNamespace(get_finished_count=lambda: count), 4)
-    for rank in range(expected):
-        reports = [loaded("a") if rank == other else None for other in range(4)]
-        assert step(aggregator, *reports).finished_recving == ({"a"} if rank + 1 == expected else None)
-
-
 def test_the_type_of_a_report() -> None:
     """That of the workers, else the one that the output declares, else ours."""
 
@@ -302,10 +271,3 @@ def test_same_results_as_vllms_own(seed: int) -> None:
         assert dataclasses.asdict(result.kv_connector_output) == dataclasses.asdict(expected.kv_connector_output)
         said += not result.kv_connector_output.is_empty()
     assert said > 50
-
-
-@pytest.mark.vllm
-def test_vllms_type_is_found_before_any_worker_used_it() -> None:
-    types = vllm_types()
-    result = KVOutputAggregator(2).aggregate([types.Output(req_ids=[], req_id_to_index={}) for _ in range(2)])
-    assert result is not None and result.kv_connector_output == types.Report(expected_finished_count=2)

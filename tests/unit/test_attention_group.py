@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,10 +10,6 @@ import torch
 from kvferry.connector.binding.attention_group import (
     AttentionGroup,
     attention_groups,
-    get_current_attn_backend,
-    get_current_attn_backends,
-    get_kv_cache_spec,
-    get_shared_kv_cache_layers,
     prepare_kernel_block_sizes,
     select_common_block_size,
 )
@@ -23,26 +18,6 @@ from kvferry.transport.errors import GeometryError
 from tests.unit.kv_layers import Layer, backend, spec
 
 ANY = backend(MultipleOf(1), name="Any")
-
-
-def test_specs_of_layers_that_keep_a_cache() -> None:
-    state = SimpleNamespace(block_size=1, shapes=())
-    layers = {
-        "a.0": Layer(spec(), ANY), "a.1": Layer(None, ANY), "a.2": Layer(spec(), ANY, target="a.0"),
-        "m.3": Layer(state, None), "x": object(),
-    }  # fmt: skip
-    assert get_kv_cache_spec(layers) == {"a.0": spec(), "m.3": state}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    assert get_kv_cache_spec(config) == get_kv_cache_spec(layers)
-    assert get_shared_kv_cache_layers(config) == {"a.2": "a.0"}
-    assert get_current_attn_backends(layers, ["a.1", "nowhere"]) == [ANY]
-    with pytest.raises(GeometryError, match="no attention layer among 'nowhere' layers"):
-        get_current_attn_backend(layers, ["nowhere"])
-    curious = SimpleNamespace(get_kv_cache_spec=Mock(return_value=None))
-    config.compilation_config.static_forward_context = {"a.0": curious}
-    for given in (({"a.0": curious}, "given"), (config,), ({"a.0": curious},)):
-        get_kv_cache_spec(*given)
-    assert [call.args[0] for call in curious.get_kv_cache_spec.mock_calls] == ["given", config, None]
 
 
 def test_layers_and_builders_that_are_not_there() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.connector.binding.attention_group import attention_groups
 from kvferry.connector.binding.block_ops import KVBlockZeroer, _make_src_and_dst_indices, copy_kv_blocks
@@ -57,18 +53,6 @@ def test_zeroed_blocks_and_no_others(layout: KVCacheLayout, case: str) -> None:
     for layer in layers.values():
         content = layer.kv_cache.view(torch.uint8).flatten(1)
         assert content[[0, 3, 5]].max() == 0 and content[[1, 2, 4, 6]].min() == 255
-
-
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_ids_number_manager_blocks(layout: str) -> None:
-    layers, groups, kernel = engine(layout, {"layers.0": spec(block=48), "layers.1": spec(block=48)}, [16])
-    zeroer = KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS)
-    assert len(zeroer.segments.addresses) == 6
-    zeroer.zero_block_ids([2, 6])
-    for layer in layers.values():
-        zeroed = (layer.kv_cache.view(torch.uint8).flatten(1) == 0).all(1).nonzero().flatten()
-        assert zeroed.tolist() == [6, 7, 8, 18, 19, 20]
-        assert int((layer.kv_cache.view(torch.uint8) == 0).sum()) == 6 * 768
 
 
 def test_layers_that_are_left_alone() -> None:
@@ -130,20 +114,6 @@ def caches(dtype: torch.dtype, *, permuted: bool, value: int | None = None) -> d
     return made
 
 
-@pytest.mark.parametrize("direction", ["h2d", "d2h"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64, torch.int8])
-def test_copied_blocks_and_no_others(dtype: torch.dtype, direction: Any) -> None:
-    draw = random.Random(str(dtype))
-    for permuted in (False, True):
-        source, target = caches(dtype, permuted=permuted), caches(dtype, permuted=not permuted, value=7)
-        theirs, ours = draw.sample(range(9), 4), draw.sample(range(9), 4)
-        copy_kv_blocks(source, target, theirs, ours, direction)
-        for name, cache in source.items():
-            for one, other in zip(theirs, ours, strict=True):
-                assert torch.equal(target[name].view(torch.uint8)[other], cache.view(torch.uint8)[one])
-            assert bool((target[name].view(torch.uint8)[sorted({*range(9)} - {*ours})] == 7).all())
-
-
 def both() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return caches(torch.int8, permuted=False), caches(torch.int8, permuted=False, value=7)
 
@@ -189,16 +159,6 @@ def test_layers_that_do_not_fit_copy_nothing(wrong: dict[str, torch.Tensor], mes
     with pytest.raises(GeometryError, match=message):
         copy_kv_blocks(source, {"a": target["a"], **wrong}, [1], [1], "h2d")
     assert bool((target["a"] == 7).all())
-
-
-@given(st.lists(st.integers(-(1 << 62), 1 << 62), max_size=9), st.lists(st.integers(0, 99), max_size=9))
-def test_indices_on_the_devices_of_their_caches(theirs: list[int], ours: list[int]) -> None:
-    array: Any = np.array(ours, dtype=np.int32)
-    sources, targets = _make_src_and_dst_indices(theirs, array, CPU, "meta")
-    assert sources.dtype == targets.dtype == torch.int64
-    assert sources.tolist() == theirs and sources.device == CPU
-    assert targets.shape == (len(ours),) and targets.device == torch.device("meta")
-    assert _make_src_and_dst_indices([], ours, "meta", "cpu")[1].tolist() == ours
 
 
 @pytest.mark.parametrize("block_id", [1.5, 1.0, "1", None])

@@ -40,13 +40,6 @@ def budget(settings: Any, processor: Processor, **more: Any) -> MultiModalBudget
     return MultiModalBudget(settings, SimpleNamespace(create_processor=lambda model: processor), **more)
 
 
-def test_the_modality_with_the_most_tokens() -> None:
-    made = budget(config(), Processor({"image": 1, "video": 1, "audio": 1}, {"image": 9, "video": 9, "audio": 3}))
-    assert made.get_modality_with_max_tokens() == "video"
-    with pytest.raises(ConfigError, match="no modality passes through the encoder"):
-        budget(config(), Processor({"image": 0}, {"image": 9})).get_modality_with_max_tokens()
-
-
 def test_items_to_measure_with() -> None:
     processor = Processor({"image": 1, "video": 1}, {"image": 4, "video": 8})
     made = budget(config(), processor, cache="cache")

@@ -34,20 +34,8 @@ def drawn(folder: Path, *options: str, check: str = "", status: int = 0) -> tupl
     return [int(line) for line in path.read_text().split()], done.stdout
 
 
-def test_each_seed_draws_its_own_examples_and_all_else_the_same(tmp_path: Path) -> None:
-    first, said = drawn(tmp_path, "--seconds", "0", "--seed", "7")
-    assert "seed 7" in said and len(first) > 50
-    assert drawn(tmp_path, "--seconds", "0", "--seed", "7")[0] == first
-    alone = drawn(tmp_path)[0]
-    assert drawn(tmp_path)[0] == alone != first
-
-
 def test_a_failure_ends_it_with_its_seed_and_its_example(tmp_path: Path) -> None:
     """Also in the round in which the time is over."""
     _, said = drawn(tmp_path, "--seconds", "0", "--seed", "7", check="assert number < 1 << 59", status=1)
     assert "make explore SEED=7" in said and "1 failed" in said and "reproduce_failure" in said
     assert f"number={1 << 59:_}" in said or f"number={1 << 59}" in said, "the smallest example that fails"
-
-
-def test_it_finds_the_property_tests() -> None:
-    assert str(Path(explore.__file__).parent / "unit" / "test_messages.py") in explore.property_tests()

@@ -56,15 +56,6 @@ def test_dense_strides_are_those_of_a_contiguous_array(order: tuple[int, ...], s
     assert layout_strides(shape, order) == logical.stride()
 
 
-def test_pages_are_padded_where_they_are_whole() -> None:
-    assert layout_strides((2, 5, 3, 16, 16), KVCacheLayout.LBHNC.value, page_bytes=1024)[:2] == (5 * 1024, 1024)
-    assert layout_strides((2, 5, 3, 16, 16), KVCacheLayout.BLNHC.value, page_bytes=1024)[:2] == (1024, 2 * 1024)
-    assert layout_strides((2, 5, 1, 16, 16), KVCacheLayout.LHBNC.value, page_bytes=512)[:2] == (2560, 512)
-    for layout in (KVCacheLayout.LHBNC, KVCacheLayout.BHLNC):
-        with pytest.raises(GeometryError, match="pages padded to 1024 bytes need L and B outside"):
-            layout_strides((2, 5, 3, 16, 16), layout.value, page_bytes=1024)
-
-
 def test_blocks_are_aligned() -> None:
     placed = get_kv_cache_config_from_groups(
         [KVCacheGroupSpec(["a.0", "a.1"], spec(block_stride_alignment=500))], 5, "BLHNC"

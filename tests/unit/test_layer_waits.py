@@ -80,14 +80,6 @@ def test_one_wait_for_each_portion() -> None:
     assert step.stream.waits[4:] == [(MAIN, None)] and step.stands()
 
 
-def test_the_thread_waits_in_host_memory() -> None:
-    copy = in_host_memory(2)
-    step = Step(copy)
-    step.layers(*LAYERS)
-    step.waits.finish()
-    assert step.blocked == [[(copy, 0)], [(copy, 1)]] and not step.stream.waits and step.stands()
-
-
 @pytest.mark.parametrize("why", ["a graph", "not cut", "no order"])
 def test_all_copies_are_awaited_before_the_forward_where(why: str) -> None:
     copy = on_device(1) if why == "not cut" else on_device(4)

@@ -55,14 +55,6 @@ def test_freed_when_one_consumers_full_set_has_released(
     assert effects == freed and state.phase is (PHASE.RELEASED if freed else PHASE.GRANTED)
 
 
-def test_p_s_engine_ends_it() -> None:
-    state, effects = run(granted(), asked(0), ls.Revoked(), ls.Revoked())
-    assert effects == [ls.Freed("reset")] and state.phase is PHASE.EXPIRED
-    state, effects = run(granted(), ls.ReadStarted(), ls.Revoked())
-    assert effects == [ls.StopReads()] and state.phase is PHASE.EXPIRED
-    assert run(state, ls.ReadEnded())[1] == [ls.Freed("reset")]
-
-
 def test_renewal_extends_up_to_the_cap() -> None:
     state, _ = ls.LEASE.step(granted(), ls.Renewed(), 20)
     assert ls.LEASE.step(state, Tick(), 49)[1] == ()
@@ -73,18 +65,6 @@ def test_renewal_extends_up_to_the_cap() -> None:
     assert ls.LEASE.step(state, Tick(), 100)[1] == (ls.Freed("cap"),)
 
 
-def test_own_reads_finish_first() -> None:
-    """Also those that began before the lease."""
-    state, _ = run(ls.LeaseState(), FIRST, ls.ReadStarted(), BEGINS, ls.ReadStarted())
-    state, effects = ls.LEASE.step(state, Tick(), 31)
-    assert effects == (ls.StopReads(),) and state.phase is PHASE.EXPIRED
-    state, none = run(state, ls.ReadEnded())
-    assert not none
-    assert run(state, ls.ReadEnded())[1] == [ls.Freed("expired")]
-    with pytest.raises(AssertionError, match="a lease that is expired"):
-        run(state, ls.ReadStarted())
-
-
 # --- before the lease -------------------------------------------------------------------------------------------------
 
 FIRST, AGAIN = ls.ChunkPlanned(restarts=False), ls.ChunkPlanned(restarts=True)
@@ -93,46 +73,9 @@ BEGINS = ls.LeaseBegins(30, 100)
 STOPPED = ls.StopReads(ls.GIVEN_UP)
 
 
-def test_the_good_way() -> None:
-    way = (FIRST, ls.StepAdvanced(0, 0), ls.StepAdvanced(0), ls.StepAdvanced(0, 40))
-    state, effects = run(ls.LeaseState(), *way)
-    assert (state, effects) == (ls.LeaseState(PHASE.COMPUTING, 0, 40), [ls.ResumeReads()] * 4)
-    assert run(state, ls.StepAdvanced(0, nearly=True))[1] == [ls.ResumeReads(), ls.OfferPrompt()]
-    assert run(state, ls.StepAdvanced(0, 80, whole=True))[1] == [ls.ResumeReads(), ls.PostGrant()]
-    state, effects = run(state, FIRST, asked(0, 1), released(0, 0, 1), BEGINS, ls.StepAdvanced(0, 80), GIVEN_UP)
-    assert state.phase is PHASE.GRANTED and STOPPED not in effects and state.deadline == 31
-    assert state.votes == {D1: 0b11}, "a release before the lease does not count here"
-
-
-def test_a_step_of_lost_blocks_counts_no_more() -> None:
-    late = ls.StepAdvanced(0, 80), ls.StepAdvanced(0)
-    state, _ = run(ls.LeaseState(), FIRST, ls.StepAdvanced(0, 40), LOST, *late)
-    assert state == ls.LeaseState(PHASE.PREEMPTED, 0, 0, deadline=1 + ls.PREEMPTED_SECONDS)
-    state, effects = run(ls.LeaseState(), FIRST, LOST, AGAIN, *late)
-    assert (state, effects) == (ls.LeaseState(PHASE.COMPUTING, 1, 0), [ls.ResumeReads()] * 2)
-    again, _ = run(ls.LeaseState(), FIRST, ls.StepAdvanced(0, 40), AGAIN)
-    assert again.computed == 0, "also where no stop came before"
-
-
 def test_a_chunk_that_does_not_restart_says_too_little_after_a_preemption() -> None:
     state, _ = run(ls.LeaseState(), FIRST, LOST, FIRST, ls.StepAdvanced(0, 40))
     assert state.phase is PHASE.PREEMPTED and run(state, BEGINS)[0].phase is PHASE.GRANTED
-
-
-@pytest.mark.parametrize("before", [(), (FIRST,), (FIRST, LOST)])
-def test_reads_fail_once(before: tuple[ls.LeaseEvent, ...]) -> None:
-    state, effects = run(ls.LeaseState(), *before, ls.ReadStarted(), GIVEN_UP, GIVEN_UP, BEGINS, AGAIN, ls.ReadEnded())
-    assert state.phase is PHASE.ABANDONED and effects[-1] == STOPPED and effects.count(STOPPED) == 1
-
-
-def test_reads_do_not_wait_long_for_a_prompt_that_stays_preempted() -> None:
-    state, _ = run(ls.LeaseState(), FIRST, LOST)
-    assert ls.LEASE.step(state, Tick(), ls.PREEMPTED_SECONDS)[1] == ()
-    for turn in (1, 2):  # reads that begin later are refused as well
-        state, effects = ls.LEASE.step(state, Tick(), 1 + turn * ls.PREEMPTED_SECONDS)
-        assert state.phase is PHASE.PREEMPTED and effects == (ls.StopReads(ls.NOT_RESUMED),)
-    state, _ = ls.LEASE.step(state, AGAIN, 90)
-    assert ls.LEASE.step(state, Tick(), 900) == (state, ())
 
 
 # --- any order --------------------------------------------------------------------------------------------------------

@@ -63,15 +63,6 @@ def test_a_release_needs_a_session_and_no_plane() -> None:
     assert state.phase is PHASE.ATTACHING and state.deadline == 60 and effects == [E.CHOOSE]
 
 
-def test_a_handshake_that_takes_too_long() -> None:
-    state, _ = run(SHAKE)
-    assert run(TICK, state=state, now=10.9)[0] == state
-    text = "no answer to the handshake in 10 s (waiting for the answer to the handshake)"
-    assert run(TICK, state=state, now=11)[0].reason == Reason("timeout", text, blames="peer")
-    attached, _ = run(*BEGUN, ATTACHED)
-    assert run(TICK, state=attached, now=1e9)[0] == attached, "an attached link has no deadline"
-
-
 def test_an_answer_out_of_place() -> None:
     assert run(WELCOMED)[0].reason == Reason("data", "PeerWelcomed came while connected")
 

@@ -56,22 +56,6 @@ def run(state: LoadState, *events: LoadEvent, now: float = 1) -> tuple[LoadState
     return state, effects
 
 
-def test_the_good_way() -> None:
-    state, effects = run(begun(), *COMMITTED)
-    assert state.phase is PHASE.DONE and state.reason is None
-    assert effects == [E.ASK, E.COMMIT, E.REPORT, E.RECORD, E.RELEASE]
-    state, effects = run(begun(inside=True), *COMMITTED)
-    assert (state.phase, effects) == (PHASE.REPORTED, [E.ASK, E.COMMIT, E.REPORT]), "the engine is at work"
-    assert run(state, CANCELLED, TICK, TICK)[1] == [E.RECORD, E.RELEASE]
-
-
-@NO_WRITES
-@GIVEN_UP
-def test_before_and_after_io_it_fails_at_once(before: tuple[LoadEvent, ...], event: LoadEvent) -> None:
-    state, effects = run(run(begun(), *before)[0], event)
-    assert (state.phase, state.reason, effects) == (PHASE.FAILED, GONE, [E.STOP, *FAILED])
-
-
 @GIVEN_UP
 def test_during_io_it_drains_first(event: LoadEvent) -> None:
     state, effects = run(run(begun(), *MOVING, LoadEvent(K.MOVED, 0))[0], event)
@@ -98,12 +82,6 @@ def test_every_phase_has_a_deadline(before: tuple[LoadEvent, ...]) -> None:
     assert run(begun(), *before, now=95)[0].deadline in (10, 100), "no phase lasts longer"
 
 
-def test_data_may_overtake_the_grant() -> None:
-    moved = (LoadEvent(K.MOVED, 0), PROGRESS, LoadEvent(K.MOVED, 1), PROGRESS)
-    state, effects = run(begun(), *READY, *moved)
-    assert (state.phase, effects) == (PHASE.COMMITTING, [E.ASK, E.COMMIT])
-
-
 def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
     state, _ = run(begun(), *MOVING, now=0)
     state, _ = LOAD.step(state, PROGRESS, 20)
@@ -111,18 +89,6 @@ def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
     for now in (50, 1e9):
         state, effects = LOAD.step(state, TICK, now)
         assert (state.phase, effects) == (PHASE.DRAINING, (E.STOP,))
-
-
-def test_progress_does_not_extend_the_last_deadline() -> None:
-    state, _ = run(begun(), *MOVING, now=0)
-    for now in range(0, 100, 20):
-        state, effects = run(state, PROGRESS, TICK, now=now)
-        assert (state.phase, effects) == (PHASE.MOVING, [])
-    state, effects = run(state, TICK, now=100)
-    assert (state.phase, effects) == (PHASE.DRAINING, [E.STOP])
-    state, effects = run(state, LoadEvent(K.DRAINED, 0), LoadEvent(K.DRAINED, 1), now=101)
-    assert state.reason == Reason("timeout", "no end in 100 s (handover_timeout_seconds), now moving")
-    assert effects == FAILED
 
 
 # --- attempts -----------------------------------------------------------------------------------------------------
@@ -155,21 +121,6 @@ def test_what_another_attempt_can_mend(kind: FailureKind) -> None:
     assert peers == ([] if kind in ("cancelled", "internal") else [1]), "another P is asked at once"
 
 
-@pytest.mark.parametrize(
-    ("state", "now", "events"),
-    [
-        (begun(1, 3, 5, inside=True), 1, (fail(),)),
-        (begun(1, 3, 5, inside=True), 1, (BROKEN,)),
-        (begun(1), 1, (GONE_P,)),
-        (begun(1), END - SAME_PEER_SECONDS, (fail(),)),
-        (begun(1, peers=2), END, (fail(),)),
-        (replace(run(begun(1, peers=2), fail())[0], deadline=END), END, (TICK,)),  # the thread stood still
-    ],
-)
-def test_no_attempt_follows(state: LoadState, now: float, events: tuple[LoadEvent, ...]) -> None:
-    assert run(state, *events, now=now)[0].phase is PHASE.FAILED
-
-
 def test_the_same_p_is_tried_once_more_and_not_at_once() -> None:
     state, peers = attempts(begun(1), fail(), TICK, now=10)
     assert not peers and state.deadline == 10 + SAME_PEER_SECONDS
@@ -194,11 +145,6 @@ def test_all_named_p_are_tried_before_the_first_again(event: LoadEvent, expected
         state, new = attempts(state, event, TICK, now=now)
         peers += new
     assert peers == expected and state.phase is PHASE.FAILED
-
-
-def test_a_load_that_is_cancelled_between_attempts_is_reported_once() -> None:
-    state, effects = run(begun(1), fail(), CANCELLED, CANCELLED, TICK, fail(), now=1)
-    assert effects[1:] == FAILED and (state.phase, state.reason) == (PHASE.FAILED, CANCELLED.reason)
 
 
 class Rank:

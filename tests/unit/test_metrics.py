@@ -168,11 +168,6 @@ def test_the_log_line():
     }
 
 
-def test_the_log_line_of_failures_only():
-    line = metrics.reduce(figures([("failed", "internal")]))
-    assert line["Num hand-overs"] == 0 and line["Num failed hand-overs"] == 1
-
-
 def test_counting_is_cheap():
     stats, costs = HandoverStats(), []
     for _ in range(1000):

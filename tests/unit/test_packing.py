@@ -139,14 +139,6 @@ def test_tiles_are_as_small_as_the_order_allows(sequence, tile, region, tile_tok
     assert handed_over(packed[0], packed[1], 19) == 0
 
 
-def test_a_tile_cut_in_two_is_other_bytes() -> None:
-    """What tiles are for: the tokens of one have no bytes of their own."""
-    p, d = (Packed(both(*[places(size, 8, 4, 2, (0, 2, 1, 3))] * 2)) for size in (8, 16))
-    p.parts, d.parts = (tuple(replace(part, tile_tokens=1) for part in side.parts) for side in (p, d))
-    assert handed_over(p, d, 8) == 0, "whole tiles all the same"
-    assert handed_over(p, d, 10) > 0
-
-
 def test_an_order_that_depends_on_the_block_is_one_tile() -> None:
     backwards = places(8, 4, 1, 1, BY_TOKEN)[::-1]
     shifted = np.roll(np.arange(32), 1).reshape(8, 4)

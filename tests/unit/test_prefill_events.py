@@ -11,7 +11,7 @@ from kvferry.connector.engine.prefill_events import LAYER_GROUPS, PrefillEvents
 from kvferry.connector.pages import computed_steps
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import Copies
-from kvferry.connector.wire.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan
+from kvferry.connector.wire.step_plan import PrefillChunk, StepPlan
 from tests.unit.labelled_model import Model
 
 NAMES = [f"layers.{number}" for number in range(20)]
@@ -54,10 +54,6 @@ class Step:
 
 def plan(*tokens: bytes, restarts: bool = False, found: int = 0) -> StepPlan:
     return StepPlan(chunks=tuple(PrefillChunk(token, 0, 1, (b"",), restarts, found) for token in tokens))
-
-
-def stop(token: bytes, *, ended: bool = False) -> StepPlan:
-    return StepPlan(stops=(PrefillStop(token, ended),))
 
 
 def test_nothing_counts_before_the_device_has_reached_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,35 +134,3 @@ def test_a_layer_has_its_place_in_each_region_of_the_step_under_way() -> None:
     made.events.layer_computed("layers.1")
     made.events.end_step()
     assert len(step.layers) == 2 and len(made.device.acts) == 1
-
-
-def test_a_step_without_an_end_ends_with_the_next_one() -> None:
-    made = Step()
-    first = made.begin(b"a")
-    assert made.events.busy
-    assert made.events.begin_step(StepPlan()) is None
-    made.device.reach(1)
-    assert first.ended
-
-
-@pytest.mark.parametrize("told", [None, False, True])
-def test_blocks_are_lost_at_once_and_for_ever(told: bool | None) -> None:
-    """By the end of the prompt or a stop for a while; a restart alone says so too."""
-    made = Step()
-    (first,), (other,) = made.begin(b"a").blocks, made.begin(b"b").blocks
-    assert made.begin(b"a").blocks == (first,), "one life, several steps"
-    if told is not None:
-        made.events.take_back(stop(b"a", ended=told))
-        assert first.lost and not other.lost
-    (second,) = made.begin(b"a", restarts=True).blocks
-    assert first.lost and not other.lost and not second.lost
-    made.events.begin_step(stop(b"b"))
-    assert other.lost and not second.lost
-
-
-def test_a_lease_keeps_the_blocks() -> None:
-    made = Step()
-    (blocks,) = made.begin(b"a").blocks
-    made.events.begin_step(StepPlan(leases=(LeaseGrant("r", b"a", 1, ()),)))
-    made.events.take_back(stop(b"a", ended=True))
-    assert not blocks.lost and not made.events.busy

@@ -10,11 +10,10 @@ import pytest
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.lease_planner import PAUSE_SECONDS, HeldBlocks
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_names, to_transfer_params
+from kvferry.connector.engine.params import prompt_digest, prompt_names
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.connector.wire.step_plan import PeerEngine, Prefill, PrefillStop, RankAddress, StepPlan, unpack_ids
+from kvferry.connector.wire.step_plan import Prefill, PrefillStop, RankAddress, StepPlan, unpack_ids
 
 RANK = RankAddress(0, 0, "10.0.0.1", 1234, bytes(16))
 IDS = list(range(100))
@@ -97,19 +96,6 @@ def test_a_prompt_is_told_with_its_first_step_and_leased_under_the_same_token() 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
-def test_blocks_that_the_engine_takes_are_taken_back_first(told: bool) -> None:
-    scheduler, _ = started()
-    if told:
-        plan = step(scheduler, preempted=[view().request_id])
-        assert [stop.ended for stop in plan.stops] == [False]
-        assert empty(step(scheduler, preempted=[view().request_id])), "they are lost once"
-    plan = step(scheduler, tokens(16, 16, [3, 4], fresh=True))
-    assert [stop.ended for stop in plan.stops] == ([] if told else [False])
-    assert chunks(plan) == [(16, 32, [3, 4], True)]
-    assert chunks(step(scheduler, tokens(32, 16, [5]))) == [(32, 48, [5], False)]
-
-
 def aborts(scheduler: SchedulerHalf) -> StepPlan:
     scheduler.request_finished(view(), [[7, 8]], completed=False)
     return scheduler.take_plan()
@@ -126,14 +112,6 @@ def test_a_prompt_that_is_not_handed_over_is_told_so(end: Callable[[SchedulerHal
     assert plan.stops == (PrefillStop(prefill.token, ended=True),) and not plan.chunks
 
 
-def test_a_request_that_ends_before_its_first_step_is_told_too() -> None:
-    scheduler = half()
-    scheduler.on_new_request(view())
-    plan = aborts(scheduler)
-    ((prefill,), (stop,)) = plan.prefills, plan.stops
-    assert ("tx-1" in prefill.names, prefill.params, stop.ended) == (True, b"", True)
-
-
 @pytest.mark.parametrize("why", ["draining", "embeddings"])
 def test_a_prompt_that_cannot_be_leased_is_told_and_given_up(why: str) -> None:
     scheduler = half()
@@ -144,26 +122,6 @@ def test_a_prompt_that_cannot_be_leased_is_told_and_given_up(why: str) -> None:
     assert ([prefill.params for prefill in plan.prefills], [stop.ended for stop in plan.stops]) == ([b""], [True])
     assert not plan.chunks and not plan.prefills[0].streams
     assert empty(step(scheduler, tokens(32, 32, [9, 10])))
-
-
-def test_a_reset_gives_up_what_is_computed() -> None:
-    scheduler, told = started()
-    assert scheduler.reset_caches() and scheduler.has_urgent_plan
-    assert scheduler.take_plan().stops == (PrefillStop(told.token, ended=True),) and not scheduler.has_urgent_plan
-    plan = step(scheduler, tokens(32, 68, [9, 10, 11, 12, 13]))
-    assert ([prefill.params for prefill in plan.prefills], plan.chunks) == ([b""], ()), "the first tokens are old"
-    assert scheduler.request_finished(DONE, BLOCKS, completed=True) == (False, None)
-
-
-def test_a_reset_ends_leases_with_the_next_plan() -> None:
-    scheduler = half()
-    scheduler.on_new_request(view())
-    scheduler.request_finished(DONE, BLOCKS, completed=True)
-    assert not scheduler.reset_caches(), "one is held"
-    plan = scheduler.take_plan()
-    assert plan.ends_leases and plan.wakes_thread and plan.leases and not scheduler.take_plan().ends_leases
-    scheduler.leases_ended([view().request_id])
-    assert scheduler.reset_caches() and not scheduler.take_plan().ends_leases
 
 
 def test_a_pause_that_lasts_ends_leases_and_gives_none() -> None:
@@ -183,15 +141,6 @@ def test_a_pause_that_lasts_ends_leases_and_gives_none() -> None:
     assert not scheduler.take_plan().ends_leases and finish("three")
 
 
-def test_a_lease_of_an_engine_that_does_not_tell_its_steps() -> None:
-    scheduler = half()
-    scheduler.on_new_request(view())
-    scheduler.request_finished(DONE, BLOCKS, completed=True)
-    plan = scheduler.take_plan()
-    ((prefill,), (lease,)) = plan.prefills, plan.leases
-    assert (prefill.token, prefill.streams, prefill.step_tokens) == (lease.token, False, 0)
-
-
 def test_another_prompt_than_was_told_gets_another_token() -> None:
     scheduler, told = started()
     other = RequestView(view().request_id, WANTED, [9] * 100, 100, 100)
@@ -200,42 +149,6 @@ def test_another_prompt_than_was_told_gets_another_token() -> None:
     assert plan.stops == (PrefillStop(told.token, ended=True),)
     assert plan.leases[0].token == plan.prefills[0].token != told.token
     assert plan.leases[0].prompt == prompt_digest([9] * 100)
-
-
-def test_windows_do_not_stream_and_their_lease_has_its_own_params() -> None:
-    scheduler = half(FULL, WINDOW)
-    scheduler.on_new_request(view())
-    first = ScheduledTokens(view().request_id, 0, 100, [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]], True)
-    plan = step(scheduler, first)
-    assert (plan.prefills[0].streams, plan.chunks) == (False, ())
-    blocks = [[1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 15, 16, 17]]
-    _, params = scheduler.request_finished(DONE, blocks, completed=True)
-    (lease,) = scheduler.take_plan().leases
-    assert params is not None and msgspec.msgpack.decode(lease.params) == params
-    assert params["kvferry"]["kept"] == [["sliding_window", 32, 64]]
-
-
-def test_tokens_that_a_load_may_not_bring_do_not_leave_early() -> None:
-    steps = StepsInFlight()
-    scheduler = half(steps=steps)
-    steps.scheduled(loads=True)
-    names = [f"r{n}" for n in range(3)]
-    for name in names:
-        scheduler.on_new_request(view(name))
-    plan = step(scheduler, tokens(0, 16, [1], fresh=True, request=view("r0")))
-    assert [prefill.streams for prefill in plan.prefills] == [False]
-    steps.processed(1.0)
-    plan = step(scheduler, tokens(0, 16, [2], fresh=True, request=view("r1")))
-    assert [prefill.streams for prefill in plan.prefills] == [True]
-    peer = PeerEngine("q", 1, 1, 30.0, (RANK,))
-    offered = to_transfer_params(RemotePrompt(b"t" * 16, 100, prompt_digest(IDS), peer)) | {"do_remote_decode": True}
-    scheduler.on_new_request(view("r3", offered))
-    plan = step(scheduler, tokens(0, 16, [3], fresh=True, request=view("r3")))
-    assert [prefill.streams for prefill in plan.prefills] == [False]
-
-
-def test_below_another_connector_nothing_streams() -> None:
-    assert not started(streams=lambda: False)[1].streams
 
 
 @pytest.mark.parametrize(

@@ -69,22 +69,13 @@ def test_prometheus_series(registry, series):
     series.observe(fresh().to_dict(), 0)
     assert value(registry, "handover_time_seconds_count", plane="shm") == 1
     assert value(registry, "handover_time_seconds_sum", plane="ucx") == pytest.approx(0.006)
-    assert value(registry, "handover_time_seconds_bucket", plane="shm", le="0.002") == 0
-    assert value(registry, "handover_time_seconds_bucket", plane="shm", le="0.005") == 1
-    assert value(registry, "bytes_transferred_sum", plane="ucx") == 3 << 20
-    assert value(registry, "tokens_total", plane="ucx") == 256
     assert value(registry, "num_failed_handovers_total", reason="timeout") == 1
     assert value(registry, "num_expired_leases_total", reason="expired") == 1
     assert value(registry, "num_expired_leases_total", reason="cap") == 0
-    assert value(registry, "num_released_leases_total") == 1
-    assert value(registry, "num_dropped_messages_total", reason="malformed") == 3
-    assert value(registry, "num_streamed_handovers_total") == 1
     assert value(registry, "streamed_block_seconds_total") == 15.0
     assert value(registry, "streamed_block_seconds_total", engine="1") == 0
     assert value(registry, "num_stale_reads_total") == 2
     assert value(registry, "step_wait_seconds_total") == 0.0015
-    assert value(registry, "num_failed_handovers_total", engine="1", reason="timeout") == 0
-    assert value(registry, "handover_time_seconds_count", engine="1", plane="shm") is None
 
 
 def test_every_series_of_the_list_is_exported(registry, series):

@@ -127,14 +127,6 @@ def test_consecutive_layers_are_one_span() -> None:
     assert item == PlannedSpan(Span(0, 0, 40, 0, 2, 32, 68), region=0, layer=40, head=2)
 
 
-def test_groups_without_tokens_need_no_source() -> None:
-    model = Model(("full", "sliding_window"), 2, False)
-    local = model.rank((0, 1), (0, 1), 16)
-    remotes = {(0, 0): model.rank((0, 1), (0, 1), 16)}
-    assert plan_all(local, remotes, [(5, 5), (0, 0)]) == {}
-    assert [item.region for item in plan_all(local, remotes, [(5, 5), (1, 2)])[0, 0]] == [1]
-
-
 def test_a_layer_that_no_stage_or_two_stages_hold_is_named() -> None:
     model = Model(("full",) * 4, 4, False)
     local = model.rank((0, 1), (0, 1), 16)
@@ -199,23 +191,6 @@ def test_every_token_arrives_once(heads: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, 60))
     stop, room = start + data.draw(st.integers(1, 80)), data.draw(st.integers(heads * CONTENT, 2000))
     check_forms(heads, p, d, start, stop, room)
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize(
-    ("p", "d"),
-    [
-        ((4, TokenSharding(2, 16), TokenSharding(2, 16)), (1, PLAIN, PLAIN)),
-        ((1, PLAIN, PLAIN), (4, TokenSharding(2, 16), TokenSharding(2, 16))),
-        ((4, TokenSharding(2, 16), TokenSharding(4, 16)), (8, TokenSharding(4, 16), TokenSharding(8, 16))),
-        ((4, TokenSharding(2, 1), TokenSharding(2, 1)), (4, TokenSharding(2, 16), TokenSharding(4, 2))),
-        ((4, PLAIN, TokenSharding(2, 16)), (4, TokenSharding(2, 16), PLAIN)),
-    ],
-)
-def test_pairs_that_users_run(heads: int, p: Form, d: Form) -> None:
-    check_forms(heads, p, d, 0, 100, 512)
-    check_forms(heads, p, d, 33, 70, 4096)
-    check_forms(heads, p, d, 0, 3, 4096)
 
 
 sharding = st.builds(TokenSharding, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 4, 16]))

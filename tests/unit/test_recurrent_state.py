@@ -11,7 +11,7 @@ import torch
 
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
-from kvferry.connector.geometry.regions import rank_geometry, regions
+from kvferry.connector.geometry.regions import regions
 from kvferry.transport.errors import GeometryError
 
 Shapes = Sequence[tuple[int, ...]]
@@ -112,27 +112,6 @@ def test_a_page_of_one_piece(size: int) -> None:
 def pages(content: int) -> torch.Tensor:
     """``[5, 1, 1, C]`` of bytes, each page followed by 24 of padding."""
     return torch.zeros(5, 1, 1, content + 24, dtype=torch.int8)[..., :content]
-
-
-def test_each_section_is_a_region() -> None:
-    shapes = [(3, 8 * 4 + 2 * 2 * 6), (8, 4, 6)]
-    found = sections("MAMBA2", arrays(*shapes), 2, dim_first=False)
-    group = LayerGroup("state", ("a", "b"), 1, 2, table=3, sections=found)
-    info = RankInfo("e", tp_rank=1, tp_size=2, pp_rank=0, pp_size=1, model={})
-    size = nbytes(shapes)
-    caches = {"a": pages(size), "b": pages(size)}
-    made = regions([group], caches, info, 5)
-    assert [(region.table, region.geometry.part) for region in made] == [(3, section.name) for section in found]
-    for section, region in zip(found, made, strict=True):
-        view, geometry = region.view, region.geometry
-        assert view.bases == tuple(caches[layer].data_ptr() + section.offset for layer in "ab")
-        assert view.block_stride == size + 24
-        assert (geometry.head_start, geometry.num_heads) == (section.heads, section.total_heads // 2)
-        assert (view.page_tokens, geometry.block_size, geometry.tile_tokens) == (section.rows,) * 3
-        assert geometry.kind == "state" and geometry.dtype == view.dtype == section.dtype
-    attention = LayerGroup("full", ("c",), 16, 7)
-    assert rank_geometry(info, [group, attention], made).head_counts == (4, 7, 16)
-    assert rank_geometry(info, [group, attention], []).head_counts == (4, 7, 16), "a stage without these layers"
 
 
 def test_pages_that_are_no_states_are_refused() -> None:

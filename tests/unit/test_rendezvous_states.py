@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from kvferry.connector.decode_side.lookup import (
 from kvferry.connector.prefill_side import lookup
 from kvferry.connector.prefill_side.lookup import NamedPrompts
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, QueuedPrompt
+from kvferry.connector.wire.step_plan import Prefill, QueuedPrompt
 
 PHASE, K, E = LookupPhase, LookupEventKind, LookupEffect
 GRANTED = LookupEvent(K.RESOLVED, granted=True)
@@ -104,13 +103,6 @@ def test_its_end_is_reported_once_and_its_lease_taken_or_released(events: list[L
         assert reports == 1
 
 
-@pytest.mark.parametrize("answers", [(STREAMS,), (BEGUN,), (GRANTED,), (STREAMS, P_SENDS)])
-def test_the_lease_of_a_request_that_ends_is_released(answers: tuple[LookupEvent, ...]) -> None:
-    state, effects = after(*answers, LEFT)
-    assert state.phase is PHASE.ENDED and effects[-1] is E.RELEASE
-    assert (E.LEAVE in effects) == (answers == (BEGUN,)), "a question is open only while the grant is awaited"
-
-
 def test_a_question_outlives_its_request_while_p_does_not_know_the_prompt() -> None:
     """P may have the prompt already: the lease must not stay until it ends by time."""
     left, effects = after(LEFT, now=1.0)
@@ -151,31 +143,6 @@ def said(answers: Any) -> list[Any]:
     return [(a.number, a.params if isinstance(a, messages.Resolved) else a.final) for _, a in answers]
 
 
-def test_questions_wait_for_what_they_ask() -> None:
-    named = Names()
-    assert named.ask(1) == named.ask(2, until="granted") == []
-    ((identity, answer),) = named.begin(prefill("r", "tx"))
-    assert identity == b"d"
-    assert answer == messages.Resolved(number=1, params=b"params", streams=True, found=16, step_tokens=64)
-    ((_, second),) = named.grant(LeaseGrant("r", TOKEN, 100, (), params=b"final"))
-    expected = messages.Resolved(number=2, params=b"final", granted=True, found=16, step_tokens=64)
-    assert second == expected, "the lease's own params count"
-    assert named.ask(3) == [(3, b"final")]
-    assert not bool(named.held.cost)
-
-
-def test_a_prompt_that_ends_answers_all_and_its_names_are_free() -> None:
-    named = Names()
-    named.ask(1, until="granted")
-    assert named.begin(prefill("r", "tx", params=b"")) == [], "it will not be handed over"
-    assert said(named.end(TOKEN, 0.0)) == [(1, True)]
-    assert named.ask(2, at=5.0) == [(2, True)]
-    assert named.ask(3, at=10.0) == [], "another prompt may come with this name"
-    assert said(named.begin(prefill("s", "tx", token=b"u" * 16))) == [(3, b"params")]
-    named.end(b"u" * 16, 10.0)
-    assert not named.prompts and not named.tokens and b"u" * 16 not in named
-
-
 def test_questions_are_answered_in_time_and_can_be_left() -> None:
     named = Names()
     named.ask(1)
@@ -198,20 +165,6 @@ def test_a_question_for_a_prompt_that_waits_is_held_and_told_so(begins: bool, st
     told: Any = {answer.number: answer for _, answer in named.take_late(10.0)}
     assert not told[1].final and not told[2].final
     assert (told[1].known, told[2].known) == (bool(steps), False)
-
-
-def test_a_prompt_that_waited_begins_or_ends_like_any_other() -> None:
-    named = Names()
-    queued = QueuedPrompt("r", TOKEN, ("tx", "r"))
-    named.queue(queued)
-    assert named.ask(1) == []
-    assert said(named.begin(prefill("r", "tx"))) == [(1, b"params")]
-    named.end(TOKEN, 0.0)
-    named.queue(msgspec.structs.replace(queued, token=b"u" * 16))
-    named.ask(2)
-    assert named.begin(prefill("r", "tx", token=b"u" * 16, params=b"")) == [], "its request was aborted"
-    assert said(named.end(b"u" * 16, 0.0)) == [(2, True)]
-    assert not named.prompts and not named.tokens
 
 
 def test_another_engine_is_meant() -> None:
@@ -238,12 +191,3 @@ def test_names_of_ended_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(named.gone) == 8
     named.take_late(20.0)
     assert not named.gone
-
-
-def test_the_first_prompt_keeps_a_name() -> None:
-    named = Names()
-    named.begin(prefill("r", "tx"))
-    named.begin(prefill("s", "tx", token=b"u" * 16, params=b"second"))
-    assert named.ask(1) == [(1, b"params")] and named.ask(2, "s") == [(2, b"second")]
-    named.end(b"u" * 16, 0.0)
-    assert named.ask(3) == [(3, b"params")]

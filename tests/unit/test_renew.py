@@ -48,18 +48,6 @@ class Keeper:
         return sent
 
 
-def test_the_last_request_releases() -> None:
-    keeper = Keeper()
-    keeper.keep("a", "b")
-    for _ in range(2):
-        keeper.leases.release(TOKEN, "a", 1.0)
-    assert not keeper.taken()
-    keeper.leases.release(TOKEN, "b", 1.0)
-    keeper.leases.release(TOKEN, "b", 1.0)
-    keeper.leases.close(1.0)
-    assert keeper.taken() == ["Release"] and not keeper.leases.kept and not keeper.tick(100.0)
-
-
 @pytest.mark.parametrize("siblings", [False, True])
 def test_renewals_come_at_their_interval(siblings: bool) -> None:
     keeper = Keeper()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +15,7 @@ from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.connector.wire.step_plan import LookupResult, PeerEngine, RankAddress, StepPlan, UnneededLease
-from kvferry.connector.wire.transfer_estimate import TransferEstimate
+from kvferry.connector.wire.step_plan import LookupResult, PeerEngine, RankAddress, StepPlan
 
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
 IDS = list(range(65))
@@ -46,39 +42,6 @@ def allocated(request: RequestView, tokens: int, **more: Any) -> SchedulerHalf:
     scheduler.num_new_matched_tokens(request, 16)
     scheduler.after_alloc(request, BLOCKS, tokens)
     return scheduler
-
-
-@pytest.mark.parametrize("end", ["loaded", "nothing", "aborted"])
-def test_once_decided_the_engine_gets_the_same_answer_ever_after(end: str) -> None:
-    scheduler, request = half(), view(GOOD)
-    assert scheduler.num_new_matched_tokens(request, 16) == (49, True)
-    assert scheduler.num_new_matched_tokens(request, 0) == (65, True), "until vLLM has decided"
-    scheduler.after_alloc(request, BLOCKS, 0 if end == "nothing" else 65)
-    plan = scheduler.take_plan()
-    assert [keep.request_id for keep in plan.keeps] == ["r"]
-    assert ([load.tokens for load in plan.loads], plan.releases) == (
-        ([], (UnneededLease("r", PROMPT.token),)) if end == "nothing" else ([((0, 65),)], ())
-    )
-    if end == "loaded":
-        scheduler.loads_finished(["r"])
-    for _ in range(2):
-        assert scheduler.num_new_matched_tokens(request, 0) == (0, False)
-        scheduler.after_alloc(request, BLOCKS, 65)
-    scheduler.request_finished(request, BLOCKS, completed=False)
-    plan = scheduler.take_plan()
-    assert (plan.loads, plan.releases, plan.cancels) == ((), (), ("r",) if end == "aborted" else ())
-
-
-def test_a_lease_of_another_prompt_is_left_alone_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = half()
-    with caplog.at_level(logging.WARNING, "vllm.kvferry"):
-        for _ in range(3):
-            assert scheduler.num_new_matched_tokens(view(OTHER), 0) == (0, False)
-    plan = scheduler.take_plan()
-    assert (plan.keeps, plan.releases) == ((), ())
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "prefills locally: P prefilled another prompt" in line
-    assert re.search(r"; the request: new, computed here \+\d\.\d{3} s \(OfferRefused\)", line)
 
 
 def test_a_lease_names_the_last_step_that_computed_its_request() -> None:
@@ -182,27 +145,3 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
     questions = [question for plan in plans for question in plan.lookups]
     left = sum(len(plan.left) for plan in plans) + sum(question.ended is not None for question in questions)
     assert len(questions) == (leg == "asked") and kept + left >= len(questions) and left <= len(questions)
-
-
-def test_a_load_that_is_refused_while_it_runs_is_cancelled_and_reported() -> None:
-    request = view(GOOD)
-    scheduler = allocated(request, 49)
-    scheduler.take_plan()
-    assert not scheduler.reset_caches() and scheduler.take_plan().cancels == ("r",)
-    scheduler.loads_finished(["r"])
-    assert scheduler.reset_caches()
-    scheduler.request_finished(request, BLOCKS, completed=False)
-    assert scheduler.take_plan().nothing
-
-
-def test_a_load_inside_a_step_is_neither_reported_nor_cancelled() -> None:
-    steps = StepsInFlight()
-    scheduler = half(step_loads=True, steps=steps)
-    scheduler.loads_finished([], {("p", 0): TransferEstimate(1e-5, 1000)})
-    request = view(GOOD)
-    assert scheduler.num_new_matched_tokens(request, 16) == (48, False)
-    scheduler.after_alloc(request, BLOCKS, 48)
-    (load,) = scheduler.take_plan().loads
-    assert load.now and load.tokens == ((16, 64),)
-    scheduler.request_finished(request, BLOCKS, completed=False)
-    assert scheduler.take_plan().nothing

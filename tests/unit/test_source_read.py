@@ -46,25 +46,6 @@ def landed(fence: Fence = "pushed", *, granted: bool = True) -> Read:
     return read
 
 
-def test_a_pushed_read() -> None:
-    read = Read(2)
-    assert read.it.take_grant(0.0) == read.begin() == read.end() == read.begin() == PROGRESS
-    assert read.end() == LoadEvent(K.MOVED, 7) and read.it.commit(0.0) == LoadEvent(K.COMMITTED, 7)
-
-
-def test_chunks_that_arrive_before_the_grant() -> None:
-    read = Read(2)
-    assert read.begin() == read.end() == PROGRESS and read.it.awaits_grant
-    assert read.it.take_grant(0.0) == PROGRESS and not read.it.awaits_grant
-    read = landed(granted=False)  # all of them
-    assert read.it.awaits_grant and read.it.take_grant(0.0) == PROGRESS
-    assert read.it.commit(0.0) == LoadEvent(K.COMMITTED, 7)
-    read = landed(granted=False)
-    assert read.it.commit(0.0) is None, "without the grant the read must not be committed"
-    assert read.it.answered(True, 0.0) is None
-    assert read.it.take_grant(0.0) == LoadEvent(K.COMMITTED, 7)
-
-
 @pytest.mark.parametrize("fence", ["asked", "posted"])
 def test_a_pulled_read_is_committed_by_its_fence(fence: Fence) -> None:
     read = landed(fence)

@@ -61,17 +61,6 @@ def test_the_first_row_counts() -> None:
     assert first.step(Lamp(Light.GREEN), Switch(), 0) == (Lamp(Light.RED, 1), ("red",))
 
 
-def test_history_has_times_events_and_phases() -> None:
-    lamp = Lifetime(GOOD, Lamp(Light.RED), 10.0)
-    assert lamp.step(Look(), 10.5) == ()
-    assert lamp.step(Switch(), 11.0) == ("green",)
-    assert lamp.step(Switch(), 11.25) == ("red",)
-    assert [(step.at, step.event, step.phase) for step in lamp.history] == [
-        (10.0, "", "red"), (11.0, "Switch", "green"), (11.25, "Switch", "red"),
-    ]  # fmt: skip
-    assert lamp.story() == "red, green +1.000 s (Switch), red +1.250 s (Switch)"
-
-
 def test_history_is_bounded() -> None:
     lamp = Lifetime(GOOD, Lamp(Light.RED), 0.0)
     for second in range(100):

@@ -28,14 +28,6 @@ def outcome_of(*loads: Load, alive: Callable[[], bool] = lambda: True) -> StepOu
     return StepOutcome(loads, alive, lambda: None)
 
 
-def until_begun(outcome: StepOutcome) -> bool:
-    """As the engine's thread waits: again and again, for as long as it is patient."""
-    end = time.monotonic() + 60
-    while not (begun := outcome.wait_begun(LONG)) and time.monotonic() < end:
-        pass
-    return begun
-
-
 class Aside:
     """What another thread returns."""
 
@@ -68,22 +60,6 @@ def test_the_output_looks_at_copies_for_a_bounded_time(monkeypatch: pytest.Monke
     assert output.result() == {"r"}
 
 
-def test_the_engine_waits_for_the_beginning_and_the_output_for_the_end() -> None:
-    one, two = load("a"), load("b")
-    outcome = outcome_of(one, two)
-    engine, output = Aside(lambda: until_begun(outcome)), Aside(outcome.standing)
-    copy = Copy(on_stream=True)
-    outcome.begun(one, None, [copy])
-    assert engine.waits and outcome.waiting == ("b",) and outcome.under_way == [copy]
-    outcome.begun(two)
-    assert engine.result() is True and outcome.give_up() == ()
-    outcome.ended(one, True)
-    assert output.waits and not outcome.final
-    outcome.ended(two, False)
-    assert output.result() == {"a"} and outcome.final and not outcome.under_way
-    assert outcome.standing() == {"a"}, "whoever asks, and as often"
-
-
 def test_what_needs_no_wait() -> None:
     """Copies that are done at once, loads that are refused, and a step without loads."""
     one, two = load("a"), load("b")
@@ -94,21 +70,6 @@ def test_what_needs_no_wait() -> None:
     assert outcome.wait_begun(LONG) and not outcome.under_way and outcome.standing() == {"a"}
     nothing = outcome_of(alive=lambda: False)
     assert nothing.wait_begun(LONG) and nothing.give_up() == () and nothing.standing() == frozenset()
-
-
-def test_what_is_given_up_fails_after_its_copies_have_ended() -> None:
-    one, two = load("a"), load("b")
-    outcome = outcome_of(one, two)
-    copy = Copy(on_stream=True)
-    outcome.begun(one, None, [copy])
-    assert not outcome.wait_begun(0.01)
-    assert outcome.give_up() == ("b",) and outcome.give_up() == (), "each is named once"
-    assert not outcome.waiting and outcome.under_way == [copy], "of the other one"
-    outcome.begun(two, None, [Copy()])
-    outcome.ended(one, True)
-    assert Aside(outcome.standing).waits and not outcome.under_way, "copies may still write its blocks"
-    outcome.ended(two, True)
-    assert outcome.standing() == {"a"}
 
 
 def until_moved(outcome: StepOutcome, copy: Copy) -> bool:
@@ -150,53 +111,6 @@ def test_the_engine_waits_for_no_portion_of_a_load_that(monkeypatch: pytest.Monk
     assert engine.result() is True and outcome.standing() == frozenset()
 
 
-def test_what_was_computed_with_too_early_does_not_stand() -> None:
-    one, two = load("a"), load("b")
-    outcome = outcome_of(one, two)
-    outcome.begun(one)
-    outcome.begun(two)
-    outcome.ended(one, True)
-    assert outcome.spoil() == ("b",), "it has not ended"
-    assert outcome.spoil() == (), "each is named once"
-    assert Aside(outcome.standing).waits, "copies may still write its blocks"
-    outcome.ended(two, True)
-    assert outcome.standing() == frozenset()
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
-    monkeypatch.setattr(step_outcome, "LOOK_SECONDS", 0.02)
-    alive, one, two = threading.Event(), load("a"), load("b")
-    alive.set()
-    outcome = outcome_of(one, two, alive=alive.is_set)
-    outcome.ended(one, True)
-    if begun:
-        outcome.begun(two)
-    else:
-        engine = Aside(lambda: until_begun(outcome))
-        assert engine.waits
-    output = Aside(outcome.standing)
-    assert output.waits
-    alive.clear()
-    if not begun:
-        assert engine.result() is True, "there is nothing to wait for"
-    assert output.result() == {"a"}, "what it has said counts"
-    outcome.ended(two, True)
-    assert outcome.standing() == {"a"}
-
-
-def test_a_load_of_another_step_with_the_same_id_is_another_one() -> None:
-    ours, earlier = load(), load()
-    assert ours == earlier and ours is not earlier
-    outcome = outcome_of(ours)
-    outcome.begun(earlier)
-    outcome.ended(earlier, True)
-    assert outcome.waiting == ("r",) and not outcome.final
-    outcome.ended(ours, False)
-    outcome.ended(earlier, True)
-    assert outcome.standing() == frozenset()
-
-
 def test_a_log_line_has_all_histories() -> None:
     clock = iter([0.0, 0.0, 0.5, 2.0]).__next__
     one, two = load("a"), load("b")
@@ -234,19 +148,6 @@ def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     assert not standing & given_up and outcome.final
     if not dies:
         assert standing == {name for name, good in ok.items() if good} - given_up
-
-
-def test_what_the_output_finds_by_itself_needs_no_transfer_thread() -> None:
-    """The copies have ended under a lease that stands: the transfer thread may say so later, and changes nothing."""
-    ours, ended = load(), [False]
-    outcome = outcome_of(ours)
-    outcome.begun(ours, lambda: ended[0] or None)
-    output = Aside(outcome.standing)
-    assert not outcome.final, "copies are under way"
-    ended[0] = True
-    assert output.result() == {"r"}
-    outcome.ended(ours, False)
-    assert outcome.standing() == {"r"}
 
 
 @pytest.mark.parametrize("ok", [False, True])

@@ -65,22 +65,6 @@ def test_common_tokens_are_the_same_on_both_sides(
         assert num_common_tokens(mine, other, start, stop) == len(both)
 
 
-@settings(max_examples=200)
-@given(
-    shards, shards, st.integers(0, 60), st.integers(1, 100), st.sampled_from([1, 2, 4, 6, 16, 48]),
-    st.integers(1, 5), st.integers(0, 9), st.randoms(use_true_random=False),
-)  # fmt: skip
-def test_blocks_lead_to_the_same_bytes(ours, theirs, start, length, size, token_stride, gap, rng) -> None:
-    places = common_tokens(ours, theirs, start, start + length)
-    ids = np.array(rng.sample(range(1000), -(-(start + length) // size)))
-    stride = size * token_stride + gap
-    found = token_blocks(places, ids, size, stride, token_stride)
-    right = [int(ids[n // size]) * stride + n % size * token_stride for n in listed(places)]
-    at = [divmod(found.token + n, found.size) for n in range(places.num_tokens)]
-    assert [int(found.ids[block]) * found.stride + within * token_stride for block, within in at] == right
-    assert size % found.size == 0
-
-
 def test_blocks_are_as_large_as_the_runs() -> None:
     ids, second, by_token = np.arange(10, 60), TokenShard(2, 1, 16), TokenShard(2, 0, 1)
     for ours, theirs, start, stop, block, size in (

@@ -48,15 +48,6 @@ def test_every_head_is_held_contiguously_and_evenly(size: int, total: int) -> No
     assert ranks == sorted(ranks, key=min)
 
 
-@pytest.mark.parametrize(("size", "total"), [(1, 8), (2, 8), (8, 8), (16, 8), (4, 2), (8, 1), (64, 8)])
-def test_heads_split_as_vllm_splits_them(size: int, total: int) -> None:
-    for rank in range(size):
-        if total >= size:
-            assert head_interval(rank, size, total) == (rank * (total // size), total // size)
-        else:
-            assert head_interval(rank, size, total) == (rank // (size // total), 1)
-
-
 @given(sizes, sizes, heads, st.booleans())
 @example(3, 2, 6, False)
 @example(6, 4, 12, False)
@@ -101,13 +92,6 @@ def test_every_p_rank_is_released_by_all_its_readers_and_by_somebody(
     for d_rank, tp in enumerate(ranks_of_d):
         assert tp.release_map() == releases
         assert tp.release_ranks() == tuple(p for p, ranks in enumerate(releases) if d_rank in ranks)
-
-
-def test_idle_replicas_are_shared_out_and_releases_count_all_of_ds_stages() -> None:
-    assert Counter(d for ranks in topology(2, 8, 1).release_map() for d in ranks) == {0: 4, 1: 4}
-    assert topology(2, 2, 8).release_map() == ((0,), (1,))
-    assert topology(2, 2, 8, pp_size=3).expected_consumers(1) == (1, 3, 5)
-    assert topology(2, 1, 8).expected_consumers(0) == (0, 1)
 
 
 def test_cost_does_not_grow_with_the_product_of_sizes() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import builtins
 import threading
-import time
 
 import pytest
 
 pytest.importorskip("opentelemetry.sdk.trace")
 from kvferry.transport import tracing
 from kvferry.transport.errors import ConfigError
-from kvferry.transport.tracing import RecordedSpan, open_tracer, sampled_traceparent, time_of_zero
+from kvferry.transport.tracing import RecordedSpan, open_tracer, sampled_traceparent
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans, receiver
 
 HTTP = "http/protobuf"
@@ -31,39 +30,6 @@ NOT_TRACED = [
 @pytest.mark.parametrize("headers", [None, {}, {"tracestate": "x"}, *({"traceparent": text} for text in NOT_TRACED)])
 def test_what_is_not_traced(headers):
     assert sampled_traceparent(headers) == ""
-
-
-def test_a_recorded_tree_keeps_its_times_and_attributes():
-    spans = Spans()
-    child = RecordedSpan("child", 2.0, 3.0, {"n": 2})
-    spans.tracer.record(RecordedSpan("top", 1.0, 4.0, {"n": 1}, [child], "broke"), SAMPLED, 10**18)
-    (top,) = spans.named("top")
-    (inner,) = spans.children(top)
-    assert (top.start_time, top.end_time) == (10**18 + 10**9, 10**18 + 4 * 10**9)
-    assert (inner.start_time, inner.end_time) == (10**18 + 2 * 10**9, 10**18 + 3 * 10**9)
-    assert (f"{top.context.trace_id:032x}", f"{top.parent.span_id:016x}") == (TRACE_ID, PARENT_ID)
-    spans.tracer.record(RecordedSpan("unsampled", 1.0, 4.0, {}), SAMPLED[:-2] + "00", 0)
-    assert len(spans) == 2
-    clock = time.monotonic()
-    assert abs(time_of_zero(clock) + clock * 1e9 - time.time_ns()) < 1e9
-    assert top.attributes == {"n": 1} and top.status.description == "broke" and inner.status.is_unset
-
-
-def test_spans_of_a_router(caplog):
-    spans = Spans()
-    request = spans.tracer.begin("request", {"traceparent": SAMPLED}, {"a": 1})
-    leg = request.child("prefill")
-    assert sampled_traceparent(leg.headers) == leg.headers["traceparent"] and TRACE_ID in leg.headers["traceparent"]
-    leg.end(error="HTTP 500")
-    leg.end({"late": 1}, error="HTTP 501")
-    request.end({"b": 2})
-    (top,), (inner,) = spans.named("request"), spans.named("prefill")
-    assert f"{top.parent.span_id:016x}" == PARENT_ID and inner.parent.span_id == top.context.span_id
-    assert top.attributes == {"a": 1, "b": 2} and inner.status.description == "HTTP 500" and not inner.attributes
-    assert not caplog.messages, "only the first end counts"
-    alone = spans.tracer.begin("request")
-    alone.end()
-    assert spans.named("request")[1].parent is None
 
 
 # --- where they go --------------------------------------------------------------------------------------------------

@@ -106,17 +106,14 @@ GOOD = torch.zeros(4, 2, 8, 16)
     [
         ({}, "no layers"),
         ({"x": torch.zeros(4, 8)}, r"'x': cache tensor of shape \[4, 8\], expected"),
-        ({"x": torch.zeros(2, 4, 2, 8, 16)}, r"'x': cache tensor of shape \[2, 4, 2, 8, 16\], expected"),
         ({"x": torch.zeros(0, 2, 8, 16)}, r"'x': cache tensor of shape \[0, 2, 8, 16\] is empty"),
         ({"x": torch.zeros(4, 2, 8, 32)[..., ::2]}, "'x': content has a stride of 2 elements"),
         ({"a": GOOD, "x": torch.zeros(4, 2, 8, 8)}, r"'x': shape .* differs from .* of layer 'a'"),
-        ({"a": GOOD, "x": torch.zeros(5, 2, 8, 16)}, r"'x': shape .* of layer 'a'"),
         ({"a": GOOD, "x": torch.zeros(4, 8, 2, 16).transpose(1, 2)}, r"'x': strides .* differs .* of layer 'a'"),
         ({"a": GOOD, "x": torch.zeros(4, 2, 8, 16, dtype=torch.int32)}, "'x': dtype int32 differs from float32"),
         ({"a": GOOD, "x": torch.zeros(4, 2, 8, 16, device="meta")}, "'x': device meta differs from cpu"),
         ({"x": torch.zeros(1, 2, 8, 16).expand(4, 2, 8, 16)}, "'x': elements overlap, a stride of 0 bytes"),
         ({"x": strided((4, 2, 8, 16), (256, 120, 16, 1))}, "'x': elements overlap, a stride of 480 bytes"),
-        ({"x": strided((4, 2, 8, 16), (256, 128, 8, 1))}, "'x': elements overlap, a stride of 32 bytes"),
         ({"x": strided((4, 2, 8, 16), (240, 128, 16, 1))}, "'x': elements overlap, a stride of 960 bytes"),
     ],
 )
@@ -132,7 +129,6 @@ def test_what_is_not_such_a_cache_is_refused_by_layer(tensors: dict[str, torch.T
         (0, None, "manager block of 0 tokens"),
         (24, None, "4 kernel blocks of 8 tokens, expected a multiple of 3"),
         (16, 4, "4 kernel blocks of 8 tokens, expected 4 x 2"),
-        (8, 2, "expected 2 x 1"),
     ],
 )
 def test_blocks_that_do_not_fit_manager_blocks_are_refused(page_tokens, num_pages, message: str) -> None:

@@ -194,22 +194,6 @@ def test_layers_that_use_another_ones_cache_are_its_bytes() -> None:
     assert found.view.layers == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("heads", "tp", "held", "config", "total"),
-    [
-        (8, 2, 4, {}, 8),
-        (2, 8, 1, {}, 2),  # replicated
-        (8, 2, 2, {"num_global_key_value_heads": 4}, 4),  # some layers have fewer
-        (8, 2, 3, {}, 6),
-    ],
-)
-def test_heads_over_all_ranks(heads: int, tp: int, held: int, config: dict[str, int], total: int) -> None:
-    spec = full(heads=held)
-    caches = kvi.KVCacheConfig(PAGES, kv_cache_tensors=[], kv_cache_groups=[kvi.KVCacheGroupSpec(["a"], spec)])
-    (group,) = layer_groups(engine_of(heads, tp, **config), caches)
-    assert group.total_heads == total
-
-
 def test_a_kind_of_cache_that_is_not_known_is_refused_by_name() -> None:
     class GivesBlocksBackByItsOwnRules(kvi.FullAttentionSpec):
         pass
