@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kv_bytes import Cached, KVBytes, compare, digest, places_of, prompt_digest, rows_of
+from tests.support.kv_bytes import Cached, KVBytes, compare, places_of, prompt_digest, rows_of
 
 PAGE = 32
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -94,19 +94,3 @@ def test_packing_of_vllm_on_the_cpu_is_found() -> None:
         impl.do_kv_cache_update(layer, key, value, cache, slots)
         rows = rows_of(cache, [1, 2, 3], block_tokens, 70, places)
         assert torch.equal(rows, torch.cat([key, value], dim=-1).transpose(0, 1))
-
-
-@pytest.mark.parametrize(("kind", "span", "first"), [("window", 40, 31), ("chunk", 64, 64), ("all", 0, 0)])
-def test_only_what_the_next_token_needs_is_compared(kind: str, span: int, first: int) -> None:
-    """Token 70 comes next; blocks of which nothing is needed may be the null block."""
-    cached, blocks = Cached(0, PAGE, (torch.rand(8, 2, PAGE, 4),), None, kind, span), [3, 1, 6]
-    rows = cached.content(blocks, 70)
-    assert rows.shape[1] == 70 - first
-    cache = cached.tensors[0]
-    for token in range(70):
-        before = digest(cached.content(blocks, 70))
-        cache[blocks[token // PAGE], 1, token % PAGE] += 1
-        assert (digest(cached.content(blocks, 70)) != before) == (token >= first)
-    assert (cached.content(blocks, 64).numel() == 0) == (kind == "chunk"), "the first token of a chunk needs none"
-    if first >= PAGE:
-        assert digest(cached.content([0, *blocks[1:]], 70)) == digest(cached.content(blocks, 70))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -117,18 +116,6 @@ def test_sharing_that_fails_changes_nothing(shared: dict[str, str], with_groups:
     with pytest.raises(GeometryError, match=message):
         initialize_kv_cache_for_kv_sharing(shared, groups, caches, attention, alone)
     assert len(caches) == 4 and [len(group.layer_names) for group in groups] == [2, 1] and not alone
-
-
-def test_init_allocates_shares_and_binds() -> None:
-    layers = {f"layers.{n}": Layer(spec(), backend(16)) for n in range(2)}
-    layers["layers.2"] = Layer(None, backend(16), target="layers.1")
-    placed = config("BLNHC", (spec(), ["layers.0", "layers.1", "elsewhere.5"]))
-    pool = MagicMock()
-    caches = init_kv_cache(layers, placed, "cpu", None, "BLNHC", pool)
-    assert [call[0] for call in pool.mock_calls] == ["__bool__", "__enter__", "__exit__"]
-    assert set(caches) == {*layers, "elsewhere.5"}
-    assert caches["layers.2"] is caches["layers.1"]
-    assert all(layer.kv_cache is caches[name] for name, layer in layers.items())
 
 
 def test_init_binds_kernel_blocks_of_packed_compressed_caches() -> None:

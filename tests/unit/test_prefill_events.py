@@ -87,19 +87,6 @@ def test_the_begin_of_a_step_is_told_where_tokens_were_found() -> None:
         assert step.begun == bool(acts) and step.ended
 
 
-@pytest.mark.parametrize("hooks", [True, False])
-def test_the_end_of_a_step_is_told_where_a_layer_was_not(hooks: bool) -> None:
-    made = Step()
-    step = made.begin(b"a")
-    for name in NAMES if hooks else NAMES[:-1]:
-        made.events.layer_computed(name)
-    made.device.reach(len(made.device.acts))
-    told, all_told = made.wakes, step.computed == step.num_layers
-    made.events.end_step()
-    made.device.reach(1)
-    assert all_told == hooks and made.wakes == told + (not hooks)
-
-
 @pytest.mark.parametrize("device", ["host", "GPU"])
 def test_in_host_memory_the_next_layer_begins_before_the_thread_is_woken(device: str) -> None:
     """A GPU shares no interpreter, and what it has computed leaves at once."""

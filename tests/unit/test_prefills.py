@@ -10,10 +10,11 @@ import pytest
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.lease_planner import PAUSE_SECONDS, HeldBlocks
-from kvferry.connector.engine.params import prompt_digest, prompt_names
+from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_names, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
-from kvferry.connector.wire.step_plan import Prefill, PrefillStop, RankAddress, StepPlan, unpack_ids
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.wire.step_plan import PeerEngine, Prefill, PrefillStop, RankAddress, StepPlan, unpack_ids
 
 RANK = RankAddress(0, 0, "10.0.0.1", 1234, bytes(16))
 IDS = list(range(100))
@@ -149,6 +150,29 @@ def test_another_prompt_than_was_told_gets_another_token() -> None:
     assert plan.stops == (PrefillStop(told.token, ended=True),)
     assert plan.leases[0].token == plan.prefills[0].token != told.token
     assert plan.leases[0].prompt == prompt_digest([9] * 100)
+
+
+def test_tokens_that_a_load_may_not_bring_do_not_leave_early() -> None:
+    steps = StepsInFlight()
+    scheduler = half(steps=steps)
+    steps.scheduled(loads=True)
+    names = [f"r{n}" for n in range(3)]
+    for name in names:
+        scheduler.on_new_request(view(name))
+    plan = step(scheduler, tokens(0, 16, [1], fresh=True, request=view("r0")))
+    assert [prefill.streams for prefill in plan.prefills] == [False]
+    steps.processed(1.0)
+    plan = step(scheduler, tokens(0, 16, [2], fresh=True, request=view("r1")))
+    assert [prefill.streams for prefill in plan.prefills] == [True]
+    peer = PeerEngine("q", 1, 1, 30.0, (RANK,))
+    offered = to_transfer_params(RemotePrompt(b"t" * 16, 100, prompt_digest(IDS), peer)) | {"do_remote_decode": True}
+    scheduler.on_new_request(view("r3", offered))
+    plan = step(scheduler, tokens(0, 16, [3], fresh=True, request=view("r3")))
+    assert [prefill.streams for prefill in plan.prefills] == [False]
+
+
+def test_below_another_connector_nothing_streams() -> None:
+    assert not started(streams=lambda: False)[1].streams
 
 
 @pytest.mark.parametrize(

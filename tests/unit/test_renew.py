@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.decode_side.renew import SIBLING_SECONDS, LeaseRenewal, LeaseRenewals
+from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
@@ -58,18 +58,6 @@ def test_renewals_come_at_their_interval(siblings: bool) -> None:
         keeper.leases.release(TOKEN, "a", 20.1)
     keeper.leases.renew_now()
     assert keeper.tick(20.2) == ["Renew"], "after a stand-still"
-
-
-def test_a_lease_waits_for_siblings_and_is_renewed_meanwhile() -> None:
-    keeper = Keeper()
-    keeper.keep("0_a", siblings=True)
-    keeper.leases.release(TOKEN, "0_a", 9.8)
-    assert keeper.tick(10.1) == ["Renew"]
-    keeper.keep("1_a", now=10.2)
-    assert keeper.tick(11.0) == [], "it has joined"
-    keeper.leases.release(TOKEN, "1_a", 12.0)
-    assert keeper.tick(12.0) == [], "a third may follow"
-    assert keeper.tick(12.0 + SIBLING_SECONDS) == ["Release"]
 
 
 def test_a_lease_of_another_prompt_is_left_alone() -> None:
