@@ -111,6 +111,18 @@ def test_the_engine_waits_for_no_portion_of_a_load_that(monkeypatch: pytest.Monk
     assert engine.result() is True and outcome.standing() == frozenset()
 
 
+def test_a_load_of_another_step_with_the_same_id_is_another_one() -> None:
+    ours, earlier = load(), load()
+    assert ours == earlier and ours is not earlier
+    outcome = outcome_of(ours)
+    outcome.begun(earlier)
+    outcome.ended(earlier, True)
+    assert outcome.waiting == ("r",) and not outcome.final
+    outcome.ended(ours, False)
+    outcome.ended(earlier, True)
+    assert outcome.standing() == frozenset()
+
+
 def test_a_log_line_has_all_histories() -> None:
     clock = iter([0.0, 0.0, 0.5, 2.0]).__next__
     one, two = load("a"), load("b")
