@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import random
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -16,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.cases import DATA_BYTES, Case, covering, draw
-from tests.faults.pair import PROXY_ADDRESS, FaultyPair
+from tests.faults.pair import FaultyPair
 from tests.faults.run import DAMAGED, PAIRS
-from tests.support.fault_proxy import Fault, FaultProxy, Kind
+from tests.support.fault_proxy import Kind
 from tests.support.pair import Broken
 
 SLICE = covering()
@@ -85,45 +82,3 @@ def test_a_deadline_that_does_not_hold_is_noticed(make: MakePair, settings: dict
     with pytest.raises(Broken, match=broken):
         pair.strike(used)
         pair.strike(replace(used, kind=Kind.STALL, control=True, upwards=True, at=10))
-
-
-SENT = bytes(n % 251 for n in range(50_000))
-ARRIVES = {
-    Kind.DROP: SENT[:30_000] + SENT[30_007:],
-    Kind.DUPLICATE: SENT[:30_007] + SENT[30_000:],
-    Kind.REORDER: SENT[:30_000] + SENT[30_007:30_014] + SENT[30_000:30_007] + SENT[30_014:],
-    Kind.CORRUPT: SENT[:30_000] + bytes([SENT[30_000] ^ 16]) + SENT[30_001:],
-    Kind.TRUNCATE: SENT[:30_000],
-    Kind.DELAY: SENT,
-    Kind.CALL: SENT,
-    Kind.STALL: SENT[:30_000],
-}
-
-
-@pytest.mark.parametrize("kind", Kind)
-def test_what_a_fault_does_to_a_stream(kind: Kind) -> None:
-    """The bytes that come out; a stalled stream comes out whole once it is healed."""
-    with socket.create_server(("127.0.0.2", 0)) as server, closing(FaultProxy(PROXY_ADDRESS)) as proxy:
-        port, called = server.getsockname()[1], threading.Event()
-        proxy.open(port, "127.0.0.2")
-        proxy.arm(Fault(kind, port, True, 30_000, nbytes=7, flip=16, seconds=0.01, call=called.set))
-        with socket.create_connection((PROXY_ADDRESS, port)) as lower, server.accept()[0] as upper:
-            upper.settimeout(60)
-            lower.sendall(SENT)
-            got = bytearray()
-            while len(got) < len(ARRIVES[kind]):
-                got += upper.recv(1 << 16)
-            assert bytes(got) == ARRIVES[kind]
-            while not proxy.struck:  # by the thread that passes the bytes on
-                time.sleep(0.001)
-            assert called.is_set() is (kind is Kind.CALL)
-            if kind is Kind.STALL:
-                lower.shutdown(socket.SHUT_WR)
-                upper.settimeout(0.1)
-                with pytest.raises(TimeoutError):
-                    upper.recv(1)
-                proxy.heal()
-                upper.settimeout(60)
-                while data := upper.recv(1 << 16):
-                    got += data
-                assert bytes(got) == SENT

@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import closing
-from itertools import count
 from pathlib import Path
 
 import pytest
 
-from kvferry.transport.control.key_file import shared_key
-from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ProtocolError
 from tests.fuzz import in_process, ports
 from tests.fuzz.decoders import every_decoder
-from tests.fuzz.honest import FOUND, Decoder, Honest
+from tests.fuzz.honest import FOUND, Decoder
 from tests.fuzz.in_process import Outcome, judge
 from tests.support.turns import MOST_TURN_SECONDS
 
@@ -60,12 +56,6 @@ def refuses(data: bytes) -> None:
     raise ProtocolError("documented")
 
 
-def slow_by_chance() -> Callable[[bytes], None]:
-    """A host that takes its processor away: each input takes long, but not each time."""
-    times = count()
-    return lambda data: None if next(times) % 2 else slow(data)
-
-
 @pytest.mark.parametrize(
     ("run", "seen"),
     [
@@ -73,7 +63,6 @@ def slow_by_chance() -> Callable[[bytes], None]:
         (large, "memory"),
         (wrong, "KeyError in test_fuzz.py"),
         (refuses, ""),
-        pytest.param(slow_by_chance(), "", id="slow by chance"),
     ],
 )
 def test_faults_are_seen(run: Callable[[bytes], None], seen: str) -> None:
@@ -93,10 +82,3 @@ def test_ports() -> None:
     found = ports.fuzz(SEED, 250 * len(chosen), math.inf, chosen)
     assert {name: outcome.failures for name, outcome in found.items()} == {target.name: {} for target in chosen}
     assert all(outcome.inputs >= 250 for outcome in found.values())
-
-
-def test_an_engine_that_ends_is_seen() -> None:
-    (target,) = [target for target in ports.targets() if target.name == "shm socket of P"]
-    with closing(ports.Pair("shm")) as pair:
-        pair.p.process.kill()
-        assert ports.attack(target, pair, SEED, 10, 60.0, Honest(), Keys(shared_key())).failures

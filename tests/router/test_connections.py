@@ -38,11 +38,3 @@ def test_a_request_that_has_reached_an_engine_is_not_sent_to_it_again(role: str,
         assert not none_cools_down(front.router)
     assert answer.status_code == (200 if role == "P" else 502)
     assert engine.seen == [(0, 0), (0, 1)]
-
-
-@pytest.mark.parametrize("role", ["P", "D"])
-def test_a_fresh_connection_that_breaks_is_not_tried_again(role: str) -> None:
-    engine = RawEngine(role, b"")
-    with routed_to(engine) as front:
-        assert front.ask({"prompt": "x"}).status_code == (200 if role == "P" else 502)
-    assert engine.seen == [(0, 0)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.router.engines import BEFORE, EnginePool, EngineState, Role, Seat
+from kvferry.router.engines import EnginePool, EngineState, Role, Seat
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import members
 from kvferry.transport.errors import UsageError
@@ -30,12 +30,6 @@ def taken(pool: EnginePool, tokens: float = 10, **how: Any) -> str:
     return seat_of(pool, tokens, **how).engine.url
 
 
-def test_which_state_follows_which() -> None:
-    assert set(BEFORE) == set(EngineState) == set(BEFORE[EngineState.LEAVING])
-    for state in (EngineState.DRAINING, EngineState.LEAVING):  # no health check gives a drained engine requests
-        assert {after for after in BEFORE if state in BEFORE[after]} == {EngineState.JOINING, EngineState.LEAVING}
-
-
 def test_p_with_the_fewest_tokens_takes_the_prompt_and_equal_ones_take_turns() -> None:
     pool = EnginePool([A, B])
     assert [taken(pool, 100), taken(pool, 10), taken(pool, 10), taken(pool, 10)] == [A, B, B, B]
@@ -53,20 +47,6 @@ def test_a_prefix_is_followed_until_it_costs_more_than_it_saves() -> None:
     assert taken(pool, 1000, **cached) == B, "A has 900 tokens to compute, B none"
 
 
-def test_what_a_p_computes_no_longer_is_no_load_but_holds_it() -> None:
-    pool = EnginePool([A, B])
-    seat = seat_of(pool, 1000)
-    assert taken(pool, 1) == B
-    seat.computed()
-    engine = seat.engine
-    assert (engine.load, engine.requests) == (0, 1)
-    pool.move(engine, EngineState.LEAVING)
-    assert pool.get(A) is engine, "D has not loaded yet"
-    seat.handed_over()
-    seat.release()
-    assert pool.get(A) is None and engine.requests == 0
-
-
 def test_d_with_the_fewest_requests() -> None:
     pool = EnginePool([], [A, B])
     first, second = (pool.take_decode(0.0) for _ in range(2))
@@ -74,26 +54,6 @@ def test_d_with_the_fewest_requests() -> None:
     first.release()
     again = pool.take_decode(0.0)
     assert again is not None and again.engine is first.engine
-
-
-def test_an_engine_that_failed_is_passed_over_and_comes_back() -> None:
-    pool = EnginePool([A, B], cool_down=5)
-    engine = next(iter(pool))
-    pool.failed(engine, 0.0)
-    assert [taken(pool) for _ in range(3)] == [B] * 3
-    assert seat_of(pool, now=5.0).engine is engine
-
-
-def test_one_bad_request_is_no_fault_of_an_engine_and_several_are() -> None:
-    pool = EnginePool([A, B], cool_down=5)
-    engine = next(iter(pool))
-    for request in (1, 1, 1, 2, 1):
-        pool.answered(engine, 500, request, 0.0)
-    pool.answered(engine, 200, 0, 0.0)
-    pool.answered(engine, 500, 3, 0.0)
-    assert engine.usable(0.0)
-    pool.answered(engine, 500, 4, 0.0), pool.answered(engine, 500, 5, 0.0)
-    assert not engine.usable(4.9) and engine.usable(5.0)
 
 
 def test_a_d_that_failed_is_asked_where_there_is_no_other() -> None:
@@ -118,18 +78,6 @@ def test_health_checks_change_the_state_after_several_failures() -> None:
     engine = pool.add(A + "/", Role.PREFILL)
     assert engine.url == A and pool.take_prefill(1, 0.0) is None, "a new one waits for a check"
     assert pool.checked(engine, True, 3) and taken(pool) == A
-
-
-def test_a_change_of_role_leaves_the_running_requests() -> None:
-    pool = EnginePool([A], [B])
-    running = seat_of(pool, 1000)
-    engine = pool.add(A, Role.DECODE)
-    assert engine is running.engine and pool.take_prefill(1, 0.0) is None
-    assert engine.load == 0 and engine.requests == 1
-    seat = pool.take_decode(0.0)
-    assert seat is not None
-    running.release()
-    assert [e.loads for e in pool] == [{Role.PREFILL: 0.0, Role.DECODE: 1.0 if e is seat.engine else 0.0} for e in pool]
 
 
 def test_what_is_no_url_and_an_engine_of_two_roles_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -11,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvferry.router.app import Limits
-from kvferry.router.engines import EngineState, Role
 from kvferry.router.legs import LegTimeouts
 from tests.router.stand_ins import (
     PARAMS,
@@ -24,7 +22,6 @@ from tests.router.stand_ins import (
     leave_after,
     prefill_engine,
     routed,
-    served,
 )
 from tests.support.served import eventually
 
@@ -112,68 +109,7 @@ def test_a_d_that_breaks_while_p_computes_is_replaced_with_ps_lease(at_once: Ser
     assert at_once.d.params[-1] == PUSH and at_once.p.gone == 0
 
 
-def test_another_p_after_one_that_fails_while_d_waits(at_once: Served) -> None:
-    at_once.p.answer = lambda body: Response(status_code=503)
-    other = prefill_engine()
-    at_once.router.engines.cool_down = 600
-    with served(other.app) as other_url:
-        client = at_once.held_by_both()
-        at_once.router.engines.add(other_url, Role.PREFILL, EngineState.UP)
-        at_once.p.go_on.set()
-        eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
-        at_once.d.go_on.set()
-        client.result()
-    assert len(other.seen) == 1 and at_once.d.params[-1] == PARAMS
-
-
-@pytest.mark.parametrize("p_has_answered", [False, True])
-def test_a_client_that_leaves_before_d_was_asked_leaves_no_lease(at_once: Served, p_has_answered: bool) -> None:
-    """D's connection is not there yet. P's leg ends as it would, and D loads the prompt, for the lease."""
-    send, waits = at_once.router.http.send, threading.Event()
-
-    async def held(method: str, base: str, path: str, **how: Any) -> Any:
-        if base == at_once.d_url and not waits.is_set():
-            waits.set()
-            await asyncio.Event().wait()
-        return await send(method, base, path, **how)
-
-    at_once.router.http.send = held  # type: ignore[method-assign]
-    at_once.p.held = not p_has_answered
-    ready = threading.Event()
-
-    def when_ready() -> None:
-        assert waits.wait(60) and at_once.p.engine.arrived.wait(60)
-        if p_has_answered:
-            engine = next(iter(at_once.router.engines))
-            eventually(lambda: engine.load == 0, "P has answered")
-        ready.set()
-
-    threading.Thread(target=when_ready, daemon=True).start()
-    leave_after(at_once.url, {"prompt": "y", "max_tokens": 50, "seed": 1}, ready)
-    if not p_has_answered:
-        eventually(lambda: at_once.router.metrics.in_flight == 0, "the router has seen that it is gone")
-        at_once.p.go_on.set()
-    eventually(lambda: len(at_once.d.bodies) == 2, "D is asked")
-    at_once.nothing_left()
-    assert at_once.p.gone == 0 and at_once.d.params[-1] == PUSH and at_once.d.bodies[-1]["max_tokens"] == 0
-
-
 # --- limits, and the form of errors
-
-
-def test_more_requests_than_allowed_get_503() -> None:
-    go_on = threading.Event()
-    p, d = prefill_engine(go_on=go_on), decode_engine()
-    with routed(p, d, limits=Limits(requests=1)) as front:
-        client = front.begin({"prompt": "x"})
-        assert p.arrived.wait(60)
-        refused = front.ask({"prompt": "y"})
-        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["type"] == "ServiceUnavailableError"
-        go_on.set()
-        client.result()
-        assert front.ask({"prompt": "z"}).status_code == 200
-    assert len(d.seen) == 2
 
 
 @pytest.mark.parametrize("chunked", [False, True])

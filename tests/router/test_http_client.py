@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import resource
 import socket
 import struct
 import threading
@@ -13,12 +11,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import aiohttp
-import msgspec
 import pytest
 import uvicorn
 
 from kvferry.router import http_client
-from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
+from kvferry.router.http_client import Answer, HttpClient, HttpError
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 RESET = b"reset"
@@ -143,47 +140,9 @@ def test_an_answer_is_taken_as_it_is(head: bytes) -> None:
     assert len(seen) == 2 and not any(b"cookie" in request.lower() for request in seen)
 
 
-def test_a_connection_that_this_machine_cannot_make_is_no_fault_of_the_engine() -> None:
-    async def go(client: HttpClient, url: str) -> None:
-        await send(client, url)  # what is loaded at the first request is
-        await asyncio.sleep(0.1)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
-        taken = []
-        try:
-            with suppress(OSError):
-                while True:
-                    taken.append(socket.socket())
-            with pytest.raises(OwnFaultError, match="EMFILE"):
-                await send(client, url)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for each in taken:
-                each.close()
-        assert client.own_fault == "EMFILE"
-
-    with_client(go, answers(HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n"))
-
-
-def test_a_request_is_sent_once_it_has_a_connection() -> None:
-    async def go(client: HttpClient, url: str) -> None:
-        progress = RequestProgress()
-        with pytest.raises(HttpError):
-            await send(client, "http://127.0.0.1:1", progress=progress)
-        assert not progress.sent and not progress.answered
-        assert await send(client, url, body={"x": msgspec.Raw(b'"' + b"x" * (3 << 20) + b'end"')}, progress=progress)
-        assert progress.sent and progress.answered
-
-    def serve(connection: socket.socket) -> None:
-        while b"end" not in connection.recv(1 << 20):
-            pass
-        connection.sendall(HEAD + b"content-length: 1\r\n\r\n1")
-
-    with_client(go, serve)
-
-
 def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
     """Also where the event loop has not seen its end: a request on it would be lost, and could not be sent again."""
+    assert uvicorn.Config(None).timeout_keep_alive / 2 > http_client.IDLE_SECONDS  # type: ignore[arg-type]
     connections, close, closed = [], threading.Event(), threading.Event()
 
     def serve(connection: socket.socket) -> None:
@@ -202,28 +161,6 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
 
     with_client(go, serve)
     assert len(connections) == 2
-
-
-@pytest.mark.parametrize(("idle", "connections"), [(60.0, 1), (0.05, 2)])
-def test_a_connection_is_kept_for_less_time_than_an_engine_keeps_it(
-    idle: float, connections: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert uvicorn.Config(None).timeout_keep_alive / 2 > http_client.IDLE_SECONDS  # type: ignore[arg-type]
-    monkeypatch.setattr(http_client, "IDLE_SECONDS", idle)
-    seen = []
-
-    def serve(connection: socket.socket) -> None:
-        seen.append(connection)
-        while connection.recv(1 << 16):
-            connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
-
-    async def go(client: HttpClient, url: str) -> None:
-        await send(client, url)
-        await asyncio.sleep(0.2)
-        await send(client, url)
-
-    with_client(go, serve)
-    assert len(seen) == connections
 
 
 def test_a_slow_reader_holds_the_engine_up() -> None:

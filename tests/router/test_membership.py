@@ -70,14 +70,6 @@ def states(router: Router) -> dict[str, str]:
     return {engine.url: engine.state.value for engine in router.engines}
 
 
-def test_engines_of_the_first_look_are_up_and_later_ones_wait_for_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = Listed(A)
-    router, look = watched(monkeypatch, listed)
-    assert states(router) == {A: "up"}
-    listed.now = {A: Role.DECODE, B: Role.DECODE}
-    assert look() == {A: "up", B: "joining"}
-
-
 def test_an_engine_that_left_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is kept of it meanwhile."""
     listed = Listed(A, B)
@@ -112,11 +104,15 @@ def test_an_error_is_logged_once_until_it_is_over(
 
 
 def test_a_source_that_fails_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing, listed = Listed(), Listed()
+    """As a name server that is silent. Once there is an answer it counts."""
+    failing, listed = Listed(), Listed(B)
     failing.now = OSError("planted")
-    _, look = watched(monkeypatch, failing, listed)
+    router, look = watched(monkeypatch, failing, listed)
+    assert states(router) == {B: "up"}, "what is there at the first look waits for no check"
     listed.now = {A: Role.DECODE}
     assert look() == {A: "joining"}
+    failing.now = {C: Role.DECODE}
+    assert look() == {A: "joining", C: "joining"}
 
 
 def test_engines_beyond_the_limit_come_when_there_is_room(

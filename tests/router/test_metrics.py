@@ -15,14 +15,6 @@ def latencies(metrics: Metrics, now: float) -> tuple[dict[str, Any], dict[str, A
     return status["first_byte_seconds"], status["request_seconds"]
 
 
-def test_quantiles() -> None:
-    metrics = Metrics(EnginePool())
-    assert latencies(metrics, 0.0) == ({"p50": None, "p95": None},) * 2
-    for number in range(100):
-        metrics.answered(200, 0.0, number / 1000, number / 100)
-    assert latencies(metrics, 0.0) == ({"p50": 0.05, "p95": 0.095}, {"p50": 0.5, "p95": 0.95})
-
-
 def test_old_answers_leave_and_errors_do_not_count() -> None:
     metrics = Metrics(EnginePool())
     metrics.answered(200, 0.0, 8.0, 9.0)

@@ -81,15 +81,6 @@ def test_client_gone_during_prefill_releases_what_p_computed() -> None:
     assert headers["x-request-id"] == p.seen[0][1]["x-request-id"] and not p.aborted.is_set()
 
 
-def test_client_gone_during_a_long_prefill_cancels_it() -> None:
-    p, d = prefill_engine(go_on=threading.Event()), decode_engine()
-    with routed(p, d, LegTimeouts(abandoned_prefill=0.1)) as front:
-        leave_after(front.url, {"prompt": "x"}, p.arrived)
-        assert p.aborted.wait(60)
-        front.idle()
-    assert not d.seen
-
-
 def test_client_gone_while_its_body_is_read(caplog: pytest.LogCaptureFixture) -> None:
     """No traceback for it, and no engine is asked."""
     caplog.set_level("INFO")

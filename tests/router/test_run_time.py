@@ -102,24 +102,6 @@ def test_a_drained_p_ends_its_requests_and_gets_no_new_ones() -> None:
             assert change(front, "DELETE", url=p_url).status_code == 400
 
 
-def test_a_drained_d_ends_its_streams() -> None:
-    go_on = threading.Event()
-    d, other = decode_engine(pieces=3, go_on=go_on), decode_engine()
-    with ExitStack() as stack:
-        d_url, other_url = (stack.enter_context(served(engine.app)) for engine in (d, other))
-        with routed([], [d_url], admin_token=TOKEN, checks=OFTEN) as front:
-            with front.streaming() as response:
-                lines = response.iter_lines()
-                assert next(lines) == 'data: {"i": 0}'
-                change(front, "DELETE", url=d_url)
-                change(front, url=other_url, role="decode")
-                eventually(lambda: states(front)[other_url][1] == "up", "its health check has passed")
-                assert front.ask({"prompt": "y"}).status_code == 200 and len(d.seen) == 1 and len(other.seen) == 1
-                go_on.set()
-                assert [line for line in lines if line][-1] == "data: [DONE]"
-            eventually(lambda: d_url not in states(front), "it is forgotten")
-
-
 def test_engines_change_places_without_a_lost_request() -> None:
     a, b = decode_engine(), decode_engine()
     with routed(a, b, admin_token=TOKEN, checks=OFTEN) as front:

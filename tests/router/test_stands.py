@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 import threading
 import time
@@ -18,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from kvferry.router import app as server
-from kvferry.router import command
 from kvferry.router.app import App, Limits
 from kvferry.router.health import Checks
 from tests.router.stand_ins import (
@@ -80,18 +78,6 @@ def test_a_router_that_is_ended_ends_its_streams() -> None:
             eventually(lambda: not site.healthy, "no new connections are taken")
             go_on.set()
             assert [line for line in lines if line][-1] == "data: [DONE]"
-
-
-def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: given.append(pair))
-    many = 1 << 20
-    for before, served_requests in (((1024, 4096), 768), ((1024, many), 4096), ((1024, -1), 4096), ((many,) * 2, 4096)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, before=before: before)
-        limits = command.limits_of(4096, 1)
-        soft = given[-1][0]
-        assert limits.requests == served_requests and limits.idle >= served_requests
-        assert 3 * limits.requests + limits.idle + command.OWN_DESCRIPTORS <= soft
 
 
 def test_silent_connections_end_and_honest_ones_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from tests.soak import flatness
 from tests.soak.driver import BURST, Soak
 from tests.soak.run import failures
 
@@ -43,23 +42,3 @@ def test_what_grows_or_does_not_come_back_is_seen() -> None:
     soak.run()
     found = "\n".join(failures(soak))
     assert "descriptors" in found and "rss_mib" in found and " blocks" in found, found
-
-
-def samples(**growth: float) -> list[dict[str, float]]:
-    """900 samples in which some quantities grow by that much in all, beside noise."""
-    return [
-        {name: 20.0 + at % 7 + growth.get(name, 0.0) * at / 900 for name in flatness.BOUNDS} | {"at": float(at)}
-        for at in range(900)
-    ]
-
-
-def test_the_rule() -> None:
-    """Noise is flat; a slope is not, however noisy; the peaks of some samples are."""
-    assert all(verdict.flat for verdict in flatness.judge("P", samples(), 900.0, 50))
-    grown = flatness.judge("P", samples(descriptors=20.0), 900.0, 50)
-    assert [verdict.quantity for verdict in grown if not verdict.flat] == ["descriptors"]
-    assert "GROWS" in flatness.table(grown)
-    peaks = samples()
-    for sample in peaks[::90]:
-        sample["threads"] += 1000
-    assert all(verdict.flat for verdict in flatness.judge("P", peaks, 900.0, 50))

@@ -93,20 +93,6 @@ def ended(plane: CmaPlane, copy: Copy) -> Copy:
     return copy
 
 
-@pytest.mark.parametrize(("count", "threads"), [(1, 4), (4096, 4), (32768, 1), (32768, 2), (32768, 4)])
-def test_scattered_runs_arrive(
-    child: Child, plane: CmaPlane, count: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cma, "thread_count", lambda: threads)
-    reader = child.join(plane)
-    into = np.zeros(256 * count, dtype=np.uint8)
-    order = np.random.default_rng(1).permutation(count)
-    read = Read(into.ctypes.data + 256 * np.arange(count), child.address + 256 * order, np.full(count, 256))
-    copy = ended(plane, reader.read(read))
-    assert not copy.error and copy.moved == 256 * count
-    assert (into.reshape(count, 256) == np.arange(256, dtype=np.uint8)).all()
-
-
 def helper_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-cma")]
 
@@ -165,13 +151,6 @@ def test_descriptors_beyond_those_of_select(child: Child, plane: CmaPlane) -> No
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_address_that_is_not_mapped(child: Child, plane: CmaPlane) -> None:
-    reader = child.join(plane)
-    into = np.zeros(8, dtype=np.uint8)
-    copy = ended(plane, reader.read(Read(column(into.ctypes.data), column(4096), column(8))))
-    assert "Bad address" in copy.error and copy.peer_lost
-
-
 def test_copies_take_turns_and_each_can_be_cancelled(
     child: Child, plane: CmaPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,15 +191,6 @@ def test_another_host_or_no_process_is_refused(
     with pytest.raises(PlaneUnavailableError, match=named) as caught:
         plane.connect(changed(child.offer, changes), "127.0.0.1")
     assert "\n" not in str(caught.value)
-
-
-def test_only_what_p_publishes_in_its_own_memory_can_be_read(child: Child, plane: CmaPlane) -> None:
-    """A page outside the caches, for example P's heap, is refused, whatever the message with the pages says."""
-    reader = child.join(plane)
-    assert reader.translate(child.address, 8 << 20) == child.address
-    for address, nbytes in ((child.address - 1, 2), (child.address, (8 << 20) + 1), (4096, 1), (0, 1 << 61)):
-        with pytest.raises(TransportError, match="in no KV cache that P has published"):
-            reader.translate(address, nbytes)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xc0", b"\x82", bytes(cma.MAX_VECTORS)])

@@ -31,14 +31,6 @@ def no_thread(*args, **options):
     raise RuntimeError("can't start new thread")
 
 
-def test_frames_both_ways(listener, connect):
-    connection, identity = joined(listener, connect)
-    large = [b"a", b"", bytes(range(256)) * 1000]
-    assert listener.send(identity, large) and arrived(connection) == [large]
-    assert connection.state == (True, False) and gone(listener, 1)
-    assert not listener.dropped and not connection.dropped
-
-
 def test_messages_keep_their_order_and_peers_their_identity(listener, connect):
     ends = [connect(listener.port) for _ in range(5)]
     for number in range(100):
@@ -95,25 +87,6 @@ def test_ipv6_and_a_name_at_both_ends(connect, host):
         connection.send(MESSAGE)
         [(identity, frames, _)] = arrived(listener)
         assert frames == MESSAGE and listener.send(identity, MESSAGE) and arrived(connection) == [MESSAGE]
-
-
-def test_a_slow_name_server_holds_up_nobody(listener, connect, monkeypatch):
-    real, answer = socket.getaddrinfo, threading.Event()
-
-    def slow(host, *rest, **options):
-        if host == "slow.example":
-            answer.wait(60)
-            host = "127.0.0.1"
-        return real(host, *rest, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    begun = time.monotonic()
-    waiting = connect(listener.port, "slow.example")
-    assert waiting.send([b"kvferry", b"\0\1", b"waited"])
-    assert time.monotonic() - begun < 30, "neither waits for the answer"
-    assert exchanged(listener, connect(listener.port)) and waiting.state == (False, False)
-    answer.set()
-    assert until(lambda: waiting.connected) and [frames[2] for _, frames, _ in arrived(listener)] == [b"waited"]
 
 
 @pytest.mark.parametrize(
@@ -175,22 +148,6 @@ def test_a_server_that_never_answers(connect):
         begun = time.monotonic()
         assert until(lambda: connection.lost) and "no answer" in connection.reason
         assert time.monotonic() - begun > 0.2
-
-
-def test_a_server_that_speaks_http(connect):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = connect(server.getsockname()[1])
-        with server.accept()[0] as peer:
-            peer.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" * 20)
-            assert until(lambda: connection.lost) and not connection.receive()
-
-
-def test_the_listener_closes(listener, connect):
-    connection = connect(listener.port)
-    assert exchanged(listener, connection)
-    listener.close()
-    assert until(lambda: connection.lost)
-    assert not connection.connected and "gone" in connection.reason and not connection.send(MESSAGE)
 
 
 COUNTED = """

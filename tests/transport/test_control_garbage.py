@@ -8,11 +8,9 @@ import pickle
 import random
 import socket
 import struct
-import threading
 
 import pytest
 
-from kvferry.transport import sockets
 from kvferry.transport.control import listener as control_listener
 from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.wake import RateLimitedLog
@@ -81,26 +79,6 @@ def test_a_message_is_whole_however_it_is_cut(listener):
     assert [frames for _, frames, _ in found] == sent
 
 
-def test_peers_that_leave_at_any_moment(listener, good):
-    """In the middle of a message, of a record, or of a handshake, damaged or not, with a reset or without."""
-    served(listener, good)
-    source = random.Random(2)
-    for number in range(60):
-        with contextlib.ExitStack() as stack:
-            if number % 3:
-                hello = bytearray(GREETING + HELLO)
-                if number % 3 == 1:
-                    hello[source.randrange(len(GREETING), len(hello))] ^= 1 << source.randrange(8)
-                peer = stack.enter_context(raw(listener, hello[: source.randrange(1, len(hello) + 1)]))
-            else:
-                peer = stack.enter_context(holder(listener, message()[: source.randrange(1, 15)]))
-            if number % 2:
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        listener.receive()
-    assert gone(listener, 1)
-    served(listener, good)
-
-
 @pytest.mark.parametrize("at", [0, 2, 4, 40], ids=["type", "version", "length", "content"])
 @pytest.mark.parametrize("upwards", [True, False], ids=["to P", "to D"])
 def test_a_damaged_byte_of_a_tls_record(listener, connect, upwards, at):
@@ -123,33 +101,6 @@ def test_a_damaged_byte_of_a_tls_record(listener, connect, upwards, at):
         assert until(lost) and proxy.struck
         first.close()
         assert gone(listener) and exchanged(listener, connect(listener.port, proxy.address))
-
-
-def test_slow_connections_end_and_hold_up_nobody(listener, good, monkeypatch):
-    served(listener, good)
-    monkeypatch.setattr(sockets, "HELLO_SECONDS", 1.0)
-    hello = GREETING + HELLO
-    with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(raw(listener, hello[:1])) for _ in range(100)]
-        stop = threading.Event()
-
-        def trickle():
-            for byte in hello[1:]:
-                for peer in peers:
-                    with contextlib.suppress(OSError):
-                        peer.send(bytes([byte]))
-                if stop.wait(0.1):
-                    return
-
-        thread = threading.Thread(target=trickle)
-        thread.start()
-        try:
-            served(listener, good)
-            assert all(closed_by_peer(listener, peer) for peer in peers)
-        finally:
-            stop.set()
-            thread.join()
-    served(listener, good)
 
 
 FLOOD = """

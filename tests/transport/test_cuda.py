@@ -208,28 +208,6 @@ def test_memory_is_freed_in_its_context_whichever_is_current(fake: Fake) -> None
     ]  # fmt: skip
 
 
-def test_every_function_is_called_in_some_test_as_its_table_says(fake: Fake) -> None:
-    """So that no entry of the tables is without a check of its types, and of the GIL."""
-    fake.set("pending", 1)
-    event = cuda.Event()
-    event.record(STREAM)
-    event.make_stream_wait(STREAM)
-    event.query()
-    event.synchronize(60.0)
-    event.synchronize()
-    del event
-    cuda.Allocation(1, GPU)
-    for act, _, _ in STEPS.values():
-        act()
-    fake.fail("cuMemAlloc_v2")
-    with pytest.raises(TransportError):
-        cuda.Allocation(1, GPU)
-    calls = [tuple(call.split()[:2]) for call in fake.calls()]
-    assert calls.count(("cuDevicePrimaryCtxRetain", "released")) == 1, "a context is retained once"
-    seen = {*calls, ("cuInit", "released")}
-    assert seen == {(name, "held") for name in cuda.HOLDS_GIL} | {(name, "released") for name in cuda.RELEASES_GIL}
-
-
 FAILING = [
     ("cuEventCreate", cuda.Event),
     ("cuEventQuery", lambda: cuda.Event().query()),

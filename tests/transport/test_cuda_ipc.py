@@ -236,14 +236,6 @@ def test_a_layer_in_several_allocations_is_not_offered(plane: Make) -> None:
     assert "several allocations" in plane(((SIZE - 10, 20),)).cannot_serve
 
 
-def test_the_end_of_p_is_noticed(driver: Driver, plane: Make, p: P) -> None:
-    d = plane()
-    channel = joined(p, d)
-    os.kill(p.offer.pid, 9)
-    until(lambda: channel.error is not None, d)
-    assert "died" in str(channel.error)
-
-
 def test_a_malformed_offer_is_a_protocol_error(plane: Make) -> None:
     for offer in (b"", b"\xc0", bytes(1 << 17)):
         with pytest.raises(ProtocolError, match="cuda_ipc offer"):

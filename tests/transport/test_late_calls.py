@@ -107,21 +107,6 @@ def test_a_peer_that_takes_nothing_leaves_a_slot_and_lets_the_plane_sleep() -> N
             sender.give_back(slot)
 
 
-@pytest.mark.ucx
-@pytest.mark.parametrize("first", ["producer", "consumer"])
-def test_a_farewell_needs_no_slot(first: str) -> None:
-    """On a GPU the first slot costs all of them, and a P receives nothing else."""
-    with closing(Pair("ucx", 2, CPU)) as pair:
-        sender, receiver = pair.join()
-        pair.carry(sender, receiver, 1).release()
-        before = pair.p.staging_bytes
-        leaver, other = (sender, receiver) if first == "producer" else (receiver, sender)
-        leaver.close()
-        pair.follow(other)
-        pair.turn(lambda: not pair.p.active and not pair.d.active)
-        assert pair.p.staging_bytes == before
-
-
 def test_a_p_that_minds_no_credit_is_given_up() -> None:
     """No queue of libzmq has a bound, so D itself holds no more than its window."""
     with closing(Pair("zmq", 64, CPU)) as pair:

@@ -13,7 +13,6 @@ from kvferry.transport import cuda, staging
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.shm import Arena
-from kvferry.transport.planes.tcp import TcpSendChannel
 from kvferry.transport.registry import make_plane
 from tests.transport.plane_pair import SLOT, Pair, intact, mapped
 
@@ -70,18 +69,6 @@ def test_both_ends_lock_the_arena_each_in_its_way(pair: Pair, locks: Locks) -> N
     assert len(locks.now) == 1
     sender.close()
     assert not locks.now and pair.p.staging_bytes == 0
-
-
-def test_a_slot_that_is_being_packed_stays_locked(pair: Pair, locks: Locks) -> None:
-    sender, _ = pair.join()
-    slot = pair.acquired(sender)
-    pair.close()
-    (address,) = locks.now
-    assert slot.address >= address
-    sender.give_back(slot)
-    assert mapped(slot.address), "its tensor is still there"
-    del slot
-    assert not locks.now
 
 
 def test_a_slot_that_is_never_given_back_goes_with_its_last_tensor(pair: Pair, locks: Locks) -> None:
@@ -194,41 +181,6 @@ def test_a_frame_that_waits_can_be_forgotten(pair: Pair) -> None:
     receiver.forget(7)
     message.release()
     pair.carry(sender, receiver, 8).release()
-
-
-@pytest.mark.parametrize("pair", [("tcp", 8)], indirect=True)
-def test_slots_that_are_packed_at_the_same_time_are_all_sent(pair: Pair) -> None:
-    sender, receiver = pair.join()
-    assert isinstance(sender, TcpSendChannel)
-    slots = [pair.acquired(sender), pair.acquired(sender), pair.acquired(sender)]
-    assert sender.acquire() is None
-    for tag, slot in enumerate(slots):
-        slot.tensor.fill_(tag)
-        receiver.expect(tag, SLOT)
-    for tag in (1, 0, 2):  # whichever the kernel finished first
-        sender.send(slots[tag], SLOT, tag)
-    arrived: list[int] = []
-    pair.turn(lambda: arrived.extend(message.tag for message in receiver.poll()) or len(arrived) == 3)
-    assert arrived == [1, 0, 2]
-    assert not sender.ready or sender.acquire() is not None
-
-
-@pytest.mark.parametrize("pair", [("tcp", 16), ("zmq", 16)], indirect=True, ids=["tcp", "zmq"])
-@pytest.mark.parametrize("first", ["P", "D"])
-def test_what_was_on_its_way_leaves_no_slot_behind(pair: Pair, first: str) -> None:
-    sender, receiver = pair.join()
-    pair.carry(sender, receiver, 0).release()
-    slots = [pair.acquired(sender) for _ in range(3)]
-    for tag, slot in enumerate(slots[:2], 1):
-        receiver.expect(tag, SLOT)
-        sender.send(slot, SLOT, tag)
-    pair.turn(lambda: bool(receiver.arrived))  # type: ignore[attr-defined]
-    (sender if first == "P" else receiver).close()
-    pair.turn(lambda: receiver.error is not None if first == "P" else sender.error is not None)
-    sender.close()
-    receiver.close()
-    sender.send(slots[2], SLOT, 3)
-    pair.turn(lambda: not pair.slots_out)
 
 
 @pytest.mark.parametrize("pair", [("tcp", 8)], indirect=True)

@@ -107,16 +107,6 @@ def test_one_full_channel_does_not_stop_another(peers: Peers) -> None:
     carry(p, d, range(1000, 1100), PART)
 
 
-def test_acquired_slots_can_be_given_back(peers: Peers) -> None:
-    p, d = peers.pair()
-    p.until(lambda _: p("acquire", id="a"))  # once the consumer has connected
-    for _ in range(20):
-        while p("acquire", id="a"):
-            pass
-        p("give_back")
-    carry(p, d, [1], 10)
-
-
 def test_cancelled_messages_leave_nothing_behind(peers: Peers) -> None:
     p, d = peers.pair()
     for base in range(0, 10_000, 1000):
@@ -155,17 +145,6 @@ def test_sigkill_of_the_peer(peers: Peers, victim: str, moment: str) -> None:
     # The survivor serves its other channel, with all of its slots.
     carry(*((bystander, d) if victim == "producer" else (p, bystander)), range(10**6, 10**6 + 100), id="b")
     survivor.until(lambda s: s["retired"] == 0 and not s["bad"])
-
-
-def test_a_restarted_peer_is_a_new_one(peers: Peers) -> None:
-    p = peers.start()
-    for life in ("a", "b"):
-        d = peers.start()
-        join(p, d, life)
-        carry(p, d, [1, 2], id=life)
-        d.kill()
-        p.broken(life)
-        p.close(life)
 
 
 @pytest.mark.parametrize("closer", ["producer", "consumer"])

@@ -139,16 +139,6 @@ def test_nothing_listens_beyond_the_host(name: str) -> None:
             process.stdin.flush()
 
 
-@pytest.mark.ucx
-def test_ucx_listens_from_the_attach_on_and_for_this_host_on_loopback_only() -> None:
-    """Also where the engine's address is that of a network."""
-    with fork_server().start("-c", PORTS, "ucx", our_address()) as process:
-        assert process.stdout.readline() == b"offered\n" and listening_addresses(process.pid) == set()
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == b"attached\n" and listening_addresses(process.pid) == {"0100007F"}
-
-
 def test_ucx_missing_names_the_extra() -> None:
     script = """
 sys.modules["ucxx"] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -100,22 +101,6 @@ def test_every_byte_lands_in_its_place(ends: Ends, nbytes: int, piece: int) -> N
     assert np.array_equal(target.read(), source.read())
     assert int((target.bytes == 0).sum()) == len(target.bytes) - nbytes, "something was written between the pieces"
     assert ends.sender.reading is None
-
-
-def test_either_side_may_go_through_a_slot(ends: Ends) -> None:
-    nbytes = 300_000
-    source, target = Memory(nbytes, 5000, 1, fill=True), Memory(nbytes, 3000, 2)
-    ends.begin(source, None)
-    message = ends.arrival()
-    assert not message.placed
-    message.release()
-    ends.receiver.expect(2, nbytes, lambda: target.pieces)
-    slot = ends.acquired(ends.sender)
-    slot.tensor[:nbytes].numpy()[:] = source.read()
-    ends.sender.send(slot, nbytes, 2)
-    assert ends.arrival().placed
-    assert np.array_equal(target.read(), source.read())
-    assert not ends.slots_out
 
 
 @pytest.mark.parametrize("when", ["before it came", "in the middle", "forgotten"])
@@ -220,41 +205,12 @@ def test_strangers_do_not_keep_others_out(ends: Ends, said: bytes) -> None:
     assert receiver.error is None and sender.error is None
 
 
-def test_strangers_of_one_address_do_not_displace_a_peer_of_another(ends: Ends) -> None:
-    offer = msgspec.msgpack.decode(ends.p.offer(), type=tcp.TcpOffer)
-    with ExitStack() as stack:
-        slow = stack.enter_context(socket.create_connection(("127.0.0.1", offer.port), 30.0, ("127.0.0.2", 0)))
-        slow.sendall(offer.secret)
-        for _ in range(2 * MAX_UNAUTHENTICATED):
-            stack.enter_context(socket.create_connection(("127.0.0.1", offer.port))).sendall(b"x")
-            ends.p.progress()
-        channel = bytes(16)
-        slow.sendall(channel)
-        pending = ends.p.pending
-        assert pending is not None
-        ends.turn(lambda: pending.take(channel) is not None)
-
-
 def test_a_stranger_is_shown_out(ends: Ends) -> None:
     offer = msgspec.msgpack.decode(ends.p.offer(), type=tcp.TcpOffer)
     for hello in (b"x" * 48, offer.secret + b"y" * 15, b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", offer.port)) as stranger:
             stranger.sendall(hello)
-            stranger.shutdown(socket.SHUT_WR)
-            stranger.settimeout(0.01)
-            gone: list[bool] = []
-
-            def closed(stranger: socket.socket = stranger, gone: list[bool] = gone) -> bool:
-                try:
-                    gone.extend([not stranger.recv(1)])
-                except TimeoutError:
-                    return False
-                except OSError:
-                    gone.append(True)
-                return True
-
-            ends.turn(closed)
-            assert gone == [True]
+            ends.turn(lambda stranger=stranger: select.select([stranger], [], [], 0.01)[0])  # type: ignore[misc]
     ends.follows()
 
 

@@ -1,5 +1,5 @@
-"""Two data planes of another distribution: all of them is in this file. They are registered by entry point, pass the
-contract of every plane, and carry hand-overs, without an edit elsewhere."""
+"""A data plane of another distribution: all of it is in this file. It is registered by entry point, passes the contract
+of every plane, and carries hand-overs, without an edit elsewhere."""
 
 from __future__ import annotations
 
@@ -9,222 +9,30 @@ import logging
 import os
 import re
 import runpy
-import secrets
-import socket
-import struct
 import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import msgspec
 import pytest
-from msgspec import Meta
 
 from kvferry.connector.config import Settings, load_settings
-from kvferry.transport.channels import CPU, ByteRanges, Copy, PageRead, Received, Slot
-from kvferry.transport.errors import ConfigError, PlaneUnavailableError, ProtocolError
+from kvferry.transport.channels import CPU, ByteRanges, Copy, PageRead
+from kvferry.transport.errors import ConfigError, PlaneUnavailableError
 from kvferry.transport.peer_process import PeerProcess
-from kvferry.transport.plane import PlaneContext, decode_payload
+from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.pull import ProcessChannel, PullPlane, Ranges, joined
-from kvferry.transport.planes.push import PushReceiver, WindowedSender
-from kvferry.transport.planes.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.registry import PlaneSpec, Use, make_plane, plane_names, plane_spec, preferred_planes
-from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
-from kvferry.transport.staging import SlotPool
 
-PUSH = PlaneSpec(
-    "toy_push", "test_toy_plane:ToyPushPlane", "same host", "a stream over a Unix socket, slots at both ends",
-    host=Use(90, slot_bytes=1 << 20), extra="toy-planes",
-)  # fmt: skip
-PULL = PlaneSpec("toy_pull", "test_toy_plane:ToyPullPlane", "same host", "D reads `/proc/PID/mem` of P", host=Use(80))
-ENTRY_POINTS = "toy_push = test_toy_plane:PUSH\ntoy_pull = test_toy_plane:PULL"
+SPEC = PlaneSpec(
+    "toy", "test_toy_plane:ToyPlane", "same host", "D reads `/proc/PID/mem` of P", host=Use(80), extra="toy-planes"
+)
+ENTRY_POINTS = "toy = test_toy_plane:SPEC"
 
-# --- a PUSH plane -------------------------------------------------------------------------------------------------
-
-HEADER = struct.Struct("<QQ")
-"""Tag, bytes that follow."""
-WINDOW = 2
-"""Messages of one channel that P packs, or that wait for the socket."""
-
-
-class PushOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[bytes, Meta(min_length=2, max_length=107)]
-    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
-
-
-class ToySender(WindowedSender):
-    def __init__(self, plane: ToyPushPlane, sock: socket.socket, slot_bytes: int) -> None:
-        super().__init__(plane.send_pool, slot_bytes, WINDOW)
-        self.sock = sock
-        self._plane = plane
-        self._queue: deque[memoryview] = deque()
-        plane.sockets.watch(sock, self._on_ready)
-
-    @property
-    def in_use(self) -> int:
-        return super().in_use + len(self._queue)
-
-    def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
-        self._queue.append(memoryview(HEADER.pack(tag, nbytes) + slot.tensor[:nbytes].numpy().tobytes()))
-        self.free(slot.index)
-        self._write()
-
-    def _give_up(self) -> None:
-        self._plane.sockets.mute(self.sock)
-
-    def _close(self) -> None:
-        self._plane.drop(self, self.sock)
-
-    def _on_ready(self) -> None:
-        try:
-            self.sock.recv(1)  # D sends nothing: this is the end of the stream
-            self.fail("toy: the consumer closed the channel or died")
-        except BlockingIOError:
-            self._write()
-        except OSError as error:
-            self.fail(f"toy: the consumer is gone: {error}")
-
-    def _write(self) -> None:
-        try:
-            while self._queue:
-                sent = self.sock.send(self._queue[0], socket.MSG_NOSIGNAL)
-                self._queue[0] = self._queue[0][sent:]
-                if not self._queue[0]:
-                    self._queue.popleft()
-            self._plane.sockets.watch(self.sock, self._on_ready)
-        except BlockingIOError:
-            self._plane.sockets.watch(self.sock, self._on_ready, READABLE | WRITABLE)
-        except OSError as error:
-            self.fail(f"toy: the consumer is gone: {error}")
-
-
-class ToyReceiver(PushReceiver):
-    plane_name = "toy"
-
-    def __init__(self, plane: ToyPushPlane, sock: socket.socket) -> None:
-        super().__init__()
-        self.sock = sock
-        self.starved = False
-        self._plane = plane
-        self._head = b""
-        self._slot: Slot | None = None
-        self._got = 0
-        plane.sockets.watch(sock, self.on_readable)
-
-    def on_readable(self) -> None:
-        try:
-            for _ in range(64):  # then it is another's turn
-                if self.error is not None or not self._take_in():
-                    return
-        except BlockingIOError:
-            return
-        except ProtocolError as error:
-            self.fail(str(error))
-        except OSError as error:
-            self.fail(f"toy: the producer is gone: {error}")
-
-    def _take_in(self) -> bool:
-        """Receive something; False where no slot is free."""
-        if len(self._head) < HEADER.size:
-            data = self.sock.recv(HEADER.size - len(self._head))
-            self._head += data
-            if not data:
-                self.fail("toy: the producer closed the channel or died")
-            return True
-        tag, nbytes = HEADER.unpack(self._head)
-        if not 0 < nbytes <= self._plane.slot_bytes:
-            raise ProtocolError(f"toy: message {tag:#x} has {nbytes} bytes, limit {self._plane.slot_bytes}")
-        self.check_size(tag, nbytes)
-        if self._slot is None:
-            self._slot = self._plane.recv_pool.take()
-            self.starved = self._slot is None
-            self._plane.sockets.watch(self.sock, *((self._on_end, ENDED) if self.starved else (self.on_readable,)))
-            if self._slot is None:
-                return False
-        got = self.sock.recv_into(self._slot.tensor.numpy().data[self._got : nbytes])
-        self._got += got
-        if not got:
-            self.fail("toy: the producer closed the channel or died")
-        elif self._got == nbytes:
-            slot, self._slot, self._head, self._got = self._slot, None, b"", 0
-            if self.expected.pop(tag, None) is None:  # forgotten, or never announced
-                self._plane.recv_pool.put(slot)
-            else:
-                release = partial(self._plane.recv_pool.put, slot)
-                self.arrived.append(Received(tag, slot.address, nbytes, release))
-        return True
-
-    def _on_end(self) -> None:
-        self.fail("toy: the producer closed the channel or died")
-
-    def _give_up(self) -> None:
-        self.starved = False
-        self._plane.sockets.mute(self.sock)
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self._plane.recv_pool.put(slot)
-
-    def _close(self) -> None:
-        self._give_up()
-        self.release_arrived()
-        self._plane.drop(self, self.sock)
-
-
-class ToyPushPlane(SocketPlane):
-    name: ClassVar[str] = "toy_push"
-
-    def __init__(self, context: PlaneContext) -> None:
-        super().__init__(context.slot_bytes)
-        self.send_pool, self.recv_pool = (SlotPool(context.slot_bytes, context.staging_bytes) for _ in range(2))
-        self._name = b""
-
-    def offer(self) -> bytes:
-        if not self._name:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            name = b"\0toy-" + secrets.token_hex(16).encode()
-            listener.bind(name)
-            listener.listen(64)
-            self.listen(listener)
-            self._name = name
-        return msgspec.msgpack.encode(PushOffer(self._name, self.secrets.new()))
-
-    def connect(self, offer: bytes, host: str) -> tuple[ToyReceiver, bytes]:
-        theirs = decode_payload(offer, PushOffer, "toy offer")
-        try:
-            sock, attach = self.connect_unix(socket.SOCK_STREAM, theirs.name, theirs.secret)
-        except OSError as error:
-            raise PlaneUnavailableError(f"the producer cannot be reached: {error.strerror}") from None
-        channel = ToyReceiver(self, sock)
-        self.channels[channel] = None
-        return channel, msgspec.msgpack.encode(attach)
-
-    def accept(self, payload: bytes) -> tuple[ToySender, bytes]:
-        attach = decode_payload(payload, SocketAttach, "toy attach")
-        channel = ToySender(self, self.take_connection(attach.channel), min(self.slot_bytes, attach.slot_bytes))
-        self.channels[channel] = None
-        return channel, b""
-
-    def progress(self) -> bool:
-        moved = super().progress()
-        for channel in self._starved:
-            if self.recv_pool.free:
-                channel.on_readable()
-                moved = True
-        return moved
-
-    @property
-    def _starved(self) -> list[ToyReceiver]:
-        return [channel for channel in self.receivers(ToyReceiver) if channel.starved]
-
-    def arm(self) -> bool:
-        return not (self._starved and self.recv_pool.free)
-
-
-# --- a PULL plane -------------------------------------------------------------------------------------------------
+# --- the plane -------------------------------------------------------------------------------------------------
 
 
 class ToyMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -256,7 +64,7 @@ class ToyCopy(Copy):
 
 
 class ToyReader(ProcessChannel):
-    def __init__(self, plane: ToyPullPlane, process: PeerProcess) -> None:
+    def __init__(self, plane: ToyPlane, process: PeerProcess) -> None:
         super().__init__("toy", process)
         self._plane = plane
         self.fd = os.open(f"/proc/{process.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -274,8 +82,8 @@ class ToyReader(ProcessChannel):
         os.close(self.fd)
 
 
-class ToyPullPlane(PullPlane[ToyReader, ToyMemory]):
-    name: ClassVar[str] = "toy_pull"
+class ToyPlane(PullPlane[ToyReader, ToyMemory]):
+    name: ClassVar[str] = "toy"
     memory = ToyMemory
 
     def __init__(self, context: PlaneContext) -> None:
@@ -327,14 +135,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 CONTRACT = {
-    "tests/transport/test_planes.py": 18, "tests/transport/test_pull_planes.py": 14,
-    "tests/transport/test_late_calls.py": 10, "tests/handover/test_handover.py": 8,
+    "tests/transport/test_pull_planes.py": 13, "tests/handover/test_handover.py": 4,
 }  # fmt: skip
-"""The files of the contract, and of hand-overs, with how many of their tests the toy planes take at least."""
+"""The files of the contract, and of hand-overs, with how many of their tests the toy plane takes at least."""
 
 
 @pytest.mark.timeout(1800)
-def test_they_pass_the_contract_and_carry_hand_overs(install: Callable[[str], None]) -> None:
+def test_it_passes_the_contract_and_carries_hand_overs(install: Callable[[str], None]) -> None:
     install(ENTRY_POINTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "toy", *CONTRACT]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
@@ -344,23 +151,22 @@ def test_they_pass_the_contract_and_carry_hand_overs(install: Callable[[str], No
     assert all(passed[file] >= least for file, least in CONTRACT.items()), passed
 
 
-def test_they_are_registered(install: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="'toy_push' is not usable: expected one of"):
-        load_settings({"plane": "toy_push"}, {})
+def test_it_is_registered(install: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="'toy' is not usable: expected one of"):
+        load_settings({"plane": "toy"}, {})
     install(ENTRY_POINTS)
-    assert {"toy_push", "toy_pull"} < set(plane_names())
+    assert "toy" in plane_names()
     names = preferred_planes(CPU)
-    assert names[:1] == ("cma",) and names[-2:] == ("toy_pull", "toy_push")
-    plane = make_plane("toy_pull", CONTEXT)
-    assert plane.name == "toy_pull" and plane.pulls
+    assert (names[0], names[-1]) == ("cma", "toy")
+    plane = make_plane("toy", CONTEXT)
+    assert plane.name == "toy" and plane.pulls
     plane.close()
-    assert load_settings({"plane": "toy_push"}, {}) == Settings(plane="toy_push")
-    with pytest.raises(ConfigError, match=r"expected one of auto, .*, toy_pull, toy_push, .*did you mean 'toy_push'"):
-        load_settings({"plane": "toy_posh"}, {})
+    assert load_settings({"plane": "toy"}, {}) == Settings(plane="toy")
+    with pytest.raises(ConfigError, match=r"expected one of auto, .*, toy, .*did you mean 'toy'"):
+        load_settings({"plane": "toyy"}, {})
     runpy.run_module("kvferry.transport.registry", run_name="__main__")
-    table = capsys.readouterr().out
-    assert "| `toy_pull` | same host | host |  | D reads `/proc/PID/mem` of P |" in table.splitlines()
-    assert "| `pip install 'toy-planes'` |" in table and "| `cuda_ipc` |" in table
+    table = capsys.readouterr().out.splitlines()
+    assert "| `toy` | same host | host | `pip install 'toy-planes'` | D reads `/proc/PID/mem` of P |" in table
 
 
 @pytest.mark.parametrize(
@@ -368,7 +174,7 @@ def test_they_are_registered(install: Callable[[str], None], capsys: pytest.Capt
     [
         ("no_such_module:SPEC", "does not load: ModuleNotFoundError"),
         ("test_toy_plane:ROOT", "is no PlaneSpec named 'broken'"),
-        ("test_toy_plane:PUSH", "is no PlaneSpec named 'broken'"),
+        ("test_toy_plane:SPEC", "is no PlaneSpec named 'broken'"),
     ],
 )
 def test_a_broken_distribution_costs_its_own_plane_only(
@@ -389,5 +195,5 @@ def test_a_class_that_cannot_be_imported_is_named() -> None:
 
 
 def test_another_distribution_cannot_replace_one_of_ours(install: Callable[[str], None]) -> None:
-    install("cma = test_toy_plane:PULL")
+    install("cma = test_toy_plane:SPEC")
     assert plane_spec("cma").plane == "kvferry.transport.planes.cma:CmaPlane"
