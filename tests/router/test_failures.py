@@ -89,6 +89,20 @@ def test_without_an_engine_or_a_route_the_error_says_so() -> None:
         assert front.get("/v1/models").status_code == 503
 
 
+@pytest.mark.parametrize("end", ["closed", "reset"])
+@pytest.mark.parametrize("role", ["P", "D"])
+@pytest.mark.parametrize("first", [b"", b"H", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"])
+def test_a_request_that_has_reached_an_engine_is_not_sent_to_it_again(role: str, first: bytes, end: str) -> None:
+    """``first``: what comes of the answer on a kept connection."""
+    engine = RawEngine(role, lambda connection, number: first if number else None, end)
+    p, d = (engine, decode_engine()) if role == "P" else (prefill_engine(), engine)
+    with routed(p, d, cool_down=600) as front:
+        front.ask({"prompt": "x"})
+        assert front.ask({"prompt": "x"}).status_code == (200 if role == "P" else 502)
+        assert not all(engine.usable(front.router.clock()) for engine in front.router.engines)
+    assert engine.seen == [(0, 0), (0, 1)]
+
+
 # --- both legs at once
 
 

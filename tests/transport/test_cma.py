@@ -93,6 +93,18 @@ def ended(plane: CmaPlane, copy: Copy) -> Copy:
     return copy
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_scattered_runs_arrive(child: Child, plane: CmaPlane, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cma, "thread_count", lambda: threads)
+    reader, count = child.join(plane), 32768
+    into = np.zeros(256 * count, dtype=np.uint8)
+    order = np.random.default_rng(1).permutation(count)
+    read = Read(into.ctypes.data + 256 * np.arange(count), child.address + 256 * order, np.full(count, 256))
+    copy = ended(plane, reader.read(read))
+    assert not copy.error and copy.moved == 256 * count
+    assert (into.reshape(count, 256) == np.arange(256, dtype=np.uint8)).all()
+
+
 def helper_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-cma")]
 
