@@ -31,20 +31,6 @@ def no_thread(*args, **options):
     raise RuntimeError("can't start new thread")
 
 
-def test_messages_keep_their_order_and_peers_their_identity(listener, connect):
-    ends = [connect(listener.port) for _ in range(5)]
-    for number in range(100):
-        for index, end in enumerate(ends):
-            assert end.send([b"%d" % index, b"", b"%d" % number])
-    by_identity: dict[bytes, list] = {}
-    for identity, frames, _ in arrived(listener, 500):
-        by_identity.setdefault(identity, []).append(frames)
-    assert len(by_identity) == 5
-    for history in by_identity.values():
-        assert [frames[2] for frames in history] == [b"%d" % n for n in range(100)]
-        assert len({frames[0] for frames in history}) == 1
-
-
 def test_one_call_takes_a_bounded_number(listener, connect, monkeypatch):
     monkeypatch.setattr(control_listener, "BATCH", 10)
     ends = [connect(listener.port) for _ in range(25)]

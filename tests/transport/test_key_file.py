@@ -38,13 +38,6 @@ def test_processes_that_start_at_once_agree_on_one_key(runtime):
     assert stat.S_IMODE((runtime / "kvferry.key").stat().st_mode) == 0o600
 
 
-def test_a_file_is_never_replaced(tmp_path):
-    secret = make_key_file(tmp_path / "key")
-    with pytest.raises(FileExistsError):
-        make_key_file(tmp_path / "key")
-    assert read_key_file(tmp_path / "key") == secret and len(list(tmp_path.iterdir())) == 1
-
-
 def refused(path, *words):
     with pytest.raises(ConfigError) as error:
         read_key_file(path)

@@ -147,18 +147,6 @@ def test_sigkill_of_the_peer(peers: Peers, victim: str, moment: str) -> None:
     survivor.until(lambda s: s["retired"] == 0 and not s["bad"])
 
 
-@pytest.mark.parametrize("closer", ["producer", "consumer"])
-def test_close_is_seen_by_the_peer(peers: Peers, closer: str) -> None:
-    p, d = peers.pair()
-    carry(p, d, [1], 10)
-    leaver, other = (p, d) if closer == "producer" else (d, p)
-    leaver.close("a")
-    other.broken()
-    other.close("a")
-    join(p, d, "again")
-    carry(p, d, [2], id="again")
-
-
 def test_close_in_the_middle_gives_all_slots_back(peers: Peers) -> None:
     p, d = peers.start(), peers.start()
     for round in range(10):
