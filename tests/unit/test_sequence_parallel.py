@@ -1,4 +1,4 @@
-"""Every combination of the settings, against the rule written out as a table."""
+"""What is wrong is named; every combination of the settings is compared with vLLM in ``tests/vllm``."""
 
 from __future__ import annotations
 
