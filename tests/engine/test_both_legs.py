@@ -110,15 +110,3 @@ def test_bytes_leave_while_p_computes(pair: Pair) -> None:
         if early():
             return
     raise AssertionError("no byte of 20 prompts has left before its lease")
-
-
-def test_a_p_that_cannot_be_asked(pair: Pair) -> None:
-    ids, name = prompt(300, 77), str(uuid.uuid4())
-    alone = tokens_of(complete(pair.decode, ids, cache_salt=name))
-    known = identity_of(pair)
-    to_d = {key: known[key] for key in ("remote_engine_id", "remote_host")} | {
-        "do_remote_prefill": True, "remote_port": 1, "transfer_id": name
-    }  # fmt: skip
-    assert tokens_of(complete(pair.decode, ids, kv_transfer_params=to_d)) == alone
-    assert "cannot be asked for the lease" in pair.decode.log_text()
-    no_block_held(pair.prefill, pair.decode)

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import SharedEngines
-from tests.support.engines import free_port, transfer_config
+from tests.support.engines import free_port
 from tests.support.served import (
-    PATIENT,
     PatientServerGroup,
-    at_once,
     complete,
     corrupted,
     count,
@@ -30,15 +28,11 @@ from tests.support.served import (
     records,
     tokens_of,
 )
-from tests.support.server import Server, metric_sum
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 CHUNK = 256
 LAYERS, HEADS = 4, 8
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-ATTEMPTS = 5
-FEW_BLOCKS = 12
-"""Of 32 tokens each, one of which vLLM keeps to itself: three of the requests below need more in the end."""
 
 
 @pytest.fixture(scope="module")
@@ -88,64 +82,6 @@ def test_two_and_one(shared: SharedEngines, form: str) -> None:
     for rank, place in enumerate(places):
         said = corrupted(plain, two, prompt(40, 900 + rank), "1", str(rank))
         assert f"differ in 1 of {LAYERS * HEADS} layers" in said and place in said, said
-
-
-def test_drafts_priorities_and_too_few_blocks(shared: SharedEngines) -> None:
-    """vLLM's n-gram drafts, and more requests than blocks: some are preempted, on D after their prompt was loaded."""
-    plain = shared.one
-    busy = beside(
-        shared, "busy", "--speculative-config", json.dumps(DRAFTS), "--num-gpu-blocks-override", str(FEW_BLOCKS),
-        "--max-model-len", "320", "--max-num-batched-tokens", "320", "--scheduling-policy", "priority",
-    )  # fmt: skip
-    prompts = [prompt(60 + n, 50 + n) for n in range(6)]
-    alone = [tokens_of(complete(plain, ids, max_tokens=60, cache_salt="alone")) for ids in prompts]
-    for p, d in ((plain, busy), (busy, plain)):
-        for attempt in range(ATTEMPTS):  # a host that stands still may let one request end before the next one comes
-            preempted = preemptions(busy)
-            at_the_same_time(p, d, prompts, alone, salt=f"{d.name}-{attempt}", prefilled=60 if p is busy else 1)
-            if preemptions(busy) > preempted:
-                break
-        else:
-            pytest.fail(f"blocks were to run out in one of {ATTEMPTS} attempts")
-    assert (metric_sum(busy.metrics(), "vllm:spec_decode_num_accepted_tokens_total") or 0) > 0
-
-
-def at_the_same_time(
-    p: Server, d: Server, prompts: list[list[int]], alone: list[Any], *, salt: str, prefilled: int
-) -> None:
-    """Hand over all prompts together: all bytes and tokens are right. ``prefilled``: tokens that P generates."""
-
-    def through(ids: list[int]) -> Any:
-        common: dict[str, Any] = {"priority": prompts.index(ids) % 3, "cache_salt": salt}
-        params = prefill_leg(p, ids, max_tokens=prefilled, **common)
-        return complete(d, ids, max_tokens=60, kv_transfer_params=params, **common)
-
-    answers, _ = at_once(p, d, prompts, through)
-    assert [tokens_of(answer) for answer in answers] == alone
-    no_block_held(p, d)
-
-
-def preemptions(server: Server) -> float:
-    return metric_sum(server.metrics(), "vllm:num_preemptions_total") or 0
-
-
-def test_beside_another_connector(shared: SharedEngines, tmp_path: Path) -> None:
-    """The second child of MultiConnector, after vLLM's store of prompts in files."""
-    ours, store = (transfer_config("KVFerryConnector", PATIENT), transfer_config("ExampleConnector"))
-    store["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
-    plain = shared.one
-    multi = beside(shared, "multi", connector="MultiConnector", extra={"connectors": [store, ours]})
-    for p, d in ((multi, plain), (plain, multi)):
-        for tokens in (20, 300):
-            ids = prompt(tokens, tokens + 4 + (p is multi))
-            assert [loaded_prompt(p, d, ids)] == tokens_of(complete(d, ids, cache_salt="alone"))
-    # This prompt is stored by now, and the store is asked first: P is released, at once.
-    before, lines = count(multi), len(plain.log_text())
-    answer = complete(multi, ids, kv_transfer_params=prefill_leg(plain, ids), cache_salt="again")
-    assert tokens_of(answer) == tokens_of(complete(plain, ids))
-    no_block_held(plain)
-    assert count(multi).by_plane == before.by_plane
-    assert "lease of" not in plain.log_text()[lines:]
 
 
 def test_two_replicas_of_an_engine(shared: SharedEngines, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import SharedEngines
-from tests.support.engines import ServerGroup
 from tests.support.served import (
     Pair,
     PatientServerGroup,
@@ -22,7 +21,6 @@ from tests.support.served import (
     records,
     tokens_of,
 )
-from tests.support.server import EngineError
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -106,13 +104,6 @@ def test_between_blocks_of_32_and_of_64_tokens(shared: SharedEngines, dtype: str
         for tokens in (2, 33, 64, 70, 500):
             pair.check(prompt(tokens, tokens + (p is large)))
         shared.group.stop(pair.router)
-
-
-def test_settings_that_cannot_be_end_the_engine_in_one_line(group: ServerGroup, model: Path) -> None:
-    engine = group.engine("misspelt", model, extra={"slot_byte": 1 << 20})
-    with pytest.raises(EngineError, match="ended with code"):
-        group.wait_ready()
-    assert [line for line in engine.log_text().splitlines() if "did you mean 'slot_bytes'" in line]
 
 
 def test_the_first_forward_of_a_d_may_be_one_token(shared: SharedEngines) -> None:

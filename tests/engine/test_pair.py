@@ -24,13 +24,11 @@ from tests.support.served import (
     ended_leases,
     eventually,
     no_block_held,
-    prefill_leg,
     prompt,
     records,
     released,
     stream_and_leave,
     tokens_of,
-    usage,
 )
 from tests.support.server import PATIENCE_SECONDS, Server, metric_sum
 
@@ -73,50 +71,6 @@ def test_sixteen_at_once(pair: Pair) -> None:
     assert [answer["usage"]["prompt_tokens"] for answer in answers] == lengths
 
 
-def test_two_samples_of_one_prompt(pair: Pair) -> None:
-    ids, before = prompt(150, 6), count(pair.decode)
-    assert len(tokens_of(complete(pair.router, ids, n=2, temperature=1.0, seed=3))) == 2
-    no_block_held(pair.prefill, pair.decode)
-    assert (count(pair.decode) - before).failed == 0
-
-
-def test_the_same_prompt_again_loads_only_the_rest(pair: Pair) -> None:
-    ids = prompt(110, 7)
-    first, before = pair.check(ids), count(pair.decode)
-    assert tokens_of(complete(pair.router, ids)) == tokens_of(first)
-    assert differ(records(pair.decode), records(pair.prefill), ids) is None
-    grown = count(pair.decode) - before
-    assert grown.external <= 110 - 96 and grown.failed == 0
-
-
-def test_a_conversation_between_engines_with_and_without_a_hand_over(pair: Pair) -> None:
-    """One client, turn by turn: through the router to D, and straight to another engine that prefills by itself."""
-    said = prompt(50, 20)
-    for turn in range(5):
-        alone = tokens_of(complete(pair.decode, said, cache_salt="alone"))
-        before = count(pair.decode)
-        answer = complete(pair.prefill if turn % 2 else pair.router, said)
-        assert tokens_of(answer) == alone
-        if turn % 2 == 0:
-            eventually(lambda b=before: (count(pair.decode) - b).external > 0, "this turn was loaded")
-        said = [*said, *alone[0], *prompt(31, 21 + turn)]
-    no_block_held(pair.prefill, pair.decode)
-
-
-def test_prompt_logprobs_are_computed_by_d_and_p_is_not_asked(pair: Pair) -> None:
-    asked = metric_sum(pair.prefill.metrics(), "vllm:request_success_total")
-    answer = complete(pair.router, prompt(120, 8), prompt_logprobs=1)
-    assert len(answer["choices"][0]["prompt_logprobs"]) == 120
-    assert metric_sum(pair.prefill.metrics(), "vllm:request_success_total") == asked
-
-
-@pytest.mark.parametrize(("after_bytes", "seconds"), [(1, 60), (2000, 60), (1 << 20, 0.05), (1 << 20, 0.3)])
-def test_a_client_that_goes_away(pair: Pair, after_bytes: int, seconds: float) -> None:
-    """At whatever stage that is: no block stays held, on neither side."""
-    stream_and_leave(pair.router, prompt(1200, 9 + after_bytes + int(seconds * 100)), after_bytes, seconds)
-    no_block_held(pair.prefill, pair.decode)
-
-
 @pytest.mark.parametrize("serial", [True, False])
 def test_a_client_that_goes_during_the_prefill_leg(pair: Pair, serial: bool) -> None:
     """P answers after the client has gone. Where D is asked after P, P's lease is released; where both were asked at
@@ -155,24 +109,6 @@ def test_many_clients_that_go_away(pair: Pair) -> None:
     no_block_held(pair.prefill, pair.decode)
     complete(pair.decode, [7], max_tokens=1)  # a step, with which D tells what it counted
     pair.check(prompt(130, 10))
-
-
-def test_p_finished_and_d_is_never_asked(pair: Pair) -> None:
-    """A lease ends by itself: here it is still held at once, and D may come late."""
-    ids = prompt(140, 11)
-    params = prefill_leg(pair.prefill, ids)
-    eventually(lambda: usage(pair.prefill) > 0, "P holds the blocks")
-    before = count(pair.decode)
-    complete(pair.decode, ids, kv_transfer_params=params)
-    no_block_held(pair.prefill, pair.decode)
-    assert (count(pair.decode) - before).external >= 139
-
-
-def test_one_line_per_hand_over_and_none_of_alarm(pair: Pair) -> None:
-    pair.check(prompt(210, 16))
-    text = pair.decode.log_text()
-    assert text.count("kvferry: hand-over of") > 0 and "tokens" in text
-    assert "unexpected error in the transfer thread" not in text + pair.prefill.log_text()
 
 
 # vLLM's own benchmark, as its users run it

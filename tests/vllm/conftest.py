@@ -26,7 +26,6 @@ MODULES_026 = {
 TESTS_026 = {
     "test_026_with_a_window_is_refused": "needs a release that takes it",
     "test_026_with_several_groups_is_refused": "needs a release that takes it",
-    "test_an_urgent_request_takes_the_blocks_of_another_on_d": "preempts as 0.32 does",
     "test_preempted_on_p": "preempts as 0.32 does",
     "test_figures_pass_through_multiconnector": "MultiConnector of 0.32",
     "test_figures_reach_vllms_log_line_and_prometheus": "0.26's statistics have another form",

@@ -53,7 +53,7 @@ from kvferry.connector.vllm import compat, from_vllm
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
 from tests.support.clocks import put_forward
-from tests.support.inside import consumer_of, leases_of, request_phase, scheduler_half, thread_of, worker_half
+from tests.support.inside import request_phase, scheduler_half, thread_of, worker_half
 from tests.support.tiny_model import ModelSpec, build_model
 from tests.vllm.labelled import BLOCK, CONTENT, HEAD_SIZE, HEADS, LAYERS, labels, next_token
 
@@ -547,8 +547,6 @@ class Engine:
         self.fallen_loads: set[str] = set()
         """Those inside steps that have failed."""
         self.leases: Counter[str] = Counter()
-        self.plans: list[Any] = []
-        """Of all steps."""
         self.computed: Counter[str] = Counter()
         """Tokens that forwards of this engine computed, by request."""
         self.drafts_kept = 0
@@ -701,7 +699,6 @@ class Engine:
         for child in getattr(metadata, "metadata", (metadata,)):
             plan = getattr(child, "plan", None)
             if plan is not None:
-                self.plans.append(plan)
                 self.loads.update(load.request_id for load in plan.loads if not load.now)
                 self.step_loads.update(load.request_id for load in plan.loads if load.now)
                 self.streamed_loads.update(load.request_id for load in plan.loads if load.step_tokens)
@@ -759,19 +756,6 @@ class Engine:
         """For its transfer threads it is ``seconds`` later from now on: a lease ends at a chosen moment."""
         for thread in self.threads:
             put_forward(thread, seconds)
-
-    def renew_after(self, d: Engine, seconds: float) -> None:
-        """It is ``seconds`` later for both, and D has renewed its leases on this P meanwhile."""
-
-        def deadlines() -> list[float]:
-            return [held.lifetime.state.deadline for held in list(leases_of(self).values())]
-
-        eventually(lambda: bool(consumer_of(d).leases.kept))  # what is claimed later is renewed later
-        before = deadlines()
-        assert before, "there is a lease to renew"
-        d.let_time_pass(seconds)
-        eventually(lambda: all(now > then for now, then in zip(deadlines(), before, strict=True)))
-        self.let_time_pass(seconds)
 
     def close(self) -> None:
         for worker in self.workers:

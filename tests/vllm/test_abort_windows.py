@@ -12,7 +12,7 @@ from kvferry.connector.decode_side import link
 from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.engine import worker
 from kvferry.connector.wire import messages
-from tests.support.inside import early_asks, leases_of, scheduler_half
+from tests.support.inside import leases_of
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of, no_board
 from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, Pair, eventually, hand_over, loaded, run, settle
@@ -35,13 +35,6 @@ def loading(d: Engine, params: object) -> str:
     return request_id
 
 
-def test_before_it_was_scheduled(pair: Pair) -> None:
-    p, d = pair
-    d.abort(d.add(IDS, p.prefill(IDS)))
-    settle(p, d)
-    assert not d.loads and leases_of(p) == {}
-
-
 def test_while_no_block_is_free(pair: Pair) -> None:
     p, d = pair
     running = d.add(prompt(450, seed=3), max_tokens=60)
@@ -53,17 +46,6 @@ def test_while_no_block_is_free(pair: Pair) -> None:
     d.step()
     run([p], lambda: p.idle)  # released at once, not when D has room
     d.finish(running)
-    settle(p, d)
-
-
-def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
-    p, d = pair
-    scheduler_half(p).streams = lambda: False  # else P serves the ask before that
-    request_id = loading(d, p.prefill(IDS))  # P has not stepped since: its worker knows of no lease
-    eventually(lambda: bool(early_asks(p)))
-    in_phase(d, request_id, LoadPhase.READY)
-    d.abort(request_id)
-    run([d], lambda: d.idle)
     settle(p, d)
 
 
@@ -103,23 +85,6 @@ def test_while(pair: Pair, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, 
     d.finish(busy, beside=[p])
     settle(p, d)
     assert leases_of(p) == {}
-
-
-@pytest.mark.parametrize("stage", ["committed", "reported", "decoding"])
-def test_after_it_was_loaded(pair: Pair, stage: str) -> None:
-    p, d = pair
-    params = p.prefill(IDS)
-    p.step()
-    if stage == "committed":
-        request_id = loading(d, params)
-        eventually(lambda: bool(d.thread.results.loads))
-    else:
-        request_id = d.add(IDS, params, max_tokens=50)
-        told = d.scheduler.finished_recving_kv_req_ids
-        run([p, d], lambda: request_id in told if stage == "reported" else len(d.answers[request_id].tokens) > 3)
-    d.abort(request_id)
-    settle(p, d)
-    assert stage == "decoding" or d.workers[0].received[request_id] == 1
 
 
 def test_rejected_before_it_was_admitted(pair: Pair, lines: Lines) -> None:

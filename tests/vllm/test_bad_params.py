@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, Pair, hand_over, loaded, settle
+from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, Pair, hand_over, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(100)
@@ -85,32 +85,6 @@ def test_an_address_that_leads_nowhere(group: EngineGroup, lines: Lines, host: s
     settle(d)
     assert len(lines("hand-over of", bad, "failed")) == 1
     assert not lines("unexpected error")
-
-
-def test_an_address_that_leads_nowhere_and_no_load(group: EngineGroup, lines: Lines) -> None:
-    """Renewals and the release go to the same address."""
-    p, d = group.pair(extra={"lease_seconds": 4.0})
-    params = copy.deepcopy(p.prefill(IDS))
-    params["kvferry"]["ranks"][0][2] = "no such host"
-    params["kvferry"]["lease_seconds"] = 0.05
-    running = d.add(prompt(450, seed=8), max_tokens=40)
-    d.step()
-    d.finish(running, d.add(prompt(400), params), d.add(IDS, params), beside=[p])
-    hand_over(p, d, prompt(60, 3))
-    p.let_time_pass(5.0)
-    settle(p, d)
-    assert not lines("unexpected error")
-
-
-def test_another_prompt_than_ps_leaves_the_lease_to_whose_it_is(pair: Pair, lines: Lines) -> None:
-    p, d = pair
-    params = p.prefill(IDS)
-    request_id = d.add(prompt(100, seed=1), params)
-    local(d, request_id)
-    assert len(lines(request_id, "prefills locally", "another prompt")) == 1
-    settle(d)
-    loaded(p, d, d.add(IDS, params))
-    settle(p, d)
 
 
 def test_a_token_that_p_never_gave(group: EngineGroup, lines: Lines) -> None:

@@ -23,7 +23,6 @@ from tests.vllm.stepped import (
     EngineGroup,
     Lines,
     hand_over,
-    loaded,
     run,
     settle,
 )
@@ -60,15 +59,6 @@ def test_a_reset_reaches_both(group: EngineGroup, tmp_path: Path, first: bool) -
 
 @ORDER
 @AHEAD
-def test_p_hands_over_and_stores(group: EngineGroup, tmp_path: Path, first: bool, ahead: int) -> None:
-    p, d = multi(group, 0, tmp_path, first=first, ahead=ahead), group.engine(1, ahead=ahead)
-    hand_over(p, d, IDS, max_tokens=4)
-    assert files(tmp_path) == len(p.layers)
-    settle(p, d)
-
-
-@ORDER
-@AHEAD
 def test_d_loads_what_is_not_stored(group: EngineGroup, tmp_path: Path, first: bool, ahead: int) -> None:
     p, d = group.engine(0, ahead=ahead), multi(group, 1, tmp_path, first=first, ahead=ahead)
     assert d.loads[hand_over(p, d, IDS, max_tokens=4)] == 1
@@ -95,15 +85,6 @@ def test_d_has_the_choice(group: EngineGroup, tmp_path: Path, lines: Lines, firs
     assert d.origins[request_id].ours == (0 if first else STORED) and d.loads[request_id] == first
     assert d.computed[request_id] == (4 if first else 100 - STORED + 3)
     assert not lines("expired")
-
-
-@ORDER
-def test_the_store_serves_a_request_without_a_hand_over(group: EngineGroup, tmp_path: Path, first: bool) -> None:
-    p, d = multi(group, 0, tmp_path, first=first), multi(group, 1, tmp_path, first=first)
-    p.finish(p.add(IDS, max_tokens=4))
-    loaded(p, d, d.add(IDS, max_tokens=4), STORED)
-    assert not d.loads
-    settle(p, d)
 
 
 def test_another_child_takes_the_handshake(

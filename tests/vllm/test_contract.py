@@ -96,14 +96,6 @@ def moves(p: Engine, d: Engine) -> None:
     settle(p, d)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_a_hand_over_by_the_calls_of_its_own_runners(group: EngineGroup, runner: str, drafts: int) -> None:
-    """vLLM's real scheduler, and its code around the forward of both model runners: every KV byte is compared."""
-    p, d = group.engine(0, runner=runner, drafts=drafts), group.engine(1, runner=runner, drafts=drafts)
-    moves(p, d)
-
-
 # --- sleep mode ---------------------------------------------------------------------------------------------------
 
 

@@ -177,18 +177,6 @@ def test_they_would_be_written_over(scene: Scene) -> None:
     assert not scene.copies.awaited
 
 
-def test_blocks_that_no_step_uses_are_written_at_once(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a step in flight, and after the end of one whose blocks another took."""
-    scene = Scene(group, monkeypatch, num_blocks=61).meet()
-    d = scene.d
-    victim = scene.a_step_in_flight()
-    request_id = scene.load()
-    scene.to_the_end(request_id)
-    scene.to_the_end(victim)
-    assert [(load.behind, load.now) for load in scene.posted] == [(False, True)] and not scene.copies.awaited
-    settle(scene.p, d)
-
-
 def test_blocks_of_a_step_that_has_ended_are_written_at_once(scene: Scene) -> None:
     d = scene.d
     victim = scene.a_step_in_flight()

@@ -116,13 +116,6 @@ def test_several_loads_of_one_step(group: EngineGroup, held: HeldCopies, runner:
     settle(p, d)
 
 
-def test_on_two_ranks(group: EngineGroup, held: HeldCopies, runner: str) -> None:
-    p, d = learnt(group, runner, tp=2)
-    inside(d, add(p, d, IDS, max_tokens=5))
-    assert min(held.portions[-2:]) > 1
-    settle(p, d)
-
-
 def test_a_hook_that_does_not_wait_is_seen(
     group: EngineGroup, held: HeldCopies, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,13 +59,3 @@ def test_levels_follow_leases_and_loads_and_end_with_zeros(pair: Pair) -> None:
     for engine in (p, d):
         engine.finish(engine.add(prompt(20, 3)))
     assert (len(of_p), len(of_d)) == reports, "zeros are reported once"
-
-
-def test_a_request_that_ends_early_is_in_no_stage_any_more(pair: Pair) -> None:
-    p, d = pair
-    of_d = watch(d)
-    d.abort(d.add(prompt(50), p.prefill(prompt(50))))
-    settle(p, d)
-    assert not of_d or not any(of_d[-1].values())
-    half = scheduler_half(d.scheduler)
-    assert not any(half.stats.levels.values()), half.stats.levels

@@ -6,13 +6,10 @@ import time
 
 import pytest
 
-from kvferry.connector.decode_side import link
-from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.engine.loop import QUIET_SECONDS
-from kvferry.connector.wire import messages
 from tests.support.inside import consumer_of
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.paused_transfer import PausedTransfer, in_mid_transfer, in_phase, no_board
+from tests.vllm.paused_transfer import in_mid_transfer
 from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, eventually, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
@@ -37,51 +34,6 @@ def ended(d: Engine, request_id: str, policy: str = "recompute") -> None:
     settle(d)
 
 
-@POLICIES
-def test_p_is_gone_before_d_asks(group: EngineGroup, lines: Lines, policy: str, runner: str) -> None:
-    p, d = group.pair(policy=policy, runner=runner)
-    params = p.prefill(IDS)
-    p.close()
-    request_id = d.add(IDS, params)
-    ended(d, request_id, policy)
-    assert len(lines("hand-over of", request_id, "failed", "400 tokens not loaded")) == 1
-
-
-@PLANES
-@POLICIES
-def test_p_goes_in_mid_transfer(group: EngineGroup, policy: str, plane: str) -> None:
-    p, d = group.pair(policy=policy, extra={"plane": plane})
-    request_id, paused = in_mid_transfer(p, d, IDS, p.prefill(IDS))
-    p.close()
-    ended(d, request_id, policy)
-    paused.open()
-
-
-SILENCE = {
-    "at the handshake": (messages.Hello, "shm", LoadPhase.HANDSHAKING),
-    "at the ask": (messages.Ask, "shm", LoadPhase.READY),
-    "at the commit": (messages.Commit, "cma", LoadPhase.COMMITTING),
-}
-
-
-@pytest.mark.parametrize("where", SILENCE)
-def test_p_goes_silent(group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr(link, "BoardReader", no_board)
-    silent_on, plane, phase = SILENCE[where]
-    p, d = group.pair(extra={"plane": plane})
-    params = p.prefill(IDS)
-    p.step()
-    paused = PausedTransfer(p, silent_on)
-    request_id = d.add(IDS, params)
-    d.step()
-    in_phase(d, request_id, phase)
-    d.let_time_pass(1000)
-    ended(d, request_id)
-    assert len(lines("hand-over of", request_id, "failed")) == 1
-    paused.open()
-    settle(p, d)
-
-
 @PLANES
 def test_nothing_moves_in_mid_transfer(group: EngineGroup, plane: str) -> None:
     p, d = group.pair(extra={"plane": plane})
@@ -89,16 +41,6 @@ def test_nothing_moves_in_mid_transfer(group: EngineGroup, plane: str) -> None:
     d.let_time_pass(1000)
     ended(d, request_id)
     paused.open()
-    settle(p, d)
-
-
-@POLICIES
-def test_the_lease_is_over_before_d_asks(group: EngineGroup, lines: Lines, policy: str) -> None:
-    p, d = group.pair(policy=policy, extra={"lease_seconds": 0.2})
-    params = p.prefill(IDS)
-    run([p], lambda: p.idle)
-    assert len(lines("lease of", "expired")) == 1
-    ended(d, d.add(IDS, params), policy)
     settle(p, d)
 
 

@@ -15,7 +15,7 @@ from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.wire import messages
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
-from tests.support.inside import consumer_of, producer_of, replies_of, scheduler_half, sends_of
+from tests.support.inside import consumer_of, producer_of, replies_of, scheduler_half
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, eventually, loaded, run, settle
 
@@ -123,16 +123,6 @@ def test_one_rank_asks_for_all(group: EngineGroup, tp: tuple[int, int]) -> None:
     ends_well(p, d, request_id)
 
 
-def test_siblings_share_the_lease(group: EngineGroup) -> None:
-    p, d, params = legs(group)
-    names = [ask(d, params, request_id=f"{number}_cmpl-a") for number in range(3)]
-    p.add(IDS, TO_P)
-    for name in names:  # loaded, or found where one was loaded
-        loaded(p, d, name)
-    d.let_time_pass(1.0)
-    settle(p, d)
-
-
 def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) -> None:
     p, d, params = legs(group)
     ask(d, params)
@@ -149,44 +139,7 @@ def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) 
     assert results.ready.wait(60.0), "the answer ends such a wait"
 
 
-def test_tokens_found_in_the_prefix_cache_may_be_computed_in_the_same_step(group: EngineGroup) -> None:
-    """vLLM finds a block from the moment at which it schedules the request that fills it. D gets no token before the
-    device has computed it."""
-    p, d, params = legs(group, extra={"plane": "tcp"}, max_batched=1024)
-    other = p.add(IDS[:192] + prompt(100, seed=4), max_tokens=2)
-    leg = p.add(IDS, TO_P)
-    request_id = ask(d, params)
-    blocks: list[bool] = []
-
-    def forward() -> None:
-        """D reads what it can while P's step is about to compute the tokens that both requests share."""
-        p.device = lambda: None
-        run([d], lambda: d.free_blocks < d.baseline)
-        sender = sends_of(p)
-        eventually(lambda: bool(sender.waiting) or any(read.sent for read in sender.turns))
-        eventually(lambda: bool(sender.waiting))  # after what could be sent
-        blocks.append(True)
-
-    p.device = forward
-    p.step()
-    assert blocks
-    loaded(p, d, request_id)
-    assert not d.wrong
-    p.finish(leg, other)
-    settle(p, d)
-
-
 # --- names --------------------------------------------------------------------------------------------------------
-
-
-def test_a_name_goes_to_the_next_prompt_in_the_plan_in_which_the_first_one_ends(group: EngineGroup) -> None:
-    p, d, params = legs(group, max_batched=128)
-    first = p.add(IDS, TO_P)
-    p.step()
-    p.abort(first)
-    p.add(IDS, TO_P)
-    p.step()
-    ends_well(p, d, ask(d, params))
 
 
 def test_two_prompts_of_one_name(group: EngineGroup, lines: Lines) -> None:
@@ -226,19 +179,6 @@ def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines
         settle(d)
         eventually(lambda: not lookups(d).live)
     ends_well(p, d, d.add(theirs, params, max_tokens=4))
-
-
-def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:
-    p, d, params = legs(group)
-    request_id = ask(d, params)
-    finder = lookups(d)
-    for count in (1, 2):
-        eventually(lambda: questions(p) == 1)
-        assert finder.asked == count
-        p.let_time_pass(700.0 * count)  # P has held the question long enough
-        eventually(lambda before=count: finder.asked > before)
-    p.add(IDS, TO_P)
-    ends_well(p, d, request_id)
 
 
 # --- requests that end --------------------------------------------------------------------------------------------
@@ -482,14 +422,6 @@ def by_page(p: Engine, port: int, **more: Any) -> dict[str, Any]:
 
 def publish(p: Engine, page: BootstrapServer) -> None:
     page.publish(bootstrap_page(p.engine_id, 0, {(0, 0): (p.address.host, p.address.port)}))
-
-
-def test_p_is_found_by_its_bootstrap_page(group: EngineGroup, page: BootstrapServer) -> None:
-    p, d = group.pair()
-    publish(p, page)
-    request_id = d.add(IDS, by_page(p, page.port), max_tokens=4)
-    p.add(IDS, TO_P)
-    ends_well(p, d, request_id)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ plain engine's; either way the prefix cache has nothing of them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,14 +22,13 @@ from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat, step_load_recovery
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
-from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, UnneededLease
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferEstimates
 from kvferry.transport import grant_board
 from kvferry.transport.grant_board import PostedGrant
 from tests.handover.slow_copies import install
 from tests.support.inside import consumer_of, leases_of, recovery_of, scheduler_half, worker_half
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.paused_transfer import PausedTransfer
 from tests.vllm.stepped import KVFERRY, Engine, EngineGroup, Lines, Pair, eventually, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
@@ -159,46 +157,18 @@ def test_beside_the_steps_where(group: EngineGroup, monkeypatch: pytest.MonkeyPa
     assert not d.step_loads
 
 
-def of_p(kind: Any = "full", **view: Any) -> tuple[SchedulerHalf, RequestView, RemotePrompt]:
-    """D's scheduler half, and a request whose prompt P has."""
+@pytest.mark.parametrize(("kind", "now"), [("full", True), ("state", False)])
+def test_not_into_a_state(kind: Any, now: bool) -> None:
+    """vLLM copies it to where the step works on it before the connector hears of the step."""
+    ids, ranks = list(range(65)), (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),)
+    remote = RemotePrompt(b"t" * 16, 64, prompt_digest(ids[:64], ()), PeerEngine("p", 1, 1, 30.0, ranks))
     half = SchedulerHalf(
         Settings(), "d", [BlockTable(kind, 16)], tp_size=1, pp_size=1, produces=True, consumes=True,
         step_loads=True, steps=StepsInFlight(),
     )  # fmt: skip
     half.loads_finished((), {("p", 0): TransferEstimate(0.001, 1000)})
-    ids, ranks = list(range(65)), (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),)
-    remote = RemotePrompt(b"t" * 16, 64, prompt_digest(ids[:64], ()), PeerEngine("p", 1, 1, 30.0, ranks))
-    return half, RequestView("r", to_transfer_params(remote), ids, 65, 0, **view), remote
-
-
-def test_not_into_a_state() -> None:
-    """vLLM copies it to where the step works on it before the connector hears of the step."""
-    for kind, now in (("full", True), ("state", False)):
-        half, view, _ = of_p(kind)
-        assert half.num_new_matched_tokens(view, 0) == (64, not now)
-
-
-def test_a_prompt_that_d_computes_whole_is_not_loaded() -> None:
-    """For the log probabilities of its tokens. vLLM 0.26 asks for it all the same."""
-    half, view, remote = of_p(whole_prompt=True)
-    assert half.num_new_matched_tokens(view, 0) == (0, False)
-    half.after_alloc(view, ((),), 0)
-    assert half.take_plan().releases == (UnneededLease("r", remote.token),)
-
-
-def test_beside_others_that_compute(group: EngineGroup, runner: str) -> None:
-    """Each request of a step is computed with what its load brought, several at once."""
-    p, d = met(group, runner=runner, ahead=1, num_blocks=121)
-    running = d.add(prompt(50, 3), max_tokens=30)
-    d.step()
-    one, two = (add(p, d, prompt(200, seed), max_tokens=9, priority=1) for seed in (5, 6))
-    local = d.add(prompt(50, 4), max_tokens=3)
-    d.step()
-    assert d.computed[local] == 50
-    inside(d, one)
-    inside(d, two)
-    d.finish(running, local)
-    settle(p, d)
+    view = RequestView("r", to_transfer_params(remote), ids, 65, 0)
+    assert half.num_new_matched_tokens(view, 0) == (64, not now)
 
 
 def test_others_are_held_up_no_longer_than_the_setting_says(group: EngineGroup) -> None:
@@ -211,13 +181,6 @@ def test_others_are_held_up_no_longer_than_the_setting_says(group: EngineGroup) 
     d.finish(running)
     half.step_load_rule.hold_seconds = AGES
     inside(d, add(p, d, prompt(200, 5)))
-    settle(p, d)
-
-
-def test_what_was_learnt_long_ago_counts_no_more(group: EngineGroup) -> None:
-    p, d = met(group)
-    scheduler_half(d).clock = lambda: time.monotonic() + 61
-    beside(d, add(p, d, prompt(200, 4)))
     settle(p, d)
 
 
@@ -373,15 +336,6 @@ def test_alone(group: EngineGroup, runner: str, ahead: int, policy: str, how: st
         beside(d, add(p, d, prompt(200, 11)))  # after a failure nothing is expected
     settle(*((d,) if how == "gone" else (p, d)))
     assert answer.prompt == IDS
-
-
-def test_one_that_does_not_end_is_given_up(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = met(group)
-    monkeypatch.setattr(worker_half(d.workers[0]).step_hold, "patience", 0.5)
-    paused = PausedTransfer(p, reader=d, chunks=1)
-    falls(d, add(p, d, prompt(400, 9)), "fail")
-    paused.open()
-    settle(p, d)
 
 
 @AHEAD

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.connector.wire.step_plan import unpack_ids
 from tests.support.inside import board_of, producer_of, prompts_of
 from tests.vllm.labelled import labels, prompt
 from tests.vllm.stepped import PREFILL, Engine, EngineGroup, eventually, loaded, run, settle
@@ -100,44 +99,3 @@ def test_a_forward_that_raises_posts_no_grant(group: EngineGroup) -> None:
 
     eventually(seen)
     assert not board_of(producer).posted
-
-
-# --- P's plans ----------------------------------------------------------------------------------------------------
-
-
-def ids(packed: tuple[bytes, ...]) -> list[int]:
-    return list(unpack_ids(packed[0]))
-
-
-@AHEAD
-def test_the_chunks_of_a_prompt_are_the_lease(group: EngineGroup, ahead: int) -> None:
-    p, _ = group.pair(max_batched=128, ahead=ahead)
-    for found, count, more in ((0, 4, {}), (384, 1, {"transfer_id": "again"})):
-        p.plans.clear()
-        p.prefill(prompt(400), PREFILL | more)
-        run([p], lambda: any(plan.leases for plan in p.plans))
-        (begun,) = [each for plan in p.plans for each in plan.prefills]
-        chunks = [each for plan in p.plans for each in plan.chunks]
-        (lease,) = [each for plan in p.plans for each in plan.leases]
-        assert begun.streams and lease.request_id == begun.request_id and lease.params == b""
-        assert {each.token for each in chunks} == {begun.token} == {lease.token}
-        assert [block for chunk in chunks for block in ids(chunk.block_ids)] == ids(lease.block_ids)
-        ends = [chunk.stop for chunk in chunks]
-        assert [chunk.start for chunk in chunks] == [begun.found, *ends[:-1]] and ends[-1] == 400
-        assert (begun.found, len(chunks)) == (found, count)
-
-
-def test_preemption_takes_the_blocks_back_before_they_are_others(group: EngineGroup) -> None:
-    p, _ = group.pair(max_batched=128)
-    request_id = p.add(prompt(400), PREFILL)
-    run([p], lambda: any(plan.chunks for plan in p.plans))
-    p.preempt(request_id)
-    p.plans.clear()
-    p.finish(request_id)
-    assert [stop.ended for plan in p.plans for stop in plan.stops] == [False]
-    assert p.plans[0].stops, "with the first step that may give the blocks to another request"
-    restarts = [chunk for plan in p.plans for chunk in plan.chunks]
-    assert [chunk.restarts for chunk in restarts] == [True] + [False] * (len(restarts) - 1)
-    run([p], lambda: any(plan.leases for plan in p.plans))
-    (lease,) = [each for plan in p.plans for each in plan.leases]
-    assert [block for chunk in restarts for block in ids(chunk.block_ids)] == ids(lease.block_ids)

@@ -115,15 +115,6 @@ def test_what_p_says_it_kept_is_not_what_p_goes_by(group: EngineGroup) -> None:
     settle(p, d)
 
 
-def test_a_local_hit_on_d_loads_only_the_rest(group: EngineGroup) -> None:
-    p, d = pair(group)
-    ids = prompt(300)
-    d.finish(d.add(ids[:200], max_tokens=20))
-    request_id = hand_over(p, d, ids, 299 - 192, max_tokens=20)
-    assert d.origins[request_id].ours == 192
-    settle(p, d)
-
-
 def test_a_d_without_windowed_tables_takes_what_p_has_in_full(group: EngineGroup) -> None:
     p, d = pair(group, windows=(WINDOW, None))
     for tokens, theirs in ((60, 59), (200, 0)):

@@ -160,11 +160,3 @@ def test_figures_pass_through_multiconnector(group: EngineGroup) -> None:
     hand_over(p, d, IDS)
     settle(p, d)
     assert "KVFerryConnector" in log_line(d)
-
-
-def test_one_line_per_hand_over(group: EngineGroup, lines: Lines) -> None:
-    p, d = group.pair()
-    request_id = hand_over(p, d, IDS)
-    settle(p, d)
-    (line,) = lines("hand-over of", request_id)
-    assert "100 tokens" in line and "bytes" in line and "ms" in line
