@@ -157,6 +157,17 @@ def test_sigkill_of_the_consumer_leaves_p_as_it_was(peers: Peers) -> None:
     assert p("status")["errors"] == {"a": None}
 
 
+def test_a_restarted_peer_is_a_new_one(peers: Peers) -> None:
+    d = peers.start()
+    for life in ("a", "b"):
+        p = peers.start()
+        attach(p, d, life)
+        assert reads(d, blocks(1, 100), life)
+        p.kill()
+        d.broken(life)
+        d.close(life)
+
+
 @pytest.mark.parametrize("how", ["cancel", "close"])
 def test_a_copy_that_is_given_up_ends_and_then_writes_nothing(peers: Peers, how: str) -> None:
     p, d = attached(peers)
