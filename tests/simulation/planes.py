@@ -301,7 +301,9 @@ class Sender(End, SendChannel):
 
     def close(self) -> None:
         if self.shut():
-            self.lane.send("end of stream", lambda: self.receiver.broke("the producer closed the channel"), sure=True)
+            self.lane.send(
+                "end of stream", lambda: self.receiver.broke("the prefill rank closed the channel"), sure=True
+            )
 
 
 class PlacingSender(Sender):
@@ -441,7 +443,7 @@ class Receiver(End, PushReceiver):
         self.plane.network.streams.pop(self.name, None)
         if self.shut() and self.sender is not None:
             lane, sender = Lane(self.plane.network, self.plane.host, self.other), self.sender
-            lane.send("end of stream", lambda: sender.broke("the consumer closed the channel"), sure=True)
+            lane.send("end of stream", lambda: sender.broke("the decode rank closed the channel"), sure=True)
 
 
 def _read(pieces: Pieces, start: int, stop: int) -> bytes:

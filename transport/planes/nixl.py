@@ -181,7 +181,7 @@ class NixlSendChannel(AwaitedSender):
 
     def _freed(self, index: int) -> None:
         if not self.free(index):
-            self.fail(f"nixl: the consumer gave back slot {index}, which it does not have")
+            self.fail(f"nixl: the decode rank gave back slot {index}, which it does not have")
 
     def _give_up(self) -> None:
         super()._give_up()
@@ -226,8 +226,8 @@ class NixlRecvChannel(ConnectingReceiver):
     """D's end. ``source``: P's slots; ``None`` until P has replied. ``ready``: messages that lie in P's slots.
     ``lives_on``: P's process does, for P or we ended the channel in good order."""
 
-    late = "the producer's data port does not answer; is a firewall between?"
-    unreachable = "the producer cannot be reached: %s"
+    late = "the prefill rank's data port does not answer; is a firewall between?"
+    unreachable = "the prefill rank cannot be reached: %s"
     words: Words
 
     def __init__(self, plane: NixlPlane, sock: socket.socket, hello: bytes) -> None:
@@ -249,7 +249,7 @@ class NixlRecvChannel(ConnectingReceiver):
         try:
             if ready.slot == GOODBYE:
                 self.lives_on = True
-                raise ProtocolError("nixl: the producer closed the channel")
+                raise ProtocolError("nixl: the prefill rank closed the channel")
             self._check(ready)
         except ProtocolError as error:
             self.fail(str(error))
@@ -259,14 +259,14 @@ class NixlRecvChannel(ConnectingReceiver):
     def _check(self, ready: Ready) -> None:
         """Raises ProtocolError where P may not have sent this."""
         if self.source is None:
-            raise ProtocolError("nixl: the producer sends before its reply")
+            raise ProtocolError("nixl: the prefill rank sends before its reply")
         slots = self.source.slots
         if ready.slot >= slots.count or not 0 < ready.nbytes <= min(slots.slot_bytes, self._plane.slot_bytes):
             raise ProtocolError(
-                f"nixl: the producer announces {ready.nbytes} bytes in slot {ready.slot} of {slots.count}"
+                f"nixl: the prefill rank announces {ready.nbytes} bytes in slot {ready.slot} of {slots.count}"
             )
         if len(self.ready) >= _MOST_READY:
-            raise ProtocolError(f"nixl: the producer has announced more than {_MOST_READY} messages")
+            raise ProtocolError(f"nixl: the prefill rank has announced more than {_MOST_READY} messages")
         self.check_size(ready.tag, ready.nbytes)
 
     @property
@@ -579,10 +579,10 @@ class NixlPlane(SocketPlane):
                 self._leave(source)
                 channel.fetched(fetch.slot, fetch.ready)
                 return
-            channel.fail("nixl: the producer gave the slot of a message to another one")
+            channel.fail("nixl: the prefill rank gave the slot of a message to another one")
         self.recv_pool.put(fetch.slot)
         if not ok:
-            self._break(source, "nixl: a READ failed: the producer is gone")
+            self._break(source, "nixl: a READ failed: the prefill rank is gone")
         self._leave(source)
 
     def _close(self) -> None:

@@ -70,7 +70,7 @@ class ProcessChannel(PullChannel):
         """Whether P's process has just ended; sets ``error``."""
         if not self.process.ended:
             return False
-        self.fail(f"{self._name}: the producer died")
+        self.fail(f"{self._name}: the prefill rank died")
         return True
 
 

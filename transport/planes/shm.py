@@ -177,7 +177,7 @@ def _send(channel: ShmChannel, record: bytes) -> None:
 class ShmSendChannel(WindowedSender):
     """P's end. Its slots lie in the arena, which stays mapped until the last acquired slot is back."""
 
-    peer: ClassVar[str] = "consumer"
+    peer: ClassVar[str] = "decode rank"
 
     def __init__(self, plane: ShmPlane, sock: socket.socket, arena: Arena) -> None:
         pool = SlotPool(arena.slot_bytes, arena.num_slots * arena.slot_bytes, slab=arena.tensor())
@@ -189,12 +189,12 @@ class ShmSendChannel(WindowedSender):
         self._unmap_if_done()
 
     def on_readable(self) -> None:
-        """The consumer freed slots, or is gone."""
+        """The decode rank freed slots, or is gone."""
         _receive(self, FREED, self._freed)
 
     def _freed(self, index: int) -> None:
         if not self.free(index):
-            raise ProtocolError(f"shm: the consumer freed slot {index}, which it does not hold")
+            raise ProtocolError(f"shm: the decode rank freed slot {index}, which it does not hold")
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
         _send(self, FILLED.pack(tag, slot.index, nbytes))
@@ -219,7 +219,7 @@ class ShmRecvChannel(PushReceiver):
     """D's end. D reads messages from the slots into which P packed them."""
 
     plane_name = "shm"
-    peer: ClassVar[str] = "producer"
+    peer: ClassVar[str] = "prefill rank"
 
     def __init__(self, plane: ShmPlane, sock: socket.socket) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class ShmRecvChannel(PushReceiver):
         self._held: set[int] = set()
 
     def on_readable(self) -> None:
-        """The producer sent its memory, filled slots, or is gone."""
+        """The prefill rank sent its memory, filled slots, or is gone."""
         try:
             if self._arena is None and not self._take_arena():
                 return
@@ -246,16 +246,20 @@ class ShmRecvChannel(PushReceiver):
         except OSError:
             data, fds, flags = b"", [], 0
         if not data and not fds:
-            self.fail("shm: the producer refused the channel or died")
+            self.fail("shm: the prefill rank refused the channel or died")
             return False
         if len(fds) != 1 or len(data) != GEOMETRY.size or flags & socket.MSG_CTRUNC:
             for fd in fds:
                 os.close(fd)
-            raise ProtocolError(f"shm: {len(data)} bytes and {len(fds)} descriptors, expected the producer's memory")
+            raise ProtocolError(
+                f"shm: {len(data)} bytes and {len(fds)} descriptors, expected the prefill rank's memory"
+            )
         slot_bytes, num_slots = GEOMETRY.unpack(data)
         if slot_bytes > self._plane.slot_bytes or not 0 < num_slots <= MAX_SLOTS:
             os.close(fds[0])
-            raise ProtocolError(f"shm: the producer made {num_slots} slots of {slot_bytes} bytes, which is too large")
+            raise ProtocolError(
+                f"shm: the prefill rank made {num_slots} slots of {slot_bytes} bytes, which is too large"
+            )
         self._arena = Arena.attach(fds[0], slot_bytes, num_slots, self._plane.device)
         return True
 
@@ -263,7 +267,7 @@ class ShmRecvChannel(PushReceiver):
         arena = self._arena
         assert arena is not None
         if index >= arena.num_slots or index in self._held or not 0 < nbytes <= arena.slot_bytes:
-            raise ProtocolError(f"shm: the producer filled slot {index} with {nbytes} bytes, which cannot be")
+            raise ProtocolError(f"shm: the prefill rank filled slot {index} with {nbytes} bytes, which cannot be")
         expected = self.check_size(tag, nbytes)
         self._held.add(index)
         if expected is None:  # forgotten, or never announced
@@ -325,17 +329,19 @@ class ShmPlane(SocketPlane):
         if not theirs.name.startswith(NAME_PREFIX) or not _DIGITS.issuperset(theirs.name[len(NAME_PREFIX) :]):
             raise ProtocolError(f"shm offer: {theirs.name!r} is no name of a KVFerry socket")
         if theirs.uid != os.getuid():
-            raise PlaneUnavailableError(f"shm: the producer runs as uid {theirs.uid}, we run as {os.getuid()}")
+            raise PlaneUnavailableError(f"shm: the prefill rank runs as uid {theirs.uid}, we run as {os.getuid()}")
         try:
             sock, attach = self.connect_unix(socket.SOCK_SEQPACKET, theirs.name, theirs.secret)
         except OSError as error:
             reason = "it is on another host or in another network namespace, or gone"
             if isinstance(error, BlockingIOError):
                 reason = "too many consumers are connecting to it right now"
-            raise PlaneUnavailableError(f"shm: the producer cannot be reached ({error.strerror}): {reason}") from None
+            raise PlaneUnavailableError(
+                f"shm: the prefill rank cannot be reached ({error.strerror}): {reason}"
+            ) from None
         if not same_user(sock):
             sock.close()
-            raise PlaneUnavailableError("shm: the producer's socket is another user's")
+            raise PlaneUnavailableError("shm: the prefill rank's socket is another user's")
         channel = ShmRecvChannel(self, sock)
         self.channels[channel] = None
         self.sockets.watch(sock, channel.on_readable)
@@ -359,7 +365,7 @@ class ShmPlane(SocketPlane):
             try:
                 socket.send_fds(sock, [GEOMETRY.pack(slot_bytes, num_slots)], [fd], socket.MSG_NOSIGNAL)
             except OSError as error:
-                raise TransportError(f"shm: the consumer is gone: {error}") from None
+                raise TransportError(f"shm: the decode rank is gone: {error}") from None
             finally:
                 os.close(fd)
             on_error.pop_all()

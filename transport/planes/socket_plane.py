@@ -133,7 +133,7 @@ class SocketPlane(PushPlane):
         """P: check D's payload for a channel of ``listen_tcp``. Raises TransportError: this P has made no offer. Raises
         ProtocolError: the channel exists already."""
         if self.pending is None:
-            raise TransportError(f"{self.name}: a consumer answers an offer that was never made")
+            raise TransportError(f"{self.name}: a decode rank answers an offer that was never made")
         if attach.channel in [channel.id for channel in self.channels if isinstance(channel, AwaitedSender)]:
             raise ProtocolError(f"{self.name} attach: this channel exists already")
 
@@ -188,7 +188,7 @@ class SocketPlane(PushPlane):
         self.progress()
         sock = None if self.pending is None else self.pending.take(channel)
         if sock is None:
-            raise TransportError(f"{self.name}: the consumer of this channel never connected, or was refused")
+            raise TransportError(f"{self.name}: the decode rank of this channel never connected, or was refused")
         return sock
 
     def drop(self, channel: Channel, sock: socket.socket | None) -> None:
@@ -211,7 +211,7 @@ class SocketPlane(PushPlane):
         now = time.monotonic()
         for sender in [sender for sender in self.awaited.values() if now > sender.deadline]:
             del self.awaited[sender.id]
-            sender.fail(f"{self.name}: the consumer's connection did not come")
+            sender.fail(f"{self.name}: the decode rank's connection did not come")
             moved = True
         for receiver in [channel for channel in self.channels if isinstance(channel, ConnectingReceiver)]:
             if now > receiver.deadline and receiver.error is None:

@@ -333,9 +333,11 @@ class TcpSendChannel(AwaitedSender):
         except BlockingIOError:
             return
         except OSError as error:
-            self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            self.fail(f"tcp: the decode rank is gone: {error.strerror}")
             return
-        self.fail("tcp: the consumer sent what it may not" if data else "tcp: the consumer closed the channel or died")
+        self.fail(
+            "tcp: the decode rank sent what it may not" if data else "tcp: the decode rank closed the channel or died"
+        )
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
         self._waiting.append((slot, nbytes, tag))
@@ -363,7 +365,7 @@ class TcpSendChannel(AwaitedSender):
         except BlockingIOError:
             pass
         except OSError as error:
-            self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            self.fail(f"tcp: the decode rank is gone: {error.strerror}")
             return
         if message.vector.left:
             self._plane.sockets.watch(sock, self._on_writable, READABLE | WRITABLE)
@@ -395,8 +397,8 @@ class TcpSendChannel(AwaitedSender):
 class TcpRecvChannel(ConnectingReceiver):
     """D's end. It receives a message into the memory of ``into``, or into a slot."""
 
-    late = f"no connection to the producer's data port in {CONNECT_SECONDS:g} s; is a firewall between?"
-    unreachable = "the producer's data port cannot be reached: %s; is a firewall between?"
+    late = f"no connection to the prefill rank's data port in {CONNECT_SECONDS:g} s; is a firewall between?"
+    unreachable = "the prefill rank's data port cannot be reached: %s; is a firewall between?"
 
     def __init__(self, plane: TcpPlane, sock: socket.socket, hello: bytes) -> None:
         super().__init__(plane, sock, hello)
@@ -453,7 +455,7 @@ class TcpRecvChannel(ConnectingReceiver):
                 self.on_readable()
                 return True
         elif self.in_message and self.error is None and now > self._received_at + SILENCE_SECONDS:
-            self.fail(f"tcp: the producer stopped in the middle of a message, {SILENCE_SECONDS} s ago")
+            self.fail(f"tcp: the prefill rank stopped in the middle of a message, {SILENCE_SECONDS} s ago")
         return False
 
     def on_readable(self) -> None:
@@ -478,7 +480,7 @@ class TcpRecvChannel(ConnectingReceiver):
         except BlockingIOError:
             return
         except OSError as error:
-            self.fail(f"tcp: the producer is gone: {error.strerror}")
+            self.fail(f"tcp: the prefill rank is gone: {error.strerror}")
 
     def _begin(self) -> bool:
         """A header has arrived: choose the memory of its message. False where no slot is free for it now."""
@@ -509,7 +511,7 @@ class TcpRecvChannel(ConnectingReceiver):
         return True
 
     def _gone(self) -> None:
-        self.fail("tcp: the producer closed the channel or died")
+        self.fail("tcp: the prefill rank closed the channel or died")
 
     def _finish(self) -> None:
         arriving, self._arriving = self._arriving, None
@@ -534,7 +536,7 @@ class TcpRecvChannel(ConnectingReceiver):
         if self._complete[0] and cipher.open(arriving.slot, HEADER.unpack(header)[1], header):
             return True
         self._plane.recv_pool.put(arriving.slot)
-        self.fail("tcp: an encrypted message is not what the producer sent: it was changed on its way")
+        self.fail("tcp: an encrypted message is not what the prefill rank sent: it was changed on its way")
         return False
 
     def _drop_arriving(self) -> None:

@@ -254,7 +254,7 @@ class UcxTransfer:
 class UcxSendChannel(WindowedSender):
     """P's end."""
 
-    peer: ClassVar[str] = "consumer"
+    peer: ClassVar[str] = "decode rank"
 
     def __init__(self, plane: UcxPlane, link: UcxEndpoint, slot_bytes: int, close_message: int) -> None:
         super().__init__(plane.send_pool, slot_bytes, plane.window)
@@ -289,7 +289,7 @@ class UcxRecvChannel(PushReceiver):
     """D's end. ``worker`` serves it; ``link`` is ``None`` until P has replied with its address."""
 
     plane_name = "ucx"
-    peer: ClassVar[str] = "producer"
+    peer: ClassVar[str] = "prefill rank"
 
     def __init__(self, plane: UcxPlane, worker: UcxWorker, close_message: int) -> None:
         super().__init__()

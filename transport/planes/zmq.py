@@ -147,7 +147,7 @@ class ZmqSendChannel(WindowedSender):
         return super().open and self._fd is not None
 
     def progress(self) -> bool:
-        """Take the consumer's messages, and look whether it is there; ``True`` if there was anything."""
+        """Take the decode rank's messages, and look whether it is there; ``True`` if there was anything."""
         moved = False
         for _ in range(2 * self.window):
             try:
@@ -162,9 +162,9 @@ class ZmqSendChannel(WindowedSender):
             moved = True
             (self._connections.add if event == zmq.EVENT_ACCEPTED else self._connections.discard)(fd)
         if self._fd is None and time.monotonic() > self._deadline:
-            self.fail(f"zmq: the consumer did not connect within {CONNECT_SECONDS:g} s")
+            self.fail(f"zmq: the decode rank did not connect within {CONNECT_SECONDS:g} s")
         elif self._fd is not None and self._fd not in self._connections:
-            self.fail("zmq: the consumer closed the channel or died")
+            self.fail("zmq: the decode rank closed the channel or died")
         return moved
 
     def on_message(self, frame: zmq.Frame) -> None:
@@ -178,7 +178,7 @@ class ZmqSendChannel(WindowedSender):
             if sent is not None:  # D has the whole message, so nothing reads the slot any more
                 self.free(sent[0].index)
                 return
-        self.fail(f"zmq: the consumer sent {said[:16]!r}, expected the credit of a message")
+        self.fail(f"zmq: the decode rank sent {said[:16]!r}, expected the credit of a message")
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
         data = memoryview(slot.tensor.numpy())[:nbytes]  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ class ZmqSendChannel(WindowedSender):
             self.end.socket.send(HEADER.pack(b"m", tag, nbytes), zmq.SNDMORE | zmq.NOBLOCK)
             tracker = self.end.socket.send(data, zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
-            self.fail(f"zmq: the consumer is gone: {error}")
+            self.fail(f"zmq: the decode rank is gone: {error}")
             self.free(slot.index)
             return
         self._by_tag[tag] = (slot, tracker)
@@ -236,7 +236,7 @@ class ZmqRecvChannel(PushReceiver):
         self.end.close()
 
     def progress(self) -> bool:
-        """Receive the messages of the producer; ``True`` if there were any."""
+        """Receive the messages of the prefill rank; ``True`` if there were any."""
         moved = self._copy_waiting()
         for _ in range(2 * self.window):
             try:
@@ -257,9 +257,9 @@ class ZmqRecvChannel(PushReceiver):
                 continue
             died = event == zmq.EVENT_DISCONNECTED
             reason = "closed the channel or died" if died else "cannot be reached, or refused"
-            self.fail(f"zmq: the producer at {self._where} {reason}")
+            self.fail(f"zmq: the prefill rank at {self._where} {reason}")
         if time.monotonic() > self.deadline:
-            self.fail(f"zmq: the producer at {self._where} did not answer within {CONNECT_SECONDS:g} s")
+            self.fail(f"zmq: the prefill rank at {self._where} did not answer within {CONNECT_SECONDS:g} s")
         return moved
 
     @property
@@ -270,12 +270,12 @@ class ZmqRecvChannel(PushReceiver):
     def on_message(self, frames: list[zmq.Frame]) -> None:
         head = frames[0].bytes
         if len(frames) != 2 or len(head) != HEADER.size or head[:1] != b"m":
-            raise ProtocolError(f"zmq: the producer sent {len(frames)} frames, the first is {head[:16]!r}")
+            raise ProtocolError(f"zmq: the prefill rank sent {len(frames)} frames, the first is {head[:16]!r}")
         _, tag, nbytes = HEADER.unpack(head)
         frame = frames[1]
         self._held += 1
         if self._held > self.window:
-            raise ProtocolError(f"zmq: the producer sent more than {self.window} messages without credit")
+            raise ProtocolError(f"zmq: the prefill rank sent more than {self.window} messages without credit")
         if len(frame) != nbytes or not nbytes:
             raise ProtocolError(f"zmq: message {tag:#x} has {len(frame)} bytes, its header has {nbytes}")
         if self.check_size(tag, nbytes) is None:  # forgotten, or never announced
@@ -323,7 +323,7 @@ class ZmqRecvChannel(PushReceiver):
         try:
             self.end.socket.send(CREDIT.pack(b"c", tag), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            self.fail(f"zmq: the producer at {self._where} is gone: {error}")
+            self.fail(f"zmq: the prefill rank at {self._where} is gone: {error}")
 
     def _give_up(self) -> None:
         self._waiting.clear()
