@@ -21,11 +21,13 @@ from tests.handover.scenario import (
     RankGroup,
     another_works,
     begin,
+    ended,
     is_wiped,
     lease_plan,
+    load_from,
     wipe,
 )
-from tests.support.inside import early_votes, receives, sends_of
+from tests.support.inside import early_asks, early_votes, receives, sends_of
 from tests.support.ranks import Rank, grant, peer, wait
 
 
@@ -34,14 +36,15 @@ def pair(group: RankGroup) -> Pair:
     return group.pair(**SMALL, **PATIENT)
 
 
-def give_up(p: Rank, d: Rank, held: Callable[[], bool], gate: Gate) -> None:
+def give_up(p: Rank, d: Rank, held: Callable[[], bool], gate: Gate | None, *, ok: bool = False) -> None:
     """Cancel once ``held``; then everything that must hold after a request was given up."""
     assert wait(held, [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.received == {"req-d"}, [d]), "an abort reports without waiting for P"
-    assert d.failed
+    assert (d.failed == set()) == ok
     wipe(d)
-    gate.open()
+    if gate is not None:
+        gate.open()
     assert wait(lambda: p.sent == {"req-p"}, [p, d]), "P frees, long before the lease is over"
     time.sleep(0.1)
     assert is_wiped(d), "something wrote into pages that were given back"
@@ -63,6 +66,20 @@ def test_before_it_was_scheduled(p: Rank, d: Rank, known: bool) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     d.poll()
     assert not early_votes(p) and not d.received, "what was never started is never reported"
+    another_works(p, d)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_asked_before_p_has_the_lease(p: Rank, d: Rank, given_up: bool) -> None:
+    token = secrets.token_bytes(16)
+    load_from(p, d, token)
+    assert wait(lambda: bool(early_asks(p)), [p, d])
+    if given_up:
+        d.worker.post(StepPlan(cancels=("req-d",)))
+        assert wait(lambda: d.failed == {"req-d"}, [d])
+        assert wait(lambda: not early_asks(p) and any(key[0] == token for key in early_votes(p)), [p, d])
+    p.worker.post(lease_plan(token))
+    assert ended(p, d) is not given_up
     another_works(p, d)
 
 
@@ -104,3 +121,8 @@ def test_while_d_reads_by_itself(group: RankGroup) -> None:
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(d.consumer.reads.by_number), gate)
     assert wait(lambda: not d.consumer.reads.by_number, [p, d])
+
+
+def test_after_it_was_reported(p: Rank, d: Rank) -> None:
+    begin(p, d)
+    give_up(p, d, lambda: d.received == {"req-d"} and p.sent == {"req-p"}, None, ok=True)

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.decode_side import load_state
+from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.decode_side.plane_choice import avoided_seconds
+from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.retries import Reports, Trickle, cut, in_the_middle, load_of, loads_of, moving, pair
 from tests.handover.scenario import OTHERS, RankGroup, another_works, begin, ended, forget, has_all
 from tests.support.inside import sends_of
@@ -143,5 +146,26 @@ def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
     assert not ended(p, d), "released, though the read was not over"
     found = d.figures()
     assert (found["failed"], found["retried"], reports.ok) == ({"timeout": 1}, {}, [False])
+    trickle.go_on()
+    another_works(p, d)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "at the deadline"])
+def test_a_load_ends_between_attempts(group: RankGroup, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(load_state, "SAME_PEER_SECONDS", 60.0)
+    p, d = pair(group)
+    trickle, reports = Trickle(p, 3), Reports(d)
+    begin(p, d)
+    assert wait(lambda: in_the_middle(d), [p, d])
+    cut(d)
+    assert wait(lambda: load_of(d).lifetime.state.phase is LoadPhase.WAITING, [p, d]) and not reports.ok
+    assert not wait(lambda: bool(p.sent), [p, d], 0.2), "the lease is kept for the next attempt"
+    if how == "cancelled":
+        d.worker.post(StepPlan(cancels=("req-d",)))
+    else:
+        let_time_pass(d, 121)
+    assert not ended(p, d) and load_of(d) is None
+    assert reports.ok == [False] and list(d.figures()["failed"]) == ["cancelled" if how == "cancelled" else "peer_lost"]
+    monkeypatch.undo()
     trickle.go_on()
     another_works(p, d)

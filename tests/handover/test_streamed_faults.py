@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvferry.connector.prefill_side.lease import PREEMPTED_SECONDS
+from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.prefilling import PrefillingEngine
-from tests.handover.scenario import OURS, THEIRS, TOKENS, Pair, RankGroup
+from tests.handover.scenario import OURS, THEIRS, TOKENS, Pair, RankGroup, wipe
 from tests.handover.slow_copies import SlowCopies, install
 from tests.handover.streamed import (
     ELSEWHERE,
@@ -16,10 +19,11 @@ from tests.handover.streamed import (
     all_ended,
     computing,
     ends_well,
+    has,
     make,
     nothing_of,
 )
-from tests.support.inside import early_asks, plans_of, sends_of
+from tests.support.inside import early_asks, early_votes, plans_of, sends_of
 from tests.support.ranks import Rank, let_time_pass, wait
 from tests.transport.plane_list import PUSH, host_planes
 
@@ -123,6 +127,19 @@ def test_p_gives_the_prompt_up(p: Rank, d: Rank, when: str) -> None:
     assert not p.sent
 
 
+def test_d_cancels_while_p_computes(p: Rank, d: Rank) -> None:
+    """D's release comes before the lease, and counts when the lease begins."""
+    engine = after_a_step(p, d)
+    d.worker.post(StepPlan(cancels=("req-d",)))
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    wipe(d, -1)
+    assert wait(lambda: bool(early_votes(p)) and not sends_of(p).waiting, [p, d])
+    let_time_pass(p, 10_000)  # the vote is kept for as long as P computes
+    engine.finish(STEP)
+    assert wait(lambda: p.sent == {"req-p"} and all_ended(p), [p, d])
+    assert nothing_of(d, 0, TOKENS)
+
+
 def test_blocks_that_do_not_exist_are_not_read(p: Rank, d: Rank) -> None:
     """An error of the engine: its later chunks do not say which tokens lie where, and the lease does."""
     engine = after_a_step(p, d)
@@ -134,4 +151,29 @@ def test_blocks_that_do_not_exist_are_not_read(p: Rank, d: Rank) -> None:
     assert wait(lambda: not plans_of(p).posted, [p, d]) and nothing_of(d, STEP, TOKENS)
     engine.write(0, TOKENS)
     engine.grant()
+    ends_well([p], d)
+
+
+def test_a_step_that_ends_after_its_blocks_are_lost_says_nothing_of_the_new_ones(
+    p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that is behind its engine: the prompt begins anew before the step of the lost blocks has ended."""
+    device: list[Callable[[], None]] = []
+    monkeypatch.setattr(p.context.caches.copies, "after_engine", device.append)
+    engine = computing(p, d)
+    engine.step(0, STEP)
+    device.pop(0)()
+    assert wait(lambda: has(d, 0, STEP), [p, d])
+    engine.step(STEP, 2 * STEP)
+    engine.take_back(ELSEWHERE)
+    engine.plan(0, 2 * STEP, restarts=True)
+    device.pop(0)()
+    assert wait(lambda: len(p.producer.steps.flights) == 1, [p, d]), "the step of the lost blocks has ended"
+    assert not wait(lambda: not nothing_of(d, STEP, TOKENS), [p, d], seconds=0.2)
+    engine.write(0, 2 * STEP)
+    engine.end()
+    device.pop(0)()
+    assert wait(lambda: has(d, 0, 2 * STEP), [p, d])
+    engine.finish(2 * STEP)
+    device.pop(0)()
     ends_well([p], d)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
+from kvferry.connector.decode_side.renew import SIBLING_SECONDS
 from kvferry.connector.prefill_side.session import SILENT_SECONDS
 from tests.simulation.engines import Engine, Request
 from tests.simulation.memory import Form
@@ -88,3 +90,16 @@ def test_a_read_whose_end_is_lost_does_not_stay(world: World, what: str) -> None
     hand_over(p, d)
     world.run(2.0)
     assert d.outcomes["loaded"] == 2, "a new link is made"
+
+
+def test_a_lease_waits_for_siblings_no_longer_than_it_should(world: World) -> None:
+    """Also where its next renewal is far."""
+    world.settings = replace(world.settings, lease_seconds=300.0, lease_cap_seconds=300.0)
+    p, d = (world.engine(name, FORM, ("sim_pull",)) for name in "pd")
+    prompt = p.prefill(20)
+    assert prompt is not None
+    request = d.keep(prompt, prompt.name, siblings=True)
+    world.run(0.5)
+    d.abort(request)
+    world.run(2 * SIBLING_SECONDS)
+    assert not p.prompts
