@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import zmq
+
 from kvferry.connector.wire import messages
 from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.keys import Keys, greeting, new_secret
@@ -223,9 +225,14 @@ class ZmqKeyHolder:
         attached = messages.decode_reply(replies[1])
         assert isinstance(attached, messages.Attached) and isinstance(channel, ZmqRecvChannel), attached
         self._plane.finish(channel, attached.payload)
+        channel.end.socket.sndtimeo = int(_SECONDS * 1000)  # the first one waits for the connection
         for _ in range(self.BATCH):
             frames = [self._mutator.next() for _ in range(self._rng.choice((1, 1, 1, 1, 2, 3, 40)))]
-            channel.end.socket.send_multipart(frames)
+            try:
+                channel.end.socket.send_multipart(frames)
+            except zmq.Again:  # P has ended the channel, and nobody takes the message
+                break
+            channel.end.socket.sndtimeo = 0
             self.inputs += 1
         self._until(lambda: channel.progress() and channel.error is not None)  # P ends it at the first one
         channel.close()
