@@ -59,7 +59,7 @@ def test_numbers_that_differ_are_refused_by_name(
         assert not ended(p, d)
     of_d, of_p = (
         [record.getMessage() for record in caplog.records if record.name == f"vllm.kvferry.{name}"]
-        for name in ("link", "sessions")
+        for name in ("link", "session")
     )
     assert len(of_d) == len(of_p) == 1 and "\n" not in of_d[0] + of_p[0]
     assert named in of_d[0]
