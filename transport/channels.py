@@ -180,10 +180,6 @@ class RecvChannel(Channel):
         """The messages that arrived since the last call, in any order. One that P has stopped may have ``nbytes`` 0."""
 
     @abstractmethod
-    def posted(self) -> set[int]:
-        """Tags of receives that only a message can end; every other tag may be forgotten."""
-
-    @abstractmethod
     def forget(self, tag: int) -> None:
         """The announced message will not come. If it comes nevertheless, the channel drops its bytes."""
 

@@ -610,7 +610,6 @@ class Reads:
         return None if read.writes else LoadEvent(_E.DRAINED, read.source)
 
     def _cancel(self, read: SourceRead) -> None:
-        posted: set[int] = set()
         channel = read.link.channel
         if channel is not None and channel.pulls:
             for write in list(read.writes):
@@ -620,10 +619,8 @@ class Reads:
         elif channel is not None:
             for tag in read.tags:
                 channel.stop_writing(tag)
-            posted = channel.posted()
         if read.link.phase is LinkPhase.ATTACHED:
-            highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
-            read.link.send(messages.Cancel(read=read.number, posted=highest + 1))
+            read.link.send(messages.Cancel(read=read.number))
         if read.left and not read.tags:  # no copy of the last message has begun, because the message was bad
             self._messages_left(read)
 

@@ -226,10 +226,9 @@ class Deny(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """D cancels the read. D has posted receives for ``posted`` chunks, and only a message can end a receive."""
+    """D cancels the read."""
 
     read: ReadNumber
-    posted: Count
 
 
 class Stopped(_Message, frozen=True):

@@ -63,7 +63,7 @@ class Honest:
         )
         self.grant = messages.Grant(read=1, num_tokens=100, chunks=3, prompt="ab", block_ids=(pack_ids([1, 2, 9]),))
         self.requests: list[messages.Request] = [
-            self.hello, self.ask, messages.Attach(plane="tcp", payload=b"y" * 30), messages.Cancel(read=3, posted=2),
+            self.hello, self.ask, messages.Attach(plane="tcp", payload=b"y" * 30), messages.Cancel(read=3),
             messages.Commit(read=3, token=token), messages.Renew(tokens=(token, token)),
             messages.Release(token=token, consumer=life, consumer_rank=1, expected=ranks),
             messages.Resolve(number=1, name="tx-1", engine_id="e"), messages.LeaveName(number=1),

@@ -76,7 +76,7 @@ def test_consumers_of_one_lease_are_bounded(p: Rank, hostile: RawD) -> None:
 def test_cancels_of_reads_that_never_were_keep_nothing(pair: Pair, hostile: RawD) -> None:
     """Each left an entry in its session for ever."""
     for number in range(300):
-        hostile.send(messages.Cancel(read=number, posted=5))
+        hostile.send(messages.Cancel(read=number))
     hostile.settled()
     assert len(sends_of(pair[0]).ended) == 0
     another_works(*pair)
@@ -87,7 +87,7 @@ def test_reads_that_have_ended_are_bounded(pair: Pair, hostile: RawD, monkeypatc
     monkeypatch.setattr(ended, "limit", 100)
     for number in range(300):
         hostile.send(ask(number))
-        hostile.send(messages.Cancel(read=number, posted=0))
+        hostile.send(messages.Cancel(read=number))
     hostile.settled()
     assert 0 < len(ended) <= 100
 
@@ -160,7 +160,7 @@ def test_a_d_that_does_not_read_gets_its_replies_later(
     with monkeypatch.context() as patch:
         patch.setattr(listener, "send", lambda identity, frames: Delivery.FULL)
         for read in range(50):
-            hostile.send(messages.Cancel(read=read, posted=0))
+            hostile.send(messages.Cancel(read=read))
         assert wait(lambda: len(replies.kept) == 50)
     assert [hostile.answer(messages.Stopped).read for _ in range(50)] == list(range(50)), "all of them, in order"
     assert len(replies.kept) == 0 and listener.dropped["full"] == 0

@@ -213,7 +213,7 @@ class Peer:
             "good": self.good,
             "bad": self.bad,
             "held": len(self.held),
-            "posted": {id: len(c.posted()) for id, c in channels if isinstance(c, RecvChannel)},
+            "posted": {id: len(getattr(c, "receiving", ())) for id, c in channels if isinstance(c, RecvChannel)},
             "errors": {id: c.error and f"{type(c.error).__name__}: {c.error}" for id, c in channels},
             "ready": {id: c.ready for id, c in channels if isinstance(c, PullChannel)},
             "copies": [{"done": c.done, "error": c.error, "peer_lost": c.peer_lost} for c in self.copies],

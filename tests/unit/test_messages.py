@@ -32,7 +32,7 @@ SPAN = Span(0, 0, 2, 0, 8, 0, 100)
 FACTS: Any = {"engine_id": "P-é-1", "incarnation": LIFE, "geometry": GEOMETRY, "model": {"dtype": "bfloat16"}}
 HELLO, ATTACH = m.Hello(**FACTS), m.Attach(plane="ucx", payload=b"\0\xff")
 ASK = m.Ask(read=1, token=TOKEN, consumer=LIFE, consumer_rank=0, expected=(0, 1), spans=(SPAN,), chunk_bytes=1 << 20)
-CANCEL, RENEW = m.Cancel(read=1, posted=3), m.Renew(tokens=(TOKEN, LIFE))
+CANCEL, RENEW = m.Cancel(read=1), m.Renew(tokens=(TOKEN, LIFE))
 WELCOME = m.Welcome(**FACTS, planes=(m.PlaneOffer("ucx", b"x"),))
 REFUSED = m.Refused(field="dtype", ours="float16", theirs="bfloat16")
 GRANT = m.Grant(read=1, num_tokens=100, chunks=4, block_ids=(struct.pack("<3i", 5, 0, 7),))

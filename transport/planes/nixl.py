@@ -238,9 +238,6 @@ class NixlRecvChannel(ConnectingReceiver):
         self.lives_on = False
         self._plane = plane
 
-    def posted(self) -> set[int]:
-        return set(self.receiving)
-
     def connected(self) -> None:
         self.words = Words(self._plane.sockets, self, self.sock, READY, self._announced)
 

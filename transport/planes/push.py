@@ -101,9 +101,6 @@ class PushReceiver(RecvChannel):
         arrived, self.arrived = self.arrived, []
         return arrived
 
-    def posted(self) -> set[int]:
-        return set()  # a message that has not begun to arrive may be forgotten
-
     def forget(self, tag: int) -> None:
         self.expected.pop(tag, None)
 

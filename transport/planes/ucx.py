@@ -304,9 +304,6 @@ class UcxRecvChannel(PushReceiver):
             self._plane.by_tag[tag] = self
             self._plane.moved_at = time.monotonic()
 
-    def posted(self) -> set[int]:
-        return set(self.receiving)
-
     def forget(self, tag: int) -> None:
         if self.expected.pop(tag, None) is not None:
             self._plane.by_tag.pop(tag, None)
