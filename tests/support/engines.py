@@ -61,12 +61,23 @@ GPU_ENVIRONMENT = {
 }
 
 
+_HELD: list[socket.socket] = []
+"""Bound and not listening: a server that sets SO_REUSEADDR, as all do, may listen there, and nobody else picks it."""
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on, below the range from which the system gives ports to connections."""
+    """A port that nobody listens on, below the range from which the system gives ports to connections. It stays this
+    process's, also while its server is away."""
     for port in random.sample(range(20000, 32000), 64):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((host, port))
-            return port
+        held = socket.socket()
+        try:
+            held.bind((host, port))  # fails beside any other socket, because SO_REUSEADDR is not set yet
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _HELD.append(held)
+        return port
     raise EngineError(f"no free port among 64 tried between 20000 and 32000 on {host}")
 
 
