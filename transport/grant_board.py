@@ -141,13 +141,13 @@ class BoardReader:
         try:
             fd = process.open_file(place.fd)
         except OSError as error:
-            raise PlaneUnavailableError(f"P's board cannot be read: {error.strerror}") from None
+            raise PlaneUnavailableError(f"the prefill engine's board cannot be read: {error.strerror}") from None
         try:
             self.memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if _is_board(fd) else None
         finally:
             os.close(fd)
         if self.memory is None or not secrets.compare_digest(self.memory[:KEY_BYTES], place.secret):
-            raise PlaneUnavailableError("P's board is another file")
+            raise PlaneUnavailableError("the prefill engine's board is another file")
         self.counters = np.frombuffer(self.memory, dtype=np.int64)
 
     def find(self, key: bytes) -> PostedGrant | None:

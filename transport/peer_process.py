@@ -81,10 +81,13 @@ class PeerProcess:
         try:
             held = self._has_open(f"socket:[{inode}]")
         except OSError as error:
-            raise PeerUnreachableError(f"P's process cannot be looked into: {error.strerror}") from None
+            raise PeerUnreachableError(
+                f"the prefill engine's process cannot be looked into: {error.strerror}"
+            ) from None
         if not held or self.ended:
             raise PeerUnreachableError(
-                f"process {self.pid} is not at the other end of the control connection: P runs in another process "
+                f"process {self.pid} is not at the other end of the control connection: the prefill engine runs "
+                "in another process "
                 "namespace, or a proxy is between"
             )
 

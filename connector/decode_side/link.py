@@ -437,7 +437,7 @@ class Link:
         """Whether a reply is P's last one, which fails the link."""
         if not isinstance(reply, Closing):
             return False
-        self.fail("peer_lost", f"P has ended its leases: {reply.reason}", "peer")
+        self.fail("peer_lost", f"the prefill engine has ended its leases: {reply.reason}", "peer")
         return True
 
     def detach(self) -> None:
@@ -488,7 +488,7 @@ class Link:
                 self._check_welcome(reply)
                 self._step(LinkEvent(_K.WELCOMED))
             case AttachRefused(detached=True):  # the next load, or the next attempt, makes a new link
-                self.fail("peer_lost", f"P has no handshake of ours: {shortened(reply.reason)}")
+                self.fail("peer_lost", f"the prefill engine has no handshake of ours: {shortened(reply.reason)}")
             case AttachRefused():
                 self._step(LinkEvent(_K.REJECTED, reply.plane, shortened(reply.reason)))
             case Attached():
@@ -524,7 +524,7 @@ class Link:
         try:
             return BoardReader(self.process, address)
         except (PlaneUnavailableError, OSError) as error:
-            self._log.info(self._key("board"), "kvferry: D asks %s for every grant: %s", self.name, error)
+            self._log.info(self._key("board"), "kvferry: this engine asks %s for every grant: %s", self.name, error)
             return None
 
     def _map_pages(self) -> None:
@@ -568,14 +568,18 @@ class Link:
             TransportError: another life.
         """
         if address.incarnation != self._incarnation:
-            raise TransportError("P was restarted, or has slept, since it made this hand-over; its KV cache is gone")
+            raise TransportError(
+                "the prefill engine was restarted, or has slept, since it made this hand-over; its KV cache is gone"
+            )
         theirs = self.theirs
         for named, fields in ((address, ("tp_rank", "pp_rank")), (peer, ("tp_size", "pp_size", "shardings"))):
             for field in fields:
                 said, is_so = getattr(named, field), getattr(theirs, field)
                 if said != is_so:
                     raise IncompatiblePeerError(
-                        f"P's {field}, in kv_transfer_params and in P's handshake,", said, is_so
+                        f"the prefill engine's {field}, in kv_transfer_params and in the prefill engine's handshake,",
+                        said,
+                        is_so,
                     )
 
     # --- data plane ---------------------------------------------------------------------------------------------

@@ -73,7 +73,9 @@ class Links:
         """Close the link without reads that was not used for the longest time, if possible one without data plane."""
         unused = [link for link in self._links.values() if not link.users]
         if not unused:
-            raise TransportError(f"{len(self._links)} links to ranks of P are in use, limit {MAX_LINKS}")
+            raise TransportError(
+                f"{len(self._links)} links to ranks of the prefill engine are in use, limit {MAX_LINKS}"
+            )
         self._close(min(unused, key=lambda link: (link.phase is LinkPhase.ATTACHED, link.used_at)))
 
     def _close(self, link: Link) -> None:
@@ -103,11 +105,13 @@ class Links:
         """
         wanted = list(product(range(peer.pp_size), self._rank_context.topology(peer).source_ranks()))
         if not wanted:
-            raise KVFerryError(f"none of P's {peer.tp_size} tensor-parallel ranks holds tokens of ours")
+            raise KVFerryError(
+                f"none of the prefill engine's {peer.tp_size} tensor-parallel ranks holds tokens of ours"
+            )
         by_rank = {(rank.pp_rank, rank.tp_rank): rank for rank in peer.ranks}
         missing = [rank for rank in wanted if rank not in by_rank]
         if missing:
-            raise KVFerryError("P named no address for its rank pp{} tp{}".format(*missing[0]))
+            raise KVFerryError("the prefill engine named no address for its rank pp{} tp{}".format(*missing[0]))
         return tuple(by_rank[rank] for rank in wanted)
 
     @property

@@ -324,7 +324,7 @@ class Loads:
                     load.request_id, _num_tokens(load), active_load.nbytes, active_load.seconds * 1e3,
                     active_load.planes, _short_name(load.peer),
                     ", inside the step" if load.now else "" if number == 1 else f", attempt {number}",
-                    ", from when P computed it" if load.step_tokens else "",
+                    ", from when the prefill engine computed it" if load.step_tokens else "",
                 )  # fmt: skip
             if active_load.phases:
                 if reason is None:

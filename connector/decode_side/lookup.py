@@ -175,7 +175,7 @@ def _found(state: LookupState, event: LookupEvent, now: float) -> Outcome:
 
 def _unresolved(state: LookupState, event: LookupEvent, now: float) -> Outcome:
     if event.final:
-        return _lost(event.why or "P does not hand the prompt over")
+        return _lost(event.why or "the prefill engine does not hand the prompt over")
     return _wait(state, now, *((_E.REPORT_KNOWN,) if event.known else ()))
 
 
@@ -271,7 +271,11 @@ class Lookup:
 
     @property
     def where(self) -> str:
-        return f"P at {self.wanted.host}:{self.wanted.port}" if self.wanted.port else f"P by {self.wanted.host}"
+        return (
+            f"the prefill engine at {self.wanted.host}:{self.wanted.port}"
+            if self.wanted.port
+            else f"the prefill engine by {self.wanted.host}"
+        )
 
     @property
     def due(self) -> float:
@@ -540,7 +544,9 @@ class Lookups:
             if not (contact.open and contact.connection.connected)
         ]
         if not found:
-            raise TransportError(f"{len(self.contacts)} P engines are asked for leases already, limit {MAX_CONTACTS}")
+            raise TransportError(
+                f"{len(self.contacts)} prefill engines are asked for leases already, limit {MAX_CONTACTS}"
+            )
         address = min(found)[2]
         self._fail(self.contacts[address], "it has not answered, and others are asked", now)
         self._close(address)

@@ -121,11 +121,11 @@ class PlaneChoice:
     def _cannot_use(self, plane: Plane, address: str, *, converts: bool, checksum: bool) -> str:
         """Why D does not choose a plane; empty where D may choose it."""
         if plane.same_host and not is_ours(address):
-            return "P is on another host"
+            return "the prefill engine is on another host"
         if plane.pulls and checksum:
             return NO_CHECKSUM
         if plane.name not in self._offers:
-            return "P does not offer it"
+            return "the prefill engine does not offer it"
         if plane.pulls and converts:
             return "it copies bytes, and dtypes differ"
         if len(self._rank_context.planes) == 1:

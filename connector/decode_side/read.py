@@ -474,14 +474,16 @@ class Reads:
         try:
             if load.prompt and grant.prompt != load.prompt:
                 self._leases.disown(load.token, load.request_id)
-                return read.failed("denied", "P's lease is of another prompt than the request's parameters name")
+                return read.failed(
+                    "denied", "the prefill engine's lease is of another prompt than the request's parameters name"
+                )
             self.check_grant(read, grant)
             event = read.take_grant(now)
             return self.begin_pull(read, grant, now) if pulls else event
         except GeometryError as error:
             return read.failed("data", str(error))
         except Exception as error:  # an error of one copy fails one request
-            logger.exception("kvferry: %s could not be read from P's pages", load.request_id)
+            logger.exception("kvferry: %s could not be read from the prefill engine's pages", load.request_id)
             return read.failed("internal", repr(error))
 
     def check_grant(self, read: SourceRead, grant: messages.Grant) -> None:
@@ -491,9 +493,14 @@ class Reads:
             GeometryError: it does not.
         """
         if grant.chunks != len(read.boxes):
-            raise GeometryError(f"P grants {grant.chunks} chunks, D asked for {len(read.boxes)}")
+            raise GeometryError(
+                f"the prefill engine grants {grant.chunks} chunks, the decode engine asked for {len(read.boxes)}"
+            )
         if read.link.pulls and (highest := max(item.span.region for item in read.planned)) >= len(grant.block_ids):
-            raise GeometryError(f"P grants blocks of {len(grant.block_ids)} regions, D asked for region {highest}")
+            raise GeometryError(
+                f"the prefill engine grants blocks of {len(grant.block_ids)} regions, the decode engine asked "
+                f"for region {highest}"
+            )
 
     def begin_pull(self, read: SourceRead, grant: messages.Grant, now: float) -> LoadEvent:
         """Begin to copy the pages of a grant.
@@ -551,8 +558,10 @@ class Reads:
             case messages.Deny():
                 detail = f": {shortened(reply.detail)!r}" if reply.detail else ""
                 if reply.reason == "detached":  # P has ended its session with this D: the next load makes a new link
-                    link.fail("peer_lost", f"P has no handshake of ours{detail}")
-                event = read.failed(_DENIED[reply.reason], f"P denied the read, {reply.reason}{detail}")
+                    link.fail("peer_lost", f"the prefill engine has no handshake of ours{detail}")
+                event = read.failed(
+                    _DENIED[reply.reason], f"the prefill engine denied the read, {reply.reason}{detail}"
+                )
             case messages.Committed():
                 event = self._answered(read, reply.ok, now)
             case messages.Stopped():

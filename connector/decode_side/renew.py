@@ -150,7 +150,9 @@ class LeaseRenewals:
         """P's ranks at which this D rank renews and releases."""
         strange = [address.tp_rank for address in peer.ranks if not 0 <= address.tp_rank < peer.tp_size]
         if strange:
-            raise GeometryError(f"P names a tensor-parallel rank {strange[0]}, expected one below {peer.tp_size}")
+            raise GeometryError(
+                f"the prefill engine names a tensor-parallel rank {strange[0]}, expected one below {peer.tp_size}"
+            )
         ranks = self._rank_context.topology(peer).release_ranks()
         return tuple(address for address in peer.ranks if address.tp_rank in ranks)
 

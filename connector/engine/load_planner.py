@@ -188,7 +188,9 @@ class LoadPlanner(EngineFacts):
             params.check_prompt(request, remote_prompt)
         usable, left_out = params.alternatives(request.params, remote_prompt, self.max_sizes, self.host_id)
         for why in left_out:
-            self._log.warning("alternative", "kvferry: %s has one P less to load from: %s", request.request_id, why)
+            self._log.warning(
+                "alternative", "kvferry: %s has one prefill engine less to load from: %s", request.request_id, why
+            )
         siblings = _CHILD.match(request.request_id) is not None
         entry.remote_prompt = remote_prompt
         entry.leases = (RemoteLease(remote_prompt.token, remote_prompt.peer), *usable)
@@ -230,9 +232,14 @@ class LoadPlanner(EngineFacts):
         name = quoted(wanted.name)
         if deadline == entry.awaited.end:
             patience = MAX_PATIENCE * self._timeout
-            text = f"P at {wanted.host}:{wanted.port} has had {name} for {patience:g} s, and has not computed it"
+            text = (
+                f"the prefill engine at {wanted.host}:{wanted.port} has had {name} for {patience:g} s, and "
+                "has not computed it"
+            )
         else:
-            text = f"P at {wanted.host}:{wanted.port} has told nothing of {name} in {self._timeout:g} s; "
+            text = (
+                f"the prefill engine at {wanted.host}:{wanted.port} has told nothing of {name} in {self._timeout:g} s; "
+            )
             asked = "does the router send both legs, with one transfer_id?"
             text += "it had the prompt: has its engine stopped?" if entry.awaited.known else asked
         self._refuse(entry, ProtocolError(text))

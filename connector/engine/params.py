@@ -195,12 +195,14 @@ def from_transfer_params(
     if raw is None:
         if params.get("remote_engine_id") is None:
             raise ProtocolError(
-                "kv_transfer_params asks for a remote prefill but names no P: the prefill leg handed nothing over, "
+                "kv_transfer_params asks for a remote prefill but names no prefill engine: the prefill leg "
+                "handed nothing over, "
                 "or the router dropped its answer's kv_transfer_params"
             )
         raise ProtocolError(
-            "kv_transfer_params has no 'kvferry' entry: P runs another connector, or the router dropped it; "
-            "relay P's kv_transfer_params unchanged"
+            "kv_transfer_params has no 'kvferry' entry: the prefill engine runs another connector, or the "
+            "router dropped it; "
+            "relay the prefill engine's kv_transfer_params unchanged"
         )
     if isinstance(raw, Mapping) and raw.get("v") != PARAMS_VERSION:
         raise ProtocolError(
@@ -264,7 +266,9 @@ def lookup_of(request_id: str, params: Mapping[str, Any] | None) -> PromptLookup
         raise ProtocolError(f"kv_transfer_params: remote_port is {quoted(port)}, expected a number 1 to {MAX_PORT}")
     _check_names({"remote_host": host, field: named})
     if engine_id is not None and not usable_name(engine_id):
-        raise ProtocolError(f"kv_transfer_params: remote_engine_id is {quoted(engine_id)}, expected P's engine id")
+        raise ProtocolError(
+            f"kv_transfer_params: remote_engine_id is {quoted(engine_id)}, expected the engine id of the prefill engine"
+        )
     key = params.get("remote_key") or ""
     if not isinstance(key, str) or not _FINGERPRINT.fullmatch(key):
         raise ProtocolError(f"kv_transfer_params: remote_key is {quoted(key)}, expected the 12 digits of a fingerprint")
@@ -297,10 +301,10 @@ def prompt_of_answer(params: bytes, max_sizes: tuple[int, int] = (MAX_RANKS, MAX
     try:
         decoded = msgspec.msgpack.decode(params)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ProtocolError(f"P's answer is malformed: {quoted(str(error))}") from None
+        raise ProtocolError(f"the prefill engine's answer is malformed: {quoted(str(error))}") from None
     prompt = from_transfer_params(decoded, max_sizes) if isinstance(decoded, dict) else None
     if prompt is None:
-        raise ProtocolError("P's answer describes no prompt")
+        raise ProtocolError("the prefill engine's answer describes no prompt")
     return prompt
 
 
@@ -331,14 +335,14 @@ def alternatives(
             other = from_transfer_params(item, max_sizes) if isinstance(item, Mapping) else None
             if other is None:
                 raise ProtocolError(
-                    "it does not say do_remote_prefill; expected the kv_transfer_params of a P's answer"
+                    "it does not say do_remote_prefill; expected the kv_transfer_params of a prefill engine's answer"
                 )
             if item.get(ALTERNATIVES) is not None:
                 raise ProtocolError("it names alternatives itself")
             check_reachable(other.peer, our_host_id)
             for field in ("prompt", "num_tokens", "kept", "adapter"):
                 if getattr(first, field) != getattr(other, field):
-                    raise ProtocolError(f"its {field} is not that of the first P")
+                    raise ProtocolError(f"its {field} is not that of the first prefill engine")
             if other.token in {first.token, *(lease.token for lease in usable)}:
                 raise ProtocolError("its lease is named twice")
             usable.append(RemoteLease(other.token, other.peer))
@@ -357,8 +361,9 @@ def check_reachable(peer: PeerEngine, our_host_id: str) -> None:
     for rank in peer.ranks:
         if rank.host in ("localhost", "::1") or rank.host.startswith("127."):
             raise ProtocolError(
-                f"P runs on another host but told its loopback address {rank.host}; set side_channel_host "
-                "(KVFERRY_SIDE_CHANNEL_HOST) on P to the address that this host reaches"
+                f"the prefill engine runs on another host but told its loopback address {rank.host}; set "
+                "side_channel_host "
+                "(KVFERRY_SIDE_CHANNEL_HOST) on the prefill engine to the address that this host reaches"
             )
 
 
@@ -373,20 +378,25 @@ def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
     """Check that P has prefilled the request's prompt."""
     ours = request.num_prompt_tokens
     if remote_prompt.num_tokens > ours:  # fewer are valid: D may compute the last ones
-        raise ProtocolError(f"P prefilled {remote_prompt.num_tokens} prompt tokens, this request has {ours}")
+        raise ProtocolError(
+            f"the prefill engine prefilled {remote_prompt.num_tokens} prompt tokens, this request has {ours}"
+        )
     if request.prompt_token_ids is None:
-        raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from P's")
+        raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from the prefill engine's")
     ids = request.prompt_token_ids
     prefilled = ids if remote_prompt.num_tokens == ours else ids[: remote_prompt.num_tokens]
     if prompt_digest(prefilled, request.extra) != remote_prompt.prompt:
-        raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
+        raise ProtocolError(
+            "the prefill engine prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)"
+        )
 
 
 def check_adapter(request: RequestView, remote_prompt: RemotePrompt) -> None:
     """Check that P has prefilled the prompt with the request's LoRA adapter, where both know its content."""
     if request.adapter != remote_prompt.adapter and request.adapter and remote_prompt.adapter:
         raise ProtocolError(
-            "P prefilled the prompt with another LoRA adapter of this name; load the same files on both"
+            "the prefill engine prefilled the prompt with another LoRA adapter of this name; load the same "
+            "files on both"
         )
 
 
@@ -398,7 +408,8 @@ def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_lo
     """
     if any(table.kind == "state" for table in tables) and remote_prompt.num_tokens != stop:
         raise ProtocolError(
-            f"P's state is that after {remote_prompt.num_tokens} tokens, needed is the one after {stop}"
+            f"the prefill engine's state is that after {remote_prompt.num_tokens} tokens, needed is the one "
+            f"after {stop}"
         )
     for kind, window, kept in remote_prompt.kept:
         ours = [table for table in tables if (table.kind, table.window) == (kind, window)]
@@ -406,5 +417,6 @@ def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_lo
         first = min(needed, default=num_local)
         if kept > first:
             raise ProtocolError(
-                f"P kept the window of {window} tokens from token {kept} on, our blocks begin at {first}"
+                f"the prefill engine kept the window of {window} tokens from token {kept} on, our blocks begin "
+                f"at {first}"
             )

@@ -146,7 +146,7 @@ class WorkerHalf:
             info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint, keys.fingerprint,
             ", ".join(plane.name for plane in rank_context.planes),
             "".join(f"; no {name}: {why}" for name, why in rank_context.missing_planes.items())
-            + "".join(f"; only as D over {p.name}: {p.cannot_serve}" for p in rank_context.planes if p.cannot_serve),
+            + "".join(f"; {p.name} only as decode: {p.cannot_serve}" for p in rank_context.planes if p.cannot_serve),
         )  # fmt: skip
 
     def unregister(self) -> None:

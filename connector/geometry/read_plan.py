@@ -64,7 +64,7 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
         span = Span(route.theirs, route.first, num_layers, head, num_heads, token, num_tokens, region.shard)
         planned.append(PlannedSpan(span, route.region, route.layer, ours, theirs.shard))
     if len(planned) > MAX_SPANS:
-        raise GeometryError(f"{len(planned)} spans to read from one rank of P, limit {MAX_SPANS}")
+        raise GeometryError(f"{len(planned)} spans to read from one rank of the prefill engine, limit {MAX_SPANS}")
     return tuple(planned)
 
 

@@ -139,7 +139,7 @@ class TpKVTopology:
         text = f"this rank reads from {ranks} of {size} tensor-parallel ranks, tp_ratio {_known(self.tp_ratio, size)}"
         if remote_block_size and self.block_size:
             text += f", block_size_ratio {_known(self.block_size_ratio, remote_block_size)}"
-        return f"{text}, P replicates KV heads" if self.replicates_kv_cache(peer) else text
+        return f"{text}, the prefill engine replicates KV heads" if self.replicates_kv_cache(peer) else text
 
     # --- D's rank reads -----------------------------------------------------------------------------------------
 

@@ -20,7 +20,9 @@ from kvferry.transport.staging import empty_page_locked
 Trailer = npt.NDArray[np.uint8]
 """The checksum of one message, uint8 [8]."""
 
-NO_CHECKSUM = "D reads P's pages by itself, without messages that could carry a checksum"
+NO_CHECKSUM = (
+    "the decode engine reads the prefill engine's pages by itself, without messages that could carry a checksum"
+)
 """Why a plane is not used where checksums are demanded."""
 
 

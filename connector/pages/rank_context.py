@@ -33,7 +33,7 @@ MAX_TEXT = 256
 
 
 def _unknown_lease(params: bytes) -> RemoteLease:
-    raise ProtocolError("this rank does not read what P tells of a lease")
+    raise ProtocolError("this rank does not read what the prefill engine tells of a lease")
 
 
 @dataclass

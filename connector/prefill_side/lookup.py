@@ -101,7 +101,8 @@ class NamedPrompts:
         if taken:
             self._log.warning(
                 "name",
-                "kvferry: %s has the name %s of a prompt that P holds: D finds only the first by it; a router must "
+                "kvferry: %s has the name %s of a prompt that this engine holds: a decode engine finds only the "
+                "first by it; a router must "
                 "give each request a transfer_id of its own",
                 prompt.request_id, quoted(taken[0]),
             )  # fmt: skip

@@ -204,7 +204,10 @@ class Producer:
         while self._replies.lost:
             unread = self._sessions.table.get(self._replies.lost.pop())
             if unread is not None:
-                text = f"kvferry: D {unread.engine_id[:8]} does not read the replies of this rank: its session ends"
+                text = (
+                    f"kvferry: the decode engine {unread.engine_id[:8]} does not read the replies of this "
+                    "rank: its session ends"
+                )
                 self._log.warning("unread replies", text)
                 self._end_session(unread, now)
 
@@ -315,7 +318,7 @@ class Producer:
             self._step(lease, ls.ReadStarted(), now)
             self._rank_context.stats.levels["sending"] += 1
             for other in displaced:
-                self._fail(other, "P sends too many reads to this D", now)
+                self._fail(other, "the prefill engine sends too many reads to this decode engine", now)
 
     def _serve_held(self, token: bytes, now: float) -> None:
         """Serve the asks under a token that came too early."""
@@ -436,9 +439,11 @@ class Producer:
         if not read.stopped:
             session, way = read.session, "sending, sent" if read.sent == read.chunks else "sending"
             seconds = self._rank_context.clock() - read.begun_at
-            text = f"{why}; the read at P: {way}, draining +{seconds:.3f} s (SendFailed)"
+            text = f"{why}; the prefill read: {way}, draining +{seconds:.3f} s (SendFailed)"
             with self._guarded("DenyRead"):
-                self._log.warning("read failed", "kvferry: a read of D %s failed: %s", session.engine_id[:8], text)
+                self._log.warning(
+                    "read failed", "kvferry: a read of decode rank %s failed: %s", session.engine_id[:8], text
+                )
                 if session.attached:
                     self.deny(session.identity, read.ask.read, "failed", text)
             self._stop(read, now)

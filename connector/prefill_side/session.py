@@ -89,7 +89,9 @@ class Sessions:
             check_model(self._rank_context.model, hello.model)
             compatible(self._rank_context.caches.geometry, hello.geometry, consumer=False, convert=hello.converts)
         except (IncompatiblePeerError, GeometryError) as error:
-            self._log.warning(f"refused {hello.engine_id}", "kvferry: refused D %s: %s", hello.engine_id[:8], error)
+            self._log.warning(
+                f"refused {hello.engine_id}", "kvferry: refused decode rank %s: %s", hello.engine_id[:8], error
+            )
             if isinstance(error, IncompatiblePeerError):
                 ours, theirs = str(error.ours)[:1024], str(error.theirs)[:1024]
                 return messages.Refused(field=error.field[:256], ours=ours, theirs=theirs)
@@ -134,7 +136,9 @@ class Sessions:
             if plane is None:
                 raise TransportError(f"plane {attach.plane!r} is not on offer")
             if plane.same_host and not session.here:
-                raise TransportError(f"plane {attach.plane} joins processes of one host, D is at {session.address}")
+                raise TransportError(
+                    f"plane {attach.plane} joins processes of one host, the decode engine is at {session.address}"
+                )
             self._check_checksum(attach, plane)
             if session.channel is not None:
                 if session.asked:
@@ -143,11 +147,11 @@ class Sessions:
                 session.channel = None
             session.channel, reply = plane.accept(attach.payload)
         except (TransportError, ProtocolError) as error:
-            key, text = f"not attached {session.engine_id}", "kvferry: D %s could not attach: %s"
+            key, text = f"not attached {session.engine_id}", "kvferry: decode rank %s could not attach: %s"
             self._log.warning(key, text, session.engine_id[:8], error)
             return messages.AttachRefused(plane=attach.plane, reason=str(error)[:1024])
         session.checksum = attach.checksum
-        key, text = f"attached {session.engine_id}", "kvferry: D %s attached over %s"
+        key, text = f"attached {session.engine_id}", "kvferry: decode rank %s attached over %s"
         self._log.info(key, text, session.engine_id[:8], described(attach.plane, attach.checksum))
         if session.channel.pulls:  # only a D that reads P's pages receives their addresses
             pages = self._rank_context.caches.page_layouts()
@@ -164,12 +168,16 @@ class Sessions:
             TransportError: it is not.
         """
         if attach.checksum is None and self._rank_context.settings.checksum:
-            raise TransportError("D attaches without checksums, P demands them (setting checksum)")
+            raise TransportError(
+                "the decode engine attaches without checksums, the prefill engine demands them (setting checksum)"
+            )
         if attach.checksum is not None and plane.pulls:
             raise TransportError(f"plane {plane.name} has no checksums: {NO_CHECKSUM}")
         ours = checksums_on(self._rank_context.caches.device)
         if attach.checksum is not None and attach.checksum not in ours:
-            raise TransportError(f"D wants the checksum {attach.checksum}, P has {', '.join(ours)}")
+            raise TransportError(
+                f"the decode engine wants the checksum {attach.checksum}, the prefill engine has {', '.join(ours)}"
+            )
 
     def gone(self, now: float) -> list[Session]:
         """The sessions whose D is gone: their data plane has an error, of ``LOOKED_AT`` in turn, or they have been
@@ -182,7 +190,7 @@ class Sessions:
             stands = self.table.get(session.identity) is session
             if stands and session.channel is not None and session.channel.error is not None:
                 gone.append(session)
-                key, text = f"gone {session.engine_id}", "kvferry: D rank of %s is gone: %s"
+                key, text = f"gone {session.engine_id}", "kvferry: decode rank of %s is gone: %s"
                 self._log.info(key, text, session.engine_id[:8], session.channel.error)
         silent = max(SILENT_SECONDS, self._rank_context.settings.lease_cap_seconds)
         for session in self.table.values():  # the one that has been silent longest comes first

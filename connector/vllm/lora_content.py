@@ -40,7 +40,9 @@ def lora_content(path: str) -> str:
         logger.debug("kvferry: the LoRA adapter in %s: %r", path, error)
         content = ""
     if not content and (known is None or known[1]):
-        logger.info("kvferry: the LoRA adapter %s cannot be compared: its name must mean the same on P and D", path)
+        logger.info(
+            "kvferry: the LoRA adapter %s cannot be compared: its name must mean the same on both engines", path
+        )
     if len(_known) >= MAX_ADAPTERS:
         _known.clear()
     _known[path] = version, content

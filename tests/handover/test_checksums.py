@@ -213,7 +213,7 @@ def test_a_d_without_checksums_is_not_served_by_a_p_that_demands_them(group: Ran
     welcome = raw.greet()
     assert welcome.checksum and welcome.checksums == ("xxh3", "sum64")
     raw.attach(welcome)
-    assert "P demands them" in raw.answer(messages.AttachRefused).reason
+    assert "the prefill engine demands them" in raw.answer(messages.AttachRefused).reason
     another_works(p, d)
     raw = group.raw(*group.pair(), attached=False)
     raw.greet()

@@ -277,4 +277,4 @@ def test_p_is_the_one_that_the_parameters_named(p: Rank, d: Rank, caplog: pytest
     with caplog.at_level("WARNING", "vllm.kvferry"):
         d.worker.post(load_plan("req-d", token, sharding, OURS, 0, TOKENS))
         assert wait(lambda: d.failed == {"req-d"}, [p, d])
-        assert wait(lambda: "shardings, in kv_transfer_params and in P's handshake," in caplog.text)
+        assert wait(lambda: "shardings, in kv_transfer_params and in the prefill engine's handshake," in caplog.text)

@@ -141,7 +141,10 @@ def test_pages_that_a_forged_p_names_are_not_read(group: RankGroup, whose: str, 
         if whose == "a third process":
             assert wait(lambda: NOT_THE_END in caplog.text) and not forged.attached
         else:  # this process is at the other end; yet its heap is none of its KV caches
-            assert wait(lambda: "are in no KV cache that P has published" in caplog.text) and forged.attached
+            assert (
+                wait(lambda: "are in no KV cache that the prefill engine has published" in caplog.text)
+                and forged.attached
+            )
     finally:
         forged.end()
 

@@ -254,4 +254,4 @@ def test_the_end_of_its_leases_is_told(group: RankGroup, monkeypatch: pytest.Mon
     assert wait(lambda: link.phase is LinkPhase.FAILED, [d])
     told.set()
     ending.join(60)
-    assert link.failure.kind == "peer_lost" and f"P has ended its leases: {why}" in link.failure.text
+    assert link.failure.kind == "peer_lost" and f"the prefill engine has ended its leases: {why}" in link.failure.text

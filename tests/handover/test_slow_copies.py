@@ -126,8 +126,10 @@ def test_a_copy_that_fails_fails_its_request(
         begin(p, d)
         assert not ended(p, d)
     if side == 0:  # both sides log how far the read had come at P
-        assert wait(lambda: caplog.text.count("; the read at P: sending, draining +") == 2)  # they follow the reports
-        lines = [line for line in caplog.messages if "; the read at P: sending, draining +" in line]
+        assert wait(
+            lambda: caplog.text.count("; the prefill read: sending, draining +") == 2
+        )  # they follow the reports
+        lines = [line for line in caplog.messages if "; the prefill read: sending, draining +" in line]
         assert len(lines) == 2 and all("could not be packed: CUDA error" in line for line in lines), caplog.text
     copies[side].error = ""
     another_works(p, d)

@@ -165,7 +165,7 @@ def test_p_s_memory_is_mapped_once_and_found_at_our_addresses(driver: Driver, pl
     assert channel.translate(3 * SIZE + 5, 100) == 3 * SIZE + 5 + Driver.SHIFT
     assert channel.translate(7 * SIZE, 10) == 7 * SIZE + Driver.SHIFT
     for address, nbytes in ((7 * SIZE, 11), (5 * SIZE, 1), (3 * SIZE, 10), (3 * SIZE + 6, 100)):
-        with pytest.raises(TransportError, match="in no KV cache that P has published"):
+        with pytest.raises(TransportError, match="in no KV cache that the prefill engine has published"):
             channel.translate(address, nbytes)
     channel.close()
     channel.close()
@@ -210,7 +210,8 @@ def test_no_peer_access_is_told_before_anything_is_mapped(driver: Driver, plane:
 
 
 @pytest.mark.parametrize(
-    ("broken", "why"), [("gone", "INVALID_VALUE"), ("other bytes", "not the bytes that P wrote"), ("small", "smaller")]
+    ("broken", "why"),
+    [("gone", "INVALID_VALUE"), ("other bytes", "not the bytes that the prefill engine wrote"), ("small", "smaller")],
 )
 def test_a_mapping_that_fails_is_the_channel_s_error(driver: Driver, plane: Make, p: P, broken: str, why: str) -> None:
     d = plane()

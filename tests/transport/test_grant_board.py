@@ -103,7 +103,7 @@ def test_another_file_is_refused(change: str) -> None:
         fcntl.fcntl(other, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     fd = os.open("/dev/null", os.O_RDONLY) if change == "fd" else other
     place = BoardAddress(writer.place.fd, key()) if change == "secret" else BoardAddress(fd, writer.place.secret)
-    with pytest.raises(PlaneUnavailableError, match="P's board"):
+    with pytest.raises(PlaneUnavailableError, match="the prefill engine's board"):
         BoardReader(PeerProcess(os.getpid()), place)
     for each in {fd, other}:
         os.close(each)

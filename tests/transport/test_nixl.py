@@ -148,7 +148,7 @@ def test_another_p_may_not_take_the_name_of_an_agent(pair: Any) -> None:
     receiver, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
     reply = msgspec.msgpack.decode(pair.p.accept(payload)[1])
     reply["slots"]["address"] += 4096
-    with pytest.raises(PlaneUnavailableError, match="another P has the agent name"):
+    with pytest.raises(PlaneUnavailableError, match="another prefill engine has the agent name"):
         pair.d.finish(receiver, msgspec.msgpack.encode(reply))
 
 

@@ -68,7 +68,10 @@ def test_all_leases_of_a_request_are_kept_and_loaded_under_or_released(
     plan = allocated(view(params), 0 if end == "nothing" else 49).take_plan()
     tokens = [b"t" * 16, b"u" * 16]
     assert [keep.token for keep in plan.keeps] == tokens
-    assert "has one P less to load from: alternatives[1]: its prompt is not that of the first P" in caplog.text
+    assert (
+        "has one prefill engine less to load from: alternatives[1]: its prompt is not that of the first prefill engine"
+        in caplog.text
+    )
     if end == "loaded":
         (load,) = plan.loads
         assert [load.token, *(lease.token for lease in load.alternatives)] == tokens and not plan.releases

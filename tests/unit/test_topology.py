@@ -217,7 +217,8 @@ def test_a_question_without_an_engine_needs_a_single_remote_engine() -> None:
         ((1, 2, 8), (48, 16), "reads from tp0, tp1 of 2 tensor-parallel ranks, tp_ratio -2, block_size_ratio 3"),
         ((2, 3, 6), (20, 48), "reads from tp0, tp1 of 3 tensor-parallel ranks, tp_ratio none (2 to 3), "
                               "block_size_ratio none (20 to 48)"),
-        ((1, 4, 2), (16, 0), "reads from tp0, tp2 of 4 tensor-parallel ranks, tp_ratio -4, P replicates KV heads"),
+        ((1, 4, 2), (16, 0), "reads from tp0, tp2 of 4 tensor-parallel ranks, tp_ratio -4, "
+            "the prefill engine replicates KV heads"),
     ],
 )  # fmt: skip
 def test_the_log_line_names_ranks_and_ratios(form: tuple[int, int, int], blocks: tuple[int, int], line: str) -> None:

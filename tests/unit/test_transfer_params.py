@@ -59,8 +59,8 @@ def broken(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("params", "named"),
     [
-        ({"do_remote_prefill": True}, "names no P"),
-        ({"do_remote_prefill": True, "remote_engine_id": None, "kvferry": None}, "names no P"),
+        ({"do_remote_prefill": True}, "names no prefill engine"),
+        ({"do_remote_prefill": True, "remote_engine_id": None, "kvferry": None}, "names no prefill engine"),
         ({"do_remote_prefill": True, "remote_engine_id": "x"}, "no 'kvferry' entry"),
         (broken(v="x" * 3_000_000), r"version is 'x+\.\.\.x+', expected 1"),
         (broken(v=10**5000), "version is a value of type int, expected 1"),

@@ -66,7 +66,7 @@ def test_an_adapter_that_cannot_be_read_goes_by_its_name(
     elif broken == "no mount":
         monkeypatch.setattr(Path, "is_file", Mock(side_effect=OSError(errno.ENOTCONN, "not connected")))
     assert lora_content(folder) == lora_content(folder) == ""
-    assert broken == "no folder" or len(lines(folder, "its name must mean the same on P and D")) == 1
+    assert broken == "no folder" or len(lines(folder, "its name must mean the same on both engines")) == 1
 
 
 @pytest.mark.parametrize("at_d", ["copy", "other", "unknown"])

@@ -149,7 +149,7 @@ def test_two_prompts_of_one_name(group: EngineGroup, lines: Lines) -> None:
     p.add(IDS, TO_P)
     p.add(other, TO_P, request_id="cmpl-second-0-01234567")
     run([p], lambda: len(p.leases) == 2)
-    assert lines("cmpl-second-0-01234567 has the name 'tx' of a prompt that P holds")
+    assert lines("cmpl-second-0-01234567 has the name 'tx' of a prompt that this engine holds")
     ends_well(p, d, d.add(IDS, params, max_tokens=4), d.add(other, p.named(remote_request_id="second"), max_tokens=4))
 
 
@@ -168,7 +168,7 @@ def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines
     p.finish(p.add(theirs, TO_P))
     run([p], lambda: bool(p.leases))
     if end == "refused":
-        prefills_locally(p, d, request_id, lines, "P prefilled another prompt")
+        prefills_locally(p, d, request_id, lines, "the prefill engine prefilled another prompt")
     elif end == "aborted":
         eventually(lambda: stalled(d))
         d.abort(request_id)
@@ -353,7 +353,7 @@ def test_a_p_that_ends(group: EngineGroup, lines: Lines) -> None:
     request_id = asked(d, params, p)
     p.workers[0].connector.shutdown()
     loaded(None, d, request_id, 0)
-    assert lines("prefills locally: P at 127.0.0.1", "cannot be asked for the lease")
+    assert lines("prefills locally: the prefill engine at 127.0.0.1", "cannot be asked for the lease")
     settle(d)
 
 
@@ -398,8 +398,8 @@ def test_made_up_addresses_do_not_keep_d_from_asking_p(
         ({}, {"remote_host": "a\nb"}, "remote_host is 'a\\nb', expected a printable text"),
         ({}, {"transfer_id": 7}, "transfer_id is 7, expected a printable text"),
         ({}, {"remote_key": "K"}, "remote_key is 'K', expected the 12 digits"),
-        ({}, {"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected P's engine id"),
-        ({}, {"remote_block_ids": [[1, 2]]}, "P runs another connector"),
+        ({}, {"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected the engine id of the prefill engine"),
+        ({}, {"remote_block_ids": [[1, 2]]}, "the prefill engine runs another connector"),
         ({}, {"remote_host": None}, "no 'kvferry' entry"),
     ],
 )

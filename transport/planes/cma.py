@@ -219,9 +219,9 @@ class CmaPlane(PullPlane[CmaChannel, CmaMemory]):
             read_memory(channel.process.pid, np.array([found.ctypes.data]), np.array([memory.address]), one)
         except OSError as error:
             hint = "; see kernel.yama.ptrace_scope" if error.errno == errno.EPERM else ""
-            raise PlaneUnavailableError(f"P's memory cannot be read: {error.strerror}{hint}") from None
+            raise PlaneUnavailableError(f"the prefill engine's memory cannot be read: {error.strerror}{hint}") from None
         if not secrets.compare_digest(found.tobytes(), memory.secret):
-            raise PlaneUnavailableError("P's memory is not what P's file says")
+            raise PlaneUnavailableError("the prefill engine's memory is not what its file says")
         channel.ranges = memory.ranges
 
     @property

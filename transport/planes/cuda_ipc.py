@@ -77,7 +77,9 @@ class IpcChannel(ProcessChannel):
             offset = address - allocation.base
             if offset >= 0 and offset + nbytes <= allocation.nbytes:
                 return mapped + offset
-        raise TransportError(f"cuda_ipc: {nbytes} bytes at {address:#x} are in no allocation that P has given us")
+        raise TransportError(
+            f"cuda_ipc: {nbytes} bytes at {address:#x} are in no allocation that the prefill engine has given us"
+        )
 
     def read(self, request: PageRead) -> Copy:
         return request.launch()
@@ -94,12 +96,14 @@ class IpcChannel(ProcessChannel):
                 self._mapped.append(cuda.open_handle(allocation.handle))
             probe = cuda.read_bytes(self._mapped[-1], SECRET_BYTES, self._plane.device)
             if not secrets.compare_digest(probe, memory.secret):
-                raise TransportError("the bytes read through the mapping are not the bytes that P wrote")
+                raise TransportError(
+                    "the bytes read through the mapping are not the bytes that the prefill engine wrote"
+                )
             for allocation, mapped in zip(memory.allocations, self._mapped, strict=False):
                 if cuda.address_range(mapped)[1] < allocation.nbytes:
-                    raise TransportError("a mapping is smaller than P's allocation")
+                    raise TransportError("a mapping is smaller than the prefill engine's allocation")
         except Exception as error:  # after any error of the driver another plane may work
-            self.error = PeerUnreachableError(f"cuda_ipc: P's memory cannot be mapped: {error}")
+            self.error = PeerUnreachableError(f"cuda_ipc: the prefill engine's memory cannot be mapped: {error}")
         else:
             self.ranges, self._allocations = memory.ranges, memory.allocations
             self.ready = True
@@ -158,9 +162,9 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
     def check(self, offer: PullOffer) -> None:
         assert isinstance(offer, IpcOffer)
         if offer.why:
-            raise PlaneUnavailableError(f"P's memory cannot be mapped: {offer.why}")
+            raise PlaneUnavailableError(f"the prefill engine's memory cannot be mapped: {offer.why}")
         if offer.pid == os.getpid():
-            raise PlaneUnavailableError("P is this very process")
+            raise PlaneUnavailableError("the prefill engine is this very process")
 
     def join(self, process: PeerProcess) -> IpcChannel:
         return IpcChannel(self, process)

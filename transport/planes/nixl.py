@@ -375,10 +375,13 @@ class NixlPlane(SocketPlane):
         theirs = decode_payload(offer, NixlOffer, "nixl offer")
         if theirs.release != self._release:
             raise PlaneUnavailableError(
-                f"nixl: P has NIXL {theirs.release[:64]!r}, this host {self._release}; install the same on both"
+                f"nixl: the prefill engine has NIXL {theirs.release[:64]!r}, this host {self._release}; install "
+                "the same on both"
             )
         if theirs.lanes != self._lanes.kind:
-            raise PlaneUnavailableError(f"nixl: P's lanes are {theirs.lanes[:256]!r}, ours {self._lanes.kind!r}")
+            raise PlaneUnavailableError(
+                f"nixl: the prefill engine's lanes are {theirs.lanes[:256]!r}, ours {self._lanes.kind!r}"
+            )
         try:
             self.prepare_to_read()
         except TransportError as error:
@@ -444,9 +447,9 @@ class NixlPlane(SocketPlane):
             self._agent.connect(reply.agent)
             source = self.sources[reply.agent] = NixlSource(reply.agent, reply.slots, reply.checksum)
         elif source.broken:
-            raise PlaneUnavailableError("nixl: the last connection to this P is not closed yet")
+            raise PlaneUnavailableError("nixl: the last connection to this prefill engine is not closed yet")
         elif (source.slots, source.checksum) != (reply.slots, reply.checksum):
-            raise PlaneUnavailableError("nixl: another P has the agent name of this one")
+            raise PlaneUnavailableError("nixl: another prefill engine has the agent name of this one")
         return source
 
     def leave(self, channel: NixlRecvChannel) -> None:

@@ -62,7 +62,7 @@ class ProcessChannel(PullChannel):
     def translate(self, address: int, nbytes: int) -> int:
         if not any(base <= address and address + nbytes <= base + size for base, size in self.ranges):
             raise TransportError(
-                f"{self._name}: {nbytes} bytes at {address:#x} are in no KV cache that P has published"
+                f"{self._name}: {nbytes} bytes at {address:#x} are in no KV cache that the prefill engine has published"
             )
         return address
 
@@ -125,12 +125,12 @@ class PullPlane(Plane, Generic[C, M]):
     def connect(self, offer: bytes, host: str) -> tuple[C, bytes]:
         theirs = decode_payload(offer, self.offers, f"{self.name} offer")
         if not theirs.host_id or theirs.host_id != host_id():
-            raise self.elsewhere("P is on another host or in another network namespace")
+            raise self.elsewhere("the prefill engine is on another host or in another network namespace")
         self.check(theirs)
         try:
             channel = self.join(PeerProcess(theirs.pid))
         except OSError as error:
-            raise self.elsewhere(f"P's process cannot be found: {error.strerror}") from None
+            raise self.elsewhere(f"the prefill engine's process cannot be found: {error.strerror}") from None
         self._channels.append(channel)
         return channel, b""
 
@@ -155,9 +155,11 @@ class PullPlane(Plane, Generic[C, M]):
             finally:
                 os.close(fd)
         except PermissionError:
-            raise self.elsewhere("P runs as another user, or may not be traced") from None
+            raise self.elsewhere("the prefill engine runs as another user, or may not be traced") from None
         except OSError as error:
-            raise self.elsewhere(f"P's description of its memory cannot be read: {error.strerror}") from None
+            raise self.elsewhere(
+                f"the prefill engine's description of its memory cannot be read: {error.strerror}"
+            ) from None
         return decode_payload(content, self.memory, f"{self.name} memory", MAX_FILE_BYTES)
 
     def pollables(self) -> list[tuple[int, int]]:
