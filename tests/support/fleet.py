@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.support.served import descendants
 from tests.support.server import PATIENCE_SECONDS, Server
+from tests.support.turns import resident_bytes
 
 USUAL_DESCRIPTORS = 1024
 """The soft limit of a process on most systems; the hard limit is higher."""
@@ -42,7 +43,7 @@ class Process:
     pid: int
 
     def resident_mib(self) -> float:
-        return self._status_line("VmRSS") / 1024
+        return resident_bytes(self.pid) / 2**20
 
     def peak_mib(self) -> float:
         return self._status_line("VmHWM") / 1024

@@ -93,13 +93,15 @@ class Usage(logging.Handler):
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,
             "threads": len(os.listdir("/proc/self/task")),
             "mappings": Path("/proc/self/maps").read_bytes().count(b"\n"),
-            "rss_mib": int(rollup["Rss:"]) / 1024,
+            "rss_mib": resident_bytes() / 2**20,
             "pss_mib": int(rollup["Pss:"]) / 1024,
             "turn_ms": 1e3 * longest,
             "errors": errors,
         }
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is in use."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(pid: int | str = "self") -> int:
+    """Memory of a process that is in use, without pages of files: the kernel takes back those that are not used for a
+    while, and gives them again."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))

@@ -15,7 +15,6 @@ import sys
 import zlib
 from collections import Counter, deque
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, 
 from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.registry import plane_spec
+from tests.support.turns import resident_bytes
 from tests.transport.plane_list import ENCRYPTED, pattern, plane_of
 
 HOST = sys.argv[5] if len(sys.argv) > 5 else "127.0.0.1"
@@ -218,7 +218,7 @@ class Peer:
             "ready": {id: c.ready for id, c in channels if isinstance(c, PullChannel)},
             "copies": [{"done": c.done, "error": c.error, "peer_lost": c.peer_lost} for c in self.copies],
             "retired": getattr(self.plane, "retired_slots", 0),
-            "rss": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
+            "rss": resident_bytes(),
             "fds": len(os.listdir("/proc/self/fd")),
             "cpu": usage.ru_utime + usage.ru_stime,
         }
