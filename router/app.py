@@ -24,6 +24,7 @@ from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HEAD_BYTES, HttpError
 from kvferry.router.legs import ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
+from kvferry.router.metrics import SAMPLE_SECONDS, StatusHistory
 from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, members, without
 from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
 from kvferry.router.spans import begin_request, end_request
@@ -38,7 +39,7 @@ BACKLOG = 128  # Connections that may wait to be accepted
 FAULT_SECONDS = 30.0  # For so long ``/health`` names a fault of this machine
 _RESPONSE = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
 PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
-"""Engines, rates and latencies of the router, from ``/router/status``."""
+"""What was handed over, rates, latencies and engines, from ``/router/status``."""
 NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")  # They name hosts that an engine would connect to
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -73,6 +74,7 @@ class App:
         self._router, self._limits = router, limits or Limits()
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
+        self._history = StatusHistory()
         self._body_bytes = 0  # of all requests that are not over
         self.idle: dict[Any, float] = {}
         """Connections without a request or with a part of one, the oldest first, and how often they are looked at
@@ -108,6 +110,7 @@ class App:
             await self._health.round()
             self._loops.append(asyncio.ensure_future(self._health.watch()))
         self._loops.append(asyncio.ensure_future(self._watch_idle()))
+        self._loops.append(asyncio.ensure_future(self._keep_history()))
         await self._listeners.start_serving()
 
     async def stop(self) -> None:
@@ -137,6 +140,13 @@ class App:
                 if seconds <= 0 or number < many:
                     connection.force_close()
             before = len(self.idle)
+
+    async def _keep_history(self) -> None:
+        router = self._router
+        while True:
+            now = router.clock()
+            self._history.take(now, router.metrics.status(now))
+            await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
@@ -292,7 +302,8 @@ class App:
         return web.Response(body=self._router.metrics.text(), headers={"content-type": kind})
 
     async def _say_status(self, request: web.BaseRequest) -> web.StreamResponse:
-        return json_response(self._router.metrics.status(self._router.clock()))
+        now = self._router.clock()
+        return json_response(self._router.metrics.status(now) | {"history": self._history.columns(now)})
 
     async def _show_page(self, request: web.BaseRequest) -> web.StreamResponse:
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"

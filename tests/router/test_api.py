@@ -1,10 +1,8 @@
-"""The router as its users see it: OpenAI's client, headers, metrics, the status page, the command."""
+"""The router as its users see it: OpenAI's client, headers, metrics, the command."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import socket
 import subprocess
 import threading
@@ -14,18 +12,14 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
-from kvferry.router.app import PAGE, Limits
-from kvferry.router.engines import EngineState, Role
-from tests.router.stand_ins import PARAMS, Engine, Front, decode_engine, prefill_engine, routed, router_process, served
+from kvferry.router.app import Limits
+from tests.router.stand_ins import PARAMS, Engine, Front, decode_engine, prefill_engine, routed, router_process
 
-CHROMIUM = shutil.which("chromium")
 SECRET, UNBOUND = "user:secret", ("--host", "a..b")
 
 
@@ -140,42 +134,6 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
     assert status["engines"][1] == {
         "url": front.d[0], "role": "decode", "state": "up", "requests": 0, "load": 0.0, "passed_over": False,
     }  # fmt: skip
-
-
-def test_the_status_page_refers_to_nothing_outside() -> None:
-    with routed([], []) as front:
-        answer = front.get("/")
-    assert answer.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert not re.search(r"<[^>]*\b(src|href|action|data)=|://(?!www.w3.org/2000/svg)", answer.text)
-    assert set(re.findall(r'\bel\("([\w-]+)"\)', answer.text)) <= set(re.findall(r'\bid="([\w-]+)"', answer.text))
-    assert "/router/status" in answer.text
-
-
-def drawn(url: str, profile: Path) -> str:
-    """The page, as a browser has it some polls later."""
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += ["--virtual-time-budget=9000", "--dump-dom", url + "/"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=True).stdout
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_the_status_page_in_a_browser(tmp_path: Path) -> None:
-    """Drawn without an error, with the engines and a plot."""
-    p, d = prefill_engine(), decode_engine()
-    with routed(p, d) as front:
-        front.router.engines.add("http://h:1/<b>bold</b>", Role.DECODE, EngineState.DRAINING)
-        front.ask({"prompt": "x"})
-        shown = drawn(front.url, tmp_path)
-    assert f"<td>{front.p[0]}</td><td>prefill</td>" in shown and f"<td>{front.d[0]}</td><td>decode</td>" in shown
-    assert '<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td>decode</td><td class="draining">draining</td>' in shown
-    assert "200: 1" in shown and "serial: 1" in shown
-    assert re.search(r'<polyline points="[\d.]+,[\d.]+ [\d., ]+"', shown), "a plot of several polls"
-    assert '<p id="error" role="status"></p>' in shown
-
-    routes = [Route("/", lambda _: HTMLResponse(PAGE)), Route("/router/status", lambda _: Response(status_code=500))]
-    with served(Starlette(routes=routes)) as url:
-        assert ">The router does not answer: status 500</p>" in drawn(url, tmp_path)
 
 
 # --- the command
