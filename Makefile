@@ -113,10 +113,9 @@ faults: install
 	  $(if $(SEED),--seed $(SEED))
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/outages.py --count $(or $(COUNT),200) $(if $(SEED),--seed $(SEED))
 
-# With matplotlib in the environment, PLOT=1 writes a plot too.
 soak: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/run.py --seconds $(or $(SECONDS_TO_RUN),900) $(if $(SEED),--seed $(SEED)) \
-	  --json $(RESULTS)/soak.json $(if $(PLOT),--plot $(RESULTS)/soak.png)
+	  --json $(RESULTS)/soak.json
 
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \

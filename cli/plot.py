@@ -1,61 +1,109 @@
-"""A line chart with logarithmic axes as SVG. Pure."""
+"""A line chart as SVG, for a page in light or dark: measured points, each line named at its end. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from math import ceil, floor, log10
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 440, 80, 200, 40, 60
-COLOURS = ("#0b6e99", "#c8551b", "#4d7c0f", "#7c3aed", "#8a6d1a", "#b91c5c")
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 400, 72, 216, 48, 56
+LABEL_HEIGHT, TICK_WIDTH, MOST_TICKS = 17, 38, 8
+COLOURS = (
+    ("#0b6e99", "#58b7e6"), ("#c8551b", "#f0965c"), ("#4d7c0f", "#a3d45c"), ("#7c3aed", "#b79cf5"),
+    ("#8a6d1a", "#d9b84a"), ("#b91c1c", "#f28b82"),
+)  # fmt: skip
+"""Of a line on light and on dark ground."""
 
 Line = Sequence[tuple[float, float]]
 
 
-def svg_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Line]) -> str:
-    """An SVG document with one line for each entry of ``lines``: its name, and points with positive coordinates."""
-    points = [point for line in lines.values() for point in line]
-    x_decades, y_decades = (_decades([point[axis] for point in points]) for axis in (0, 1))
+def svg_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Line], *, log_y: bool = True) -> str:
+    """An SVG document with one line for each entry of ``lines``: its name, and points with positive coordinates. The
+    x axis is logarithmic. The y axis is too, or begins at 0."""
+    xs = sorted({x for line in lines.values() for x, _ in line})
+    ys = [y for line in lines.values() for _, y in line]
+    x_low, x_high = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] / 2, xs[0] * 2)
+    y_ticks = _decades(min(ys), max(ys)) if log_y else _steps(max(ys))
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
 
-    def place(point: tuple[float, float]) -> tuple[float, float]:
-        x = LEFT + (WIDTH - LEFT - RIGHT) * _share(point[0], x_decades)
-        return x, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * _share(point[1], y_decades)
+    def x_at(x: float) -> float:
+        return LEFT + 12 + (right - LEFT - 24) * log10(x / x_low) / log10(x_high / x_low)
+
+    def y_at(y: float) -> float:
+        low, high = y_ticks[0], y_ticks[-1]
+        share = log10(y / low) / log10(high / low) if log_y else y / high
+        return bottom - (bottom - TOP) * share
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(LEFT, TOP - 16, title, size=15),
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 16, x_name, anchor="middle"),
-        f'<g transform="rotate(-90 18 {HEIGHT / 2})">{_text(18, HEIGHT / 2, y_name, anchor="middle")}</g>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_style()}</style>",
+        f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}"/>',
+        _text(16, 26, title, "title"),
+        _text((LEFT + right) / 2, HEIGHT - 12, x_name, "middle"),
+        f'<g transform="rotate(-90 18 {(TOP + bottom) / 2})">{_text(18, (TOP + bottom) / 2, y_name, "middle")}</g>',
     ]
-    for power in range(x_decades[0], x_decades[1] + 1):
-        x, _ = place((10.0**power, 10.0 ** y_decades[0]))
-        parts.append(f'<path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#ddd"/>')
-        parts.append(_text(x, HEIGHT - BOTTOM + 18, f"{10.0**power:g}", anchor="middle"))
-    for power in range(y_decades[0], y_decades[1] + 1):
-        _, y = place((10.0 ** x_decades[0], 10.0**power))
-        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 8, y + 4, f"{10.0**power:g}", anchor="end"))
-    for number, (name, line) in enumerate(lines.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        placed = [place(point) for point in line]
+    for y in y_ticks:
+        parts.append(f'<path class="grid" d="M{LEFT} {y_at(y):.1f}H{right}"/>')
+        parts.append(_text(LEFT - 8, y_at(y) + 4, f"{y:,.10g}", "end"))
+    last = 0.0
+    for x in xs if len(xs) <= MOST_TICKS else _decades(x_low, x_high):
+        if x_low <= x <= x_high and x_at(x) - last >= TICK_WIDTH:
+            last = x_at(x)
+            parts.append(f'<path class="grid" d="M{last:.1f} {bottom}v5"/>')
+            parts.append(_text(last, bottom + 20, f"{x:,.10g}", "middle"))
+    for number, line in enumerate(lines.values()):
+        placed = [(x_at(x), y_at(y)) for x, y in line]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in placed]
-        parts.append(_text(WIDTH - RIGHT + 12, TOP + 18 * number + 12, name, colour=colour))
+        parts.append(f'<polyline class="c{number % len(COLOURS)}" points="{drawn}"/>')
+        parts += [f'<circle class="c{number % len(COLOURS)}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in placed]
+    ends = [y_at(line[-1][1]) for line in lines.values()]
+    for number, (name, y) in enumerate(zip(lines, _apart(ends), strict=True)):
+        parts.append(_text(right + 8, y + 4, name, f"c{number % len(COLOURS)}"))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _decades(values: Sequence[float]) -> tuple[int, int]:
-    low, high = floor(log10(min(values))), ceil(log10(max(values)))
-    return low, max(high, low + 1)
+def _decades(low: float, high: float) -> list[float]:
+    first, last = floor(log10(low)), ceil(log10(high))
+    return [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
 
-def _share(value: float, decades: tuple[int, int]) -> float:
-    return (log10(value) - decades[0]) / (decades[1] - decades[0])
+def _steps(high: float) -> list[float]:
+    """From 0 to at least ``high`` in four or five equal steps."""
+    power = 10.0 ** floor(log10(high / 4))
+    step = next(step * power for step in (1, 2, 2.5, 5, 10) if step * power * 5 >= high)
+    return [number * step for number in range(ceil(high / step) + 1)]
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12, colour: str = "#222") -> str:
+def _apart(wanted: Sequence[float]) -> list[float]:
+    """Heights near the wanted ones, in their order, so that no label covers another one."""
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    found = dict(enumerate(wanted))
+    for above, below in pairwise(order):
+        found[below] = max(found[below], found[above] + LABEL_HEIGHT)
+    limit = float(HEIGHT - BOTTOM)
+    for number in reversed(order):
+        found[number] = limit = min(found[number], limit)
+        limit -= LABEL_HEIGHT
+    return [found[number] for number in range(len(wanted))]
+
+
+def _style() -> str:
+    def scheme(shade: int, ground: str, text: str, grid: str) -> str:
+        lines = "".join(
+            f"polyline.c{number}{{stroke:{colour[shade]}}}circle.c{number},text.c{number}{{fill:{colour[shade]}}}"
+            for number, colour in enumerate(COLOURS)
+        )
+        return f".ground{{fill:{ground}}}text{{fill:{text}}}.grid{{stroke:{grid}}}{lines}"
+
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(text)}</text>'
+        "text{font:13px system-ui,sans-serif}.title{font-size:15px;font-weight:600}.middle{text-anchor:middle}"
+        ".end{text-anchor:end}polyline{fill:none;stroke-width:2.25;stroke-linejoin:round}"
+        + scheme(0, "#fff", "#222", "#ddd")
+        + f"@media(prefers-color-scheme:dark){{{scheme(1, '#12161c', '#e4e8ee', '#2f3743')}}}"
     )
+
+
+def _text(x: float, y: float, text: str, name: str) -> str:
+    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -1,4 +1,4 @@
-"""Writes the generated tables into README.md and docs/.
+"""Writes the generated tables into README.md and docs/, and the generated pictures.
 
     python docs/generate.py            write all of them
     python docs/generate.py --check    list the ones that are out of date; exit status 1 if there is any
@@ -70,6 +70,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/measurements.md": pages.MORE,
 }
 """By page, the generator of each of its tables."""
+PICTURES: dict[str, Callable[[], str]] = {f"docs/pictures/{pages.PICTURE}": pages.gpu_planes_picture}
 
 
 class PageError(Exception):
@@ -96,9 +97,10 @@ def filled(page: str, text: str) -> str:
 
 
 def outdated() -> dict[str, str]:
-    """The pages whose tables are not what their generators print, each as it should be."""
-    pages = {page: (ROOT / page).read_text() for page in REGIONS}
-    return {page: new for page, old in pages.items() if (new := filled(page, old)) != old}
+    """The pages and pictures that are not what their generators print, each as it should be."""
+    made = {page: filled(page, (ROOT / page).read_text()) for page in REGIONS}
+    made |= {name: make() for name, make in PICTURES.items()}
+    return {name: new for name, new in made.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != new}
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ from benchmarks.harness.tables import (
     policy_sentence,
     table,
 )
+from kvferry.cli.plot import svg_chart
 
 CONNECTORS = {"KVFerry": "KVFerryConnector", "NIXL": "NixlConnector"}
 
@@ -69,6 +70,25 @@ def rate_of(contender: str) -> Callable[[dict[str, Row]], str]:
     return lambda rows: rate(rows[contender]) if contender in rows else ""
 
 
+WAYS = {
+    "cuda_ipc": "KVFerry over cuda_ipc", "nixl": "NIXL, blocks of 16 tokens", "ucx": "KVFerry over ucx",
+    "nixl_best": "NIXL, contiguous", "peer_copy": "CUDA copy, contiguous",
+}  # fmt: skip
+PICTURE = "gpu_planes.svg"
+
+
+def gpu_planes_picture() -> str:
+    """GB/s between two GPUs by the length of the prompt."""
+    points = by_point(load("gpu_planes"))
+    lengths = {name: float(name.split("_")[1]) for name in points if name.startswith("tokens_")}
+    lines = {}
+    for contender, name in WAYS.items():
+        line = [(tokens, points[point][contender]["gb_per_s"]) for point, tokens in lengths.items()]
+        lines[f"{name}: {line[-1][1]:.0f}"] = line
+    title = f"The KV cache of one prompt between two GPUs ({load('gpu_planes')['versions']['gpus']})"
+    return svg_chart(title, "prompt tokens (Llama-8B, 128 KiB of KV for each)", "GB/s", lines, log_y=False)
+
+
 def mib(rows: dict[str, Row]) -> str:
     return f"{rows['cuda_ipc']['bytes'] / 2**20:.0f}"
 
@@ -97,6 +117,7 @@ def gpu_bandwidth() -> str:
         "to the report that the load is complete. The copy kernel of `cuda_ipc` is timed from its launch to its end. "
         "A contiguous transfer moves the same number of bytes in one piece. `*`: block size and layout are not "
         "changed, and the time for that is not counted.",
+        f"![GB/s by the length of the prompt](pictures/{PICTURE})",
         table([points[point] for point in POINTS], columns),
         f"A hand-over of one block of 16 tokens, without a vLLM engine: {times}.",
     )

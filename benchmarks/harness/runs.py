@@ -40,12 +40,11 @@ def soak() -> str:
         f"{shared(result)} `make soak`: engines of both halves without a model, a P and a D for each plane. Faults: "
         f"{figures['restarts']} restarts by SIGKILL, {faults['stop']} stops of up to 3 s, "
         f"{faults['throws of the stranger']:,} connections of a stranger. {ends}.",
-        "The processes that lived for the whole run; of each quantity, the process that grew most after the warm-up, "
-        "which is grey in the plot. Growth is the median slope times the time.",
+        "The processes that lived for the whole run; of each quantity, the process that grew most after the warm-up. "
+        "Growth is the median slope times the time.",
         table(most, columns),
         "P remembers 65,536 leases and 32,768 reads that have ended. Until these tables are full, its memory grows by "
         "some hundred bytes with each hand-over.",
-        "![What the processes held](../benchmarks/results/soak.png)",
         f"First hand-over from a P that was started again, after its port was open: median "
         f"{figures['recovery_p_s_median']:.2f} s, longest {figures['recovery_p_s_max']:.2f} s of "
         f"{figures['recovery_p_count']}; into a D that was started again: {figures['recovery_d_s_median']:.2f} s, "

@@ -105,6 +105,10 @@ def test_tables_are_as_their_generators_print_them(page: str) -> None:
         assert "<!-- generated " not in text or page == "CONTRIBUTING.md", "its tables are not generated"
 
 
+def test_pictures_are_as_their_generators_draw_them() -> None:
+    assert [name for name, make in generator()["PICTURES"].items() if read(name) != make()] == [], "run make docs"
+
+
 def test_a_changed_table_and_one_without_end_are_noticed() -> None:
     text = read("docs/settings.md")
     assert generator()["filled"]("docs/settings.md", text.replace("`127.0.0.1`", "`0.0.0.0`")) == text

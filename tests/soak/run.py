@@ -1,6 +1,6 @@
 """Engines of P and D that hand over for a long time, under aborts, kills, restarts, stops and a stranger's garbage.
 
-    python tests/soak/run.py [--seconds 900] [--seed S] [--planes cma shm tcp zmq] [--json FILE] [--plot FILE]
+    python tests/soak/run.py [--seconds 900] [--seed S] [--planes cma shm tcp zmq] [--json FILE]
 
 For each plane one P and one D live for the whole run. Beside them, one P and one D of one plane after the other are
 killed and started again on the same port. Hand-overs go over the planes in turn. The run fails where a load is reported
@@ -22,12 +22,6 @@ from benchmarks.harness import report  # noqa: E402
 from tests.soak import flatness  # noqa: E402
 from tests.soak.driver import PLANES, Soak  # noqa: E402
 from tests.support.pair import run_parser  # noqa: E402
-
-PANELS = {
-    "descriptors": "descriptors", "threads": "threads", "mappings": "mappings", "rss_mib": "resident memory, MiB",
-    "leases": "leases", "blocks": "blocks in use", "sessions": "sessions", "links": "links",
-    "turn_ms": "longest turn of the transfer thread, ms",
-}  # fmt: skip
 
 
 def verdicts(soak: Soak) -> list[flatness.Verdict]:
@@ -78,34 +72,10 @@ def document(soak: Soak) -> dict[str, Any]:
     }
 
 
-def plot(soak: Soak, path: Path) -> None:
-    """Write a PNG of what each lasting process held, over time; needs matplotlib."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(3, 3, figsize=(15, 9), layout="constrained", sharex=True)
-    every: list[Any] = list(axes.flat)
-    for axis, (quantity, title) in zip(every, PANELS.items(), strict=True):
-        for name, samples in soak.samples.items():
-            shown = [(sample["at"], sample[quantity]) for sample in samples if sample["at"] <= soak.lasted]
-            axis.plot(*zip(*shown, strict=True), linewidth=0.9, label=name)
-        axis.axvspan(0, flatness.WARM_UP * soak.lasted, color="lightgrey", alpha=0.4)
-        axis.set_title(title, fontsize=10)
-        axis.set_ylim(bottom=0)
-    for axis in every[-3:]:
-        axis.set_xlabel("seconds; grey: warm-up")
-    every[0].legend(fontsize=7, ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     parser = run_parser(__doc__, seconds=900.0)
     parser.add_argument("--planes", nargs="+", default=PLANES, choices=PLANES)
     parser.add_argument("--leak", default="", choices=("", "descriptor", "memory", "lease"), help="plant a fault")
-    parser.add_argument("--plot", type=Path, help="write a plot to this PNG; needs matplotlib")
     options = parser.parse_args()
     print(f"soak: seed {options.seed}, {options.seconds:g} s over {', '.join(options.planes)}", flush=True)
     soak = Soak(options.seconds, options.seed, options.planes, options.leak)
@@ -118,8 +88,6 @@ def main() -> int:
         print(f"{name:<28} {value:g}")
     for failure in failures(soak):
         print(f"FAILED: {failure}")
-    if options.plot:
-        plot(soak, options.plot)
     arguments = {"seconds": options.seconds, "seed": options.seed, "planes": list(options.planes)}
     report.write(options.json, found | {"arguments": arguments})
     return 1 if failures(soak) else 0
