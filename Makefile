@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies test-ray sweep walk explore simulate faults soak fuzz lint docs site bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies test-ray sweep walk explore simulate faults soak fuzz lint docs site dist bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -28,6 +28,7 @@ help:
 	@echo "make lint          ruff, and mypy over every Python file, with --strict over the product"
 	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make site          the documentation as a site in site/, built strictly: a dead link is an error"
+	@echo "make dist          sdist and wheel in dist/, where the checkout is fit to be published"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
 	@echo "make bench-gpu     the benchmarks for two GPUs, by that interpreter"
 	@echo "make clean         remove what these made"
@@ -131,6 +132,9 @@ docs: install
 
 site: install
 	$(BIN)/mkdocs build --strict
+
+dist: install
+	$(BIN)/python .ci/release.py
 
 RESULTS ?= .bench
 BENCHMARKS := planes/kernels planes/empty_handover planes/control_round_trip planes/control_bounds engines/quiet_step \

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from email.parser import BytesParser
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
 import pytest
+
+import kvferry
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("connector", "cli", "transport", "kernels", "router")
@@ -30,8 +36,9 @@ def python(program: str, cwd: Path, *options: str, path: str = "") -> str:
 def tracked() -> set[str]:
     """Python files, markers and data that git has under our folders, as paths in the wheel."""
     listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    suffixes = (".py", "py.typed", ".json", ".html")
-    return {f"kvferry/{name}" for name in listed.split() if name.endswith(suffixes) and (ROOT / name).exists()}
+    suffixes = (".py", ".json", ".html")
+    inside = {f"kvferry/{name}" for name in listed.split() if name.endswith(suffixes) and (ROOT / name).exists()}
+    return {"kvferry/__init__.py", "kvferry/py.typed"} | inside
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +48,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         origin = ROOT / name
-        if origin.is_file() and not name.startswith((".typing/", "tests/")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes(origin.read_bytes())
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if origin.is_symlink() or (origin.is_file() and not name.startswith("tests/")):
+            shutil.copy2(origin, source / name, follow_symlinks=False)
     build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", build, str(out)], cwd=source, capture_output=True, text=True, check=False
@@ -56,9 +63,50 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-        metadata = next(archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
     assert names == tracked()
-    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_metadata(wheel: Path) -> None:
+    """As a package index shows it: the links of the README lead to files of this repository at the tag of the version."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = BytesParser().parsebytes(archive.read(name))
+    assert (metadata["Name"], metadata["Version"]) == ("kvferry", kvferry.__version__)
+    assert metadata["License-Expression"] == "Apache-2.0"
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL") or ())
+    assert urls.keys() == {"Repository", "Issues", "Changelog"}
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
+    at = rf"{urls['Repository']}/(?:blob|raw)/v{kvferry.__version__}/([^#]+)(?:#.*)?"
+    named = [re.fullmatch(at, link) for link in links if not link.startswith("#")]
+    assert len(named) > 20 and all(link is not None and (ROOT / link[1]).exists() for link in named), links
+
+
+def test_links_and_pictures_of_the_readme_for_a_package_index() -> None:
+    absolute, at = runpy.run_path(str(ROOT / "setup.py"))["absolute"], PYPROJECT["project"]["urls"]["Repository"]
+    made = absolute("[a](docs/a.md#b) ![c](docs/d.png) [e](#f) [g](https://h.example)", "1.2")
+    assert made == f"[a]({at}/blob/v1.2/docs/a.md#b) ![c]({at}/raw/v1.2/docs/d.png) [e](#f) [g](https://h.example)"
+
+
+def test_nothing_is_published_with_a_placeholder_or_without_a_date(tmp_path: Path) -> None:
+    """``make dist`` says in one line each what is missing; where nothing is, it builds."""
+    faults = runpy.run_path(str(ROOT / ".ci" / "release.py"))["faults"]
+    for name in ("pyproject.toml", "SECURITY.md", "CHANGELOG.md", ".typing/kvferry/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = (ROOT / name).read_text()
+        assert "OWNER" in text or name.endswith((".py", "CHANGELOG.md")), "the placeholder is gone: so may this line be"
+        text = re.sub(r"(## \[Unreleased\]\n)[^#]*(?:###[^#]*)*(## )", r"\1\n\2", text.replace("/OWNER/", "/somebody/"))
+        (tmp_path / name).write_text(text)
+    assert faults(tmp_path) == []
+    for name, old, new, said in (
+        ("SECURITY.md", "/somebody/", "/OWNER/", "SECURITY.md:"),
+        ("CHANGELOG.md", f"[{kvferry.__version__}] - ", "[0.0.0] - ", "date this version"),
+        ("CHANGELOG.md", "## [Unreleased]", "## [Unreleased]\n\n- a change", "is not empty"),
+    ):
+        sound = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(sound.replace(old, new))
+        (fault,) = faults(tmp_path)
+        assert said in fault
+        (tmp_path / name).write_text(sound)
 
 
 def test_the_wheel_imports_without_the_repository(wheel: Path, tmp_path: Path) -> None:
@@ -98,4 +146,3 @@ def test_entry_point_registers_the_connector() -> None:
 def test_versions_are_declared_alike() -> None:
     classifiers = {c.rsplit(" ", 1)[1] for c in PYPROJECT["project"]["classifiers"] if "Python :: 3." in c}
     assert classifiers == {"3.11", "3.12", "3.13"} and PYPROJECT["project"]["requires-python"] == ">=3.11"
-    assert f"## [{PYPROJECT['project']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
