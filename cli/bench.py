@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -36,6 +35,8 @@ from kvferry.transport.registry import plane_spec, plane_specs
 LLAMA_8B = ModelShape(("full",) * 32, 32, 8, 512, "bfloat16")
 """Llama-3.1-8B, where no model is named."""
 PROMPTS = (256, 1024, 4096)
+STEADY = 2.0
+"""Where the slowest hand-over of a cell takes so many times as long as the fastest, its figures are noise."""
 MAX_ROUNDS, MAX_TOKENS, MAX_COPIED_BYTES = 1000, 1 << 22, 256 * MIB
 PIECES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
 """Bytes of the pieces whose rates ``--calibration`` takes."""
@@ -54,7 +55,6 @@ class BenchRow(msgspec.Struct, frozen=True):
     tokens: int
     nbytes: int
     p50_ms: float
-    p95_ms: float
     gb_per_second: float
     samples_ms: list[float]
 
@@ -253,10 +253,10 @@ def _measured(
 
 
 def _row(cell: Cell) -> BenchRow:
-    p50, p95 = (float(value) for value in np.percentile(cell.seconds, [50, 95]))
+    p50 = statistics.median(cell.seconds)
     samples = [round(seconds * 1e3, 4) for seconds in cell.seconds]
-    times = round(p50 * 1e3, 4), round(p95 * 1e3, 4)
-    return BenchRow(cell.plane, cell.tokens, cell.nbytes, *times, round(cell.nbytes / p50 / 1e9, 3), samples)
+    rate = round(cell.nbytes / p50 / 1e9, 3)
+    return BenchRow(cell.plane, cell.tokens, cell.nbytes, round(p50 * 1e3, 4), rate, samples)
 
 
 def _calibrated(planes: Sequence[str], device: torch.device, rounds: int) -> Calibration:
@@ -332,18 +332,25 @@ def _print(result: BenchResult, device: torch.device) -> None:
     drawn = table(
         f"Hand-overs of one rank, {MEMORY[device.type]} memory: {p.layers} layers, {p.heads} heads; "
         f"{' to '.join(forms)}",
-        ("plane", "tokens", "MiB", "ms p50", "ms p95", "GB/s"),
+        ("plane", "tokens", "MiB", "ms p50", "ms least", "ms most", "GB/s"),
         (
-            (row.plane, str(row.tokens), f"{row.nbytes / MIB:.1f}", f"{row.p50_ms:.2f}", f"{row.p95_ms:.2f}",
-             f"{row.gb_per_second:.2f}")
+            (row.plane, str(row.tokens), f"{row.nbytes / MIB:.1f}", f"{row.p50_ms:.2f}", f"{min(row.samples_ms):.2f}",
+             f"{max(row.samples_ms):.2f}", f"{row.gb_per_second:.2f}")
             for row in result.rows
         ),
         left=("plane",),
     )  # fmt: skip
     drawn.add_section()
     for ceiling in result.ceilings:
-        drawn.add_row(ceiling.what, "", f"{ceiling.nbytes / MIB:.1f}", "", "", f"{ceiling.gb_per_second:.2f}")
+        drawn.add_row(ceiling.what, "", f"{ceiling.nbytes / MIB:.1f}", "", "", "", f"{ceiling.gb_per_second:.2f}")
     Console().print(drawn)
+    spread = max((max(row.samples_ms) / min(row.samples_ms) for row in result.rows), default=1.0)
+    if spread > STEADY:
+        least = len(result.rows[0].samples_ms)
+        complain(
+            f"the slowest of {least} hand-overs took up to {spread:.0f} times as long as the fastest, so medians and "
+            "rates say little; let nothing else run here, and give more --rounds"
+        )
     for why in result.failed:
         complain(f"not measured: {why}")
 

@@ -64,7 +64,10 @@ def _public_key(file: Path) -> str:
 def keygen(
     file: Annotated[Path, typer.Argument(help="the file to write; it must not exist")] = Path("kvferry.key"),
 ) -> None:
-    """Write a new secret key into FILE (mode 0600), and print its public key."""
+    """Write a new secret key into FILE (mode 0600), and print its public key.
+
+    Exit status: 0 it is written, 1 FILE exists already and was not changed, 2 FILE cannot be written.
+    """
     if not file.name:
         raise UsageError("FILE is empty or a folder; name a file")
     try:
@@ -72,7 +75,7 @@ def keygen(
     except FileExistsError:
         raise FailedError(f"{file} exists already, and nothing was changed; {_public_key(file)}") from None
     except OSError as error:
-        raise FailedError(f"{file} cannot be written: {error.strerror}; name a file in another directory") from None
+        raise UsageError(f"{file} cannot be written: {error.strerror}; name a file in another directory") from None
     typer.echo(f"The secret key is in {file}. Its public key:")
     typer.echo(f"\n    {Keys(secret).public}\n")
     typer.echo(
@@ -88,16 +91,18 @@ def keygen(
 def doctor(
     peer: Annotated[str, typer.Option(help="control port of a running engine, HOST:PORT")] = "",
     config: Annotated[
-        str, typer.Option(help="kv_connector_extra_config, or all of --kv-transfer-config, as JSON")
-    ] = "",
+        str | None, typer.Option(help="JSON of --kv-transfer-config, or of its kv_connector_extra_config alone")
+    ] = None,
     share: Annotated[Path | None, typer.Option(help="write a report without secrets into this new file")] = None,
     self_test: Annotated[bool, typer.Option(help="hand a pattern over between two processes, over each plane")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="a warning makes the machine unfit, too")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="for an init container: one line, no self-test")] = False,
 ) -> None:
     """Look whether this machine is fit for KVFerry. Exit status: 0 fit, 1 not fit, 2 wrong usage."""
     from kvferry.cli.doctor.command import doctor
 
-    fit = doctor(peer=peer, config=config, share=share, self_test=self_test, as_json=as_json)
+    fit = doctor(peer=peer, config=config, share=share, self_test=self_test, as_json=as_json, strict=strict, gate=gate)
     raise typer.Exit(0 if fit else 1)
 
 

@@ -13,83 +13,15 @@ it truncates instead of rounding, and turns NaN into the largest number.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvferry.kernels.float_formats import FORMATS, Conversion
 from kvferry.kernels.paged_copy import Pages, copy_pages_host, wire_pages
 
-Float32s = npt.NDArray[np.float32]
 SCRATCH_BYTES = 256 << 10
 """Bytes of float32 that are converted at a time on host memory. One head of one layer is the least."""
-
-
-@dataclass(frozen=True, slots=True)
-class FloatFormat:
-    """A floating-point dtype by its bits: sign, exponent, mantissa, from the top."""
-
-    dtype: torch.dtype
-    mantissa: int
-    """Explicit bits."""
-    bias: int
-    max_bits: int
-    """The largest finite number. Above it lie infinity, if the format has one, and NaN."""
-    nan_bits: int
-    """The NaN that the kernel writes."""
-    has_infinity: bool = True
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def maximum(self) -> float:
-        """The largest finite number."""
-        return torch.finfo(self.dtype).max
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive number of full precision."""
-        return 2.0 ** (1 - self.bias)
-
-    @property
-    def relative_error(self) -> float:
-        """Bound on the relative error of rounding a number between the smallest normal and the largest one."""
-        return 2.0 ** -(self.mantissa + 1)
-
-    @property
-    def absolute_error(self) -> float:
-        """Bound on the error of rounding a number below the smallest normal one: half the smallest number."""
-        return self.smallest_normal * self.relative_error
-
-
-FORMATS = {
-    "float32": FloatFormat(torch.float32, 23, 127, 0x7F7FFFFF, 0x7FC00000),
-    "bfloat16": FloatFormat(torch.bfloat16, 7, 127, 0x7F7F, 0x7FC0),
-    "float16": FloatFormat(torch.float16, 10, 15, 0x7BFF, 0x7E00),
-    "float8_e4m3fn": FloatFormat(torch.float8_e4m3fn, 3, 7, 0x7E, 0x7F, has_infinity=False),
-    "float8_e5m2": FloatFormat(torch.float8_e5m2, 2, 15, 0x7B, 0x7F),
-}
-"""The formats, by torch's names of the dtypes. Each is converted to each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """How numbers on the wire (``src``) become numbers in the pages (``dst``)."""
-
-    src: str
-    """A name in ``FORMATS``, as ``dst``."""
-    dst: str
-    content: int
-    """C, in elements."""
-    keys: int
-    """Elements of K in it."""
-    src_scales: Float32s
-    """``[L, 2]``: of K and of V of each layer of the copy, 1 where a dtype has none."""
-    dst_scales: Float32s
 
 
 def unpack_converted(
@@ -125,7 +57,9 @@ def _on_host(pages: Pages, address: int, conversion: Conversion, *, num_heads: i
             heads = min(step, num_heads - head)
             first = address + (layer * num_heads + head) * head_elements * src.itemsize
             nbytes = heads * head_elements * src.itemsize
-            wire = torch.frombuffer((ctypes.c_char * nbytes).from_address(first), dtype=torch.uint8).view(src.dtype)
+            wire = torch.frombuffer((ctypes.c_char * nbytes).from_address(first), dtype=torch.uint8).view(
+                getattr(torch, conversion.src)
+            )
             shape = (heads, num_tokens, conversion.content)
             converted = _convert(wire.view(shape), conversion, layer)
             scratch = wire_pages(converted.data_ptr(), 1, heads, num_tokens, conversion.content * dst.itemsize)
@@ -144,4 +78,4 @@ def _convert(wire: torch.Tensor, conversion: Conversion, layer: int) -> torch.Te
     for half, (src_scale, dst_scale) in zip(halves, scales, strict=True):
         if half.numel() and (src_scale, dst_scale) != (1.0, 1.0):
             half.mul_(float(src_scale)).div_(float(dst_scale))
-    return numbers.clamp_(-dst.maximum, dst.maximum).to(dst.dtype)
+    return numbers.clamp_(-dst.maximum, dst.maximum).to(getattr(torch, conversion.dst))

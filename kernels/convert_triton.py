@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.convert import FORMATS, Conversion, FloatFormat
+from kvferry.kernels.float_formats import FORMATS, Conversion, FloatFormat
 from kvferry.kernels.launch import DeviceTable, variant_of
 from kvferry.kernels.paged_copy import Pages, wire_pages
 from kvferry.kernels.paged_copy_triton import (

@@ -62,7 +62,7 @@ class Admin:
         """Raises UsageError."""
         if change.role is not None:
             engine = self._router.engines.add(change.url, change.role)
-            log.warning("%s engine %s is set by an administrator", engine.role, engine.url)
+            log.info("%s engine %s is set by an administrator", engine.role, engine.url)
         if change.drain or change.role is None:
             self._apply(change.url, EngineState.DRAINING if change.drain else EngineState.JOINING)
 
@@ -73,4 +73,4 @@ class Admin:
             known = "GET /router/engines lists them; a new one needs a role"
             raise UsageError(f"there is no engine {quoted_url(url)}; {known}")
         self._router.engines.move(engine, state)
-        log.warning("%s engine %s is %s, by an administrator", engine.role, url, engine.state)
+        log.info("%s engine %s is %s, by an administrator", engine.role, url, engine.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 from kvferry.router.engines import Engine
@@ -50,4 +51,5 @@ class HealthChecks:
         except (HttpError, TimeoutError) as error:
             passed, what = False, str(error) or f"no answer of /health in {limit:g} s"
         if self._router.engines.checked(engine, passed, threshold):
-            log.warning("%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
+            level = logging.INFO if passed else logging.WARNING
+            log.log(level, "%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)

@@ -62,7 +62,7 @@ class DnsName:
         self._host, self._port, self._role = host, port, role
 
     def __str__(self) -> str:
-        return f"{self._role} engines of DNS name {self._host}"
+        return f"DNS name {self._host} of {self._role} engines"
 
     async def named(self) -> Named:
         loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ class Membership:
             try:
                 wrong = self._take_over(source, await source.named(), state)
             except (OSError, UsageError) as error:
-                wrong = f"is not usable, and nothing is changed: {error}"
+                wrong = f"is not usable, and nothing is changed: {getattr(error, 'strerror', None) or error}"
             if wrong and self._errors.get(source) != wrong:  # once, until it is over or another one
                 log.error("the %s %s", source, wrong)
             self._errors[source] = wrong
@@ -120,7 +120,7 @@ class Membership:
             engine = engines.get(url)
             if engine is not None:
                 engines.move(engine, EngineState.LEAVING)
-                log.warning("%s engine %s is drained: the %s names it no longer", engine.role, url, source)
+                log.info("%s engine %s is drained: the %s names it no longer", engine.role, url, source)
             del before[url]
         for url, role in named.items():
             if before.get(url) is not role:
@@ -129,6 +129,6 @@ class Membership:
                 except UsageError as error:
                     wrong = wrong or f"names an engine that is not taken: {error}"
                 else:
-                    log.warning("%s engine %s is named by the %s", role, url, source)
+                    log.info("%s engine %s is named by the %s", role, url, source)
                     before[url] = role
         return wrong

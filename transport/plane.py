@@ -98,6 +98,11 @@ class Plane(ABC):
     @abstractmethod
     def __init__(self, context: PlaneContext) -> None: ...
 
+    @classmethod  # noqa: B027
+    def check_host(cls, host: str) -> None:
+        """Refuse at once what this machine lacks, before there is memory to carry. ``host``: ``PlaneContext.host``.
+        Loads no library and starts no thread, for the process may fork. Raises PlaneUnavailableError."""
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of staging memory that this plane has allocated so far, both directions together."""

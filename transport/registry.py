@@ -34,6 +34,19 @@ DEFAULT_SLOT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
+class MemoryKind:
+    """In place of a ``torch.device``, for those that ask without PyTorch."""
+
+    type: str
+
+    def __str__(self) -> str:
+        return self.type
+
+
+HOST, GPU = MemoryKind("cpu"), MemoryKind("cuda")
+
+
+@dataclass(frozen=True)
 class Use:
     """How a plane carries one kind of memory.
 
@@ -61,6 +74,7 @@ class PlaneSpec:
         gpu: how it carries caches on GPUs; ``None``: it does not.
         extra: what ``pip`` must install for it; empty where KVFerry alone is enough.
         encrypts: it can encrypt what it sends to another host, and does where ``PlaneContext.encrypt`` asks for it.
+        pulls: D reads P's pages by itself, as ``Plane.pulls`` says; for those who ask without PyTorch.
     """
 
     name: str
@@ -71,13 +85,14 @@ class PlaneSpec:
     gpu: Use | None = None
     extra: str = ""
     encrypts: bool = False
+    pulls: bool = False
 
     @property
     def memory(self) -> str:
         """The memory that it carries, in words."""
         return " and ".join(word for word, use in (("host", self.host), ("GPU", self.gpu)) if use is not None)
 
-    def use(self, device: torch.device) -> Use | None:
+    def use(self, device: torch.device | MemoryKind) -> Use | None:
         """How it carries memory of ``device``; ``None``: it does not."""
         return self.host if device.type == "cpu" else self.gpu
 
@@ -99,13 +114,13 @@ _SPECS = (
     PlaneSpec(
         "cma", f"{_PLANES}.cma:CmaPlane", "same host, same user",
         "D reads P's pages with `process_vm_readv`, straight into its own: one pass, no work on P",
-        host=Use(10),
+        host=Use(10), pulls=True,
     ),
     PlaneSpec(
         "cuda_ipc", f"{_PLANES}.cuda_ipc:CudaIpcPlane",
         "same host, same user, GPUs that reach each other, or one GPU for both",
         "D's kernel reads P's pages over NVLink and writes its own, form changed in the same pass; no work on P",
-        gpu=Use(10),
+        gpu=Use(10), pulls=True,
     ),
     PlaneSpec(
         "shm", f"{_PLANES}.shm:ShmPlane", "same host, same user",
@@ -184,38 +199,47 @@ def plane_specs() -> tuple[PlaneSpec, ...]:
     return tuple(specs)
 
 
-def preferred_planes(device: torch.device) -> tuple[str, ...]:
+def preferred_planes(device: torch.device | MemoryKind) -> tuple[str, ...]:
     """The planes for memory of ``device`` that KVFerry chooses by itself, the fastest first."""
     uses = [(use.rank, spec.name) for spec in plane_specs() if (use := spec.use(device)) is not None and use.auto]
     return tuple(name for _, name in sorted(uses))
 
 
-def best_staging_bytes(device: torch.device) -> int:
+def best_staging_bytes(device: torch.device | MemoryKind) -> int:
     """The bound on the staging memory where the user sets none."""
     return (256 if device.type == "cpu" else 512) << 20
 
 
-def best_slot_bytes(name: str, device: torch.device, staging_bytes: int) -> int:
+def best_slot_bytes(name: str, device: torch.device | MemoryKind, staging_bytes: int) -> int:
     """The size of a staging slot where the user sets none. Raises PlaneUnavailableError for an unknown plane."""
     use = plane_spec(name).use(device)
     bound = DEFAULT_SLOT_BYTES if use is None else use.slot_bytes
     return staging_bytes // 4 if bound is None else min(bound, staging_bytes // 4)
 
 
-def make_plane(name: str, context: PlaneContext) -> Plane:
-    """Make the data plane of that name.
+def plane_class(name: str, device: torch.device | MemoryKind, *, encrypt: bool) -> type[Plane]:
+    """The class of the data plane of that name.
 
     Raises:
-        PlaneUnavailableError: no plane has that name, or this machine cannot use it; the message gives the reason.
+        PlaneUnavailableError: no plane has that name, or it does not carry this memory, or not in this way.
     """
-    spec, device = plane_spec(name), context.memory.device
+    spec = plane_spec(name)
     if spec.use(device) is None:
         where = "in host memory" if device.type == "cpu" else f"on {device}"
         raise PlaneUnavailableError(f"it carries {spec.memory} memory, the caches lie {where}")
     plane = spec.load()
-    if context.encrypt and not (spec.encrypts or plane.same_host):
+    if encrypt and not (spec.encrypts or plane.same_host):
         raise PlaneUnavailableError("it does not encrypt, and the setting encrypt is on")
-    return plane(context)
+    return plane
+
+
+def make_plane(name: str, context: PlaneContext) -> Plane:
+    """Make the data plane of that name.
+
+    Raises:
+        PlaneUnavailableError: as ``plane_class``, or this machine cannot use it; the message gives the reason.
+    """
+    return plane_class(name, context.memory.device, encrypt=context.encrypt)(context)
 
 
 def planes_table() -> str:

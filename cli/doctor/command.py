@@ -9,15 +9,28 @@ from typing import Any
 
 from rich.console import Console
 
-from kvferry.cli.doctor import host, peer, planes, rdma, settings
-from kvferry.cli.doctor.findings import DoctorSection, Finding, Machine, is_fit, lines, verdict, warning
+from kvferry.cli.doctor import flag, host, settings
+from kvferry.cli.doctor.findings import (
+    DoctorSection,
+    Finding,
+    Machine,
+    in_one_line,
+    is_fit,
+    lines,
+    note,
+    verdict,
+    warning,
+)
 from kvferry.cli.doctor.share import report, scrubber_of_this_host
-from kvferry.cli.terminal import parsed_json, print_json
+from kvferry.cli.terminal import complain, parsed_json, print_json
 from kvferry.transport.errors import UsageError
 
 
-def doctor(*, peer: str, config: str, share: Path | None, self_test: bool, as_json: bool) -> bool:
-    """Print what was found, section by section, or all of it as JSON. Returns whether the machine is fit.
+def doctor(
+    *, peer: str, config: str | None, share: Path | None, self_test: bool, as_json: bool, strict: bool, gate: bool
+) -> bool:
+    """Print what was found, section by section, or all of it as JSON, or one line for a ``gate``. Returns whether the
+    machine is fit. ``strict``: with a warning it is not.
 
     Raises UsageError: an option is not usable. Nothing was looked at, but for a file that could not be written at the
     end.
@@ -25,15 +38,18 @@ def doctor(*, peer: str, config: str, share: Path | None, self_test: bool, as_js
     address, chosen, machine = _address(peer), parse_config(config), Machine()
     if share is not None:
         _check_new(share)
-    console = Console(highlight=False, soft_wrap=True, quiet=as_json)
+    console = Console(highlight=False, soft_wrap=True, quiet=as_json or gate)
     found: list[DoctorSection] = []
-    for section in sections(machine, chosen, address, self_test):
+    for section in sections(machine, chosen, address, self_test and not gate):
         found.append(section)
         for line in lines(section):
             console.print(line)
-    console.print(verdict(found))
+    fit = is_fit(found, strict)
+    console.print(verdict(found, strict))
     if as_json:
-        print_json({"fit": is_fit(found), "sections": found}, indent=1)
+        print_json({"fit": fit, "sections": found}, indent=1)
+    elif gate:
+        complain(in_one_line(found, strict))
     if share is not None:
         try:
             with share.open("x") as file:  # a file is never replaced
@@ -41,7 +57,7 @@ def doctor(*, peer: str, config: str, share: Path | None, self_test: bool, as_js
         except OSError as error:
             raise UsageError(f"--share: {share} cannot be written: {error.strerror}") from None
         console.print(f"The report is in {share}. Read it before you send it.")
-    return is_fit(found)
+    return fit
 
 
 # --- options --------------------------------------------------------------------------------------------------------
@@ -49,9 +65,21 @@ def doctor(*, peer: str, config: str, share: Path | None, self_test: bool, as_js
 
 def _address(text: str) -> tuple[str, int] | None:
     try:
-        return peer.parse_address(text) if text else None
+        return parse_address(text) if text else None
     except UsageError as error:
         raise UsageError(f"--peer: {error}") from None
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises UsageError: it is of another form; one line."""
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not bare or (":" in bare and not bracketed) or "/" in host or not port.isascii():
+        raise UsageError(f"{text!r} is no address of a control port; expected HOST:PORT, such as 10.0.0.1:5600")
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{text!r} has the port {port!r}; expected a number from 1 to 65535")
+    return bare, int(port)
 
 
 def _check_new(path: Path) -> None:
@@ -65,17 +93,19 @@ def _check_new(path: Path) -> None:
         raise UsageError(f"--share: {path} {why}; name a new file")
 
 
-def parse_config(text: str) -> dict[str, Any]:
-    """``--config``: ``kv_connector_extra_config``, or the whole ``--kv-transfer-config`` that contains it. Raises
-    UsageError: it is no JSON object; one line."""
+def parse_config(text: str | None) -> dict[str, Any] | None:
+    """``--config``: ``--kv-transfer-config``, or its ``kv_connector_extra_config`` alone; ``None`` where it is not
+    given. Raises UsageError: it is no JSON object; one line."""
+    if text is None:
+        return None
+    if not text.strip():
+        raise UsageError(f"--config is empty; expected the JSON of --kv-transfer-config: {flag.EXAMPLE}")
     try:
-        config = parsed_json(text or "{}")
+        config = parsed_json(text)
     except ValueError as error:
         raise UsageError(f"--config: no JSON: {error}") from None
-    if isinstance(config, dict) and "kv_connector" in config:
-        config = config.get("kv_connector_extra_config", {})
     if not isinstance(config, dict):
-        raise UsageError(f"--config: {type(config).__name__}, expected a JSON object such as " + '{"plane": "tcp"}')
+        raise UsageError(f"--config: {type(config).__name__}, expected a JSON object: {flag.EXAMPLE}")
     return config
 
 
@@ -83,15 +113,28 @@ def parse_config(text: str) -> dict[str, Any]:
 
 
 def sections(
-    machine: Machine, config: Mapping[str, Any], address: tuple[str, int] | None = None, self_test: bool = True
+    machine: Machine, config: Mapping[str, Any] | None, address: tuple[str, int] | None = None, self_test: bool = True
 ) -> Iterator[DoctorSection]:
-    """Look at this machine, one section after the other. ``config``: ``kv_connector_extra_config``. ``address``: of an
+    """Look at this machine, one section after the other. ``config``: as ``parse_config`` returns it. ``address``: of an
     engine's control port."""
     yield section("Versions", host.version_findings(machine))
-    chosen, usable = settings.Chosen(), list[planes.PlaneOnDevice]()
-    yield section("Settings, key and port", settings.findings(machine, config, chosen))
+    chosen = settings.Chosen()
+
+    def chosen_settings() -> Iterator[Finding]:
+        found, extra = ([], config or {}) if config is None or not flag.is_flag(config) else flag.judge(config)
+        yield from found
+        yield from settings.findings(machine, extra, chosen)
+
+    yield section("Settings, key and port", chosen_settings())
     yield section("Limits", host.limit_findings(machine))
-    yield section("GPUs", host.gpu_findings(machine))
+    try:
+        from kvferry.cli.doctor import gpus, peer, planes, rdma
+    except Exception as error:  # PyTorch does not import, for whatever reason
+        why = f"they need PyTorch: {type(error).__name__}: {error}"
+        yield section("GPUs, data planes, engine and self-test", [note("not looked at", why)])
+        return
+    yield section("GPUs", gpus.gpu_findings(machine))
+    usable: list[planes.PlaneOnDevice] = []
 
     def data_planes() -> Iterator[Finding]:
         yield from planes.findings(machine, chosen.settings, usable)

@@ -37,8 +37,8 @@ class Machine:
 
 
 class Level(enum.StrEnum):
-    """How much a finding matters. Only a FAULT makes the machine unfit. A WARNING makes hand-overs slower, or ends some
-    of them. A NOTE is for information."""
+    """How much a finding matters. A FAULT makes the machine unfit; with ``--strict``, a WARNING does, too. A WARNING
+    makes hand-overs slower, or ends some of them. A NOTE is for information."""
 
     OK = "ok"
     NOTE = "note"
@@ -94,9 +94,25 @@ def fault(what: str, value: str, do: str, *, expected: str = "") -> Finding:
     return _finding(Level.FAULT, what, value, do, expected)
 
 
-def is_fit(sections: Iterable[DoctorSection]) -> bool:
-    """Whether there is no fault."""
-    return all(finding.level is not Level.FAULT for section in sections for finding in section.findings)
+def _failures(sections: Iterable[DoctorSection], strict: bool) -> list[Finding]:
+    """The faults, and then, if they count, the warnings."""
+    found = [finding for section in sections for finding in section.findings]
+    return [each for level in (Level.FAULT, Level.WARNING)[: 1 + strict] for each in found if each.level is level]
+
+
+def is_fit(sections: Iterable[DoctorSection], strict: bool = False) -> bool:
+    """Whether there is no fault; if ``strict``, no warning either."""
+    return not _failures(sections, strict)
+
+
+def in_one_line(sections: Iterable[DoctorSection], strict: bool) -> str:
+    """Whether the machine is fit, and if not, the first reason and what to do about it."""
+    failures = _failures(sections, strict)
+    if not failures:
+        return "this machine is fit"
+    first, more = failures[0], f" ({len(failures) - 1} more: kvferry doctor)" if len(failures) > 1 else ""
+    expected = f", expected {first.expected}" if first.expected else ""
+    return f"this machine is not fit: {first.what}: {first.value}{expected}; {first.do}{more}"
 
 
 def lines(section: DoctorSection) -> Iterator[Text]:
@@ -113,9 +129,9 @@ def lines(section: DoctorSection) -> Iterator[Text]:
             yield Text(f"{'':<{10 + width}}  ▸ {finding.do}", style="italic")
 
 
-def verdict(sections: Sequence[DoctorSection]) -> Text:
+def verdict(sections: Sequence[DoctorSection], strict: bool = False) -> Text:
     """The last line: whether the machine is fit, and how many findings there are of each level."""
     counts = Counter(finding.level for section in sections for finding in section.findings)
     numbers = ", ".join(f"{counts[level]} {level}" for level in reversed(Level) if counts[level])
-    text, style = ("is fit", "bold green") if is_fit(sections) else ("is not fit", "bold red")
+    text, style = ("is fit", "bold green") if is_fit(sections, strict) else ("is not fit", "bold red")
     return Text(f"This machine {text} for KVFerry: {numbers}.", style=style)

@@ -20,6 +20,7 @@ from kvferry.cli.doctor.findings import Finding, fault, note, ok
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.wire.messages import (
+    DOCTORS_FIELD,
     MAX_REPLY_BYTES,
     PROTOCOL_VERSION,
     Closing,
@@ -30,31 +31,16 @@ from kvferry.connector.wire.messages import (
     encode,
 )
 from kvferry.transport.control.dialer import Connection, Dialer
-from kvferry.transport.control.keys import FINGERPRINT_BYTES, GREETING_BYTES, Keys
+from kvferry.transport.control.keys import FINGERPRINT_BYTES, WHO_LISTENS, Keys
 from kvferry.transport.control.stream import ANSWER
-from kvferry.transport.errors import ProtocolError, UsageError, shortened
+from kvferry.transport.errors import ProtocolError, shortened
 from kvferry.transport.host import AllowedPeers, numeric_address
 
 PEER_SECONDS = 5.0
 """How long each step may take: the TCP connection, the handshake of keys, and each answer."""
-LAST_FIELD = "~kvferry doctor"
-"""A field of the model identity that no engine has. It is the last one in the order of comparison, so a Hello with it
-is refused even where all other fields agree."""
 MAX_FIELDS = 64
 SHOWN_FIELDS = ("architectures", "model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
 _ADDRESS = "peer"
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises UsageError: it is of another form; one line."""
-    host, colon, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not bare or (":" in bare and not bracketed) or "/" in host or not port.isascii():
-        raise UsageError(f"{text!r} is no address of a control port; expected HOST:PORT, such as 10.0.0.1:5600")
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{text!r} has the port {port!r}; expected a number from 1 to 65535")
-    return bare, int(port)
 
 
 def findings(
@@ -106,7 +92,8 @@ def _reach(host: str, port: int, seconds: float) -> tuple[Finding, str]:
         return fault(_ADDRESS, f"{host} cannot be resolved: {why}", "correct the name, or give the address"), ""
     begin = time.monotonic()
     try:
-        socket.create_connection((address, port), seconds).close()
+        with socket.create_connection((address, port), seconds) as sock:
+            sock.sendall(WHO_LISTENS)  # who hangs up without a word is a warning in P's log
     except ConnectionRefusedError:
         value = f"{where} refuses the connection: nothing listens there"
         do = (
@@ -131,7 +118,7 @@ def _hello(model: dict[str, str]) -> Hello:
     geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(1,), regions=(region,))
     return Hello(
         engine_id="doctor", incarnation=secrets.token_bytes(16), geometry=geometry,
-        model={**model, LAST_FIELD: "1"},
+        model={**model, DOCTORS_FIELD: "1"},
     )  # fmt: skip
 
 
@@ -149,7 +136,7 @@ def _ask(keys: Keys, address: str, port: int, fingerprint: str, seconds: float) 
             connection.send(encode(_hello(model)))
             refused = _reply(dialer, connection, seconds)
             times.append(time.monotonic() - begin)
-            if refused.field == LAST_FIELD or refused.field in model:
+            if refused.field == DOCTORS_FIELD or refused.field in model:
                 break  # all fields are known, or this one is longer than a refusal tells
             model[refused.field] = refused.ours
         return model, times
@@ -199,7 +186,7 @@ def _refused(where: str, keys: Keys, refusal: str) -> Finding:
     if "does not admit our key" in refusal:
         do = "give both machines one key file (KVFERRY_KEY_FILE), or add our public key to KVFERRY_PEER_KEYS there"
         return fault("key of the peer", f"the peer does not admit our key {keys.fingerprint}", do)
-    return fault(_ADDRESS, f"{where} does not answer: {refusal.removeprefix(f'{where}: ')}", "look into its log")
+    return fault(_ADDRESS, f"{where} does not answer: {refusal}", "look into its log")
 
 
 def listening(address: str, port: int, seconds: float) -> str:
@@ -207,7 +194,7 @@ def listening(address: str, port: int, seconds: float) -> str:
     said, wanted = b"", len(ANSWER) + 2 * FINGERPRINT_BYTES
     end = time.monotonic() + seconds
     with contextlib.suppress(OSError), socket.create_connection((address, port), seconds) as sock:
-        sock.sendall(bytes(GREETING_BYTES))
+        sock.sendall(WHO_LISTENS)
         while len(said) < wanted and (left := end - time.monotonic()) > 0:
             sock.settimeout(left)
             more = sock.recv(wanted - len(said))

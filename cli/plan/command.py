@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import torch
 from rich.console import Console
 
 from kvferry.cli.plan.fleet import EngineModel, FleetPlanner, FleetReport, Targets
@@ -35,7 +34,7 @@ from kvferry.cli.terminal import (
 )
 from kvferry.connector.config import Settings
 from kvferry.transport.errors import ConfigError, PlaneUnavailableError, check_positive
-from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
+from kvferry.transport.registry import GPU, HOST, best_slot_bytes, best_staging_bytes, plane_spec
 
 PROMPTS = (128, 1024, 8192, 32768)
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -130,12 +129,12 @@ def _trace(path: Path) -> list[TracedRequest]:
 def _slot_bytes(plane: str) -> int | None:
     """The most bytes of a message with the default settings; ``None`` where D reads P's pages itself."""
     name, _, memory = plane.partition("/")
-    device = torch.device("cuda" if memory == "gpu" else "cpu")
+    device = GPU if memory == "gpu" else HOST
     try:
         spec = plane_spec(name)
         if spec.use(device) is None:
             raise ConfigError(f"--plane {plane}: {name} carries no caches in {memory} memory, only in {spec.memory}")
-        return None if spec.load().pulls else best_slot_bytes(name, device, best_staging_bytes(device))
+        return None if spec.pulls else best_slot_bytes(name, device, best_staging_bytes(device))
     except PlaneUnavailableError as error:
         raise ConfigError(f"--plane {plane}: {error}") from None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from kvferry.connector.config import Settings
+from kvferry.connector.config import AUTO, Settings, load_keys
 from kvferry.connector.geometry.compatibility import check_geometry
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regions
@@ -14,9 +14,17 @@ from kvferry.connector.pages.caches import RankCaches
 from kvferry.connector.pages.checksums import NO_CHECKSUM
 from kvferry.connector.pages.copies import copies_on
 from kvferry.transport.channels import CPU
+from kvferry.transport.control.listener import listening_socket
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
-from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, plane_spec, preferred_planes
+from kvferry.transport.registry import (
+    MemoryKind,
+    best_slot_bytes,
+    best_staging_bytes,
+    make_plane,
+    plane_class,
+    preferred_planes,
+)
 
 
 def bind_caches(
@@ -51,6 +59,36 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if initialized else CPU
 
 
+def check_before_caches(settings: Settings, device: MemoryKind, ports: Iterable[int]) -> None:
+    """Refuse at once what would keep a rank from its start, long before there are caches, on ``device``. ``ports``:
+    those on which ranks will listen. Loads no library of a plane, and starts no thread.
+
+    Raises:
+        ConfigError: the key file, the named data plane, ``side_channel_host`` or a port cannot be used; one line.
+    """
+    load_keys(settings)
+    for port in ports:
+        listening_socket(settings.side_channel_host, port).close()
+    if settings.plane != AUTO:
+        try:
+            _fitting(settings, settings.plane, device).check_host(settings.side_channel_host)
+        except PlaneUnavailableError as error:
+            raise _unusable(settings, device, error) from None
+
+
+def _fitting(settings: Settings, name: str, device: torch.device | MemoryKind) -> type[Plane]:
+    """The class of a plane. Raises PlaneUnavailableError: it does not do what the settings demand."""
+    plane = plane_class(name, device, encrypt=settings.encrypt)
+    if settings.checksum and plane.pulls:
+        raise PlaneUnavailableError(NO_CHECKSUM)
+    return plane
+
+
+def _unusable(settings: Settings, device: torch.device | MemoryKind, why: PlaneUnavailableError) -> ConfigError:
+    choices = ", ".join((AUTO, *preferred_planes(device)))
+    return ConfigError(f"plane: {settings.plane!r} cannot be used: {why}; expected one of {choices}")
+
+
 def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
     """Make the data planes of a rank. Returns the planes in order of preference; by the name of each other plane, why
     this rank cannot have it.
@@ -66,8 +104,7 @@ def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], di
     missing: dict[str, str] = {}
     for place, name in enumerate(names):
         try:
-            if settings.checksum and plane_spec(name).load().pulls:
-                raise PlaneUnavailableError(NO_CHECKSUM)
+            _fitting(settings, name, caches.device)
             context = PlaneContext(
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
@@ -82,9 +119,7 @@ def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], di
                 raise PlaneUnavailableError(plane.cannot_serve)
         except PlaneUnavailableError as error:
             if settings.plane != "auto":
-                choices = ", ".join(("auto", *preferred_planes(caches.device)))
-                text = f"plane: {settings.plane!r} cannot be used: {error}; expected one of {choices}"
-                raise ConfigError(text) from None
+                raise _unusable(settings, caches.device, error) from None
             missing[name] = str(error).removeprefix(f"{name}: ")
         else:
             planes.append(plane)

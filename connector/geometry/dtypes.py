@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.connector.geometry.engine_types import CacheDtype
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.kernels.convert import FORMATS, Conversion
+from kvferry.kernels.float_formats import FORMATS, Conversion
 from kvferry.transport.errors import ConfigError, GeometryError, IncompatiblePeerError
 
 ALIASES = {

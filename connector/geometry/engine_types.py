@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.transport.errors import GeometryError, did_you_mean
+
+
+def _check_kind(kind: str) -> None:
+    known = get_args(CacheKind)
+    if kind not in known:
+        raise GeometryError(
+            f"kind: {kind!r} is no kind of cache{did_you_mean(kind, known)}; expected {', '.join(known)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """One of the block tables that the engine keeps for a request."""
+    """One of the block tables that the engine keeps for a request. Raises GeometryError: no kind has this name."""
 
     kind: CacheKind
     """In a ``state`` table, block n holds the state after the last computed token of the n-th ``block_size`` tokens."""
@@ -22,6 +31,9 @@ class BlockTable:
     """Tokens of a sliding window or local chunk. Outside of it the engine has block 0, the null block, in the table."""
     extra: int = 0  # Tokens that it keeps beyond a sliding window
     sharding: TokenSharding = UNSHARDED[0]  # How ranks shard its tokens
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
 
     @property
     def whole(self) -> bool:
@@ -61,7 +73,8 @@ class CacheDtype:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind and head count under one block table; see ``RegionGeometry``."""
+    """Layers of one kind and head count under one block table; see ``RegionGeometry``. Raises GeometryError: no kind
+    has this name."""
 
     kind: CacheKind
     layers: tuple[str, ...]
@@ -74,6 +87,9 @@ class LayerGroup:
     cache_dtype: CacheDtype | None = None  # Without it the tensors define the dtype
     sections: tuple[Section, ...] = ()
     """Of each page of a state. Each has a head count of its own, which replaces ``total_heads``."""
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
 
     @property
     def head_counts(self) -> frozenset[int]:

@@ -533,7 +533,8 @@ class Replies:
                 return
         elif sent is Delivery.FULL:
             self._listener.dropped["full"] += 1
-        self._rank_context.drop("reply to a peer that is gone", type(message).__name__)
+        if not isinstance(message, messages.Closing):  # D has left first
+            self._rank_context.drop("reply to a peer that is gone", type(message).__name__)
 
     def flush(self) -> None:
         """Send the kept replies for which there is room now."""

@@ -89,9 +89,8 @@ class Sessions:
             check_model(self._rank_context.model, hello.model)
             compatible(self._rank_context.caches.geometry, hello.geometry, consumer=False, convert=hello.converts)
         except (IncompatiblePeerError, GeometryError) as error:
-            self._log.warning(
-                f"refused {hello.engine_id}", "kvferry: refused decode rank %s: %s", hello.engine_id[:8], error
-            )
+            log = self._log.info if messages.DOCTORS_FIELD in hello.model else self._log.warning
+            log(f"refused {hello.engine_id}", "kvferry: refused decode rank %s: %s", hello.engine_id[:8], error)
             if isinstance(error, IncompatiblePeerError):
                 ours, theirs = str(error.ours)[:1024], str(error.theirs)[:1024]
                 return messages.Refused(field=error.field[:256], ours=ours, theirs=theirs)

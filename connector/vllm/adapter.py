@@ -21,6 +21,7 @@ from kvferry.connector.config import load_settings
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
+from kvferry.connector.engine.worker_setup import check_before_caches
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat, from_vllm, hooks
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
@@ -28,7 +29,9 @@ from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_b
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import RankAddress, StepPlan, StepResults
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
+from kvferry.transport.errors import ConfigError, KVFerryError
 from kvferry.transport.host import host_id
+from kvferry.transport.registry import MemoryKind
 from kvferry.transport.tracing import open_tracer
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -394,5 +397,28 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
 
+def check_early() -> None:
+    """Refuse before vLLM loads the weights what would be refused after: vLLM imports this module for the first time in
+    the constructor of its configuration.
+
+    Raises:
+        KVFerryError: a setting, the key file, the named data plane or a port cannot be used; one line.
+    """
+    if (found := hooks.find_config()) is None:
+        return
+    config, transfer = found
+    try:
+        settings = load_settings(transfer.kv_connector_extra_config)
+        compat.check_options(config)
+        ranks = compat.ranks_here(config)
+        if ranks is not None:
+            port = settings.side_channel_port
+            ports = range(port, port + ranks) if port and ranks else (0,)
+            check_before_caches(settings, MemoryKind(compat.current_platform.device_type), ports)
+    except ConfigError as error:
+        raise KVFerryError(str(error)) from None  # of a ValueError, pydantic would make several lines
+
+
 # MultiConnector looks its children up by name when it adds up their figures, also where they were named by module path.
 compat.register_connector("KVFerryConnector", __name__)
+check_early()

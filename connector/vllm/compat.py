@@ -80,8 +80,19 @@ def permit_amx() -> None:
         ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)  # EINVAL without AMX
 
 
-def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse what cannot be served, at start-up and in one line.
+def ranks_here(vllm_config: VllmConfig) -> int | None:
+    """How many ranks listen on this host, at the control ports from the first on; 0 where that is not known; ``None``
+    where ranks may run on other hosts only."""
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend not in ("uni", "mp") or not parallel.data_parallel_size_local:
+        return None
+    several = parallel.data_parallel_size > 1 or getattr(parallel, "nnodes", 1) > 1
+    # Each of several API servers makes a configuration, the last ones perhaps when the ranks have their ports already.
+    return 0 if several or getattr(parallel, "_api_process_count", 1) > 1 else int(parallel.world_size)
+
+
+def check_options(vllm_config: VllmConfig) -> None:
+    """Refuse what cannot be served with any model, at start-up and in one line.
 
     Raises:
         ConfigError: names the option and what to do.
@@ -91,21 +102,12 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         raise ConfigError(
             f"prefill_context_parallel_size {parallel.prefill_context_parallel_size} is not carried yet, expected 1"
         )
-    if parallel.decode_context_parallel_size > 1:
-        if not hasattr(vllm_config, "adjust_dcp_kv_cache_interleave_size"):
-            raise ConfigError(
-                f"decode_context_parallel_size {parallel.decode_context_parallel_size} is not carried from or to "
-                f"vLLM {vllm.__version__}, expected 1; or run vLLM 0.32"
-            )
-        for table, sharding in zip(
-            transfer_group_ids(kv_cache_config), shardings(vllm_config, kv_cache_config), strict=True
-        ):
-            block_size = kv_cache_config.kv_cache_groups[table].kv_cache_spec.block_size
-            if block_size % sharding.interleave:
-                raise ConfigError(
-                    f"cp_kv_cache_interleave_size {sharding.interleave} does not divide the blocks of KV cache group "
-                    f"{table}, {block_size} tokens; expected a divisor"
-                )
+    sharded = parallel.decode_context_parallel_size > 1
+    if sharded and not hasattr(vllm_config, "adjust_dcp_kv_cache_interleave_size"):
+        raise ConfigError(
+            f"decode_context_parallel_size {parallel.decode_context_parallel_size} is not carried from or to "
+            f"vLLM {vllm.__version__}, expected 1; or run vLLM 0.32"
+        )
     if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode and not TELLS_OF_SLEEP:
         raise ConfigError(
             f"enable_sleep_mode: vLLM {vllm.__version__} does not tell connectors when it unmaps the KV cache; peers "
@@ -117,6 +119,21 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             f"calculate_kv_scales gives every engine scales of its own making (kv_cache_dtype {cache.cache_dtype}); "
             "use a checkpoint that has scales, or leave it out"
         )
+
+
+def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse what cannot be served, with this model's caches, in one line. Raises ConfigError."""
+    check_options(vllm_config)
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        for table, sharding in zip(
+            transfer_group_ids(kv_cache_config), shardings(vllm_config, kv_cache_config), strict=True
+        ):
+            block_size = kv_cache_config.kv_cache_groups[table].kv_cache_spec.block_size
+            if block_size % sharding.interleave:
+                raise ConfigError(
+                    f"cp_kv_cache_interleave_size {sharding.interleave} does not divide the blocks of KV cache group "
+                    f"{table}, {block_size} tokens; expected a divisor"
+                )
     if HAS_TRANSFER_RESULTS:
         return
     groups = kv_cache_config.kv_cache_groups

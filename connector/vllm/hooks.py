@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import vllm
+from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -33,6 +34,20 @@ RECOVERY_NEEDS = (
 def find_scheduler() -> Any:
     """vLLM's scheduler whose constructor is calling, half constructed; ``None`` where no scheduler is calling."""
     return _find(lambda owner: isinstance(owner, Scheduler))
+
+
+def find_config() -> tuple[VllmConfig, Any] | None:
+    """vLLM's configuration whose constructor is calling, and the ``kv_transfer_config`` of the connector that it looks
+    at: the configuration's, or below MultiConnector that of one connector. ``None`` where no configuration is calling.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    transfer = None
+    while frame is not None:
+        transfer = transfer or frame.f_locals.get("kv_transfer_config")
+        if isinstance(owner := frame.f_locals.get("self"), VllmConfig):
+            return owner, transfer or owner.kv_transfer_config
+        frame = frame.f_back
+    return None
 
 
 def find_model_runner() -> Any:

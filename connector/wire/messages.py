@@ -52,6 +52,9 @@ MIN_CHUNK_BYTES = MIN_SLOT_BYTES - TRAILER_BYTES
 """Bound on the size of a chunk that a peer names: smaller chunks would be too many. A checksum follows in its slot."""
 MAX_RENEWED = 4096
 """Tokens of one Renew."""
+DOCTORS_FIELD = "~kvferry doctor"
+"""A field of the model identity that no engine has, and ``kvferry doctor`` names. It is the last one in the order of
+comparison, so a Hello with it is refused even where all other fields agree."""
 MAX_PARAMS_BYTES = 1 << 20
 """Bound on ``kv_transfer_params`` in MessagePack: the addresses of 4096 ranks fit."""
 

@@ -46,7 +46,7 @@ def test_planes_are_measured_on_the_model_s_caches(model: Path, tmp_path: Path) 
     ]
     for row in result["rows"]:
         assert len(row["samples_ms"]) == 3 and row["samples_ms"] != [0] * 3
-        assert min(row["samples_ms"]) <= row["p50_ms"] <= row["p95_ms"] <= max(row["samples_ms"])
+        assert min(row["samples_ms"]) <= row["p50_ms"] <= max(row["samples_ms"])
     assert [ceiling["what"] for ceiling in result["ceilings"]] == ["one contiguous copy", "TCP over loopback"]
     assert "TCP over loopback" in done.output and plot.read_text().startswith("<svg")
 

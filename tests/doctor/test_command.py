@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -10,12 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.doctor import command, planes
-from kvferry.cli.doctor.findings import Finding, Level, ok
+from kvferry.cli.doctor.findings import DoctorSection, Finding, Level, fault, ok, warning
 from kvferry.cli.main import app
 from tests.doctor.planted import is_bad
 from tests.support.rank_process import RemoteRank
 
 QUICK = ["doctor", "--no-self-test"]
+FLAG = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
 @pytest.fixture
@@ -60,7 +64,8 @@ def test_a_fit_machine(invoke):
 @pytest.mark.parametrize(
     "config",
     [
-        {"kv_connector": "K", "kv_connector_extra_config": {"plane": "no"}}, {"key_file": "a\0b"},
+        {**FLAG, "kv_connector_extra_config": {"plane": "no"}},
+        {**FLAG, "kv_connector_extra_config": {"key_file": "a\0b"}}, {"key_file": "a\0b"},
         {"key_file": "x" * 5000}, {"side_channel_host": f"{'a' * 64}.b"}, {"side_channel_host": 7},
         {"allowed_peers": ["10.0.0.0/99"]}, {"plane": ["tcp"]}, {"peer_keys": "abc"}, {"slot_bytes": 1e400}, {"": 1},
     ],
@@ -71,7 +76,24 @@ def test_odd_settings_are_a_fault_in_the_json(invoke, config):
     faults = [finding for finding in found if finding["level"] == "fault"]
     assert len(faults) == 1 and len(faults[0]["value"]) < 400, faults
     if "kv_connector" in config:
-        assert faults[0]["what"] == "kv_connector_extra_config['plane']"
+        assert faults[0]["what"] in ("kv_connector_extra_config['plane']", "key")
+
+
+@pytest.mark.parametrize(
+    "error", ["ModuleNotFoundError: No module named 'torch'", "OSError: libcudart.so.13: no such file"]
+)
+def test_without_pytorch_it_says_so(tmp_path, error):
+    kind, _, text = error.partition(": ")
+    (tmp_path / "torch.py").write_text(f"raise {kind}({text!r})")
+    command = [sys.executable, "-m", "kvferry.cli.main", "doctor", "--json", "--config", '{"plane": "tpc"}']
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    found = [finding for section in json.loads(done.stdout)["sections"] for finding in section["findings"]]
+    faults = {finding["what"]: finding for finding in found if finding["level"] == "fault"}
+    assert error in faults["torch"]["value"] and "kv_connector_extra_config['plane']" in faults
+    (left_out,) = [finding for finding in found if finding["what"] == "not looked at"]
+    assert error in left_out["value"]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +102,7 @@ def test_odd_settings_are_a_fault_in_the_json(invoke, config):
         (["--peer", "nowhere"], "expected HOST:PORT"), (["--peer", "a:99999"], "65535"),
         (["--config", "{"], "--config: no JSON"), (["--config", "[1]"], "expected a JSON object"),
         (["--config", "[" * 100000], "--config: no JSON"), (["--perr", "a:1"], "No such option"),
+        (["--config", ""], "--config is empty"), (["--config", " "], "--config is empty"),
         (["--share", "/no/such/folder/file"], "is in no directory"), (["--share", "/etc/hostname"], "exists already"),
         (["--share", "a\0b"], "null byte"), (["--share", f"{'x' * 300}/y"], "--share"),
     ],
@@ -88,6 +111,33 @@ def test_a_mistake_is_one_line_and_exit_status_2(invoke, arguments, words):
     result = invoke("doctor", *arguments)
     assert result.exit_code == 2 and words in result.stderr
     assert not result.stdout
+
+
+def planted_sections(*findings: Finding) -> object:
+    return lambda *_: iter([DoctorSection("Planted", list(findings))])
+
+
+BAD, SLOW = fault("key_file", "has mode 0644", "make a new key", expected="0600"), warning("clock", "hpet", "another")
+
+
+@pytest.mark.parametrize(
+    ("options", "findings", "status", "line"),
+    [
+        ([], [ok("a", "1"), SLOW], 0, "kvferry: this machine is fit"),
+        (["--strict"], [ok("a", "1")], 0, "kvferry: this machine is fit"),
+        (["--strict"], [SLOW], 1, "kvferry: this machine is not fit: clock: hpet; another"),
+        ([], [SLOW, BAD], 1, "this machine is not fit: key_file: has mode 0644, expected 0600; make a new key"),
+        (["--strict"], [SLOW, BAD], 1, "0644, expected 0600; make a new key (1 more: kvferry doctor)"),
+    ],
+)  # fmt: skip
+def test_a_gate_says_one_line(invoke, monkeypatch, options, findings, status, line):
+    monkeypatch.setattr(command, "sections", planted_sections(*findings))
+    result = invoke("doctor", "--gate", *options)
+    assert result.exit_code == status and not result.stdout
+    (said,) = result.stderr.splitlines()
+    assert said.endswith(line)
+    result = invoke("doctor", *options)
+    assert result.exit_code == status and ("is not fit" in result.stdout) is bool(status)
 
 
 def test_share_writes_the_findings(invoke, tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.cli.doctor import host, planes, rdma
+from kvferry.cli.doctor import gpus, host, planes, rdma
 from kvferry.cli.doctor.findings import Level, Machine
-from kvferry.cli.doctor.host import GpuFacts
+from kvferry.cli.doctor.gpus import GpuFacts
 from kvferry.cli.doctor.rdma import UcxBuild
 from kvferry.connector.config import Settings
 from kvferry.transport.channels import CPU
@@ -59,7 +59,7 @@ def test_each_limit_that_is_too_low(tmp_path):
     ],
 )  # fmt: skip
 def test_gpus_that_cannot_be_used(files, built_for, words, tmp_path):
-    found = host.no_gpu(machine(tmp_path, files), built_for)
+    found = gpus.no_gpu(machine(tmp_path, files), built_for)
     if words is None:
         assert found.level is Level.NOTE
     else:
@@ -68,9 +68,9 @@ def test_gpus_that_cannot_be_used(files, built_for, words, tmp_path):
 
 def test_peer_access_and_memory_without_handles():
     good = GpuFacts(["A", "B"], [[True, True], [True, True]], ["", ""])
-    assert all(finding.level is Level.OK for finding in host.judge_gpus(good, {}))
+    assert all(finding.level is Level.OK for finding in gpus.judge_gpus(good, {}))
     bad = GpuFacts(["A", "B"], [[True, False], [True, True]], ["", "it has no IPC handle"])
-    found = list(host.judge_gpus(bad, {"PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments: True"}))
+    found = list(gpus.judge_gpus(bad, {"PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments: True"}))
     is_bad(only(found, "peer access"), Level.WARNING, "GPU 0 does not read the memory of GPU 1")
     is_bad(only(found, "IPC memory of GPU 1"), Level.WARNING, "no IPC handle")
     is_bad(only(found, "PYTORCH_CUDA_ALLOC_CONF"), Level.WARNING, "expandable_segments")

@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kvferry.cli.doctor import peer
+from kvferry.cli.doctor.command import parse_address
 from kvferry.cli.doctor.findings import Finding, Level
-from kvferry.cli.doctor.peer import findings, parse_address
+from kvferry.cli.doctor.peer import findings
 from kvferry.connector.config import Settings
 from kvferry.connector.wire import messages
 from kvferry.transport.control.keys import Keys
@@ -41,10 +42,13 @@ def look(
     return list(findings("127.0.0.1", port, settings or Settings(), keys, seconds))
 
 
-def test_an_engine_tells_its_model_and_is_not_changed():
+def test_an_engine_tells_its_model_and_is_not_changed(caplog):
+    caplog.set_level("INFO", "vllm.kvferry")
     with rank() as p:
         found = look(p.address.port)
         assert not sessions_of(p), "no session, so no plane is offered either"
+    assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
+    assert len([line for line in caplog.messages if line.startswith("kvferry: refused decode rank doctor")]) == 1
     assert all(finding.level in (Level.OK, Level.NOTE) for finding in found), found
     model = only(found, "model of the peer").value
     assert model == "4 facts: architectures=Labelled, hidden_size=64"

@@ -22,6 +22,7 @@ def test_all_prompts_are_handed_over() -> None:
     for number, (line, tokens) in enumerate(zip(done.stdout.splitlines(), (2, 47, 150), strict=True)):
         assert line.startswith(f"prompt-{number}: {tokens} of {tokens} tokens loaded by ")
         assert line.endswith("KV bytes equal, 8 tokens equal")
+    assert "dropped" not in done.stderr, "a regular end is no warning"
 
 
 def test_it_fails_on_planted_corruption() -> None:

@@ -110,6 +110,14 @@ def test_d_is_killed(group: RankGroup, plane: str) -> None:
     another_works(p, group.rank(engine_id="other", **form))
 
 
+def test_p_says_nothing_of_a_d_that_has_ended_before_it(group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:
+    p, d = group.pair()
+    another_works(p, d)
+    d.close()
+    p.close()  # and says so to the sessions that it has
+    assert [line for line in caplog.messages if "dropped" in line] == []
+
+
 def test_p_restarted_on_the_same_port(group: RankGroup) -> None:
     """Another life of the same engine at the same address has none of the old one's KV."""
     form = {"side_channel_port": free_port(), **QUICK}

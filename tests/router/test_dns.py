@@ -100,7 +100,7 @@ class Host:
         """Wait until the router has asked for P's name again, several times, and has logged why it has no answer."""
         asked, logged = self.names.questions["p.test"], len(self._log.read_text())
         eventually(lambda: self.names.questions["p.test"] > asked + 4, "it asks again", 120)
-        said = f"engines of DNS name p.test is not usable, and nothing is changed: {why}"
+        said = f"the DNS name p.test of prefill engines is not usable, and nothing is changed: {why}"
         eventually(lambda: said in self._log.read_text()[logged:], "it says why", 120)
 
 
@@ -111,7 +111,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 P, D = ("prefill", "up"), ("decode", "up")
-NO_ANSWER, NO_NAME = "[Errno -3]", "[Errno -2]"
+NO_ANSWER, NO_NAME = "Temporary failure in name resolution", "Name or service not known"
 """EAI_AGAIN, EAI_NONAME."""
 
 

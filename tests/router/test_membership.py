@@ -177,8 +177,24 @@ def test_what_does_not_pass_a_check(answer: Any, why: str, caplog: pytest.LogCap
         return router
 
     assert states(asyncio.run(go())) == {"http://a": "down", "http://b": "up"}
-    (line,) = [line for line in caplog.messages if "http://a is down" in line]
-    assert why in line and not [line for line in caplog.messages if "http://b" in line]
+    (record,) = [record for record in caplog.records if "http://a is down" in record.getMessage()]
+    assert why in record.getMessage() and record.levelname == "WARNING"
+    assert not [line for line in caplog.messages if "http://b" in line]
+
+
+def test_an_engine_that_is_up_again_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def go() -> None:
+        router = make_router([], ["http://a"])
+        for answer in (503, 200):
+            await checked(router, Http(a=answer)).round()
+
+    asyncio.run(go())
+    said = [
+        (record.levelname, record.getMessage()) for record in caplog.records if "http://a is" in record.getMessage()
+    ]
+    assert [level for level, _ in said] == ["WARNING", "INFO"] and "http://a is up" in said[1][1]
 
 
 def test_engines_are_checked_at_the_same_time() -> None:

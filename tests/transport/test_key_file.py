@@ -15,6 +15,7 @@ from kvferry.transport.control import key_file
 from kvferry.transport.control.key_file import default_key_file, make_key_file, read_key_file, shared_key
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.errors import ConfigError
+from tests.doctor.planted import NOBODY, as_nobody
 from tests.support.fork_server import fork_server
 
 SECRET = new_secret()
@@ -59,19 +60,67 @@ def test_a_file_without_a_key_or_that_others_may_read(tmp_path, content, mode, w
     path = tmp_path / "key"
     path.write_bytes(content)
     path.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, 0, NOBODY)  # a group that this process is not in
     refused(path, *words)
 
 
-def test_a_link_a_folder_a_fifo_and_a_file_of_another_user(tmp_path, monkeypatch):
-    make_key_file(tmp_path / "key")
-    (tmp_path / "link").symlink_to(tmp_path / "key")
+def test_a_folder_a_fifo_and_no_file(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo", 0o600)
-    refused(tmp_path / "link", "symbolic link")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     refused(tmp_path / "folder", "regular file")
     refused(tmp_path / "fifo", "regular file")
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    refused(tmp_path / "key", f"belongs to user {os.getuid()}", f"expected {os.getuid() + 1}")
+    refused(tmp_path / "loop", "cannot be used")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        read_key_file(tmp_path / "dangling")
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A Secret as the kubelet mounts it: the key is a link into a folder that another link names."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "..2026_11_26").mkdir()
+    make_key_file(tmp_path / "..2026_11_26" / "key")
+    (tmp_path / "..data").symlink_to("..2026_11_26")
+    (tmp_path / "key").symlink_to("..data/key")
+    return tmp_path / "key"
+
+
+def test_links_of_this_user_lead_to_the_key(secret):
+    assert read_key_file(secret) == secret.read_text().strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
+@pytest.mark.parametrize(
+    ("mode", "group", "words"),
+    [(0o440, 0, None), (0o640, 0, None), (0o440, NOBODY, ("0440",)), (0o444, 0, ("0444",)), (0o460, 0, ("0460",))],
+    ids=["fsGroup", "default", "other-group", "all", "group-writes"],
+)
+def test_a_kubernetes_secret_of_root_for_another_user(secret, mode, group, words):
+    """``fsGroup`` is a group of the engine: of this process it is root's."""
+    secret.chmod(mode)
+    os.chown(secret, 0, group)
+    for folder in secret.parents[:3]:
+        folder.chmod(0o755)
+    text = secret.read_text().strip()
+    with as_nobody():
+        if words is None:
+            assert read_key_file(secret) == text
+        elif mode & 0o004 or group == 0:
+            refused(secret, *words)
+        else:  # the kernel refuses
+            refused(secret, "Permission denied")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
+def test_files_and_links_of_another_user_are_refused(secret):
+    os.chown(secret, NOBODY, NOBODY)
+    refused(secret, f"belongs to user {NOBODY}; expected 0, who runs this engine, or root")
+    os.chown(secret, 0, 0)
+    os.chown(secret, NOBODY, NOBODY, follow_symlinks=False)
+    refused(secret, f"is a symbolic link of user {NOBODY}; expected 0")
 
 
 def test_a_host_without_a_runtime_directory(tmp_path, monkeypatch):

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
+from kvferry.connector.geometry.engine_types import BlockTable, LayerGroup, RankInfo
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.regions import regions
 from kvferry.transport.errors import GeometryError
 
 Shapes = Sequence[tuple[int, ...]]
+
+
+@pytest.mark.parametrize("make", [lambda kind: LayerGroup(kind, ("a",), 16, 1), lambda kind: BlockTable(kind, 16)])
+def test_a_kind_that_does_not_exist_is_refused_by_name(make):
+    with pytest.raises(GeometryError, match=r"'slidingwindow' .*did you mean 'sliding_window'\?\); expected full, mla"):
+        make("slidingwindow")
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[StateArray]:

@@ -172,7 +172,7 @@ class Connection:
         """End the connection. The first reason stays."""
         if self.reason:
             return
-        self.reason, self.connected = f"{self.host}:{self.port}: {reason}", False
+        self.reason, self.connected = reason, False
         self._opening = None
         self._waiting.clear()
         if self._stream is not None:
@@ -221,7 +221,8 @@ class Connection:
             verdict = b""
         if verdict != ADMITTED:
             raise TransportError(
-                f"the peer refused us: it does not admit our key {keys.fingerprint}" if verdict == OTHER_KEY
+                f"the peer refused us: it does not admit our key {keys.fingerprint}; give both engines one secret_key, "
+                f"or add our public key {keys.public} to peer_keys of the peer" if verdict == OTHER_KEY
                 else "the peer refused us: it has as many peers as it takes" if verdict == FULL
                 else "the peer hung up during the handshake; it is no KVFerry control port, or its key is not the one "
                 "that it has named"

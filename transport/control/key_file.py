@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import stat
@@ -15,6 +14,7 @@ from kvferry.transport.errors import ConfigError
 
 FILE_NAME = "kvferry.key"
 _KEY_CHARACTERS = 40
+_MOST_LINKS = 40  # as Linux
 
 
 def default_key_file() -> Path:
@@ -49,30 +49,37 @@ def is_private(directory: Path) -> bool:
 def read_key_file(path: Path) -> str:
     """The secret key in a key file.
 
+    The file belongs to this user or to root, and nobody else may read it: but a group of this process where the file is
+    root's, as in a Kubernetes Secret with ``fsGroup``. The links that lead to it belong to one of these two as well.
+
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: it is not a regular file of this user, others may read it, or it contains no key; one line.
+        ConfigError: it is not such a file, or it contains no key; one line.
     """
     try:
+        _check_links(path)
         # Without O_NONBLOCK, opening a FIFO would wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
-        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-        raise ConfigError(f"key_file: {path} cannot be used: {why}; expected a regular file of this user") from None
+        raise ConfigError(
+            f"key_file: {path} cannot be used: {error.strerror}; expected a regular file of this user"
+        ) from None
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"key_file: {path} is no regular file; name one that `kvferry keygen` made")
-        if found.st_uid != os.geteuid():
+        if found.st_uid not in (0, os.geteuid()):
             raise ConfigError(
-                f"key_file: {path} belongs to user {found.st_uid}, expected {os.geteuid()}, who runs this engine"
+                f"key_file: {path} belongs to user {found.st_uid}; expected {os.geteuid()}, who runs this engine, or "
+                "root"
             )
-        if found.st_mode & 0o077:
+        by_group = 0o040 if found.st_uid == 0 and found.st_gid in (os.getegid(), *os.getgroups()) else 0
+        if found.st_mode & 0o077 & ~by_group:
             raise ConfigError(
-                f"key_file: {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others may read it; expected 0600. "
-                "Make a new key with `kvferry keygen`"
+                f"key_file: {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others may read it; expected 0600, "
+                "in a Kubernetes Secret defaultMode 0400. Others may have read it: make a new key with `kvferry keygen`"
             )
         content = os.read(fd, _KEY_CHARACTERS + 2)
     finally:
@@ -86,6 +93,20 @@ def read_key_file(path: Path) -> str:
             "characters); remove it, or make another with `kvferry keygen`"
         ) from None
     return text
+
+
+def _check_links(path: Path) -> None:
+    """Raises ConfigError: another user has made a symbolic link that leads to the file, and so chooses the key."""
+    for _ in range(_MOST_LINKS):
+        found = path.lstat()
+        if not stat.S_ISLNK(found.st_mode):
+            return
+        if found.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                f"key_file: {path} is a symbolic link of user {found.st_uid}; expected {os.geteuid()}, who runs this "
+                "engine, or root"
+            )
+        path = path.parent / path.readlink()
 
 
 def make_key_file(path: Path) -> str:

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from contextlib import ExitStack, suppress
 
-from kvferry.transport.control.keys import GREETING_BYTES, Keys, UnknownKeyError, greeting
+from kvferry.transport.control.keys import GREETING_BYTES, WHO_LISTENS, Keys, UnknownKeyError, greeting
 from kvferry.transport.control.stream import (
     ADMITTED,
     ANSWER,
@@ -105,7 +105,8 @@ class _Gate:
                 self._sockets.mute(tls)
                 self._listener.admit(tls)
                 return False
-        self._listener.refused(reason, text)
+        if stranger.said != WHO_LISTENS:
+            self._listener.refused(reason, text)
         self._sockets.drop(stranger.sock)
         return False
 
@@ -152,7 +153,6 @@ class Listener:
     """
 
     def __init__(self, host: str, port: int, *, keys: Keys, max_message_bytes: int, max_peers: int = MAX_PEERS) -> None:
-        address = _own_address(host)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._limit = min(max_peers, files // 2) if files > 0 else max_peers
         self.dropped: Counter[str] = Counter()
@@ -166,12 +166,8 @@ class Listener:
         self._closed = False
         try:
             with ExitStack() as undo:
-                server = undo.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                server.setblocking(False)
-                server.bind((address, port))
-                server.listen(socket.SOMAXCONN)
-                self.port = int(server.getsockname()[1])
+                server = undo.enter_context(listening_socket(host, port))
+                address, self.port = server.getsockname()[:2]
                 self.endpoint = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
                 self._waker = Waker()
                 undo.callback(self._waker.close)
@@ -286,6 +282,21 @@ class Listener:
     def _end(self, peer: Stream) -> None:
         self.streams.pop(peer.identity, None)
         peer.close()
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens there, and does not block. Raises ConfigError, as ``Listener``."""
+    address = _own_address(host)
+    server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.setblocking(False)
+        server.bind((address, port))
+        server.listen(socket.SOMAXCONN)
+    except OSError as error:
+        server.close()
+        raise ConfigError(_bind_failure(host, port, error)) from None
+    return server
 
 
 def _own_address(host: str) -> str:

@@ -331,6 +331,11 @@ class NixlPlane(SocketPlane):
 
     name: ClassVar[str] = "nixl"
 
+    @classmethod
+    def check_host(cls, host: str) -> None:
+        nixl_release()
+        choose_lanes(host, os.environ)
+
     def __init__(self, context: PlaneContext) -> None:
         refuse_nixl(context.host, os.environ, context.others)
         device = context.memory.device

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -76,12 +77,16 @@ def load_ucxx() -> tuple[Any, Any]:
         from ucxx._lib import libucxx
         from ucxx._lib.arr import Array
     except ModuleNotFoundError as error:
-        raise PlaneUnavailableError(f"ucx: {error.name} is not installed; pip install 'kvferry[ucx]'") from None
+        raise _not_installed(error.name) from None
     except (ImportError, OSError) as error:
         raise PlaneUnavailableError(f"ucx: UCXX does not load: {str(error).splitlines()[0]}") from None
     if not hasattr(libucxx.UCXEndpoint, "tag_recv_with_handle"):
         raise PlaneUnavailableError(f"ucx: UCXX {ucxx.__version__} is too old, 0.47 is the first that will do")
     return libucxx, Array
+
+
+def _not_installed(package: str | None) -> PlaneUnavailableError:
+    return PlaneUnavailableError(f"ucx: {package} is not installed; pip install 'kvferry[ucx]'")
 
 
 class UcxEndpoint:
@@ -325,6 +330,11 @@ class UcxPlane(PushPlane):
     cannot be had, ``context.host`` is on no network device, or, for slots on a GPU, NVIDIA's driver is missing."""
 
     name: ClassVar[str] = "ucx"
+
+    @classmethod
+    def check_host(cls, host: str) -> None:
+        if find_spec("ucxx") is None:
+            raise _not_installed("ucxx")
 
     def __init__(self, context: PlaneContext) -> None:
         refuse_ucx(context.host, os.environ, context.others)

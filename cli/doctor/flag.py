@@ -1,0 +1,123 @@
+"""``--kv-transfer-config``: whether vLLM takes it, and whether an engine that has it hands over. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry.cli.doctor.findings import Finding, fault, note, ok, warning
+from kvferry.connector.config import Settings
+from kvferry.transport.errors import did_you_mean, quoted
+
+EXTRA = "kv_connector_extra_config"
+EXAMPLE = '{"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+OURS = {
+    ("KVFerryConnector", None), ("KVFerryConnector", "kvferry.connector.vllm.adapter"),
+    ("NixlConnector", "kvferry.connector.vllm.as_nixl"),
+}  # fmt: skip
+"""Names of KVFerry's connector, each with the value of ``kv_connector_module_path``."""
+GONE = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")
+"""Keys that vLLM 0.26 takes, and 0.32 does not."""
+
+
+class TransferFlag(msgspec.Struct, frozen=True):
+    """The keys that vLLM's ``KVTransferConfig`` has in 0.26 to 0.33."""
+
+    kv_connector: str = ""
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
+    kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
+    kv_connector_extra_config: dict[str, Any] = {}
+    kv_connector_module_path: str | None = None
+    engine_id: str | None = None
+    kv_buffer_device: str = ""
+    kv_port: int = 0
+    enable_permute_local_kv: bool = False
+
+
+KEYS = TransferFlag.__struct_fields__
+CHOICES = {"kv_role": ("kv_producer", "kv_consumer", "kv_both"), "kv_load_failure_policy": ("recompute", "fail")}
+
+
+def is_flag(config: Mapping[str, Any]) -> bool:
+    """Whether it is the whole flag, or empty, and not ``kv_connector_extra_config`` alone."""
+    settings = Settings.__struct_fields__
+    others = [name for name in config if name not in settings and not did_you_mean(name, settings)]
+    return not config or any(name in (*KEYS, *GONE) or did_you_mean(name, KEYS) for name in others)
+
+
+def judge(flag: Mapping[str, Any]) -> tuple[list[Finding], Mapping[str, Any]]:
+    """What is wrong with the flag; and KVFerry's ``kv_connector_extra_config`` in it, empty where there is none."""
+    found = list(_keys(flag, ""))
+    ours = flag
+    if flag.get("kv_connector") == "MultiConnector":
+        children = _extra(flag).get("connectors")
+        if not isinstance(children, list) or not children or not all(isinstance(child, dict) for child in children):
+            value = f"connectors is {quoted(children)}"
+            found.append(
+                fault(EXTRA, value, f"list the connectors, KVFerry's first: {EXAMPLE}", expected="JSON objects")
+            )
+            return found, {}
+        for number, child in enumerate(children):
+            found += _keys(child, f"connectors[{number}].")
+        places = [number for number, child in enumerate(children) if _is_ours(child)]
+        ours = children[places[0]] if places else children[0]
+        if len(places) > 1:
+            value = f"KVFerry is listed {len(places)} times: both would take the same requests"
+            found.append(fault("connectors", value, "list it once"))
+        elif places and places[0]:
+            do = "list it first: vLLM passes on only what the first connector tells of its ranks"
+            found.append(warning("connectors", f"KVFerry is number {places[0] + 1}", do))
+    if not _is_ours(ours):
+        found.append(_not_ours(ours))
+        return found, {}
+    if "kv_load_failure_policy" not in flag and flag.get("kv_role") != "kv_producer":
+        value = 'is "fail" where it is not set: a failed hand-over ends its request with an error'
+        found.append(warning("kv_load_failure_policy", value, 'set "recompute", and D prefills the prompt'))
+    elif flag.get("kv_load_failure_policy") == "fail":
+        found.append(note("kv_load_failure_policy", "fail: a failed hand-over ends its request with an error"))
+    return found or [ok("--kv-transfer-config", f"{flag['kv_connector']}, {flag['kv_role']}")], _extra(ours)
+
+
+def _extra(flag: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra = flag.get(EXTRA, {})
+    return extra if isinstance(extra, dict) else {}
+
+
+def _is_ours(flag: Mapping[str, Any]) -> bool:
+    named = flag.get("kv_connector"), flag.get("kv_connector_module_path")
+    return any(named == each for each in OURS)  # a value may have no hash
+
+
+def _not_ours(flag: Mapping[str, Any]) -> Finding:
+    name, path = flag.get("kv_connector"), flag.get("kv_connector_module_path")
+    if name is None:
+        return fault("kv_connector", "is not set: the engine starts without KVFerry", f"set it: {EXAMPLE}")
+    near = did_you_mean(str(name), ("KVFerryConnector", "MultiConnector")) if path is None else ""
+    value = quoted(name) + ("" if path is None else f" of the module {quoted(path)}")
+    return fault("kv_connector", f"{value} is not KVFerry's connector{near}", f"name KVFerry's: {EXAMPLE}")
+
+
+def _keys(flag: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    """Keys and values that vLLM refuses. ``where``: what precedes their names."""
+    for name, value in flag.items():
+        if name in GONE:
+            yield warning(where + name, "vLLM from 0.32 on refuses it", "remove it; KVFerry does not read it")
+        elif name in Settings.__struct_fields__:
+            yield fault(where + name, "is a setting of KVFerry, and vLLM refuses it here", f"move it into {EXTRA}")
+        elif name not in KEYS:
+            do = f"correct it; vLLM takes {', '.join(KEYS)}"
+            yield fault(where + name, f"vLLM has no such key{did_you_mean(name, KEYS)}", do)
+        else:
+            try:
+                msgspec.convert({name: value}, TransferFlag)
+            except msgspec.ValidationError as error:
+                # A value of the extra config may be a secret.
+                shown = type(value).__name__ if name == EXTRA else quoted(value)
+                near = did_you_mean(value, CHOICES.get(name, ())) if isinstance(value, str) else ""
+                expected = ", ".join(CHOICES.get(name, ())) or str(error).split(" - at ")[0].removeprefix("Expected ")
+                yield fault(where + name, f"{shown} is not usable{near}", "correct it", expected=expected)
+    if "kv_role" not in flag and flag.get("kv_connector") is not None:
+        do = 'set "kv_both"; or "kv_producer" where it only prefills, "kv_consumer" where it only decodes'
+        yield fault(f"{where}kv_role", "is not set, and vLLM does not start without it", do)

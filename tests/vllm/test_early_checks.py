@@ -1,0 +1,70 @@
+"""What vLLM refuses while it makes its configuration, before it loads any weights; in a process of its own, because it
+imports the adapter once."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+SCRIPT = """
+import json, sys
+from kvferry.transport.planes import ucx
+ucx.find_spec = lambda name: None
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+assert "kvferry.connector.vllm.adapter" not in sys.modules
+for flag, ranks in json.loads(sys.argv[1]):
+    try:
+        VllmConfig(
+            kv_transfer_config=KVTransferConfig(kv_role="kv_both", **flag),
+            parallel_config=ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp"),
+        )
+    except Exception as error:
+        print(json.dumps([type(error).__name__, str(error)]))
+    else:
+        print(json.dumps(["", ""]))
+assert "torch.cuda" in sys.modules and "ucxx" not in sys.modules and "nixl" not in sys.modules
+"""
+ADAPTER = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connector.vllm.adapter"}
+
+
+def flag(**settings: object) -> dict[str, object]:
+    return {**ADAPTER, "kv_connector_extra_config": settings}
+
+
+def test_what_cannot_start_is_refused_before_the_weights(tmp_path: Path) -> None:
+    """The last one is right, and only then is the adapter imported for good."""
+    below_multi = {"connectors": [{**flag(lease_second=1), "kv_role": "kv_both"}]}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cases = [
+            (flag(plan="tcp"), 1, "unknown setting 'plan' (did you mean 'plane'?)"),
+            ({"kv_connector": "MultiConnector", "kv_connector_extra_config": below_multi}, 1, "'lease_second'"),
+            (flag(key_file=str(tmp_path / "none")), 1, "does not exist; make it with `kvferry keygen"),
+            (flag(plane="ucx"), 1, "plane: 'ucx' cannot be used: ucx: ucxx is not installed; pip install"),
+            (flag(plane="cuda_ipc"), 1, "it carries GPU memory, the caches lie in host memory"),
+            (
+                flag(plane="shm", checksum=True, encrypt=True, side_channel_host="192.0.2.1"),
+                1,
+                "not an address of this",
+            ),
+            (flag(side_channel_port=port), 1, f"port {port} of 127.0.0.1 is in use"),
+            (flag(side_channel_port=port - 1), 2, f"port {port} of 127.0.0.1 is in use"),
+            (flag(plane="tcp"), 1, ""),
+        ]
+        argument = json.dumps([(each, ranks) for each, ranks, _ in cases])
+        command = [sys.executable, "-c", SCRIPT, argument]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    assert len(said) == len(cases), done.stdout
+    for (each, _, words), (kind, text) in zip(cases, said, strict=True):
+        assert words in text and "\n" not in text and kind == ("KVFerryError" if words else ""), (each, kind, text)
