@@ -63,7 +63,7 @@ def model_identity(
         "rope": rope(text_config, max_model_len),
         "model_tag": tag,
     }
-    facts |= {name: getattr(text_config, name, None) for name in PLAIN}
+    facts |= {name: _fact(text_config, name) for name in PLAIN}
     facts |= _quantization(hf_config, text_config, quantization)
     return {name: text(value) for name, value in facts.items() if not _unset(value)}
 
@@ -122,15 +122,23 @@ def _rope(config: Any, parameters: Mapping[str, Any], max_model_len: int) -> dic
     return {"rope_type": kind, **found}
 
 
-def _head_dim(config: Any) -> int | None:
+def _fact(config: Any, name: str) -> Any:
+    """A value, or that of each layer where the layers differ: there transformers raises an error of its own."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+
+
+def _head_dim(config: Any) -> Any:
     if getattr(config, "kv_lora_rank", None):  # MLA has other names for its head sizes; head_dim is ambiguous there
         return None
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+    found, hidden, heads = (_fact(config, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    return found or (hidden // heads if hidden and heads else None)
 
 
 def _sliding_window(config: Any) -> Any:
-    return getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return _fact(config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
 
 
 def _layer_types(config: Any) -> str | None:

@@ -146,6 +146,25 @@ def test_another_model_is_refused_by_name(theirs: dict[str, Any], ours: dict[str
         check_model(facts(OLD, ours), facts(OLD, theirs))
 
 
+class LayersThatDiffer(SimpleNamespace):
+    """As transformers 5 has a model whose layers differ: it refuses to name one value for all of them."""
+
+    @property
+    def head_dim(self) -> int:
+        raise RuntimeError("'head_dim' is a per-layer attribute and may vary across layers")
+
+
+def test_values_that_differ_from_layer_to_layer_are_facts() -> None:
+    def of(*head_dims: int) -> dict[str, str]:
+        layers = [SimpleNamespace(head_dim=size) for size in head_dims]
+        config = LayersThatDiffer(**OLD, per_layer_config=layers)
+        return model_identity(config, config, quantization=None, max_model_len=2048)
+
+    check_model(of(32, 64), of(32, 64))
+    with pytest.raises(IncompatiblePeerError, match=r"head_dim differs, ours is \[32, 64\], the peer's is \[64, 32\]"):
+        check_model(of(32, 64), of(64, 32))
+
+
 def test_every_fact_there_is_fits_into_a_message(group: RankGroup) -> None:
     """However long the values, whatever is in them."""
     every: dict[str, Any] = {name: f"line\n\u2028 {name} " * 400 for name in module.PLAIN}
