@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from kvferry.cli.doctor.findings import Machine
 from kvferry.cli.doctor.host import MIB, free_bytes
 from kvferry.cli.doctor.planes import look
-from kvferry.cli.plan.model import ModelShape, model_shape
+from kvferry.cli.plan.model import ModelShape, model_shape, uniform_shape
 from kvferry.cli.plan.time_model import Calibration, measured_costs
 from kvferry.cli.plot import svg_chart
 from kvferry.cli.rank_pair import ELEMENT_BYTES, CacheForm, PairError, RankPair, device_of
@@ -32,7 +32,7 @@ from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.registry import plane_spec, plane_specs
 
-LLAMA_8B = ModelShape(("full",) * 32, 32, 8, 512, "bfloat16")
+LLAMA_8B = uniform_shape(32, 32, 8, 512, "bfloat16")
 """Llama-3.1-8B, where no model is named."""
 PROMPTS = (256, 1024, 4096)
 STEADY = 2.0
@@ -118,21 +118,20 @@ def bench(
 
 def cache_form(shape: ModelShape, tp: int, tokens: int, block_tokens: int, layout: Layout) -> CacheForm:
     """The cache of the first rank of an engine. Raises ConfigError."""
-    if set(shape.layers) - {"full", "mla"} or shape.state is not None:
+    kv, *others = shape.kv
+    if others or kv.window or shape.state is not None or shape.kv_layers < shape.num_layers:
         raise ConfigError(
-            "kvferry bench has caches of models whose layers all keep the KV of all tokens; this one has windows, or "
-            "layers without KV: leave --model out"
+            "kvferry bench has caches of models whose layers all keep the KV of all tokens in one form; this one has "
+            "windows, layers without KV or of several forms: leave --model out"
         )
     _check("--tp", tp, 1, shape.attention_heads)
     if shape.attention_heads % tp:
         raise ConfigError(f"--tp is {tp}, expected a divisor of the {shape.attention_heads} attention heads")
     _check("a block size", block_tokens, 1, 1 << 16)
-    if shape.content_bytes % ELEMENT_BYTES:
-        raise ConfigError(
-            f"one head of a token has {shape.content_bytes} bytes, expected a multiple of {ELEMENT_BYTES}"
-        )
-    _, heads = TpKVTopology.head_interval(0, tp, shape.total_heads)
-    return CacheForm(shape.num_layers, heads, shape.content_bytes // ELEMENT_BYTES, tokens, block_tokens, layout)
+    if kv.content_bytes % ELEMENT_BYTES:
+        raise ConfigError(f"one head of a token has {kv.content_bytes} bytes, expected a multiple of {ELEMENT_BYTES}")
+    _, heads = TpKVTopology.head_interval(0, tp, kv.total_heads)
+    return CacheForm(shape.num_layers, heads, kv.content_bytes // ELEMENT_BYTES, tokens, block_tokens, layout)
 
 
 def _check(name: str, value: int, least: int, most: int) -> None:

@@ -184,19 +184,32 @@ def plan(
         Path,
         typer.Option(help="config.json of the model, or the folder that has it", parser=_model_path, metavar="<path>"),
     ],
-    prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
+    prefill_tokens_per_second: Annotated[
+        float | None, typer.Option(help="tokens that one P engine computes in a second")
+    ] = None,
+    sources: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            metavar="URL",
+            help="vLLM server, http://HOST:PORT, whose metrics say what is not given of "
+            "--prefill-tokens-per-second and, for --trace, --step-ms; may be repeated",
+        ),
+    ] = None,
     p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
     d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,
     p_pp: Annotated[int, typer.Option(help="pipeline-parallel size of P")] = 1,
     d_pp: Annotated[int, typer.Option(help="pipeline-parallel size of D")] = 1,
-    p_block_size: PBlockSize = 16,
-    d_block_size: DBlockSize = 16,
+    p_block_size: Annotated[
+        int | None, typer.Option(help="tokens of a block of P; unset: 16, or 64 with an index of sparse attention")
+    ] = None,
+    d_block_size: Annotated[int | None, typer.Option(help="tokens of a block of D, likewise")] = None,
     p_layout: PLayout = "NHD",
     d_layout: DLayout = "NHD",
     kv_dtype: KvDtype = "auto",
-    plane: Annotated[str, typer.Option(help="data plane and memory, as in ucx/gpu or tcp/host")] = "ucx/gpu",
+    plane: Annotated[str, typer.Option(help="data plane and memory, as in ucx/gpu or nixl/gpu")] = "ucx/gpu",
     link: Annotated[
-        str | None, typer.Option(help="bytes per second of the link of one rank, as in 12.5GB/s; unset: no bound")
+        str | None, typer.Option(help="rate of the link of one rank, as in 12.5GB/s, 100Gbps or 400G; unset: no bound")
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="costs of the planes, as kvferry bench --calibration writes them")
@@ -218,7 +231,6 @@ def plan(
     ] = None,
     d_cache_tokens: Annotated[int | None, typer.Option(help="KV cache of a D engine, likewise")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan here as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write hand-over time by prompt length here, an SVG")] = None,
 ) -> None:
     """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
     options = locals()

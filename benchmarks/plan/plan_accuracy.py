@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,15 +32,14 @@ from benchmarks.harness import report
 from benchmarks.plan import plan_fit
 from benchmarks.plan.plan_fit import Measured
 from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
-from kvferry.cli.plan.model import ModelShape
+from kvferry.cli.plan.model import uniform_shape
 from kvferry.cli.plan.time_model import Calibration, PlaneCosts, finish_seconds, work_of
 from kvferry.connector.config import Settings
 from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import Rank, load_plan
 
 LAYERS, HEADS, CONTENT = 16, 8, 64
-KINDS: list[Literal["full"]] = ["full"] * LAYERS
-SHAPE = ModelShape(tuple(KINDS), HEADS, HEADS, 4 * CONTENT, "int32")
+SHAPE = uniform_shape(LAYERS, HEADS, HEADS, 4 * CONTENT, "int32")
 """16 layers x 8 KV heads x 256 bytes: 32 KiB for each token."""
 CACHE_TOKENS = 8192
 TOKENS, AT_ONCE = (64, 512, 2048), (1, 4, 16)

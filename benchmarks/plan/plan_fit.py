@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness import tables
+from benchmarks.planes.contenders import NIXL_PLANE
 from benchmarks.planes.points import CORE
 from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
-from kvferry.cli.plan.model import ModelShape
+from kvferry.cli.plan.model import uniform_shape
 from kvferry.cli.plan.time_model import Calibration, PlaneCosts
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
 
@@ -28,7 +29,7 @@ PACKAGED = Path(__file__).resolve().parents[2] / "cli" / "plan" / "calibration.j
 DIGITS = 4
 NO_SECONDS = 1e-12
 """A shorter time is what the rounding of numbers leaves of none: its digits depend on the processor."""
-GPU_PLANES, HOST_PLANES = ("cuda_ipc", "ucx"), ("cma", "shm", "tcp", "ucx", "zmq")
+GPU_PLANES, HOST_PLANES = ("cuda_ipc", "ucx"), ("cma", "nixl", "shm", "tcp", "ucx", "zmq")
 MOVED_BYTES = 64 << 20
 """Of each move in ``host_planes.json``, by its default."""
 
@@ -103,7 +104,7 @@ def on_gpus(plane: str) -> list[Measured]:
         if point is None or row["contender"] != plane:
             continue
         form = point.p
-        shape = ModelShape((form.kind,) * form.layers, form.heads, form.heads, form.content, "bfloat16")
+        shape = uniform_shape(form.layers, form.heads, form.heads, form.content, "bfloat16", form.kind)
         p, d = (Deployment(block_size=side.block, layout=side.order) for side in (point.p, point.d))
         reads = plan_handover(Pair(shape, p, d, slot_bytes(plane, "cuda")), point.tokens)
         n = point.handovers
@@ -112,11 +113,13 @@ def on_gpus(plane: str) -> list[Measured]:
 
 
 def on_host(plane: str) -> list[Measured]:
-    """The moves of ``host_planes.json`` over a plane, each of which took what ``empty_handover.json`` has beside it."""
+    """The moves of ``host_planes.json`` over a plane, each of which took what ``empty_handover.json`` has beside it;
+    of ``nixl`` those over TCP, which is what it has without RDMA hardware."""
+    way = ("tcp", NIXL_PLANE) if plane == "nixl" else ("host", plane)
     (empty,) = (row for row in tables.load("empty_handover")["rows"] if row["plane"] == plane)
     rows = [_alone("empty", 0, 4096, [empty["ms_p50"] / 1e3], 0.0)]
     for row in tables.load("host_planes")["rows"]:
-        if (row["link"], row["kind"]) == ("host", plane):
+        if (row["link"], row["kind"]) == way:
             rows.append(_alone("", MOVED_BYTES, row["block_kib"] << 10, row["seconds"], empty["ms_p50"] / 1e3))
     return rows
 
@@ -134,7 +137,8 @@ def calibration() -> Calibration:
     planes |= {f"{plane}/gpu": fitted(on_gpus(plane), turn_bytes(plane)) for plane in GPU_PLANES}
     measured = {
         "host": f"benchmarks/results/host_planes.json and empty_handover.json: {host['cpus']} cores, {host['cpu']}; "
-        "what messages cost is in the rates, and what hand-overs at once add to each other was not measured",
+        "what messages cost is in the rates, and what hand-overs at once add to each other was not measured; nixl had "
+        "TCP only",
         "gpu": f"benchmarks/results/gpu_planes.json: {gpu['gpus']}; p95_ratio is that of the p99",
     }
     return Calibration("kvferry-calibration-1", measured, planes)

@@ -1,4 +1,4 @@
-"""The command ``kvferry plan``: files and options in, tables, JSON and a plot out."""
+"""The command ``kvferry plan``: files and options in, tables and JSON out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Literal
 import msgspec
 from rich.console import Console
 
+from kvferry.cli.plan.engine_rates import MIN_PROMPT_TOKENS, MIN_PROMPTS, MIN_STEPS, EngineRate, read_rates
 from kvferry.cli.plan.fleet import EngineModel, FleetPlanner, FleetReport, Targets
-from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
+from kvferry.cli.plan.handover import INDEX_BLOCK, Deployment, Pair, PlannedRead, plan_handover
 from kvferry.cli.plan.model import ModelShape, model_shape
 from kvferry.cli.plan.time_model import (
     Calibration,
@@ -22,14 +23,12 @@ from kvferry.cli.plan.time_model import (
     prompt_plan,
 )  # fmt: skip
 from kvferry.cli.plan.trace import TracedRequest, parsed_trace
-from kvferry.cli.plot import svg_chart
 from kvferry.cli.terminal import (
     FailedError,
     check_writable,
     read_file,
     read_model_config,
     table,
-    write_file,
     write_json,
 )
 from kvferry.connector.config import Settings
@@ -38,19 +37,25 @@ from kvferry.transport.registry import GPU, HOST, best_slot_bytes, best_staging_
 
 PROMPTS = (128, 1024, 8192, 32768)
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+LINK = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTkmgt]?)(B/s|Bps|bits?/s|b/s|bps|bit|b|bE|)\s*")
 
 Layout = Literal["HND", "NHD"]
 
 
 class PlanResult(msgspec.Struct, frozen=True):
-    """What ``--json`` writes. ``reads``: those of the longest prompt. ``fleet``: with ``--trace``."""
+    """What ``--json`` writes. ``costs_of``: the plane whose costs were taken, another one where ``plane`` was not
+    measured. ``rates``: read from running engines. ``reads``: those of the longest prompt. ``fleet``: with ``--trace``.
+    """
 
     form: str
     model: dict[str, Any]
     p: Deployment
     d: Deployment
     plane: str
+    costs_of: str
     link_bytes_per_second: float | None
+    prefill_tokens_per_second: float
+    rates: list[EngineRate]
     calibration: Calibration
     reads: list[PlannedRead]
     prompts: list[PromptPlan]
@@ -58,21 +63,30 @@ class PlanResult(msgspec.Struct, frozen=True):
 
 
 def plan(
-    *, model: Path, prefill_tokens_per_second: float, p_tp: int, d_tp: int, p_pp: int, d_pp: int, p_block_size: int,
-    d_block_size: int, p_layout: Layout, d_layout: Layout, kv_dtype: str, plane: str, link: str | None,
-    calibration: Path | None, prompt: list[int] | None, trace: Path | None, p_engines: int | None,
-    d_engines: int | None, ttft: float, tpot: float, percentile: float, step_ms: float | None,
+    *, model: Path, prefill_tokens_per_second: float | None, sources: list[str] | None, p_tp: int, d_tp: int, p_pp: int,
+    d_pp: int, p_block_size: int | None, d_block_size: int | None, p_layout: Layout, d_layout: Layout, kv_dtype: str,
+    plane: str, link: str | None, calibration: Path | None, prompt: list[int] | None, trace: Path | None,
+    p_engines: int | None, d_engines: int | None, ttft: float, tpot: float, percentile: float, step_ms: float | None,
     step_ms_per_sequence: float, d_sequences: int, p_cache_tokens: int | None, d_cache_tokens: int | None,
-    json_file: Path | None, plot: Path | None,
+    json_file: Path | None,
 ) -> None:  # fmt: skip
     """Plan, print, and write the files that are asked for. Raises KVFerryError; FailedError: the targets are missed."""
-    check_writable(json_file, plot)
+    check_writable(json_file)
     costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))
-    costs = costs_by_plane.costs(plane)
+    costs, costs_of = costs_by_plane.costs(plane), costs_by_plane.measured_as(plane)
     shape = model_shape(read_model_config(model), kv_dtype)
-    p, d = Deployment(p_tp, p_pp, p_block_size, p_layout), Deployment(d_tp, d_pp, d_block_size, d_layout)
+    usual = INDEX_BLOCK if any(kv.packing for kv in shape.kv) else 16
+    p = Deployment(p_tp, p_pp, usual if p_block_size is None else p_block_size, p_layout)
+    d = Deployment(d_tp, d_pp, usual if d_block_size is None else d_block_size, d_layout)
     pair = Pair(shape, p, d, _slot_bytes(plane))
     rate = inf if link is None else bytes_per_second(link)
+    if costs_of != plane and link is None:
+        raise ConfigError(f"--plane {plane} has not been measured: give --link, or --calibration with its costs")
+    rates: list[EngineRate] = []
+    if sources:
+        prefill_tokens_per_second, step_ms, rates = _read(sources, prefill_tokens_per_second, step_ms, trace)
+    if prefill_tokens_per_second is None:
+        raise ConfigError("--prefill-tokens-per-second is missing; give it, or --from with the URL of a running P")
     check_positive("--prefill-tokens-per-second", prefill_tokens_per_second)
     check_positive("--ttft", ttft)
     check_positive("--tpot", tpot)
@@ -83,7 +97,7 @@ def plan(
     fleet, targets = None, Targets(ttft, tpot, percentile)
     if trace is not None:
         if step_ms is None:
-            raise ConfigError("--trace needs --step-ms, the milliseconds of a step of D; give it")
+            raise ConfigError("--trace needs --step-ms, the milliseconds of a step of D; give it, or --from")
         check_positive("--step-ms", step_ms)
         check_positive("--d-sequences", d_sequences)
         engines = EngineModel(
@@ -94,25 +108,28 @@ def plan(
         fleet = _fleet(planner, p_engines, d_engines, targets)
     elif step_ms is not None:
         raise ConfigError("--step-ms is given without --trace; give --trace, or leave --step-ms out")
-    _print(shape, reads, plans, plane)
+    _print(shape, reads, plans, plane, costs_of, rates)
     if fleet is not None:
         _print_fleet(fleet, None if p_engines is not None else targets)
     given = None if link is None else rate
     model_facts = msgspec.to_builtins(shape)
-    result = PlanResult("kvferry-plan-1", model_facts, p, d, plane, given, costs_by_plane, reads, plans, fleet)
+    result = PlanResult(
+        "kvferry-plan-1", model_facts, p, d, plane, costs_of, given, prefill_tokens_per_second, rates, costs_by_plane,
+        reads, plans, fleet,
+    )  # fmt: skip
     write_json(json_file, result)
-    if plot is not None:
-        write_file(plot, _plotted(plans, plane).encode())
     if fleet is not None and not fleet.meets(targets):
         raise FailedError("this fleet does not meet the targets; leave out --p-engines and --d-engines")
 
 
 def bytes_per_second(text: str) -> float:
-    """A rate as ``12.5GB/s`` or ``100Gbit/s``, with decimal prefixes. Raises ConfigError: it is none."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(B|bit)/s\s*", text)
-    number = float(found[1]) * UNITS[found[2]] / (8 if found[3] == "bit" else 1) if found else 0.0
+    """A rate as ``12.5GB/s``, or in bits as ``100Gbps``, ``25Gb/s`` or ``400G``, with decimal prefixes. Raises
+    ConfigError: it is none."""
+    number, found = 0.0, LINK.fullmatch(text)
+    if found and (found[2] or found[3].endswith("s")):
+        number = float(found[1]) * UNITS[found[2].upper()] / (1 if found[3].startswith("B") else 8)
     if not 0 < number < inf:
-        raise ConfigError(f"--link {text!r} is no rate, expected one above 0 as in 12.5GB/s or 100Gbit/s")
+        raise ConfigError(f"--link {text!r} is no rate, expected one above 0 as in 12.5GB/s, 100Gbps or 400G")
     return number
 
 
@@ -124,6 +141,28 @@ def _trace(path: Path) -> list[TracedRequest]:
         return parsed_trace(read_file(path).splitlines())
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+
+
+def _read(
+    sources: list[str], prefill: float | None, step_ms: float | None, trace: Path | None
+) -> tuple[float, float | None, list[EngineRate]]:
+    """What is not given, from running engines: tokens per second of a prefill, and with a trace milliseconds of a step.
+    Raises ConfigError: they have not done enough to say it."""
+    found, used = read_rates(sources), []
+    if prefill is None:
+        if found.prefill is None:
+            raise ConfigError(
+                f"--from: no engine has computed {MIN_PROMPTS} prompts of {MIN_PROMPT_TOKENS} tokens in the mean; send "
+                "some to P, or give --prefill-tokens-per-second"
+            )
+        prefill = found.prefill.value
+        used.append(found.prefill)
+    if step_ms is None and trace is not None:
+        if found.step is None:
+            raise ConfigError(f"--from: no engine has made {MIN_STEPS} steps; have D answer more, or give --step-ms")
+        step_ms = found.step.value * 1e3
+        used.append(found.step)
+    return prefill, step_ms, used
 
 
 def _slot_bytes(plane: str) -> int | None:
@@ -150,15 +189,27 @@ def _fleet(planner: FleetPlanner, num_p: int | None, num_d: int | None, targets:
 # --- output ---------------------------------------------------------------------------------------------------------
 
 
-def _print(shape: ModelShape, reads: list[PlannedRead], plans: list[PromptPlan], plane: str) -> None:
+def _print(
+    shape: ModelShape, reads: list[PlannedRead], plans: list[PromptPlan], plane: str, costs_of: str,
+    rates: list[EngineRate],
+) -> None:  # fmt: skip
     kept = f"{shape.token_bytes} bytes of KV a token in {shape.kv_layers} of {shape.num_layers} layers"
-    if shape.window:
-        windowed = shape.layers.count("sliding_window") + shape.layers.count("chunked_local")
-        kept += f", in {windowed} of them for {shape.window} tokens"
+    for kv in shape.kv:
+        if kv.window:
+            kept += f", in {len(kv.layers)} of them for {kv.window} tokens"
+        elif kv.packing:
+            kept += f", in {len(kv.layers)} of them {kv.content_bytes} for the index of sparse attention"
     if shape.state is not None:
         kept += f"; {shape.state_bytes} bytes of states a request"
     console = Console()
     console.print(kept, soft_wrap=True)
+    for rate in rates:
+        console.print(f"{rate.engine}: {rate.value:.4g} {rate.what}, the mean of {rate.count}", soft_wrap=True)
+    if costs_of != plane:
+        console.print(
+            f"{plane} has not been measured: its times are a guess, by the costs of {costs_of} and --link",
+            soft_wrap=True,
+        )
     reads_table = table(
         f"Reads of one prompt of {plans[-1].tokens} tokens",
         ("rank of D", "reads from P", "cache", "layers", "heads", "messages", "MB", "bytes in one piece"),
@@ -206,13 +257,3 @@ def _print_fleet(fleet: FleetReport, sought: Targets | None) -> None:
     ]
     title = f"{fleet.p_engines} P and {fleet.d_engines} D engines, {fleet.requests} requests"
     console.print(table(title, ("", "value"), rows, left=("",)))
-
-
-def _plotted(plans: list[PromptPlan], plane: str) -> str:
-    lines = {
-        name: [(float(one.tokens), getattr(one, field)) for one in plans]
-        for name, field in (
-            ("hand-over", "seconds"), ("hand-over, p95", "p95_seconds"), ("prefill", "prefill_seconds"),
-        )
-    }  # fmt: skip
-    return svg_chart(f"Hand-over over {plane}", "prompt tokens", "seconds", lines)

@@ -24,6 +24,8 @@ MAX_PLANNED_RANKS = 1024
 """Bound on the ranks of one engine: each rank of D is planned against each of P that it reads from."""
 MAX_PLANNED_BLOCK = 1 << 16
 """Bound on the tokens of a block."""
+INDEX_BLOCK = 64
+"""Tokens of a block of the index of sparse attention, whose tokens are packed: its kernels for GPUs know no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ def rank_geometries(shape: ModelShape, deployment: Deployment, name: str) -> tup
         raise ConfigError(f"{name}: TP {tp} x PP {pp} makes {tp * pp} ranks, at most {MAX_PLANNED_RANKS} are planned")
     if not 1 <= block <= MAX_PLANNED_BLOCK:
         raise ConfigError(f"{name}: block size {block} is outside 1..{MAX_PLANNED_BLOCK}")
+    if block % INDEX_BLOCK and any(kv.packing for kv in shape.kv):
+        raise ConfigError(
+            f"{name}: block size {block}, the index of sparse attention needs a multiple of {INDEX_BLOCK}"
+        )
     if deployment.layout not in ("HND", "NHD"):
         raise ConfigError(f"{name}: layout {deployment.layout!r}, expected HND or NHD")
     return tuple(
@@ -70,14 +76,14 @@ def stage_layers(num_layers: int, pp_size: int) -> tuple[range, ...]:
 
 
 def _rank(shape: ModelShape, deployment: Deployment, tp_rank: int, pp_rank: int, layers: range) -> RankGeometry:
-    regions, tp, heads = [], deployment.tp_size, shape.total_heads
-    for kind in dict.fromkeys(kind for kind in shape.layers if kind is not None):
-        first, count = TpKVTopology.head_interval(tp_rank, tp, heads)
-        held = tuple(f"model.layers.{layer}.self_attn.attn" for layer in layers if shape.layers[layer] == kind)
-        window = shape.window if kind in ("sliding_window", "chunked_local") else 0
+    regions, tp = [], deployment.tp_size
+    for kv in shape.kv:
+        first, count = TpKVTopology.head_interval(tp_rank, tp, kv.total_heads)
+        held = tuple(f"model.layers.{layer}.self_attn.{kv.packing or 'attn'}" for layer in kv.layers if layer in layers)
         region = RegionGeometry(
-            kind=kind, layers=held, block_size=deployment.block_size, head_start=first, num_heads=count,
-            total_heads=heads, content_bytes=shape.content_bytes, dtype=shape.dtype, window=window,
+            kind=kv.kind, layers=held, block_size=deployment.block_size, head_start=first, num_heads=count,
+            total_heads=kv.total_heads, content_bytes=kv.content_bytes, dtype=kv.dtype, window=kv.window,
+            packing=kv.packing, tile_tokens=INDEX_BLOCK if kv.packing else 1,
         )  # fmt: skip
         regions.append(region)
     states = () if shape.state is None else shape.state.layers
@@ -170,8 +176,9 @@ def _read(pair: Pair, local: RankGeometry, remote: RankGeometry, item: PlannedSp
     if pair.slot_bytes is not None:
         messages = len(cut_span(span, theirs.content_bytes, pair.slot_bytes, theirs.block_size, theirs.shard))
     layers = [int(name.split(".")[2]) for name in theirs.layers[span.layer : span.layer + span.num_layers]]
+    cache = theirs.part or (theirs.kind if theirs.kind == "state" else theirs.packing) or theirs.kind
     return PlannedRead(
-        (local.pp_rank, local.tp_rank), (remote.pp_rank, remote.tp_rank), theirs.part or theirs.kind,
+        (local.pp_rank, local.tp_rank), (remote.pp_rank, remote.tp_rank), cache,
         layers[0], layers[-1], span.num_layers, theirs.head_start + span.head, span.num_heads, tokens, messages,
         nbytes=span.num_layers * span.num_heads * tokens * theirs.content_bytes,
         piece_bytes=_piece_bytes(pair, ours, theirs, span.num_heads),

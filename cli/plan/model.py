@@ -1,5 +1,5 @@
-"""The KV cache of a model, from the ``config.json`` of Hugging Face: which of its layers keep KV, and the states of the
-other ones. Pure.
+"""The KV cache of a model, from the ``config.json`` of Hugging Face: which of its layers keep KV of which form, and the
+states of the other ones. Pure.
 
 A type stands here once its rule has been compared with vLLM's code for it. All other types are refused: a model that is
 not known may keep KV in fewer layers or heads than its numbers say.
@@ -8,7 +8,7 @@ not known may keep KV in fewer layers or heads than its numbers say.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -39,26 +39,38 @@ MULTI_HEAD = frozenset({
 
 GROUPED = frozenset({
     "apertus", "arcee", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text",
-    "glm", "glm4", "glm4_moe", "gpt_oss", "granitemoeshared", "helium", "internlm2", "internlm3", "llama4_text",
-    "minimax_m2", "ministral3", "mistral", "mixtral", "olmo3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text",
-    "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
-    "smollm3", "stablelm", "starcoder2",
+    "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granitemoeshared", "helium", "internlm2",
+    "internlm3", "llama4_text", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mixtral", "olmo3", "phimoe",
+    "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_moe",
+    "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm", "starcoder2",
 })  # fmt: skip
 MULTI_QUERY = frozenset({"falcon", "gpt_bigcode", "RefinedWeb", "RefinedWebModel"})
-MLA = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_linear"})
+SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Types with MLA and an index by which each token selects those that it attends to."""
+MLA = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_linear"}) | SPARSE
 RECURRENT = frozenset({
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "minimax", "minimax_m1",
     "minimax_text_01", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 })  # fmt: skip
 KNOWN = MULTI_HEAD | GROUPED | MULTI_QUERY | MLA | RECURRENT
+SHARED = frozenset({"gemma3n_text", "gemma4_text"})
+"""Types whose last layers may use the KV of earlier ones."""
+NOT_CARRIED = frozenset({"deepseek_v41", "glm5_next_text", "qwen4_exp_text"})
+"""Types that ``from_vllm.cache_kind`` refuses: an engine with KVFerry does not start with them."""
+
+PACKED_MLA = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+"""Bytes of a token where vLLM's sparse MLA packs numbers and scales, by its ``--kv-cache-dtype``."""
 
 HEAD_DIM = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256),
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "qwen3_next", "qwen3_5_text",
+         "qwen3_5_moe_text"), 256,
+    ),
     **dict.fromkeys(
         ("ernie4_5", "glm", "glm4", "helium", "llama4_text", "minimax_m2", "ministral3", "nemotron_h", "qwen3",
          "qwen3_vl_text", "seed_oss"), 128,
     ),
-    "gpt_oss": 64,
+    "gpt_oss": 64, "mimo_v2_flash": 192,
 }  # fmt: skip
 """Elements of a head where the configuration leaves them out and the class of transformers has a number of its own."""
 
@@ -76,7 +88,7 @@ FULL_EVERY = {
 """Types of which every n-th layer has full attention where ``layer_types`` is missing: n's key and default."""
 
 CACHES: Mapping[str, LayerCaches] = {
-    "full_attention": ("full", False), "attention": ("full", False), "*": ("full", False), "1": ("full", False),
+    **dict.fromkeys(("full_attention", "indexed_attention", "attention", "*", "1"), ("full", False)),
     "sliding_attention": ("sliding_window", False), "chunked_attention": ("chunked_local", False),
     **dict.fromkeys(("linear_attention", "mamba", "conv", "M", "0"), (None, True)),
     **dict.fromkeys(("mlp", "moe", "-", "E"), (None, False)),
@@ -119,31 +131,38 @@ class RecurrentState:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What the hand-over of a prompt depends on. ``layers``: the kind of KV of each layer, ``None`` for none.
-    ``total_heads``: global KV heads, 1 for MLA. ``content_bytes``: K and V of one (head, token) of one layer.
-    ``window``: the tokens of a sliding window or a local chunk."""
+class KvLayers:
+    """Layers that keep KV of one form. ``total_heads``: global KV heads, 1 for MLA. ``content_bytes``: K and V of one
+    (head, token) of one layer. ``window``: the tokens of a sliding window or a local chunk. ``packing``: ``indexer``
+    for the index of sparse attention, as in ``RegionGeometry``."""
 
-    layers: tuple[AttentionKind | None, ...]
-    attention_heads: int
+    kind: AttentionKind
+    layers: tuple[int, ...]
     total_heads: int
     content_bytes: int
     dtype: str
     window: int = 0
+    packing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the hand-over of a prompt depends on."""
+
+    num_layers: int
+    attention_heads: int
+    kv: tuple[KvLayers, ...]
     state: RecurrentState | None = None
 
     @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
     def kv_layers(self) -> int:
-        return sum(kind is not None for kind in self.layers)
+        """How many layers keep KV."""
+        return len({layer for kv in self.kv for layer in kv.layers})
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers that keep it, and all heads, without replicas."""
-        return self.kv_layers * self.total_heads * self.content_bytes
+        return sum(len(kv.layers) * kv.total_heads * kv.content_bytes for kv in self.kv)
 
     @property
     def state_bytes(self) -> int:
@@ -151,6 +170,15 @@ class ModelShape:
         if self.state is None:
             return 0
         return len(self.state.layers) * sum(prod(array.shape) * array.item for array in self.state.arrays(1))
+
+
+def uniform_shape(
+    num_layers: int, attention_heads: int, total_heads: int, content_bytes: int, dtype: str,
+    kind: AttentionKind = "full",
+) -> ModelShape:  # fmt: skip
+    """A model whose layers all keep KV of one form."""
+    kv = KvLayers(kind, tuple(range(num_layers)), total_heads, content_bytes, dtype)
+    return ModelShape(num_layers, attention_heads, (kv,))
 
 
 def model_shape(config: Mapping[str, Any], kv_dtype: str = "auto") -> ModelShape:
@@ -165,33 +193,79 @@ def model_shape(config: Mapping[str, Any], kv_dtype: str = "auto") -> ModelShape
     listed = text.get("layers_block_type")  # a new NemotronHConfig leaves the number out
     layers = number(text, LAYERS, MAX_REGION_LAYERS, len(listed) or None if isinstance(listed, list) else None)
     caches = layer_caches(text, model_type, layers)
-    kinds = tuple([kind for kind, _ in caches])
+    kinds = [kind for kind, _ in caches]
     if not any(kinds):
         raise ConfigError("no layer of the model has attention; give the config.json of a model with attention")
     heads = number(text, ATTENTION_HEADS, MAX_HEADS)
     named = text.get("dtype", text.get("torch_dtype")) or config.get("dtype", config.get("torch_dtype"))
     dtype = _dtype(config, text, named, kv_dtype)
-    itemsize = CONVERTIBLE[dtype].itemsize
     states = tuple([place for place, (_, state) in enumerate(caches) if state])
     state = None
     if states:
         runs_in = _model_dtype(named, "dtype", "a config.json that has it")
         state = recurrent_state(text, model_type, states, runs_in)
-    if model_type in MLA:
+    forms: dict[KvLayers, list[int]] = {}
+    for layer, kind in enumerate(kinds):
+        if kind is not None:
+            own = _numbers_of_layer(text, model_type, layer, kind)
+            forms.setdefault(_form(own, model_type, kind, heads, dtype), []).append(layer)
+    kv = [replace(form, layers=tuple(held)) for form, held in forms.items()]
+    if model_type in SPARSE:
+        kv.append(_index(text, layers))
+    return ModelShape(layers, heads, tuple(kv), state)
+
+
+def _numbers_of_layer(text: Mapping[str, Any], model_type: str, layer: int, kind: AttentionKind) -> Mapping[str, Any]:
+    """The configuration with the numbers of one layer, in models whose layers differ in their heads."""
+    own: Any = {}
+    layers = text.get("per_layer_config")
+    if isinstance(layers, Mapping):  # its keys have leading zeros
+        own = {key.zfill(3): numbers for key, numbers in layers.items()}.get(f"{layer:03}", own)
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"per_layer_config has {quoted(own)} for layer {layer}, expected an object")
+    elif model_type == "gemma4_text" and kind == "full":
+        own = {"head_dim": text.get("global_head_dim") or 512}
+        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads") is not None:
+            own["num_key_value_heads"] = text["num_global_key_value_heads"]
+    elif model_type == "mimo_v2_flash" and kind == "sliding_window":
+        names = "num_key_value_heads", "head_dim", "v_head_dim"
+        own = {name: number(text, (f"swa_{name}",), MAX_CONTENT) for name in names}
+    return {**text, **own}
+
+
+def _form(text: Mapping[str, Any], model_type: str, kind: AttentionKind, heads: int, dtype: str) -> KvLayers:
+    """The KV of a layer, without the layer. Raises ConfigError."""
+    if kind == "mla":
         latent = sum(number(text, (name,), MAX_CONTENT) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-        return ModelShape(kinds, heads, 1, latent * itemsize, dtype, 0, state)
+        return KvLayers(kind, (), 1, PACKED_MLA.get(dtype) or latent * CONVERTIBLE[dtype].itemsize, dtype)
     window = 0
-    for kind, name in (("sliding_window", "sliding_window"), ("chunked_local", "attention_chunk_size")):
-        window = number(text, (name,), 1 << 30) if kind in kinds else window
-    if window and model_type == "cohere2":  # its number leaves out the token itself
-        window += 1
+    if kind != "full":
+        names = ("attention_chunk_size",) if kind == "chunked_local" else ("sliding_window_size", "sliding_window")
+        window = number(text, names, 1 << 30) + (model_type == "cohere2")  # whose number leaves out the token itself
     head_dim = number(text, ("head_dim",), MAX_CONTENT, 0 if "head_dim" in text else HEAD_DIM.get(model_type, 0))
     if not head_dim:  # the rule of vLLM's ``get_head_size``
         hidden = number(text, HIDDEN, MAX_CONTENT * heads)
         if hidden < heads:
             raise ConfigError(f"{HIDDEN[0]} is {hidden}, expected at least the {heads} attention heads")
         head_dim = hidden // heads
-    return ModelShape(kinds, heads, _kv_heads(text, model_type, heads), 2 * head_dim * itemsize, dtype, window, state)
+    values = number(text, ("v_head_dim",), MAX_CONTENT) if model_type == "mimo_v2_flash" else head_dim
+    content = (head_dim + values) * CONVERTIBLE[dtype].itemsize
+    return KvLayers(kind, (), _kv_heads(text, model_type, heads), content, dtype, window)
+
+
+def _index(text: Mapping[str, Any], num_layers: int) -> KvLayers:
+    """The keys of the index, of the layers that do not use the selection of the one before: the rule of vLLM's
+    ``DeepseekV2MLAAttention``. A key is in fp8, with a scale in float32 for each 128 elements. Raises ConfigError."""
+    size = number(text, ("index_head_dim",), MAX_CONTENT)
+    every, pattern = number(text, ("index_topk_freq",), num_layers, 1), text.get("index_topk_pattern")
+    first = number(text, ("index_skip_topk_offset",), num_layers, 2)
+    if pattern is not None and not isinstance(pattern, list | str):
+        raise ConfigError(f"index_topk_pattern is {quoted(pattern)}, expected a list")
+    if pattern is None:
+        held = [layer for layer in range(num_layers) if max(layer - first + 1, 0) % every == 0]
+    else:
+        held = [layer for layer in range(num_layers) if layer >= len(pattern) or pattern[layer] != "S"]
+    return KvLayers("mla", tuple(held), 1, size + size // 128 * 4, "uint8", packing="indexer")
 
 
 def _kv_heads(text: Mapping[str, Any], model_type: str, heads: int) -> int:
@@ -205,6 +279,14 @@ def _kv_heads(text: Mapping[str, Any], model_type: str, heads: int) -> int:
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], named: object, kv_dtype: str) -> str:
     """Of the KV. Raises ConfigError."""
+    if text["model_type"] in SPARSE:
+        if kv_dtype in PACKED_MLA:
+            return kv_dtype
+        if kv_dtype == "fp8" or (kv_dtype == "auto" and text["model_type"] == "glm_moe_dsa"):
+            raise ConfigError(
+                f"--kv-dtype {kv_dtype} depends on the GPU for {text['model_type']}: give fp8_ds_mla (fp8 on Hopper), "
+                "fp8_e4m3 (fp8 on Blackwell, there the default of glm_moe_dsa) or bfloat16"
+            )
     if kv_dtype != "auto":
         return _checked(kv_dtype, "the KV dtype", "--kv-dtype")
     for holder in (config, text):
@@ -248,11 +330,13 @@ def number(text: Mapping[str, Any], names: Sequence[str], most: int, default: in
 def known_type(text: Mapping[str, Any]) -> str:
     """``model_type``. Raises ConfigError: it is not known."""
     found = text.get("model_type")
+    if isinstance(found, str) and found in NOT_CARRIED:
+        raise ConfigError(f"model_type is {quoted(found)}: KVFerry does not carry its caches; run it without KVFerry")
     if not isinstance(found, str) or found not in KNOWN:
         hint = did_you_mean(found, KNOWN) if isinstance(found, str) else ""
         expected = f"expected a type that docs/planning.md lists{hint}"
         raise ConfigError(f"model_type is {quoted(found)}, which KV it keeps is not known; {expected}")
-    if text.get("index_topk") is not None:
+    if text.get("index_topk") is not None and found not in SPARSE:
         raise ConfigError(f"index_topk is {quoted(text['index_topk'])}: the caches of sparse attention are not counted")
     return found
 
@@ -267,6 +351,12 @@ def layer_caches(text: Mapping[str, Any], model_type: str, num_layers: int) -> t
     if other:
         raise ConfigError(f"{key} has layers of kind {quoted(', '.join(other))}, whose caches are not known")
     found = [CACHES[kind] for kind in kinds]
+    if model_type in SHARED:
+        shared = text.get("num_kv_shared_layers")
+        if type(shared) is not int or not 0 <= shared < num_layers:
+            expected = f"expected a whole number from 0 to {num_layers - 1}"
+            raise ConfigError(f"num_kv_shared_layers is {quoted(shared)}, {expected}")
+        found[num_layers - shared :] = [(None, False)] * shared
     return tuple([("mla" if kind and model_type in MLA else kind, state) for kind, state in found])
 
 
@@ -281,6 +371,10 @@ def _kinds(text: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[s
             if not isinstance(value, list | str):
                 raise ConfigError(f"{key} is {quoted(value)}, expected a list")
             return key, [str(kind) for kind in value]
+    if model_type == "mimo_v2_flash":
+        return "hybrid_layer_pattern", [
+            "sliding_attention" if kind else "full_attention" for kind in _places(text, "hybrid_layer_pattern")
+        ]
     if model_type == "kimi_linear":
         inner = text.get("linear_attn_config")
         full, states = (_places(inner, key) for key in ("full_attn_layers", "kda_layers"))
@@ -307,7 +401,7 @@ def _kinds(text: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[s
             if isinstance(ropes, list) and ropes:
                 return "no_rope_layers", [local if rope else "full_attention" for rope in ropes]
         return key, ["full_attention" if (layer + 1) % every == 0 else local for layer in layers]
-    if model_type in RECURRENT:
+    if model_type in RECURRENT | SHARED:
         raise ConfigError("layer_types is missing; give a config.json that says which layers have attention")
     window = text.get("sliding_window") if windows else None
     if window and model_type not in ALL_WINDOWS:
@@ -355,17 +449,8 @@ def recurrent_state(text: Mapping[str, Any], model_type: str, layers: tuple[int,
             names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
         heads, width, state, groups = (size(name) for name in names[:4])
         kept = text.get("mamba_ssm_cache_dtype") or "float32" if model_type == "nemotron_h" else dtype
-        sizes = heads, width, state
-        return RecurrentState(
-            layers,
-            "MAMBA2",
-            taps(names[4]),
-            heads * width,
-            groups,
-            sizes,
-            dtype,
-            _checked(kept, "the dtype of the state"),
-        )
+        sizes, kept = (heads, width, state), _checked(kept, "the dtype of the state")
+        return RecurrentState(layers, "MAMBA2", taps(names[4]), heads * width, groups, sizes, dtype, kept)
     key, value = (size(f"linear_{name}_head_dim") for name in ("key", "value"))
     keys, values = (size(f"linear_num_{name}_heads") for name in ("key", "value"))
     channels, inputs = 2 * keys * key + values * value, taps("linear_conv_kernel_dim")

@@ -32,6 +32,11 @@ Seconds = Annotated[float, Meta(ge=0, le=3600)]
 Rate = Annotated[float, Meta(gt=0, le=1e15)]
 
 
+STAND_INS = {"nixl/gpu": "ucx/gpu", "tcp/gpu": "tcp/host", "zmq/gpu": "zmq/host"}
+"""Planes between hosts that nobody has measured with GPUs, and the measured planes whose costs are taken for theirs: a
+guess, bounded by the link."""
+
+
 class PlaneCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one data plane costs.
 
@@ -76,14 +81,19 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: Annotated[dict[str, str], Meta(max_length=64)]
     planes: Annotated[dict[str, PlaneCosts], Meta(min_length=1, max_length=64)]
 
+    def measured_as(self, plane: str) -> str:
+        """The plane whose costs are taken: another one where this one was not measured."""
+        return plane if plane in self.planes else STAND_INS.get(plane, plane)
+
     def costs(self, plane: str) -> PlaneCosts:
-        """The costs of a plane. Raises ConfigError: the calibration does not have it."""
-        if plane not in self.planes:
-            known = sorted(self.planes)
+        """The costs of a plane. Raises ConfigError: the calibration does not have it, nor a plane that stands in."""
+        taken = self.measured_as(plane)
+        if taken not in self.planes:
+            known = sorted({*self.planes, *(name for name, other in STAND_INS.items() if other in self.planes)})
             memories = [name for name in known if name.startswith(f"{plane}/")]
             hint = f" (did you mean {' or '.join(map(repr, memories))}?)" if memories else did_you_mean(plane, known)
             raise ConfigError(f"plane {plane!r} is not in the calibration, expected one of {', '.join(known)}{hint}")
-        return self.planes[plane]
+        return self.planes[taken]
 
 
 def decoded_calibration(text: bytes) -> Calibration:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
-from kvferry.cli.top.figures import EngineFigures, EngineRow, row, samples
+from kvferry.cli.top.figures import EngineFigures, EngineRow, Sample, row, samples
 from kvferry.transport.errors import ProtocolError, UsageError, quoted_url
 
 FETCH_SECONDS = 2.0
@@ -44,9 +44,9 @@ def metrics_url(text: str) -> str:
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path or "/metrics", "", ""))
 
 
-def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
-    """One page. No proxy is used, and no redirection to another scheme is followed. Raises EngineDownError: no page
-    came within about ``seconds``, or it is none."""
+def fetch_samples(url: str, seconds: float = FETCH_SECONDS) -> list[Sample]:
+    """The samples of one page. No proxy is used, and no redirection to another scheme is followed. Raises
+    EngineDownError: no page came within about ``seconds``, or it is none."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     end = time.monotonic() + seconds
     try:
@@ -58,7 +58,7 @@ def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
                     raise EngineDownError(f"its page has more than {MAX_PAGE_BYTES >> 20} MiB")
                 if time.monotonic() > end:
                     raise EngineDownError(f"no end of its page within {seconds:g} s")
-        return EngineFigures.of(samples(page.decode("utf-8", "replace")))
+        return list(samples(page.decode("utf-8", "replace")))
     except urllib.error.HTTPError as error:
         raise EngineDownError(f"HTTP {error.code} {error.reason}") from None
     except (OSError, HTTPException) as error:  # URLError and TimeoutError are OSErrors
@@ -68,6 +68,11 @@ def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
         raise EngineDownError(str(getattr(reason, "strerror", None) or reason) or type(error).__name__) from None
     except ProtocolError as error:
         raise EngineDownError(f"no metrics page: {error}") from None
+
+
+def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
+    """The figures of one page. Raises as ``fetch_samples``."""
+    return EngineFigures.of(fetch_samples(url, seconds))
 
 
 class Engines:

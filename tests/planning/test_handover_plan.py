@@ -7,23 +7,24 @@ from typing import Any
 import pytest
 
 from kvferry.cli.plan.handover import Deployment, Pair, plan_handover
-from kvferry.cli.plan.model import ModelShape, RecurrentState
+from kvferry.cli.plan.model import KvLayers, ModelShape, RecurrentState, model_shape, uniform_shape
 from kvferry.connector.config import Settings
 from kvferry.connector.prefill_side.send import Sends
 from kvferry.transport.errors import ConfigError, GeometryError
 from tests.handover.scenario import RankGroup
+from tests.planning.test_model_shape import GEMMA4, SPARSE
 from tests.support.ranks import grant, load_plan, peer, wait
 
 SLOT = 100_000
 """No multiple of a block's bytes, so that messages end before their slot is full."""
-FULL = ModelShape(("full",) * 4, 8, 8, 64, "bfloat16")
+FULL = uniform_shape(4, 8, 8, 64, "bfloat16")
 
 
 @pytest.mark.parametrize(("p", "d"), [((1, 1), (1, 1)), ((2, 1), (1, 4)), ((1, 2), (2, 1)), ((4, 1), (2, 2))])
 def test_states_and_layers_without_kv(p: tuple[int, int], d: tuple[int, int]) -> None:
     """Layer 1 of 4 has KV, the others states. With four stages, stages of D read no KV."""
     state = RecurrentState((0, 2, 3), "GDN_ATTN", 3, 2 * 4 * 16 + 8 * 16, 0, (8, 16, 16), "bfloat16", "float32")
-    shape = ModelShape((None, "full", None, None), 8, 4, 64, "bfloat16", state=state)
+    shape = ModelShape(4, 8, (KvLayers("full", (1,), 4, 64, "bfloat16"),), state)
     assert (shape.token_bytes, shape.state_bytes) == (4 * 64, 3 * (3 * 256 * 2 + 8 * 16 * 16 * 4))
     reads = plan_handover(Pair(shape, Deployment(*p), Deployment(*d), SLOT), 100)
     assert sum(one.nbytes for one in reads) == 100 * shape.token_bytes + shape.state_bytes
@@ -39,7 +40,8 @@ def test_states_and_layers_without_kv(p: tuple[int, int], d: tuple[int, int]) ->
      ("chunked_local", 64, 200, 8), ("chunked_local", 64, 192, 0)],
 )  # fmt: skip
 def test_of_a_window_the_blocks_move_that_the_next_token_reads(kind: Any, window: int, tokens: int, read: int) -> None:
-    shape = ModelShape((kind, "full", kind), 8, 4, 64, "bfloat16", window)
+    forms = KvLayers(kind, (0, 2), 4, 64, "bfloat16", window), KvLayers("full", (1,), 4, 64, "bfloat16")
+    shape = ModelShape(3, 8, forms)
     reads = plan_handover(Pair(shape, Deployment(), Deployment(), SLOT), tokens)
     found = {one.cache: one.num_tokens for one in reads}
     assert found == {"full": tokens} | ({kind: read} if read else {})
@@ -72,7 +74,7 @@ def test_bytes_and_messages_are_those_of_a_hand_over(
     for d in ds:
         (samples,) = d.figures()["finished"].values()
         moved += samples["nbytes"]
-    shape = ModelShape(("full",) * 4, 8, 4, 64, "int32")
+    shape = uniform_shape(4, 8, 4, 64, "int32")
     pair = Pair(shape, Deployment(p_tp, layout="HND"), Deployment(d_tp, 1, d_block, "HND"), SLOT)
     reads = plan_handover(pair, tokens)
     assert sorted(moved) == sorted(sum(read.nbytes for read in reads if read.d == (0, r)) for r in range(d_tp))
@@ -115,6 +117,28 @@ def test_a_token_that_no_message_holds_and_a_state_that_ranks_cannot_share() -> 
     with pytest.raises(GeometryError, match="does not fit into a message"):
         plan_handover(Pair(FULL, Deployment(), Deployment(), 100), 16)
     state = RecurrentState((0,), "LINEAR", 0, 0, 0, (4, 16, 16), "bfloat16", "bfloat16")
-    shape = ModelShape((None, "full"), 8, 8, 64, "bfloat16", state=state)
+    shape = ModelShape(2, 8, (KvLayers("full", (1,), 8, 64, "bfloat16"),), state)
     with pytest.raises(ConfigError, match="TP 8 does not divide the state"):
         plan_handover(Pair(shape, Deployment(8), Deployment(), SLOT), 16)
+
+
+def test_the_index_of_sparse_attention_moves_in_whole_blocks() -> None:
+    """Its tokens are packed, as ``from_vllm.packing_name`` says; each rank of D reads all of it from one of P."""
+    shape = model_shape(SPARSE, "fp8_ds_mla")
+    blocks = Deployment(2, block_size=64), Deployment(4, block_size=128)
+    reads = plan_handover(Pair(shape, *blocks, None), 130)
+    assert {(one.cache, one.num_layers, one.num_tokens, one.piece_bytes) for one in reads} == {
+        ("mla", 61, 130, 64 * 656), ("indexer", 61, 192, 64 * 132),
+    }  # fmt: skip
+    assert sorted(one.d for one in reads) == [(0, rank) for rank in range(4) for _ in range(2)]
+    with pytest.raises(ConfigError, match="D: block size 16, the index of sparse attention needs a multiple of 64"):
+        plan_handover(Pair(shape, blocks[0], Deployment(), None), 130)
+
+
+def test_each_form_of_kv_has_heads_of_its_own() -> None:
+    """Gemma 4: eight KV heads with a window, two without, on four ranks."""
+    reads = plan_handover(Pair(model_shape(GEMMA4), Deployment(2), Deployment(4), SLOT), 4096)
+    heads = {(one.cache, one.d[1], one.p[1]): (one.first_head, one.num_heads, one.num_tokens) for one in reads}
+    assert {key: value for key, value in heads.items() if key[1] == 3} == {
+        ("sliding_window", 3, 1): (6, 2, 1024), ("full", 3, 1): (1, 1, 4096),
+    }  # fmt: skip

@@ -1,11 +1,10 @@
-"""The command ``kvferry plan``: tables, JSON, a plot, errors of one line; and the commands of docs/planning.md."""
+"""The command ``kvferry plan``: tables, JSON, errors of one line; and the commands of docs/planning.md."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from kvferry.cli.main import app
 from kvferry.cli.plan.command import PlanResult, bytes_per_second
-from kvferry.cli.plan.time_model import PlaneCosts
+from kvferry.cli.plan.time_model import Calibration, PlaneCosts
 from kvferry.cli.plan.trace import main as trace_main
 from kvferry.cli.plan.trace import synthetic_trace, trace_lines
 from kvferry.transport.errors import ConfigError
@@ -22,7 +21,6 @@ from kvferry.transport.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "planning.md").read_text()
 CONFIG = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0]
-BASE = ["--prefill-tokens-per-second", "20000"]
 
 
 @pytest.fixture
@@ -38,8 +36,9 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def plan(model: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["plan", "--model", str(model), *BASE, *options], env={"COLUMNS": "160"})
+def plan(model: Path, *options: str, rate: str | None = "20000") -> Result:
+    given = () if rate is None else ("--prefill-tokens-per-second", rate)
+    return CliRunner().invoke(app, ["plan", "--model", str(model), *given, *options], env={"COLUMNS": "160"})
 
 
 def test_the_plan_of_two_deployments(model: Path) -> None:
@@ -70,17 +69,34 @@ def test_a_model_with_states_and_windows_says_what_it_keeps(model: Path) -> None
     assert "131072 bytes of KV a token in 32 of 32 layers, in 16 of them for 64 tokens\n" in done.output
 
 
-def test_the_plot_is_svg_with_each_prompt(model: Path) -> None:
-    out = model / "plan.svg"
-    assert plan(model, "--prompt", "16", "--prompt", "100000", "--plot", str(out)).exit_code == 0
-    root = ET.fromstring(out.read_text())
-    lines = [element for element in root.iter() if element.tag.endswith("polyline")]
-    assert [len(line.attrib["points"].split()) for line in lines] == [2, 2, 2]
-    _, _, width, height = map(float, root.attrib["viewBox"].split())
-    for line in lines:
-        for point in line.attrib["points"].split():
-            x, y = map(float, point.split(","))
-            assert 0 < x < width and 0 < y < height
+@pytest.mark.parametrize(("plane", "measured"), [("nixl/gpu", "ucx/gpu"), ("tcp/gpu", "tcp/host")])
+def test_a_plane_that_was_not_measured_is_a_guess_and_says_so(model: Path, plane: str, measured: str) -> None:
+    out = model / "plan.json"
+    done = plan(model, "--plane", plane, "--link", "25Gb/s", "--prompt", "8000", "--json", str(out))
+    assert done.exit_code == 0, done.output
+    line = f"{plane} has not been measured: its times are a guess, by the costs of {measured} and --link\n"
+    assert line in done.output
+    result = msgspec.json.decode(out.read_bytes(), type=PlanResult)
+    assert (result.plane, result.costs_of) == (plane, measured)
+    (prompt,) = result.prompts
+    assert prompt.messages > 0 and prompt.seconds > prompt.nbytes / 3.125e9
+    costs = result.calibration.planes[measured]
+    (model / "costs.json").write_bytes(
+        msgspec.json.encode(Calibration(result.calibration.form, {"by": "a test"}, {plane: costs}))
+    )
+    done = plan(model, "--plane", plane, "--calibration", str(model / "costs.json"), "--json", str(out))
+    assert done.exit_code == 0 and "a guess" not in done.output, "a measurement of the plane itself needs no link"
+    assert msgspec.json.decode(out.read_bytes(), type=PlanResult).costs_of == plane
+
+
+def test_the_index_of_sparse_attention_is_shown_with_its_blocks(model: Path) -> None:
+    sparse = json.loads(CONFIG) | {"model_type": "deepseek_v32", "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+                                   "index_topk": 2048, "index_head_dim": 128}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(sparse))
+    done = plan(model, "--prompt", "1000", "--p-tp", "8", "--d-tp", "4")
+    assert "41088 bytes of KV a token in 32 of 32 layers, in 32 of them 132 for the index of sparse" in done.output
+    assert done.exit_code == 0 and "indexer" in done.output
+    assert "D: block size 16, the index" in plan(model, "--d-block-size", "16").stderr
 
 
 def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
@@ -98,7 +114,8 @@ def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
     [
         (["--model", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
         (["--model", ""], "kvferry: --model is empty; name the config.json of a model, or its folder"),
-        (["--plane", "tcp"], "(did you mean 'tcp/host'?)"),
+        (["--plane", "tcp"], "(did you mean 'tcp/gpu' or 'tcp/host'?)"),
+        (["--plane", "nixl/gpu"], "--plane nixl/gpu has not been measured: give --link, or --calibration"),
         (["--trace", "text.txt", "--step-ms", "10"], "text.txt: line 1 is no request of a trace: no JSON"),
         (["--step-ms", "10"], "--step-ms is given without --trace"),
         (["--d-pp", "33"], "D: PP 33 is outside 1..32"),
@@ -133,9 +150,12 @@ def test_a_bad_config_is_one_line(tmp_path: Path, config: str) -> None:
 
 
 def test_rates() -> None:
-    for text, rate in (("12.5GB/s", 12.5e9), ("100Gbit/s", 12.5e9), ("1 MB/s", 1e6), ("800 bit/s", 100.0)):
+    bits = ("100Gbit/s", "100Gbps", "100 gbps", "100G", "100 Gb", "100GbE", "100Gb/s", "0.1T", "100000 Mbits/s")
+    for text in bits:
+        assert bytes_per_second(text) == 12.5e9, text
+    for text, rate in (("12.5GB/s", 12.5e9), ("12.5 GBps", 12.5e9), ("1 MB/s", 1e6), ("800 bit/s", 100.0)):
         assert bytes_per_second(text) == rate
-    for text in ("", "0GB/s", "-1GB/s", "12.5", "12.5GiB/s", "nanGB/s", "1" * 400 + "GB/s"):
+    for text in ("", "0GB/s", "-1GB/s", "12.5", "12.5b", "50GB", "12.5GiB/s", "nanGB/s", "1" * 400 + "GB/s", "10P"):
         with pytest.raises(ConfigError, match="is no rate"):
             bytes_per_second(text)
 

@@ -127,6 +127,13 @@ ALL: dict[str, Family] = FAMILIES | {
         {"hybrid_override_pattern": "M*M-", "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 1,
          "ssm_state_size": 16},
     ),
+    "gemma4": Family(
+        "Gemma4TextConfig", "Gemma4ForCausalLM",
+        {"num_hidden_layers": 6, "sliding_window": WINDOW, "global_head_dim": 64, "attention_k_eq_v": True,
+         "num_global_key_value_heads": 1, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16,
+         "vocab_size_per_layer_input": VOCABULARY, "tie_word_embeddings": True,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
+    ),
     "lfm2": Family(
         "Lfm2Config", "Lfm2ForCausalLM",
         {"head_dim": ..., "layer_types": ["conv", "conv", "full_attention", "conv"], "conv_dim": 64, "block_dim": 64,

@@ -34,7 +34,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from kvferry.cli.plan.model import model_shape
 from kvferry.connector.engine import params, scheduler
 from kvferry.connector.vllm import from_vllm
-from kvferry.transport.errors import ConfigError
 from tests.support.families import ALL, WINDOW, Family
 from tests.vllm.stepped import PREFILL, settle
 from tests.vllm.stepped_family import FamilyEngine
@@ -143,12 +142,8 @@ def counted(folder: Path, d: FamilyEngine) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     if config["model_type"] == "olmo_hybrid":
         del config["head_dim"]  # vLLM does not read it, and no published configuration of this type has it
-    try:
-        shape = model_shape(config)
-    except ConfigError as error:
-        return {"kept": kept, "refused": str(error)}
-    planned = sorted(0 if kind == "full" else shape.window for kind in shape.layers if kind not in (None, "mla"))
-    planned = planned or [0] * shape.kv_layers
+    shape = model_shape(config)
+    planned = sorted(kv.window for kv in shape.kv for _ in kv.layers)
     return {"kept": kept, "planned": [shape.token_bytes, shape.state_bytes, planned]}
 
 
