@@ -156,5 +156,5 @@ bench-gpu:
 	$(ON_GPUS) benchmarks/engines/quiet_step.py --json $(RESULTS)/quiet_step.json
 
 clean:
-	rm -rf $(VENV) .vllm-* .demo .bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .vllm-* .demo .bench site build dist .typing/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

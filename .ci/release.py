@@ -28,7 +28,9 @@ def faults(root: Path) -> list[str]:
     if not re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changes, re.MULTILINE):
         found.append(f"CHANGELOG.md: no line '## [{version}] - YYYY-MM-DD'; date this version")
     if not re.search(r"^## \[Unreleased\]\s+## ", changes, re.MULTILINE):
-        found.append(f"CHANGELOG.md: Unreleased is not empty; raise __version__ above {version} and give it its section")
+        found.append(
+            f"CHANGELOG.md: Unreleased is not empty; raise __version__ above {version} and give it its section"
+        )
     return found
 
 

@@ -13,12 +13,14 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / ".typing"))
 
 import binding_table
+import commands_table
 import doctor_output
 from settings_table import settings_table
 
@@ -30,9 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 README_SETTINGS = ("side_channel_host", "side_channel_port", "plane", "lease_seconds", "key_file")
 
 
-def matrix() -> str:
-    """The tables of pairings, by the script beside the tests that ran them."""
-    script = [sys.executable, str(ROOT / "tests" / "ranks" / "table.py")]
+def support(what: str) -> str:
+    """A table of what is supported, by the script beside the tests that show it."""
+    script = [sys.executable, str(ROOT / "tests" / "docs" / "support_matrix.py"), what]
     return subprocess.run(script, capture_output=True, text=True, timeout=240, check=True, cwd=ROOT).stdout
 
 
@@ -55,7 +57,11 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/settings.md": {"settings": settings_table},
     "docs/observability.md": {"metrics": series_table},
     "docs/comparison.md": {"measured": pages.systems},
-    "docs/compatibility.md": {"matrix": matrix, "dtypes": error_table},
+    "docs/compatibility.md": {
+        **{what: partial(support, what) for what in ("families", "pairings", "features")},
+        "dtypes": error_table,
+    },
+    "docs/commands.md": {"commands": commands_table.commands},
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},
     "docs/planning.md": {"accuracy": pages.plan_accuracy},

@@ -168,7 +168,9 @@ def look_at_pip(call: Call) -> None:
 
 
 def look_at_files(call: Call) -> None:
-    """Files behind ``-f`` exist, and what a Dockerfile among them copies."""
+    """Files behind ``-f`` exist, what a Dockerfile among them copies, and what is behind ``-k`` for Kustomize."""
+    for before, after in zip(call.arguments, call.arguments[1:], strict=False):
+        assert before != "-k" or (ROOT / after / "kustomization.yaml").is_file(), f"{call}: {after}"
     named = [after for before, after in zip(call.arguments, call.arguments[1:], strict=False) if before == "-f"]
     for name in named:
         assert (ROOT / name).is_file(), f"{call}: {name}"
@@ -215,15 +217,22 @@ def look_at_vllm(call: Call) -> None:
 
 
 def look_at_transfer_config(call: Call) -> None:
-    """vLLM takes the keys, its factory or plug-ins the connector, and KVFerry its settings."""
+    """vLLM takes the keys, its factory or plug-ins the connector, KVFerry its settings. Under MultiConnector, KVFerry
+    is the first child, and vLLM's factory makes the others."""
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     config = json.loads(call.arguments[call.arguments.index("--kv-transfer-config") + 1])
-    taken = KVTransferConfig(**config)
-    module = taken.kv_connector_module_path
-    assert taken.kv_connector == "KVFerryConnector" or module == "kvferry.connector.vllm.as_nixl", f"{call}"
-    assert taken.kv_load_failure_policy == "recompute"
-    load_settings(taken.kv_connector_extra_config, call.environment)
+    assert KVTransferConfig(**config).kv_load_failure_policy == "recompute"
+    children = (
+        config["kv_connector_extra_config"]["connectors"] if config["kv_connector"] == "MultiConnector" else [config]
+    )
+    ours, *others = (KVTransferConfig(**child) for child in children)
+    module = ours.kv_connector_module_path
+    assert ours.kv_connector == "KVFerryConnector" or module == "kvferry.connector.vllm.as_nixl", f"{call}"
+    load_settings(ours.kv_connector_extra_config, call.environment)
+    for other in others:
+        KVConnectorFactory.get_connector_class(other)
 
 
 def test_commands_that_are_only_looked_at_are_run_elsewhere(calls_of: Callable[[str], list[Call]]) -> None:
@@ -264,6 +273,7 @@ def test_commands_that_cannot_be_right_are_noticed(tmp_path: Path) -> None:
         "python benchmarks/planes/rdma_check.py check a b 1 --jsn x": "--jsn", "make none": "nothing runs this",
         "python benchmarks/none.py": "nothing runs this", "make install NONE=1": "NONE=1",
         "pip install '.[none]'": "none", "kubectl apply -f none.yaml": "none.yaml",
+        "kubectl apply -k docs": "docs",
         "serve run examples.ray_serve.app:build modle=x": "modle", "KVFERRY_NONE=1 vllm serve MODEL": "KVFERRY_NONE",
         "KVFERRY_SIDE_CHANNEL_PORT=70000 vllm serve MODEL": "70000",
     }  # fmt: skip
@@ -280,6 +290,10 @@ def test_wrong_flags_of_vllm_are_noticed(tmp_path: Path) -> None:
         "vllm serve MODEL --prot 8001", "vllm bench serve --none",
         'vllm serve MODEL --kv-transfer-config "${CONFIG/kv_role/kv_rule}"',
         'vllm serve MODEL --kv-transfer-config "${CONFIG/KVFerry/Ferry}"',
+        """vllm serve MODEL --kv-transfer-config '{"kv_connector": "MultiConnector", "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"connectors": [
+            {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"},
+            {"kv_connector": "OfloadingConnector", "kv_role": "kv_both"}]}}'""",
     ]  # fmt: skip
     calls, wrong = run(lines, tmp_path, {})
     assert not wrong and len(calls) == len(lines)

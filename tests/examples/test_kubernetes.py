@@ -18,7 +18,10 @@ from kvferry.connector.config import ENVIRONMENT, load_settings
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
 KUBERNETES = "1.33"
 VALUES = sorted(path.name for path in FOLDER.glob("values-*.yaml"))
-MANIFESTS = sorted(path.name for path in FOLDER.glob("*.yaml") if path.name not in VALUES)
+KUSTOMIZED = {path.parent.name: yaml.safe_load(path.read_text()) for path in FOLDER.rglob("kustomization.yaml")}
+MANIFESTS = sorted(KUSTOMIZED["kubernetes"]["resources"])
+PATCHES = {role: yaml.safe_load((FOLDER / "llm-d" / f"{role}.yaml").read_text()) for role in ("prefill", "decode")}
+"""Over llm-d's Deployments."""
 Resource = dict[str, Any]
 
 
@@ -35,26 +38,58 @@ def containers(resource: Resource) -> list[Resource]:
     return found
 
 
-def chart_containers() -> Iterator[Resource]:
-    """The engines in the values of charts, as containers. The charts themselves add ``vllm serve MODEL``."""
-    values = {name: resources(name)[0] for name in VALUES}
-    for role in ("prefill", "decode"):
-        (container,) = values["values-llm-d.yaml"][role]["containers"]
-        yield container | {"command": ["vllm", "serve", "MODEL", *container["args"]], **container["extraConfig"]}
-    for engine in values["values-production-stack.yaml"]["servingEngineSpec"]["modelSpec"]:
+def other_containers() -> Iterator[Resource]:
+    """The engines of llm-d, and of the values of a chart, which itself adds ``vllm serve MODEL``."""
+    for patch in PATCHES.values():
+        (container,) = containers(patch)
+        yield container | {"command": [*container["command"], *container["args"]]}
+    for engine in resources("values-production-stack.yaml")[0]["servingEngineSpec"]["modelSpec"]:
         yield engine | {"command": ["vllm", "serve", "MODEL", *engine["vllmConfig"]["extraArgs"]]}
 
 
 DEPLOYED = [container for part in of_kind("Deployment") for container in containers(part)]
-ENGINES = [*(container for container in DEPLOYED if "vllm" in container["command"]), *chart_containers()]
+ENGINES = [*(container for container in DEPLOYED if "vllm" in container["command"]), *other_containers()]
 HOOKS = [container["lifecycle"]["preStop"]["exec"]["command"] for container in ENGINES if "lifecycle" in container]
 ROUTERS = [container["command"] for container in DEPLOYED if "router" in container["command"]]
 
 
 def test_all_files_are_looked_at():
-    assert MANIFESTS == ["decode.yaml", "network-policy.yaml", "prefill.yaml", "router.yaml"]
-    assert VALUES == ["values-llm-d.yaml", "values-production-stack.yaml"]
+    """Also by Kustomize: each file is a resource or a patch, with the image that the Dockerfile's comment names."""
+    there = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")} - set(VALUES)
+    named = {"kustomization.yaml", "llm-d/kustomization.yaml", *MANIFESTS, "llm-d/prefill.yaml", "llm-d/decode.yaml"}
+    assert there == named and VALUES == ["values-production-stack.yaml"]
     assert (len(ENGINES), len(HOOKS), len(ROUTERS)) == (6, 4, 1)
+    for role, found in zip(PATCHES, KUSTOMIZED["llm-d"]["patches"], strict=True):
+        assert found == {"path": f"{role}.yaml", "target": {"kind": "Deployment", "name": f".*{role}"}}
+    (image,) = KUSTOMIZED["kubernetes"]["images"]
+    built = f"{image['name']}:{image['newTag']}"
+    assert {container["image"] for container in (*DEPLOYED, *map(containers_of_one, PATCHES.values()))} == {built}
+    assert f"-t {built} " in (FOLDER / "Dockerfile").read_text()
+
+
+def containers_of_one(resource: Resource) -> Resource:
+    (found,) = containers(resource)
+    return found
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZED)
+def test_kustomize_knows_each_field(folder):
+    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    found = KUSTOMIZED[folder]
+    assert head.items() <= found.items() and found.keys() - head.keys() <= {"resources", "images", "patches"}
+
+
+def test_patches_are_of_deployments():
+    """What a patch leaves to the guide is filled in."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="its schemas are not installed: pip install .[test]")
+    for role, patch in PATCHES.items():
+        whole = copy.deepcopy(patch)
+        whole["spec"]["selector"] = {"matchLabels": {"role": role}}
+        whole["spec"]["template"]["metadata"] = {"labels": {"role": role}}
+        schemas.validate(whole, KUBERNETES, strict=True)
+        containers(whole)[0]["imagge"] = "x"
+        with pytest.raises(schemas.ValidationError):
+            schemas.validate(whole, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -110,11 +145,10 @@ def test_a_pod_has_time_to_drain_and_to_end(role):
     needed = option(hook, "timeout") + option(container["command"], "shutdown-timeout")
     assert engine["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > needed
     assert hook[2] == f"http://127.0.0.1:{option(container['command'], 'port')}"
-    values = resources("values-llm-d.yaml")[0][role]
-    assert values["terminationGracePeriodSeconds"] > needed
-    (inside,) = values["containers"]
-    hook = inside["extraConfig"]["lifecycle"]["preStop"]["exec"]["command"]
-    assert hook[2] == f"http://127.0.0.1:{inside['ports'][0]['containerPort']}"
+    assert PATCHES[role]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > needed
+    (inside,) = containers(PATCHES[role])
+    hook = inside["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[2] == f"http://127.0.0.1:{option(inside['args'], 'port')}"
     for other in resources("values-production-stack.yaml")[0]["servingEngineSpec"]["modelSpec"]:
         assert option(other["vllmConfig"]["extraArgs"], "shutdown-timeout") < 30, "its chart leaves a pod 30 seconds"
 

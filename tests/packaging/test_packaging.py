@@ -41,15 +41,24 @@ def tracked() -> set[str]:
     return {"kvferry/__init__.py", "kvferry/py.typed"} | inside
 
 
+def in_image() -> set[str]:
+    """What .dockerignore lets through: all is left out but the files and folders that it names."""
+    everything, *rules = (
+        line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")
+    )
+    assert everything == "*" and rules[-1] == "**/__pycache__"
+    return {rule.removeprefix("!") for rule in rules[:-1]}
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the tracked files alone, so that no stale build folder can help."""
+    """The wheel, built from the tracked files that the image gets, so that no stale build folder can help."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         origin = ROOT / name
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        if origin.is_symlink() or (origin.is_file() and not name.startswith("tests/")):
+        if name.split("/")[0] in in_image() and (origin.is_symlink() or origin.is_file()):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(origin, source / name, follow_symlinks=False)
     build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     done = subprocess.run(
@@ -67,7 +76,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
 
 
 def test_metadata(wheel: Path) -> None:
-    """As a package index shows it: the links of the README lead to files of this repository at the tag of the version."""
+    """As a package index shows it: the links of the README lead to files of this repository, at the version's tag."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = BytesParser().parsebytes(archive.read(name))
@@ -141,6 +150,20 @@ def test_entry_point_registers_the_connector() -> None:
     (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "kvferry"]
     assert found.value == "kvferry.connector.vllm.plugin:register"
     assert callable(found.load())
+
+
+def test_the_dockerfile_is_of_the_vllm_that_gpu_tests_have_run() -> None:
+    """What it installs is the wheel of this module's fixture, with extras that exist. Nothing here runs Docker."""
+    path = ROOT / "examples" / "kubernetes" / "Dockerfile"
+    steps = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    (release,) = set(re.findall(r"vllm (\d+\.\d+\.\d+)\.\n", (ROOT / "docs" / "benchmarks.md").read_text()))
+    assert steps[:2] == [f"FROM vllm/vllm-openai:v{release}", "COPY . /src"]
+    extras = re.fullmatch(r"RUN pip install --no-cache-dir '/src\[([\w,-]+)\]'", steps[2])
+    assert extras and set(extras[1].split(",")) <= PYPROJECT["project"]["optional-dependencies"].keys()
+    linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:/usr/bin")
+    if linter is None:
+        pytest.skip("hadolint is not installed: pip install .[test]")
+    assert subprocess.run([linter, path], capture_output=True, text=True, check=False).stdout == ""
 
 
 def test_versions_are_declared_alike() -> None:

@@ -1,29 +1,21 @@
-"""The tables of docs/compatibility.md, made from the result file that ``sweep.py --matrix`` writes.
-
-python tests/ranks/table.py
-"""
+"""The pairings of docs/compatibility.md, from the result file that ``sweep.py --matrix`` writes."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
-
-from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, Cell, cells
+from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, cells
 from tests.ranks.pairing import LAYOUTS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "matrix.json"
 FORMS = {"parallel": tuple(PARALLEL), "layout": LAYOUTS, "block": tuple(BLOCKS), "context": tuple(CONTEXT)}
 TITLES = {
-    "parallel": "Tensor-parallel (TP) and pipeline-parallel (PP) sizes. A mark stands for hand-overs with heads "
-    "divided between the ranks, with replicated heads, with MLA, with recurrent states, and, where there are pipeline "
-    "stages, with MLA layers beside other layers:",
-    "layout": "Layouts of vLLM 0.32, by the order of layers, blocks, heads, tokens (N) and content in memory:",
-    "block": "Tokens in a block:",
-    "context": "Decode context parallelism (DCP). A mark stands for hand-overs with MLA, with heads, and with both; "
-    "with equal and with different interleaves of the tokens on the two sides:",
+    "parallel": "tensor-parallel (TP) and pipeline-parallel (PP) sizes: heads divided between ranks, replicated heads, "
+    "MLA, recurrent states; with stages also MLA layers beside others",
+    "layout": "layout of vLLM 0.32, by the order of layers, blocks, heads, tokens (N) and content in memory",
+    "block": "tokens in a block",
+    "context": "decode context parallelism (DCP): MLA, heads, and both; equal and different interleaves of the tokens",
 }
 
 
@@ -38,25 +30,16 @@ def save(outcomes: dict[str, str]) -> None:
     RESULTS.write_text(json.dumps(dict(sorted(outcomes.items())), indent=1) + "\n")
 
 
-def mark(found: list[Cell], outcomes: dict[str, str]) -> str:
-    """Of one place in a table: passed, failed, or empty where no test ran."""
-    ended = [outcomes.get(str(cell.pairing)) for cell in found]
-    if not ended or None in ended:
-        return ""
-    return "✓" if set(ended) == {"passed"} else "✗"
-
-
 def render(outcomes: dict[str, str]) -> str:
-    """All tables: rows are P's form, columns D's."""
-    parts, every = [], cells()
+    """One row for each table of pairings. A pair of forms passed if all of its hand-overs did."""
+    lines = ["| P and D may differ in | forms, each to each | pairs of forms | hand-overs |", "|---|---|---|---|"]
+    every = cells()
     for table in TABLES:
-        lines = [["P \\ D", *FORMS[table]], ["---"] * (1 + len(FORMS[table]))]
-        for row in FORMS[table]:
-            places = [[c for c in every if (c.table, c.row, c.column) == (table, row, d)] for d in FORMS[table]]
-            lines.append([row, *(mark(found, outcomes) for found in places)])
-        parts.append(f"{TITLES[table]}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
-    return "\n\n".join(parts)
-
-
-if __name__ == "__main__":
-    print(render(load()))
+        ended: dict[tuple[str, str], list[bool]] = {}
+        for cell in (cell for cell in every if cell.table == table):
+            ended.setdefault((cell.row, cell.column), []).append(outcomes.get(str(cell.pairing)) == "passed")
+        passed = [one for place in ended.values() for one in place]
+        pairs = f"{sum(map(all, ended.values()))} of {len(FORMS[table]) ** 2} passed"
+        forms = "; ".join(FORMS[table])
+        lines.append(f"| {TITLES[table]} | {forms} | {pairs} | {sum(passed)} of {len(passed)} passed |")
+    return "\n".join(lines)
