@@ -241,7 +241,7 @@ def _measured(
             except FailedError as error:
                 failed.append(str(error))
                 continue
-            failed += [f"{cell.plane}: {cell.wrong} bytes are wrong on D" for cell in cells if cell.wrong]
+            failed += [f"{cell.plane}: {cell.wrong} bytes arrived wrong" for cell in cells if cell.wrong]
             rows += map(_row, cells)
         found = ceilings(device, p.token_bytes * prompts[-1], min(rounds, 5))
     machine = {

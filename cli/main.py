@@ -22,7 +22,7 @@ DLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and
 Prompts = Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")]
 
 app = typer.Typer(
-    help="KVFerry: KV caches from prefill engines to decode engines.",
+    help="KVFerry: KV caches from prefill engines (P) to decode engines (D).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,7 +42,7 @@ def main(
         bool, typer.Option("--version", help="print the version", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """KVFerry: KV caches from prefill engines to decode engines."""
+    """KVFerry: KV caches from prefill engines (P) to decode engines (D)."""
 
 
 def _model_path(text: str) -> Path:
@@ -242,15 +242,25 @@ def plan(
 @app.command()
 @failing()
 def router(
-    prefill: Annotated[list[str] | None, typer.Option(help="URL of a P, or dns://NAME:PORT; may be repeated")] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="URL of a D, or dns://NAME:PORT; may be repeated")] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="URL of a prefill engine, or dns://NAME:PORT; may be repeated")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(help="URL of a decode engine, or dns://NAME:PORT; may be repeated")
+    ] = None,
     engines_file: Annotated[Path | None, typer.Option(help="names engines, and is looked at every 3 s")] = None,
     host: Annotated[str, typer.Option(help="address to bind to")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to bind to")] = 9000,
-    serial: Annotated[bool, typer.Option("--serial", help="ask D only when P has answered")] = False,
+    serial: Annotated[
+        bool, typer.Option("--serial", help="ask the decode engine only when the prefill engine has answered")
+    ] = False,
     connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
-    prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, then decode only")] = 120.0,
-    abandoned_prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, client gone")] = 10.0,
+    prefill_timeout: Annotated[
+        float, typer.Option(help="seconds for the prefill engine's answer, then decode only")
+    ] = 120.0,
+    abandoned_prefill_timeout: Annotated[
+        float, typer.Option(help="seconds for the prefill engine's answer, client gone")
+    ] = 10.0,
     health_interval: Annotated[
         float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")
     ] = 5.0,

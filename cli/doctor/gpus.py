@@ -87,7 +87,7 @@ def judge_gpus(facts: GpuFacts, environ: Mapping[str, str]) -> Iterator[Finding]
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in environ.get(variable, "").lower().replace(" ", ""):
             reason = "expandable_segments is on: a KV cache then has no IPC handle, and cuda_ipc is not used"
-            yield warning(variable, reason, "remove expandable_segments:True on P")
+            yield warning(variable, reason, "remove expandable_segments:True where the engine prefills")
     for index, why in enumerate(facts.no_handle):
         if why:
             yield warning(f"IPC memory of GPU {index}", why, "without it cuda_ipc is not used from this GPU")

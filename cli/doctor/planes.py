@@ -168,8 +168,8 @@ def self_test(
                 yield fault(what, f"the hand-over failed: {error}", _REPORT, expected="every byte within the time")
                 continue
             if wrong:
-                value, do = f"{wrong} of {nbytes} bytes are wrong on D", f"do not use this plane; {_REPORT}"
-                yield fault(what, value, do, expected="P's bytes")
+                value, do = f"{wrong} of {nbytes} bytes arrived wrong", f"do not use this plane; {_REPORT}"
+                yield fault(what, value, do, expected="the bytes that were sent")
             else:
                 rate = f"{statistics.median(rates):.2f} GB/s"
                 yield ok(what, f"{rate}; each of {nbytes >> 20} MiB is right, in {len(rates)} hand-overs")

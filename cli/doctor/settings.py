@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ from kvferry.cli.doctor.findings import Finding, Level, Machine, fault, note, ok
 from kvferry.connector.config import ENVIRONMENT, Settings, load_settings
 from kvferry.transport.control.key_file import default_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
+from kvferry.transport.control.listener import listening_socket
 from kvferry.transport.errors import ConfigError, did_you_mean, shortened
 from kvferry.transport.host import is_loopback
 
@@ -114,28 +113,14 @@ def read_keys(settings: Settings) -> tuple[list[Finding], Keys | None]:
 def control_port(settings: Settings) -> Finding:
     """Whether rank 0 can listen on its control port. The port is bound for a moment."""
     host, port, what = settings.side_channel_host, settings.side_channel_port, "control port"
-    where = f"{host}:{port}" if port else f"a port of {host}"
+    where = f"{shortened(host, 80)}:{port}" if port else f"a port of {shortened(host, 80)}"
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except (socket.gaierror, UnicodeError) as error:
-        name = "name an address of this machine in side_channel_host (KVFERRY_SIDE_CHANNEL_HOST)"
-        why = getattr(error, "strerror", None) or "it is no name"
-        return fault(what, f"{shortened(host, 80)} cannot be resolved: {why}", name)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            other = "nothing to do if an engine of this machine runs there; else set another KVFERRY_SIDE_CHANNEL_PORT"
-            return warning(what, f"{where} is in use", other)
-        if error.errno == errno.EADDRNOTAVAIL:
-            other = "set KVFERRY_SIDE_CHANNEL_HOST to one that it has"
-            return fault(what, f"{where} is no address of this machine", other)
-        if error.errno == errno.EACCES:
-            return fault(what, f"{where} is for root only", "set KVFERRY_SIDE_CHANNEL_PORT to one from 1024 on")
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        return fault(what, f"{where} cannot be bound: {reason}", "set another KVFERRY_SIDE_CHANNEL_HOST or ..._PORT")
+        listening_socket(host, port).close()
+    except ConfigError as error:
+        why, _, do = str(error).partition(": ")[2].partition("; ")
+        if error.__context__ is not None and getattr(error.__context__, "errno", 0) == errno.EADDRINUSE:
+            return warning(what, why, f"nothing to do if an engine of this machine runs there; else {do}")
+        return fault(what, shortened(why), do or "set another KVFERRY_SIDE_CHANNEL_HOST")
     if is_loopback(host):
         reach = "peers on other hosts do not reach it; for those set KVFERRY_SIDE_CHANNEL_HOST"
         return note(what, f"{where} is free; loopback", reach)

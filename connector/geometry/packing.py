@@ -17,14 +17,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.view import CacheView
+
+if TYPE_CHECKING:  # `kvferry plan` needs no PyTorch
+    import torch
 
 PARTS = ("k", "v")
 
@@ -135,7 +137,7 @@ def _as_a_whole(ours: RegionGeometry, theirs: Sequence[RegionGeometry]) -> bool:
     return (bool(wholes) and alike) or not any(region.part for region in theirs)
 
 
-Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Write = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
 """Writes keys [N, 1, D] and values [N, 1, D] into the key half and the value half of one cache [1, 1, 2N, D], tokens
 to slots [N]."""
 
@@ -147,6 +149,8 @@ def element_order(
     writer takes other arguments. It writes a block in which every element carries its number, one base-8 digit at a
     time, because these digits are exact in every dtype. Dtypes: ``given``, of keys and values; ``stored``, of the cache
     as a tensor (vLLM keeps fp8 as bytes); ``held``, of the elements of the cache."""
+    import torch
+
     numbers = torch.arange(2 * tokens * channels).view(2, tokens, 1, channels)
     found = torch.zeros(2 * tokens * channels, dtype=torch.int64)
     scratch = torch.zeros(1, 1, 2 * tokens, channels, dtype=stored)

@@ -40,6 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -399,7 +400,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def check_early() -> None:
     """Refuse before vLLM loads the weights what would be refused after: vLLM imports this module for the first time in
-    the constructor of its configuration.
+    the constructor of its configuration. What it refuses, the halves and ranks would refuse, too, at their start.
 
     Raises:
         KVFerryError: a setting, the key file, the named data plane or a port cannot be used; one line.
@@ -414,7 +415,7 @@ def check_early() -> None:
         if ranks is not None:
             port = settings.side_channel_port
             ports = range(port, port + ranks) if port and ranks else (0,)
-            check_before_caches(settings, MemoryKind(compat.current_platform.device_type), ports)
+            check_before_caches(settings, MemoryKind(current_platform.device_type), ports)
     except ConfigError as error:
         raise KVFerryError(str(error)) from None  # of a ValueError, pydantic would make several lines
 

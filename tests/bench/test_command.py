@@ -76,7 +76,7 @@ def test_wrong_bytes_are_a_failure_and_a_model_whose_layers_differ_is_refused(
 ) -> None:
     monkeypatch.setattr(bench_command, "measure", lambda *_: [Cell("shm", 16, 100, [1.0, 2.0, 3.0], wrong=7)])
     done = run("--model", model, "--plane", "shm", "--prompt", 16)
-    assert done.exit_code == 1 and "shm: 7 bytes are wrong on D" in done.output
+    assert done.exit_code == 1 and "shm: 7 bytes arrived wrong" in done.output
     (model / "config.json").write_text(json.dumps(SMALL | {"model_type": "gemma2", "sliding_window": 64}))
     done = run("--model", model)
     assert done.exit_code == 2 and "this one has windows" in done.stderr and done.stderr.count("\n") == 1

@@ -34,7 +34,7 @@ def test_ucx_brings_every_byte():
 
 def test_one_flipped_bit_and_a_rank_that_ends_are_seen_and_the_next_plane_is_tested():
     flipped, died, good = run("shm", "tcp", "zmq", kind=OddRank)
-    is_bad(flipped, Level.FAULT, "2 of 2097152 bytes are wrong")  # one in each of two hand-overs
+    is_bad(flipped, Level.FAULT, "2 of 2097152 bytes arrived wrong")  # one in each of two hand-overs
     is_bad(died, Level.FAULT, "has ended with status -9")
     assert good.level is Level.OK
 

@@ -79,7 +79,8 @@ def test_a_port_that_is_free_and_one_in_use():
 
 
 @pytest.mark.parametrize(
-    ("host", "words"), [("192.0.2.1", ["no address of this machine"]), ("no.such.host.invalid", ["cannot be resolved"])]
+    ("host", "words"),
+    [("192.0.2.1", ["is not an address of this host"]), ("no.such.host.invalid", ["the name of one"])],
 )
 def test_an_address_that_this_machine_has_not(host, words):
     is_bad(control_port(Settings(side_channel_host=host)), Level.FAULT, host, *words)

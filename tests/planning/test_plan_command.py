@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -173,3 +175,11 @@ def test_a_trace_of_nothing_is_one_line(
 
 def test_the_page_names_every_key_of_a_calibration() -> None:
     assert set(PlaneCosts.__struct_fields__) == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
+
+
+def test_it_needs_no_pytorch(model: Path) -> None:
+    (model / "torch.py").write_text("raise ImportError('planted')")
+    command = [sys.executable, "-m", "kvferry.cli.main", "plan", "--model", str(model), *BASE]
+    environment = {**os.environ, "PYTHONPATH": f"{model}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
+    assert done.returncode == 0 and "share of TTFT" in done.stdout, done.stderr

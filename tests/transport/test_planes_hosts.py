@@ -26,7 +26,7 @@ from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, Trans
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import ucx_settings
 from kvferry.transport.planes.zmq import ZmqRecvChannel, ZmqSendChannel
-from kvferry.transport.registry import make_plane, preferred_planes
+from kvferry.transport.registry import make_plane, plane_specs, preferred_planes
 from tests.support.fork_server import fork_server
 from tests.transport.plane_pair import Pair
 
@@ -48,6 +48,10 @@ def test_ucx_settings_leave_the_users_alone() -> None:
     users = ucx_settings.settings_for("127.0.0.1", {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_NET_DEVICES": "eth7"}, here=True)
     assert "TCP_TX_SEG_SIZE" not in users and "NET_DEVICES" not in users
     assert users["TCP_RX_SEG_SIZE"] == "512k"
+
+
+def test_a_spec_says_what_its_class_does() -> None:
+    assert {spec.name: spec.pulls for spec in plane_specs()} == {s.name: s.load().pulls for s in plane_specs()}
 
 
 def test_device_of_an_address() -> None:

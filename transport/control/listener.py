@@ -31,6 +31,7 @@ from kvferry.transport.errors import ConfigError
 from kvferry.transport.sockets import Sockets, Stranger, Strangers, tune
 from kvferry.transport.wake import RateLimitedLog, Waker
 
+MAX_PORT = 65535
 MAX_PEERS = 2048
 """Connections of one listener at once; at most half of the process's limit of open files."""
 BATCH, BATCH_BYTES = 512, 4 << 20
@@ -287,6 +288,10 @@ class Listener:
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens there, and does not block. Raises ConfigError, as ``Listener``."""
     address = _own_address(host)
+    if port > MAX_PORT:
+        raise ConfigError(
+            f"side_channel_port: a rank would get port {port}; give one so low that no rank is above {MAX_PORT}"
+        )
     server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
