@@ -53,6 +53,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     plane: Annotated[
         str, _doc("data plane; auto takes the fastest that works; a plane named here is used, or the start fails")
     ] = AUTO
+    require_plane: Annotated[
+        tuple[Annotated[str, Meta(max_length=64)], ...],
+        Meta(max_length=16),
+        _doc(
+            "the data planes that are good enough: an engine that can have none of them does not start, and a "
+            "hand-over for which P and D have none in common fails with the reason `plane`; in the environment "
+            "separated by commas. Where unset, every plane is"
+        ),
+    ] = ()
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
         _doc(
@@ -167,6 +176,7 @@ ENVIRONMENT = {
     "bootstrap_port": "KVFERRY_BOOTSTRAP_PORT",
     "advertise_host": "KVFERRY_ADVERTISE_HOST",
     "plane": "KVFERRY_PLANE",
+    "require_plane": "KVFERRY_REQUIRE_PLANE",
     "allowed_peers": "KVFERRY_ALLOWED_PEERS",
     "secret_key": "KVFERRY_SECRET_KEY",  # vLLM writes the extra config to its log, the environment not
     "key_file": "KVFERRY_KEY_FILE",
@@ -207,16 +217,18 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
             reason = str(error).split(" - at ")[0]
             shown = "***" if "secret" in name else _short(value)
             raise ConfigError(f"{origin[name]}: {shown} is not usable: {reason}") from None
-        if name == "plane" and value not in (known := plane_choices()):
-            reason = f"expected one of {', '.join(known)}{did_you_mean(value, known)}"
-            raise ConfigError(f"{origin[name]}: {_short(value)} is not usable: {reason}")
+        known = plane_choices() if name == "plane" else plane_names()
+        named = (value,) if name == "plane" else value if name == "require_plane" else ()
+        if (unknown := next((plane for plane in named if plane not in known), None)) is not None:
+            reason = f"expected one of {', '.join(known)}{did_you_mean(unknown, known)}"
+            raise ConfigError(f"{origin[name]}: {_short(unknown)} is not usable: {reason}")
     settings = msgspec.convert(values, Settings)
     _check_together(settings)
     return settings
 
 
 def _from_text(field: str, text: str) -> object:
-    if field in ("allowed_peers", "peer_keys"):
+    if field in ("allowed_peers", "peer_keys", "require_plane"):
         return [item.strip() for item in text.split(",")]
     if field == "encrypt":
         return {"0": False, "false": False, "1": True, "true": True}.get(text.lower(), text)
@@ -253,6 +265,9 @@ def _check_together(settings: Settings) -> None:
     if settings.advertise_host is not None:
         _check_host("advertise_host", settings.advertise_host)
     AllowedPeers(settings.allowed_peers)
+    if settings.require_plane and settings.plane not in (AUTO, *settings.require_plane):
+        required = ", ".join(settings.require_plane)
+        raise ConfigError(f"plane: {settings.plane!r} is none of require_plane, {required}; leave one of the two out")
     slot_bytes = settings.slot_bytes or 4 * _MIB
     if settings.staging_bytes is not None and settings.staging_bytes < 4 * slot_bytes:
         raise ConfigError(

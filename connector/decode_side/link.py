@@ -293,7 +293,7 @@ class Link:
             self._host,
             self._port,
             key=address.key,
-            timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
+            timeout=0.9 * settings.handshake_timeout_seconds,  # its reason says more than the deadline of the handshake
         )
         self.connection.on_news = partial(pending.__setitem__, self, None)
         if self.connection.news:
@@ -372,7 +372,8 @@ class Link:
         self.used = True
         if self.connection.lost or not self.connection.send(encode(message)):
             self._take_closing()
-            self.fail("peer_lost", self.connection.reason or "its control connection takes no more messages")
+            why = self.connection.reason or "its control connection takes no more messages"
+            self.fail(self.connection.failure or "peer_lost", why)
 
     def serve(self, now: float) -> list[Reply]:
         """Advance the handshake. Returns the replies that do not belong to it."""
@@ -392,7 +393,7 @@ class Link:
             with self._errors_fail_the_link():
                 self._map_pages()
         if self.connection.lost:
-            self.fail("peer_lost", self.connection.reason or "the peer is gone")
+            self.fail(self.connection.failure or "peer_lost", self.connection.reason or "the peer is gone")
         elif self.channel is not None and self.channel.error is not None:
             self._step(LinkEvent(_K.LOST, why=str(self.channel.error)))
         elif self.phase is not LinkPhase.ATTACHED:  # which has no deadline; D may have thousands

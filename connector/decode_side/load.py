@@ -32,9 +32,10 @@ from kvferry.connector.geometry.read_plan import check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire.states import Lifetime
-from kvferry.connector.wire.step_plan import Load, PeerEngine, RankAddress, RemoteLease, unpack_ids
+from kvferry.connector.wire.step_plan import Load, LoadEnd, PeerEngine, RankAddress, RemoteLease, unpack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.errors import KVFerryError, TransportError
+from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.load")
 
@@ -42,6 +43,10 @@ SHORT_NAME = 8
 """Characters of an engine id by which log lines and metrics name the engine."""
 MAX_STORIES = 4
 """Reads whose phases are in the log line of a failed hand-over."""
+
+DONE_LINES = 100
+"""Lines about hand-overs that are done, in ten seconds at most. The other ones have the level DEBUG, and are counted in
+those that are written."""
 
 Sources = list[tuple[Link, RankAddress]]
 
@@ -65,6 +70,7 @@ class Loads:
         self._links, self._reads, self._leases = links, reads, leases
         self._results, self._deadlines = results, deadlines
         self.running: dict[ActiveLoad, None] = {}
+        self._done, self._recorded = RateLimitedLog(logger), 0
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -108,7 +114,7 @@ class Loads:
             if active_load.posted is load:
                 self.give(active_load, (CANCELLED,), now)
                 return
-        self._results.finished(FinishedLoad(load, False))
+        self._results.finished(FinishedLoad(load))
         self._release(load, now)
 
     def cancel_all(self, reason: str, now: float) -> None:
@@ -280,26 +286,26 @@ class Loads:
         waited = max(0.0, active_load.granted_at - active_load.started)
         first = active_load.number == 1
         estimate = TransferEstimate(seconds - waited, max(1, tokens)) if posted and first else UNKNOWN
+        end = LoadEnd(plane=active_load.planes, milliseconds=seconds * 1e3, peer=_short_name(load.peer))
         try:
             # Before the report, so that the engine takes the counts with the load: an idle engine takes no later step.
             self._rank_context.stats.finished(
-                nbytes=active_load.nbytes, milliseconds=seconds * 1e3, plane=active_load.planes, tokens=tokens,
-                peer=_short_name(load.peer),
-            )  # fmt: skip
+                nbytes=active_load.nbytes, milliseconds=end.milliseconds, plane=end.plane, tokens=tokens, peer=end.peer
+            )
             self._count_streamed(active_load)
         finally:  # a request waits for the report, also after an error of the metrics
-            self._results.finished(FinishedLoad(active_load.posted, True, estimate))
+            self._results.finished(FinishedLoad(active_load.posted, end, estimate))
 
     def _report_failed(self, load: Load, reason: Reason, active_load: ActiveLoad | None = None) -> None:
         """The load, as it was posted, has ended, and its tokens are not in the blocks. ``active_load``: it, if an
         attempt has begun."""
+        end = LoadEnd(reason.kind, peer=_short_name((active_load.load if active_load else load).peer))
         try:
-            peer = (active_load.load if active_load else load).peer
-            self._rank_context.stats.failed(reason.kind, _short_name(peer))
+            self._rank_context.stats.failed(reason.kind, end.peer)
             if active_load is not None:
                 self._count_streamed(active_load)
         finally:
-            self._results.finished(FinishedLoad(load, False))
+            self._results.finished(FinishedLoad(load, end))
         logger.warning(
             "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
             load.request_id, _num_tokens(load), reason, "" if active_load is None else f" [{_stories(active_load)}]",
@@ -319,13 +325,16 @@ class Loads:
         try:
             if reason is None:
                 load, number = active_load.load, active_load.number
-                logger.info(
+                line = (
                     "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
                     load.request_id, _num_tokens(load), active_load.nbytes, active_load.seconds * 1e3,
                     active_load.planes, _short_name(load.peer),
                     ", inside the step" if load.now else "" if number == 1 else f", attempt {number}",
                     ", from when the prefill engine computed it" if load.step_tokens else "",
                 )  # fmt: skip
+                self._recorded += 1
+                if not self._done.info(f"done {self._recorded % DONE_LINES}", *line):
+                    logger.debug(*line)
             if active_load.phases:
                 if reason is None:
                     active_load.ended.append(attempt_span(active_load, "", active_load.ended_at))

@@ -41,6 +41,7 @@ from kvferry.connector.decode_side.traces import lookup_span
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire import messages
+from kvferry.connector.wire.metrics import LocalReason
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import LeftAnswer, LookupResult, PromptLookup
 from kvferry.transport.blocking_calls import BlockingCall
@@ -268,6 +269,8 @@ class Lookup:
     answer: messages.Resolved | None = None
     """P's last one."""
     links: Sequence[Link] = ()
+    reason: LocalReason = "no_lease"
+    """Of the error that is reported, if any."""
 
     @property
     def where(self) -> str:
@@ -402,6 +405,7 @@ class Lookups:
                 raise ProtocolError(page.error)
             host, port = first_rank(page.result or b"", lookup.wanted.engine_id)
         except ProtocolError as error:
+            lookup.reason = "unreachable"
             self.give(lookup, LookupEvent(_K.FAILED, f"{lookup.where} cannot be found: {error}"), now)
             return
         lookup.wanted = replace(lookup.wanted, host=host, port=port)
@@ -417,7 +421,7 @@ class Lookups:
     def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
         if isinstance(reply, messages.Refused):  # of another version; it has no number
             why = f"its {reply.field} is {shortened(reply.ours)}, ours {shortened(reply.theirs)}"
-            self._fail(contact, why, now)
+            self._fail(contact, why, now, reason="other_release")
             return
         if not isinstance(reply, messages.Resolved | messages.Unresolved):
             return
@@ -433,10 +437,15 @@ class Lookups:
 
     def _look_at(self, contact: _Contact, now: float) -> None:
         if contact.connection.lost:
-            self._fail(contact, contact.connection.reason or "the peer is gone", now, _K.LOST)
+            why, failure = contact.connection.reason or "the peer is gone", contact.connection.failure
+            self._fail(contact, why, now, _K.LOST, failure or "no_answer")
 
-    def _fail(self, contact: _Contact, why: str, now: float, kind: LookupEventKind = _K.FAILED) -> None:
+    def _fail(
+        self, contact: _Contact, why: str, now: float, kind: LookupEventKind = _K.FAILED,
+        reason: LocalReason = "malformed",
+    ) -> None:  # fmt: skip
         for lookup in [each for each in (*self.open.values(), *self.left) if each.contact is contact]:
+            lookup.reason = reason
             self.give(lookup, LookupEvent(kind, f"{lookup.where} cannot be asked for the lease: {why}"), now)
 
     def _close(self, address: _Address) -> None:
@@ -486,7 +495,7 @@ class Lookups:
             case _E.REPORT_FOUND:
                 self._report_found(lookup)
             case _E.REPORT_LOST:
-                self._results.looked_up(request_id, LookupResult(error=lookup.lifetime.state.why))
+                self._results.looked_up(request_id, LookupResult(error=lookup.lifetime.state.why, reason=lookup.reason))
             case _E.REPORT_KNOWN:
                 self._results.looked_up(request_id, LookupResult(known=True))
             case _E.RELEASE:
@@ -501,6 +510,7 @@ class Lookups:
             try:
                 lookup.contact = self._contact(lookup.wanted, now)
             except KVFerryError as error:
+                lookup.reason = "no_answer"
                 return (LookupEvent(_K.FAILED, str(error)),)
             lookup.contact.open += 1
         self.by_number.pop(lookup.number, None)
@@ -512,7 +522,9 @@ class Lookups:
             until="granted" if lookup.lifetime.state.phase is LookupPhase.AWAITING_GRANT else "begun",
         )  # fmt: skip
         if connection.send(messages.encode(question)):
+            lookup.reason = "no_lease"  # if P says no
             return ()
+        lookup.reason = connection.failure or "no_answer"
         why = connection.reason or "its control connection takes no more messages"
         return (LookupEvent(_K.LOST, f"{lookup.where} cannot be asked for the lease: {why}"),)
 
@@ -548,7 +560,7 @@ class Lookups:
                 f"{len(self.contacts)} prefill engines are asked for leases already, limit {MAX_CONTACTS}"
             )
         address = min(found)[2]
-        self._fail(self.contacts[address], "it has not answered, and others are asked", now)
+        self._fail(self.contacts[address], "it has not answered, and others are asked", now, reason="no_answer")
         self._close(address)
 
     def _begin_links(self, lookup: Lookup, now: float) -> Sequence[LookupEvent]:
@@ -559,6 +571,7 @@ class Lookups:
             peer = self._rank_context.lease_of(lookup.answer.params).peer
             lookup.links = [self._links.get(address, now) for address in self._links.source_addresses(peer)]
         except KVFerryError as error:
+            lookup.reason = "malformed"
             return (LookupEvent(_K.FAILED, str(error)),)
         for link in lookup.links:
             link.start_handshake(now)

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.connector.wire.step_plan import Load, LookupResult
+from kvferry.connector.wire.metrics import LoadFailure
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, LookupResult
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.channels import Copy
 
@@ -20,8 +21,13 @@ class FinishedLoad(msgspec.Struct, frozen=True):
     of which the first was cancelled and still drains."""
 
     load: Load
-    ok: bool
+    end: LoadEnd = LOST
     estimate: TransferEstimate = UNKNOWN
+
+    @property
+    def ok(self) -> bool:
+        """Whether the load's tokens are in the blocks."""
+        return not self.end.failed
 
 
 class StepLoadListener(Protocol):
@@ -38,8 +44,9 @@ class StepLoadListener(Protocol):
     def moved(self) -> None:
         """A copy that is under way has moved bytes."""
 
-    def ended(self, load: Load, ok: bool) -> None:
-        """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
+    def ended(self, load: Load, failed: LoadFailure = "") -> None:
+        """A load has ended, and nothing writes its blocks any more. A load of another step is ignored. ``failed``: as
+        in ``LoadEnd``."""
 
     def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
         """Wait while the engine's threads have more urgent work, for some milliseconds at most. ``wait``: waits for so

@@ -11,25 +11,29 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
 from kvferry.connector.engine import params
-from kvferry.connector.engine.params import RemotePrompt
+from kvferry.connector.engine.params import RemotePrompt, UnusablePromptError
 from kvferry.connector.engine.planning import EngineFacts, first_held, logger, used_blocks
 from kvferry.connector.geometry.engine_types import RequestView
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
+from kvferry.connector.wire.metrics import LocalReason, PromptReason, PromptResult
 from kvferry.connector.wire.states import Moves, Phases
 from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeftAnswer,
     Load,
+    LoadEnd,
     LookupResult,
     PeerEngine,
     PromptLookup,
     RemoteLease,
     StepPlan,
     UnneededLease,
+    of_both,
     pack_ids,
 )
 from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate, TransferEstimates
@@ -137,6 +141,14 @@ class EngineRequest:
     """The first token that the engine does not have, as the engine asked last."""
     in_step: bool = False
     """The step in which it is scheduled computes with the load, by D's last answer to the engine."""
+    cached: bool = False
+    """D had the prompt in its prefix cache, as the engine asked last."""
+    tokens: int = 0
+    """Of its load."""
+    end: LoadEnd | None = None
+    """Of its load, by the ranks that have reported."""
+    handed_over: dict[str, Any] = field(default_factory=dict)
+    """What became of its prompt, as ``HANDED_OVER`` has it; empty until that is known."""
     traceparent: str = ""
 
 
@@ -152,6 +164,7 @@ class LoadPlanner(EngineFacts):
         self._timeout = self.settings.handover_timeout_seconds
         self._estimates = TransferEstimates(self.tp_size)
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
+        self._unreported: dict[str, EngineRequest] = {}  # that have ended before their load
         self._phases: Counter[RequestPhase] = Counter()  # how many requests are in each phase but the first and last
 
     # --- whether P holds the prompt -----------------------------------------------------------------------------
@@ -161,6 +174,8 @@ class LoadPlanner(EngineFacts):
         now = self.clock()
         entry = EngineRequest(request.request_id, Phases(MOVES, RequestPhase.NEW, now), traceparent=request.traceparent)
         self._requests[request.request_id] = entry
+        if (earlier := self._unreported.pop(request.request_id, None)) is not None:  # an id comes again
+            self._load_ended(earlier, LoadEnd("cancelled"))
         if not self.consumes:
             self._advance(entry, RequestEvent.NOTHING)
             return
@@ -176,6 +191,8 @@ class LoadPlanner(EngineFacts):
                 self._offer(entry, request, remote_prompt)
             else:
                 self._advance(entry, RequestEvent.NOTHING)
+                if not params.wants_prefill(request.params):
+                    self._settle(entry, "plain", "no_params")
         except ProtocolError as error:
             self._refuse(entry, error)
 
@@ -214,11 +231,12 @@ class LoadPlanner(EngineFacts):
                 continue
             try:
                 if result.error:
-                    raise ProtocolError(result.error)
+                    raise UnusablePromptError(result.reason, result.error)
                 awaited.result = result
                 self._offer(entry, awaited.request, params.prompt_of_answer(result.params, self.max_sizes))
                 if awaited.request.whole_prompt:  # the engine computes it, and does not ask again
                     self._advance(entry, RequestEvent.DECLINED)
+                    self._settle(entry, "local", "whole_prompt")
             except ProtocolError as error:
                 self._refuse(entry, error)
 
@@ -242,7 +260,7 @@ class LoadPlanner(EngineFacts):
             )
             asked = "does the router send both legs, with one transfer_id?"
             text += "it had the prompt: has its engine stopped?" if entry.awaited.known else asked
-        self._refuse(entry, ProtocolError(text))
+        self._refuse(entry, UnusablePromptError("no_answer", text))
         return False
 
     def _loads_itself(self, request_id: str) -> bool:
@@ -268,6 +286,7 @@ class LoadPlanner(EngineFacts):
 
     def _refuse(self, entry: EngineRequest, why: ProtocolError) -> None:
         self._advance(entry, RequestEvent.REFUSED)
+        self._settle(entry, "local", why.reason if isinstance(why, UnusablePromptError) else "malformed")
         logger.warning("kvferry: %s prefills locally: %s; the request: %s", entry.request_id, why, entry.life.story())
 
     def _reset_loads(self) -> bool:
@@ -275,7 +294,7 @@ class LoadPlanner(EngineFacts):
         reported as any other. Returns whether none runs."""
         for entry in [each for each in self._requests.values() if each.life.phase in ACTIVE]:
             self._plan.urgent = True
-            self._refuse(entry, ProtocolError("this engine's caches were reset"))
+            self._refuse(entry, UnusablePromptError("reset", "this engine's caches were reset"))
         return not self._phases[RequestPhase.LOADING]
 
     # --- the engine schedules a request -------------------------------------------------------------------------
@@ -291,7 +310,8 @@ class LoadPlanner(EngineFacts):
         prompt = request.num_prompt_tokens
         stop = min(remote_prompt.num_tokens, prompt - max(self.lookahead, 0 if self._whole else 1))
         entry.start, entry.in_step = num_local, False
-        if min(stop, prompt - 1) <= num_local or request.whole_prompt:
+        entry.cached = min(stop, prompt - 1) <= num_local
+        if entry.cached or request.whole_prompt:
             return 0, False
         try:
             params.check_kept(self.tables, remote_prompt, num_local, stop)
@@ -299,7 +319,8 @@ class LoadPlanner(EngineFacts):
             self._refuse(entry, error)
             return 0, False
         streams = entry.awaited is not None and entry.awaited.result.streams  # it ends when P has computed the prompt
-        entry.in_step = not streams and self._in_step(remote_prompt.peer, stop - num_local)
+        beside = streams or params.wants_report(request.params)  # it ends with its plane and its time known
+        entry.in_step = not beside and self._in_step(remote_prompt.peer, stop - num_local)
         if entry.in_step:
             return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
         return stop - num_local, True
@@ -322,7 +343,10 @@ class LoadPlanner(EngineFacts):
             return
         if num_external == 0:
             self._advance(entry, RequestEvent.DECLINED)
+            unneeded: LocalReason = "whole_prompt" if request.whole_prompt else "other_connector"
+            self._settle(entry, "local", "cached" if entry.cached else unneeded)
             return
+        entry.tokens = num_external
         load = self._load(entry, entry.remote_prompt, block_ids, num_external)
         if load.now:
             self.step_load_rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self.clock()))
@@ -355,22 +379,68 @@ class LoadPlanner(EngineFacts):
         )
 
     def loads_finished(
-        self, request_ids: Iterable[str], estimates: Mapping[EstimateKey, TransferEstimate] | None = None
+        self,
+        request_ids: Iterable[str],
+        estimates: Mapping[EstimateKey, TransferEstimate] | None = None,
+        ends: Mapping[str, LoadEnd] | None = None,
     ) -> None:
         """The workers have reported these loads, whether they failed or not. ``estimates``: how long loads took that
-        the ranks measured, also loads inside a step."""
+        the ranks measured, also loads inside a step. ``ends``: of loads beside the steps, on the ranks that have
+        reported since the last call."""
         if estimates:
             self._estimates.observe(estimates, self.clock())
-        for request_id in request_ids:
-            entry = self._requests.get(request_id)
+        for request_id, end in (ends or {}).items():
+            entry = self._loading(request_id)
             if entry is not None:
+                entry.end = of_both(end, entry.end or end)
+        for request_id in request_ids:
+            loading = self._loading(request_id)
+            if (entry := self._requests.get(request_id)) is not None:
                 self._advance(entry, RequestEvent.REPORTED)
+            if loading is not None:
+                self._load_ended(loading, loading.end or LoadEnd())
 
-    def _end_load(self, request_id: str) -> None:
-        """A request ended. A load that has not begun never does, and a lease that is not needed is released."""
-        entry = self._requests.pop(request_id, None)
+    def step_load_ended(self, request_id: str, end: LoadEnd) -> None:
+        """A load inside a step has ended on all ranks, and the engine is about to use the output of the step."""
+        entry = self._loading(request_id)
         if entry is not None:
-            self._advance(entry, RequestEvent.ENDED)
+            self._load_ended(entry, end)
+
+    def _loading(self, request_id: str) -> EngineRequest | None:
+        """The request whose load is not reported. It may have ended."""
+        entry = self._unreported.get(request_id) or self._requests.get(request_id)
+        return entry if entry is not None and entry.tokens and not entry.handed_over else None
+
+    def _load_ended(self, entry: EngineRequest, end: LoadEnd) -> None:
+        self._unreported.pop(entry.request_id, None)
+        self._settle(entry, "failed" if end.failed else "loaded", end.failed, end)
+
+    def _settle(
+        self, entry: EngineRequest, result: PromptResult, reason: PromptReason, end: LoadEnd | None = None
+    ) -> None:
+        """It is known what became of a request's prompt. What was known first is counted, and nothing after it."""
+        if entry.handed_over:
+            return
+        self._quiet = False
+        self._stats.prompt(result, reason)
+        end = end or LoadEnd()
+        entry.handed_over = {
+            "result": result, "reason": reason, "tokens": entry.tokens if result == "loaded" else 0,
+            "plane": end.plane, "milliseconds": round(end.milliseconds, 3), "peer": end.peer,
+        }  # fmt: skip
+
+    def _end_load(self, request: RequestView) -> dict[str, Any] | None:
+        """A request ended. A load that has not begun never does, and a lease that is not needed is released. Returns
+        what became of its prompt, where the request asks for it and that is known."""
+        entry = self._requests.pop(request.request_id, None)
+        if entry is None:
+            return None
+        self._advance(entry, RequestEvent.ENDED)
+        if not entry.handed_over and entry.tokens:
+            self._unreported[request.request_id] = entry
+        elif params.wants_load(request.params):
+            self._settle(entry, "local", "ended")
+        return entry.handed_over or None if params.wants_report(request.params) else None
 
     def _loads_planned(self, plan: StepPlan, preempted: Collection[str]) -> StepPlan:
         """The step of ``plan`` was scheduled. Returns its plan. ``preempted``: as ``SchedulerHalf.take_plan``."""

@@ -86,7 +86,7 @@ class Results:
         self._add(self.loads, finished)
         if finished.load.now:
             for listener in self.listeners:
-                listener.ended(finished.load, finished.ok)
+                listener.ended(finished.load, finished.end.failed)
             self.listeners = [listener for listener in self.listeners if not listener.final]
 
     def freed(self, request_id: str) -> None:

@@ -21,6 +21,7 @@ from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.connector.wire.metrics import LocalReason
 from kvferry.connector.wire.step_plan import PeerEngine, PromptLookup, RankAddress, RemoteLease
 from kvferry.transport.bootstrap import checked_url
 from kvferry.transport.errors import ProtocolError, quoted
@@ -31,6 +32,8 @@ ALTERNATIVES = "alternatives"
 """The key of a list of complete ``kv_transfer_params``, each from another P that has computed the same prompt."""
 MAX_ALTERNATIVES = 4
 """D connects to every P that is named, and keeps a lease there."""
+HANDED_OVER = "handed_over"
+"""The key of what became of a prompt, in D's answer to a request whose parameters have ``"report": true``."""
 TRANSFER_ID = "transfer_id"
 """The key of a name that a router gives to both legs of a request."""
 _LEFT_TO_D = 8
@@ -56,6 +59,15 @@ _Rank = tuple[
     Annotated[str, Meta(pattern=r"^([0-9a-f]{12})?\Z")],
 ]
 _Kept = tuple[CacheKind, Annotated[int, Meta(ge=1, le=1 << 31)], Annotated[int, Meta(ge=0, le=1 << 31)]]
+
+
+class UnusablePromptError(ProtocolError):
+    """D cannot use the prompt that a request's parameters name. ``reason``: why, as a label; not of parameters that are
+    malformed, which raise ``ProtocolError`` itself."""
+
+    def __init__(self, reason: LocalReason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class _Wire(msgspec.Struct, frozen=True):
@@ -180,6 +192,11 @@ def wants_load(params: Mapping[str, Any] | None) -> bool:
     return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
 
 
+def wants_report(params: Mapping[str, Any] | None) -> bool:
+    """D: whether the answer is to say what became of the prompt, in ``HANDED_OVER``."""
+    return isinstance(params, Mapping) and params.get("report") is True
+
+
 def from_transfer_params(
     params: Mapping[str, Any] | None, max_sizes: tuple[int, int] = (MAX_RANKS, MAX_RANKS)
 ) -> RemotePrompt | None:
@@ -194,20 +211,21 @@ def from_transfer_params(
     raw = params.get("kvferry")
     if raw is None:
         if params.get("remote_engine_id") is None:
-            raise ProtocolError(
+            raise UnusablePromptError(
+                "no_p_named",
                 "kv_transfer_params asks for a remote prefill but names no prefill engine: the prefill leg "
-                "handed nothing over, "
-                "or the router dropped its answer's kv_transfer_params"
+                "handed nothing over, or the router dropped its answer's kv_transfer_params",
             )
-        raise ProtocolError(
+        raise UnusablePromptError(
+            "no_kvferry_params",
             "kv_transfer_params has no 'kvferry' entry: the prefill engine runs another connector, or the "
-            "router dropped it; "
-            "relay the prefill engine's kv_transfer_params unchanged"
+            "router dropped it; relay the prefill engine's kv_transfer_params unchanged",
         )
     if isinstance(raw, Mapping) and raw.get("v") != PARAMS_VERSION:
-        raise ProtocolError(
+        raise UnusablePromptError(
+            "other_release",
             f"kv_transfer_params version is {quoted(raw.get('v'))}, expected {PARAMS_VERSION}; "
-            "run the same KVFerry release on both sides"
+            "run the same KVFerry release on both sides",
         )
     try:
         wire = msgspec.convert(raw, _Wire)
@@ -360,10 +378,11 @@ def check_reachable(peer: PeerEngine, our_host_id: str) -> None:
         return
     for rank in peer.ranks:
         if rank.host in ("localhost", "::1") or rank.host.startswith("127."):
-            raise ProtocolError(
+            raise UnusablePromptError(
+                "loopback",
                 f"the prefill engine runs on another host but told its loopback address {rank.host}; set "
-                "side_channel_host "
-                "(KVFERRY_SIDE_CHANNEL_HOST) on the prefill engine to the address that this host reaches"
+                "side_channel_host (KVFERRY_SIDE_CHANNEL_HOST) on the prefill engine to the address that this host "
+                "reaches",
             )
 
 
@@ -378,25 +397,25 @@ def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
     """Check that P has prefilled the request's prompt."""
     ours = request.num_prompt_tokens
     if remote_prompt.num_tokens > ours:  # fewer are valid: D may compute the last ones
-        raise ProtocolError(
-            f"the prefill engine prefilled {remote_prompt.num_tokens} prompt tokens, this request has {ours}"
-        )
+        text = f"the prefill engine prefilled {remote_prompt.num_tokens} prompt tokens, this request has {ours}"
+        raise UnusablePromptError("other_prompt", text)
     if request.prompt_token_ids is None:
-        raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from the prefill engine's")
+        text = "its prompt is given as embeddings, which cannot be told apart from the prefill engine's"
+        raise UnusablePromptError("embeddings", text)
     ids = request.prompt_token_ids
     prefilled = ids if remote_prompt.num_tokens == ours else ids[: remote_prompt.num_tokens]
     if prompt_digest(prefilled, request.extra) != remote_prompt.prompt:
-        raise ProtocolError(
-            "the prefill engine prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)"
-        )
+        text = "the prefill engine prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)"
+        raise UnusablePromptError("other_prompt", text)
 
 
 def check_adapter(request: RequestView, remote_prompt: RemotePrompt) -> None:
     """Check that P has prefilled the prompt with the request's LoRA adapter, where both know its content."""
     if request.adapter != remote_prompt.adapter and request.adapter and remote_prompt.adapter:
-        raise ProtocolError(
+        raise UnusablePromptError(
+            "other_adapter",
             "the prefill engine prefilled the prompt with another LoRA adapter of this name; load the same "
-            "files on both"
+            "files on both",
         )
 
 
@@ -407,16 +426,18 @@ def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_lo
     are smaller than those of D's ``tables``, P may have freed a part of such a block.
     """
     if any(table.kind == "state" for table in tables) and remote_prompt.num_tokens != stop:
-        raise ProtocolError(
+        raise UnusablePromptError(
+            "window",
             f"the prefill engine's state is that after {remote_prompt.num_tokens} tokens, needed is the one "
-            f"after {stop}"
+            f"after {stop}",
         )
     for kind, window, kept in remote_prompt.kept:
         ours = [table for table in tables if (table.kind, table.window) == (kind, window)]
         needed = (max(num_local, t.first_needed(stop) // t.block_size * t.block_size) for t in ours)
         first = min(needed, default=num_local)
         if kept > first:
-            raise ProtocolError(
+            raise UnusablePromptError(
+                "window",
                 f"the prefill engine kept the window of {window} tokens from token {kept} on, our blocks begin "
-                f"at {first}"
+                f"at {first}",
             )

@@ -16,6 +16,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.geometry.engine_types import BlockTable
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.wire.metrics import HandoverStats
 from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -79,6 +80,8 @@ class EngineFacts:
         self._whole = all(table.whole for table in self.tables)
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
         self._log = RateLimitedLog(logger)
+        self._stats = HandoverStats("scheduler")
+        self._quiet = False  # there was nothing to report when the metrics were taken last
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvferry.connector.engine.lease_planner import LeasePlanner
 from kvferry.connector.engine.load_planner import ACTIVE, LoadPlanner, RequestPhase
-from kvferry.connector.engine.params import wants_load, wants_prefill
+from kvferry.connector.engine.params import HANDED_OVER, wants_load, wants_prefill
 from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
 from kvferry.connector.wire.metrics import Figures, HandoverStats
 from kvferry.connector.wire.step_plan import StepPlan
@@ -26,30 +26,26 @@ REQUEST_LEVELS = {
 class SchedulerHalf(LeasePlanner, LoadPlanner):
     """One engine's decisions. Called from the engine's scheduler, by one thread."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._stats = HandoverStats("scheduler")
-        self._quiet = False  # nothing was under way when the metrics were taken last
-
     # --- every request ------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
         """P notes a prompt that it is to hand over. D checks whether P holds this request's KV: if so, its lease is
         renewed from now on; if the KV cannot be used, the lease is released. Idempotent."""
         if request.request_id not in self._requests:
-            self._check_role(request)
             if self.produces and wants_prefill(request.params):
                 self._add_prompt(request)
             self._new_load(request)
+            self._check_role(request)
 
     def _check_role(self, request: RequestView) -> None:
-        """One line where a router sends a request of one role to an engine that has only the other."""
+        """One line, and a count, where a router sends a request of one role to an engine that has only the other."""
         if wants_prefill(request.params) and not self.produces:
             wrong, role, right = "to hand its prompt over (do_remote_decode)", "kv_consumer", "kv_producer"
         elif wants_load(request.params) and not self.consumes:
             wrong, role, right = "to load its prompt (do_remote_prefill)", "kv_producer", "kv_consumer"
         else:
             return
+        self._settle(self._requests[request.request_id], "local", "wrong_role")
         self._log.warning(
             role,
             "kvferry: %s asks this engine %s, but its kv_role is %s: nothing is handed over; start it as %s or kv_both",
@@ -73,8 +69,9 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
         """A request ended; its blocks are still its own. Returns whether they stay held until ``finished_sending``, and
         the parameters for D. ``block_ids``: its blocks, per block table. ``completed``: it ended by itself (stop or
         length), not by abort or error."""
-        self._end_load(request.request_id)
-        return self._end_prompt(request, block_ids, completed=completed)
+        handed_over = self._end_load(request)
+        held, params = self._end_prompt(request, block_ids, completed=completed)
+        return held, params if handed_over is None else {**(params or {}), HANDED_OVER: handed_over}
 
     # --- resets -------------------------------------------------------------------------------------------------
 

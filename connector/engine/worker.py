@@ -308,7 +308,7 @@ class WorkerHalf:
             return
         results = self._transfer_thread.results
         for finished in results.take(results.loads):
-            self._ledger.load_ended(finished.load, ok=finished.ok)
+            self._ledger.load_ended(finished.load, finished.end)
             source = finished.load.peer.engine_id, self._info.tp_rank
             if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
                 self._estimates[source] = finished.estimate

@@ -94,11 +94,13 @@ def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], di
     this rank cannot have it.
 
     Raises:
-        ConfigError: the rank cannot have the data plane that the settings name.
+        ConfigError: the rank cannot have the data plane that the settings name, or none of those that they require.
         PlaneUnavailableError: the rank can have no data plane.
     """
     memory = PlaneMemory(caches.device, caches.ranges(), caches.copies.synchronize)
     names = preferred_planes(caches.device) if settings.plane == "auto" else (settings.plane,)
+    if required := settings.require_plane:
+        names = tuple(sorted({*required}, key=(*names, *required).index)) if settings.plane == "auto" else names
     staging_bytes = settings.staging_bytes or max(best_staging_bytes(caches.device), 4 * (settings.slot_bytes or 0))
     planes: list[Plane] = []
     missing: dict[str, str] = {}
@@ -124,5 +126,8 @@ def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], di
         else:
             planes.append(plane)
     if not planes:
-        raise PlaneUnavailableError("no data plane: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
+        why = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        if required:
+            raise ConfigError(f"require_plane: this rank can have none of {', '.join(required)}: {why}")
+        raise PlaneUnavailableError(f"no data plane: {why}")
     return planes, missing

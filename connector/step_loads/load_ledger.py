@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.connector.wire.step_plan import Load, StepResults
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, StepResults
 
 MAX_STORIES = 8
 """Loads that stand in one log line."""
@@ -29,10 +29,10 @@ class LoadLedger:
         self._loads.update((load.request_id, load) for load in loads)
         self._leases.update(leases)
 
-    def load_ended(self, load: Load, *, ok: bool) -> None:
+    def load_ended(self, load: Load, end: LoadEnd) -> None:
         """The transfer thread has reported a load. Loads inside a step are not in the ledger."""
         if self._loads.get(load.request_id) is load:  # else an earlier load of a request with the same id
-            self._end(load.request_id, ok)
+            self._end(load.request_id, end)
 
     def lease_freed(self, request_id: str) -> None:
         """The transfer thread has freed a lease."""
@@ -43,7 +43,7 @@ class LoadLedger:
     def thread_ended(self) -> None:
         """The transfer thread is gone: every load that has not ended fails, and every lease ends."""
         for request_id in list(self._loads):
-            self._end(request_id, ok=False)
+            self._end(request_id, LOST)
         self._results.sent |= self._leases
         self._leases.clear()
 
@@ -52,11 +52,13 @@ class LoadLedger:
         engine has taken their reports."""
         self.thread_ended()
         self._results.failed |= self._results.received
+        self._results.ends = dict.fromkeys(self._results.received, LOST)
 
-    def _end(self, request_id: str, ok: bool) -> None:
+    def _end(self, request_id: str, end: LoadEnd) -> None:
         del self._loads[request_id]
         self._results.received.add(request_id)
-        if not ok:
+        self._results.ends[request_id] = end
+        if end.failed:
             self._results.failed.add(request_id)
 
     @property

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvferry.connector.wire.metrics import FailureKind, LoadFailure
 from kvferry.connector.wire.states import Moves, Phases
 from kvferry.connector.wire.step_plan import Load
 from kvferry.transport.channels import Copy
@@ -84,6 +85,7 @@ class _StepLoad:
     life: Phases[StepLoadPhase]
     stands: Check | None = None
     copies: Sequence[Copy] = ()
+    failed: LoadFailure = ""
 
 
 class StepOutcome:
@@ -122,14 +124,15 @@ class StepOutcome:
         with self._changed:
             self._changed.notify_all()
 
-    def ended(self, load: Load, ok: bool) -> None:
-        """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
-        self._step(load, StepLoadEvent.ARRIVED if ok else StepLoadEvent.FAILED)
+    def ended(self, load: Load, failed: LoadFailure = "") -> None:
+        """As ``StepLoadListener.ended``."""
+        self._step(load, StepLoadEvent.FAILED if failed else StepLoadEvent.ARRIVED, failed)
 
-    def _step(self, load: Load, event: StepLoadEvent) -> None:
+    def _step(self, load: Load, event: StepLoadEvent, failed: LoadFailure = "") -> None:
         with self._changed:
             for ours in self._loads:
                 if ours.load is load:  # by identity: two loads of different steps may belong to requests of the same id
+                    ours.failed = failed or ours.failed
                     ours.life.step(event, self._clock())
                     self._changed.notify_all()
 
@@ -237,6 +240,14 @@ class StepOutcome:
         self._stand = stand
         if self._yielding:
             self._wake()
+
+    def failures(self) -> dict[str, FailureKind]:
+        """Why the loads do not stand that do not, once ``standing`` has returned. One that the engine did not wait for
+        has the kind ``timeout``."""
+        return {
+            ours.load.request_id: ours.failed or ("timeout" if self._alive() else "internal")
+            for ours in self._loads if ours.life.phase is StepLoadPhase.FAILED
+        }  # fmt: skip
 
     # --- any thread ---------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from kvferry.connector.vllm import compat, from_vllm, hooks
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
-from kvferry.connector.wire.step_plan import RankAddress, StepPlan, StepResults
+from kvferry.connector.wire.step_plan import LoadEnd, RankAddress, StepPlan, StepResults
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
 from kvferry.transport.errors import ConfigError, KVFerryError
 from kvferry.transport.host import host_id
@@ -79,6 +79,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._failed_blocks: dict[str, frozenset[int]] = {}
+        self._ends: dict[str, LoadEnd] = {}
         self._invalid: set[int] = set()
         self._posted: StepPlan | None = None
         self._recovery: StepLoadRecovery | None = None
@@ -95,8 +96,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if recovers:
                 self._steps = StepsInFlight()
                 self._recovery = StepLoadRecovery(
-                    scheduler, self._steps, block_size=tables[0].block_size, ranks=parallel.world_size, fails=fails
-                )
+                    scheduler, self._steps, block_size=tables[0].block_size, ranks=parallel.world_size, fails=fails,
+                    ended=lambda request_id, end: self._scheduling.step_load_ended(request_id, end),  # noqa: PLW0108
+                )  # fmt: skip
                 hooks.before_update(scheduler, self, self._recovery.processed)
             self._scheduler = SchedulerHalf(
                 settings,
@@ -215,7 +217,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if meta is None and not received and not sent:
             return
         ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})
-        self._scheduling.loads_finished(received or (), ours.estimates)
+        self._scheduling.loads_finished(received or (), ours.estimates, ours.ends)
         self._scheduling.lookups_answered(ours.met)
         self._scheduling.leases_ended(sent or ())
 
@@ -330,11 +332,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         results = self._finish_step()
+        self._ends |= results.ends
         return compat.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """0.26: failures are told by block id, in the same step."""
         results = self._finish_step()
+        self._ends |= results.ends
         for request_id in results.received:
             blocks = self._failed_blocks.pop(request_id, frozenset())
             if request_id in results.failed:
@@ -346,14 +350,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return invalid
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMeta | None:
-        if not self._working.has_news:
+        if not (self._working.has_news or self._ends):
             return None
+        ends, self._ends = self._ends, {}
         estimates, outcome = self._working.take_estimates(), self._working.take_outcome()
         met = self._working.take_lookups()
         # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
         if not compat.speaks_for_engine(self):
             estimates, outcome = {}, None
-        return KVFerryWorkerMeta(estimates, outcome, met=met) if estimates or outcome or met else None
+        news = estimates or outcome or met or ends
+        return KVFerryWorkerMeta(estimates, outcome, met=met, ends=ends) if news else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """vLLM asks on the workers when a step is launched, and in the scheduler when its output has been processed."""

@@ -93,7 +93,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 **options,
             )
             for engine in per_engine_labelvalues:
-                for values in series.first_labels:
+                for values in series.first if series.labels else ((),):
                     self._child(series.name, engine, *values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -103,6 +103,9 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for kind, name in _COUNTS.items():
             for label, count in figures[kind].items():  # type: ignore[literal-required]
                 child(name, engine_idx, label).inc(count)
+        for end, count in figures["prompts"].items():
+            result, _, reason = end.partition(" ")
+            child("prompts", engine_idx, result, reason).inc(count)
         for end, count in figures["leases"].items():
             if end == "released":
                 child("num_released_leases", engine_idx).inc(count)

@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.worker_meta import standing_loads
-from kvferry.connector.wire.step_plan import Load, unpack_ids
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, unpack_ids
 from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger("vllm.kvferry.adapter")
@@ -65,7 +65,10 @@ class _Step:
 class StepLoadRecovery:
     """All steps in flight of one engine, and the loads inside them. Called by vLLM's scheduler, by one thread."""
 
-    def __init__(self, scheduler: Any, in_flight: StepsInFlight, *, block_size: int, ranks: int, fails: bool) -> None:
+    def __init__(
+        self, scheduler: Any, in_flight: StepsInFlight, *, block_size: int, ranks: int, fails: bool,
+        ended: Callable[[str, LoadEnd], object],
+    ) -> None:  # fmt: skip
         """
         Args:
             scheduler: vLLM's, which may be half constructed.
@@ -73,9 +76,10 @@ class StepLoadRecovery:
             block_size: tokens of a block of its only KV cache group.
             ranks: how many worker halves report on each load.
             fails: a failed load ends its request, by ``kv_load_failure_policy``.
+            ended: takes the end of each load, with its request's id.
         """
         self._scheduler, self._block_size, self._ranks, self._fails = scheduler, block_size, ranks, fails
-        self._in_flight = in_flight
+        self._in_flight, self._ended = in_flight, ended
         self.steps: deque[_Step] = deque()
 
     # --- what vLLM reports --------------------------------------------------------------------------------------
@@ -123,9 +127,13 @@ class StepLoadRecovery:
         return None, 0
 
     def _failed(self, step: _Step, result: Any) -> list[_Suspect]:
-        carried = result.kv_connector_output
-        standing = standing_loads(carried.kv_connector_worker_meta if carried else None)
-        return [suspect for suspect in step.suspects if standing.get(suspect.load.request_id, 0) < self._ranks]
+        meta = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None
+        standing, ends = standing_loads(meta), getattr(meta, "ends", {})
+        failed = [suspect for suspect in step.suspects if standing.get(suspect.load.request_id, 0) < self._ranks]
+        for suspect in step.suspects:
+            name = suspect.load.request_id
+            self._ended(name, ends.get(name, LOST) if suspect in failed else LoadEnd())
+        return failed
 
     def _recover(self, failed: list[_Suspect], step: _Step, result: Any) -> None:
         scheduler = self._scheduler

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.vllm import compat
-from kvferry.connector.wire.step_plan import LookupResult
+from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, of_both
 from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate
 
 
@@ -26,6 +26,7 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
         outcome: StepOutcome | None = None,
         standing: Mapping[str, int] | None = None,
         met: Mapping[str, LookupResult] | None = None,
+        ends: Mapping[str, LoadEnd] | None = None,
     ) -> None:
         """
         Args:
@@ -33,8 +34,9 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
             outcome: of this rank's loads inside the step.
             standing: for each request, the number of other ranks whose load stands.
             met: what P has said last, by request that waits for it.
+            ends: of loads beside the steps, and of those inside this step that failed.
         """
-        self.estimates, self.met = dict(estimates), dict(met or {})
+        self.estimates, self.met, self.ends = dict(estimates), dict(met or {}), dict(ends or {})
         self._outcome, self._standing = outcome, Counter(standing or {})
 
     def result(self) -> Counter[str]:
@@ -42,18 +44,22 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
         known: for one turn, if the step's tokens are there."""
         if self._outcome is not None:
             self._standing.update(self._outcome.standing())
+            self.ends |= {name: LoadEnd(kind) for name, kind in self._outcome.failures().items()}
             self._outcome = None
         return self._standing
 
     def aggregate(self, other: KVFerryWorkerMeta) -> KVFerryWorkerMeta:
         """Of two sets of ranks."""
         standing = self.result() + other.result()
-        return KVFerryWorkerMeta(self.estimates | other.estimates, standing=standing, met=self.met | other.met)
+        ends = self.ends | {name: of_both(end, self.ends.get(name, end)) for name, end in other.ends.items()}
+        return KVFerryWorkerMeta(
+            self.estimates | other.estimates, standing=standing, met=self.met | other.met, ends=ends
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # vLLM waits for the tokens (``get_output``), then pickles, and calls no connector between. An earlier wait
         # would hold up the engine's thread; with the next step's output, tokens of a failed load would be used already.
-        return KVFerryWorkerMeta, (self.estimates, None, dict(self.result()), self.met)
+        return KVFerryWorkerMeta, (self.estimates, None, dict(self.result()), self.met, self.ends)
 
 
 def standing_loads(meta: object) -> Counter[str]:

@@ -52,6 +52,8 @@ class Figures(TypedDict):
     streamed: dict[str, int]
     """Hand-overs on D of prompts that P still computed: "loads", and "block_ms", the sum over their blocks of the
     milliseconds for which D held them until the load ended."""
+    prompts: dict[str, int]
+    """What became of prompts on D, once for each request of the engine: by result and reason, as ``PROMPT_ENDS``."""
     totals: dict[str, int]
     """What has no label, by ``Total``."""
     peers: dict[str, dict[str, int]]
@@ -62,10 +64,31 @@ class Figures(TypedDict):
 
 
 FailureKind = Literal[
-    "cancelled", "timeout", "expired", "denied", "incompatible", "peer_lost", "plane", "data", "checksum", "internal"
-]
+    "cancelled", "timeout", "expired", "denied", "incompatible", "unreachable", "key", "not_allowed", "peer_lost",
+    "plane", "data", "checksum", "internal",
+]  # fmt: skip
 """Why a hand-over failed, as a label from a short list, without a peer's name."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
+LoadFailure = FailureKind | Literal[""]
+"""Empty where the load did not fail."""
+LocalReason = Literal[
+    "wrong_role", "no_p_named", "no_kvferry_params", "malformed", "other_release", "loopback", "other_prompt",
+    "other_adapter", "embeddings", "window", "no_answer", "no_lease", "unreachable", "key", "not_allowed", "reset",
+    "cached", "whole_prompt", "other_connector", "ended",
+]  # fmt: skip
+"""Why D began no load of a prompt of which the request names a P. docs/troubleshooting.md says what to do about each.
+Nothing is wrong with the last four: D had the prompt in its prefix cache, had to compute all of it, another connector
+below MultiConnector loads it, or the request ended before."""
+PromptReason = LocalReason | FailureKind | Literal["", "no_params"]
+PromptResult = Literal["loaded", "local", "failed", "plain"]
+"""``local``: D began no load. ``plain``: the request names no P at all, so D was not to load."""
+PROMPT_ENDS: tuple[tuple[PromptResult, str], ...] = (
+    ("loaded", ""),
+    *(("local", reason) for reason in get_args(LocalReason)),
+    *(("failed", kind) for kind in FAILURE_KINDS),
+    ("plain", "no_params"),
+)
+"""Each result with each of its reasons."""
 LEASE_ENDS = ("released", "expired", "cap", "reset")
 SENT_WHEN = ("computes", "leased")
 PeerCount = Literal["done", "retried", "failed", "bytes", "microseconds"]
@@ -77,14 +100,14 @@ engine's thread has waited for loads inside steps. ``thread_delay_us``: for how 
 whose scheduler could not be wrapped."""
 OTHER = "other"
 
-_Counter = Literal["failed", "retried", "planes_changed", "leases", "sent", "dropped", "streamed", "totals"]
+_Counter = Literal["failed", "retried", "planes_changed", "leases", "sent", "dropped", "streamed", "prompts", "totals"]
 _COUNTERS: tuple[_Counter, ...] = get_args(_Counter)
 
 
 def no_figures() -> Figures:
     return Figures(
         finished={}, failed={}, retried={}, planes_changed={}, leases={}, sent={}, dropped={}, streamed={},
-        totals={}, peers={}, levels={},
+        prompts={}, totals={}, peers={}, levels={},
     )  # fmt: skip
 
 
@@ -133,6 +156,7 @@ def reduce(figures: Figures) -> dict[str, int | float]:
         }
     line["Num failed hand-overs"] = sum(figures["failed"].values())
     line |= {f"Failed ({kind})": n for kind, n in sorted(figures["failed"].items())}
+    line |= {f"Prompts {end.replace(' ', ': ')}": n for end, n in sorted(figures["prompts"].items())}
     line["Num retries"] = sum(figures["retried"].values())
     line["Num plane changes"] = sum(figures["planes_changed"].values())
     line["Num leases released"] = figures["leases"].get("released", 0)
@@ -197,6 +221,10 @@ class HandoverStats:
         """Count an attempt that failed, and that another attempt follows. ``peer``: of the one that failed."""
         self._add("retried", kind)
         self._add_peer(peer, "retried")
+
+    def prompt(self, result: PromptResult, reason: PromptReason = "") -> None:
+        """Count what became of a prompt. The pair is one of ``PROMPT_ENDS``."""
+        self._add("prompts", f"{result} {reason}".rstrip())
 
     def total(self, name: Total, by: int = 1) -> None:
         """Add to a count without a label."""

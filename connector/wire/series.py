@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
-from kvferry.connector.wire.metrics import FAILURE_KINDS, LEASE_ENDS, MAX_PEERS, OTHER, PEER_RESULTS, SENT_WHEN
+from kvferry.connector.wire.metrics import (
+    FAILURE_KINDS,
+    LEASE_ENDS,
+    MAX_PEERS,
+    OTHER,
+    PEER_RESULTS,
+    PROMPT_ENDS,
+    SENT_WHEN,
+)
 
 PREFIX = "vllm:kvferry_"
 TIME_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -18,23 +26,28 @@ STAGES = ("awaiting_prompt", "awaiting_blocks", "loading")
 
 
 class Series(NamedTuple):
-    """One series. ``labels``: beside vLLM's own. ``values``: of each label, the values that exist from the start on: a
-    rate needs the zero before the first event; empty where they come with events. ``buckets``: of a histogram."""
+    """One series. ``labels``: beside vLLM's own. ``first``: their values that exist from the start on: a rate needs the
+    zero before the first event; empty where they come with events. ``buckets``: of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     meaning: str
     labels: tuple[str, ...] = ()
-    values: tuple[Sequence[str], ...] = ()
+    first: Sequence[tuple[str, ...]] = ()
     buckets: Sequence[float] = ()
 
-    @property
-    def first_labels(self) -> list[tuple[str, ...]]:
-        """The label values of the children that exist from the start on."""
-        return list(product(*self.values)) if len(self.values) == len(self.labels) else []
+
+def _each(*values: Sequence[str]) -> list[tuple[str, ...]]:
+    return list(product(*values))
 
 
 SERIES = (
+    Series(
+        "prompts", "counter",
+        "on D: what became of the prompt of each request, counted once for an engine: `loaded` from a P, computed here "
+        "(`local`) though the request names a P, `failed` on the way, or `plain`: the request names no P",
+        ("result", "reason"), PROMPT_ENDS,
+    ),
     Series(
         "handover_time_seconds", "histogram", "on D: time of a hand-over, from the request to the report",
         ("plane",), buckets=TIME_BUCKETS,
@@ -43,10 +56,10 @@ SERIES = (
         "bytes_transferred", "histogram", "on D: bytes of a hand-over, for each rank", ("plane",), buckets=BYTES_BUCKETS
     ),
     Series("tokens", "counter", "on D: tokens that were loaded", ("plane",)),
-    Series("num_failed_handovers", "counter", "on D: hand-overs that failed", ("reason",), (FAILURE_KINDS,)),
+    Series("num_failed_handovers", "counter", "on D: hand-overs that failed", ("reason",), _each(FAILURE_KINDS)),
     Series(
         "num_retries", "counter", "on D: attempts that failed and that another one followed", ("reason",),
-        (FAILURE_KINDS,),
+        _each(FAILURE_KINDS),
     ),
     Series(
         "num_plane_changes", "counter", "on D: links that took another plane because this one broke", ("plane",)
@@ -66,19 +79,19 @@ SERIES = (
         "requests", "gauge",
         "on D: requests that wait for P to tell of the prompt (`awaiting_prompt`), for blocks of D "
         "(`awaiting_blocks`), or for their load beside the steps (`loading`)",
-        ("stage",), (STAGES,),
+        ("stage",), _each(STAGES),
     ),
     Series(
         "peer_handovers", "counter",
         f"on D: hand-overs that are `done` or `failed`, and `retried` attempts, by the first 8 characters of P's "
         f"engine id; P engines have a name from their first complete hand-over on, at most {MAX_PEERS}, all others are "
         f"`{OTHER}`",
-        ("peer", "result"), ((OTHER,), PEER_RESULTS),
+        ("peer", "result"), _each((OTHER,), PEER_RESULTS),
     ),
-    Series("peer_bytes", "counter", "on D: bytes loaded, by P engine", ("peer",), ((OTHER,),)),
+    Series("peer_bytes", "counter", "on D: bytes loaded, by P engine", ("peer",), _each((OTHER,))),
     Series(
         "peer_seconds", "counter", "on D: time of the complete hand-overs by P engine, added up", ("peer",),
-        ((OTHER,),),
+        _each((OTHER,)),
     ),
     Series(
         "num_streamed_handovers", "counter",
@@ -95,7 +108,7 @@ SERIES = (
     ),
     Series(
         "num_expired_leases", "counter", "on P: leases that P ended itself: `expired`, `cap`, or `reset`", ("reason",),
-        (LEASE_ENDS[1:],),
+        _each(LEASE_ENDS[1:]),
     ),
     Series("num_released_leases", "counter", "on P: leases that D released, counted by each rank"),
     Series(
@@ -104,7 +117,7 @@ SERIES = (
     ),
     Series(
         "bytes_sent", "counter", "on P: bytes sent while it `computes` the prompt, or when it is `leased`", ("when",),
-        (SENT_WHEN,),
+        _each(SENT_WHEN),
     ),
     Series("num_dropped_messages", "counter", "control messages and connections that were refused", ("reason",)),
     Series(

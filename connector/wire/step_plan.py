@@ -17,6 +17,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.connector.wire.metrics import LoadFailure, LocalReason
 
 _T = TypeVar("_T")
 
@@ -160,7 +161,8 @@ class PromptLookup(msgspec.Struct, frozen=True):
 class LookupResult(msgspec.Struct, frozen=True):
     """D: the end of a lookup. ``params``: the ``kv_transfer_params`` of P's lease, in MessagePack. ``streams``: P
     computes the prompt, and sends it meanwhile; then ``found`` and ``step_tokens`` are as in ``Prefill``. ``error``:
-    why D must prefill; empty where it need not. ``known``: this is not the end, P's engine has the prompt now."""
+    why D must prefill; empty where it need not; ``reason``: in one word. ``known``: this is not the end, P's engine has
+    the prompt now."""
 
     params: bytes = b""
     streams: bool = False
@@ -168,6 +170,7 @@ class LookupResult(msgspec.Struct, frozen=True):
     step_tokens: int = 0
     error: str = ""
     known: bool = False
+    reason: LocalReason = "no_lease"
 
     def __repr__(self) -> str:
         return f"LookupResult(error={self.error!r})"
@@ -269,18 +272,38 @@ class StepPlan(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
 
+class LoadEnd(msgspec.Struct, frozen=True):
+    """D: the end of a load on one rank, or on several. ``failed``: why its tokens are not in the blocks; empty where
+    they are. ``milliseconds``: from the request to the last byte. ``peer``: the first characters of P's engine id."""
+
+    failed: LoadFailure = ""
+    plane: str = ""
+    milliseconds: float = 0.0
+    peer: str = ""
+
+
+LOST = LoadEnd("internal")
+"""The end of a load of which the transfer thread has reported nothing."""
+
+
+def of_both(one: LoadEnd, other: LoadEnd) -> LoadEnd:
+    """The end of a load on two sets of ranks: the one that failed, or took longer."""
+    return max(one, other, key=lambda end: (bool(end.failed), end.milliseconds))
+
+
 @dataclass(slots=True)
 class StepResults:
     """The hand-overs that ended on one rank since its last step, by request id. A rank reports each id once.
 
     ``sent``: nothing reads the blocks of this prompt on this rank any more. ``received``: the load has ended.
-    ``failed``: the requests in ``received`` whose tokens are not in the blocks. ``KVOutputAggregator`` makes one report
-    from the results of all ranks.
+    ``failed``: the requests in ``received`` whose tokens are not in the blocks. ``ends``: how the loads in ``received``
+    ended here. ``KVOutputAggregator`` makes one report from the results of all ranks.
     """
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    ends: dict[str, LoadEnd] = field(default_factory=dict)
 
 
 def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:

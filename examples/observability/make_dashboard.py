@@ -40,7 +40,39 @@ def quantile(part: float) -> str:
     return f"histogram_quantile({part}, sum by (le, plane) ({rate('kvferry_handover_time_seconds_bucket')}))"
 
 
+NO_FAULT = 'reason!~"cached|whole_prompt|other_connector|ended"'
+"""D had these prompts, had to compute them, or their requests ended before."""
+LOADED, NEEDED = 'result="loaded"', f'result=~"loaded|local|failed", {NO_FAULT}'
+NOT_LOADED = 'result!="loaded"'
+FROM_P = 'source="external_kv_transfer"'
+
+
+def by_instance(name: str, more: str = "") -> str:
+    return f"sum by (instance) ({rate(name, more)})"
+
+
 ROWS: dict[str, list[Panel]] = {
+    "Is it handed over?": [
+        Panel(
+            "Share of prompts from P", "percentunit",
+            {"{{instance}}": f"{by_instance('kvferry_prompts_total', LOADED)} / "
+             f"{by_instance('kvferry_prompts_total', NEEDED)}"},
+            "Of the prompts of which the request names a P, less those that D had in its prefix cache.",
+        ),
+        Panel(
+            "Share of prompt tokens from P", "percentunit",
+            {"{{instance}}": f"{by_instance('prompt_tokens_by_source_total', FROM_P)} / "
+             f"{by_instance('prompt_tokens_by_source_total')} and on (instance) "
+             f"{by_instance('kvferry_prompts_total', NEEDED)} > 0"},
+            "Of all prompt tokens of an engine to which prompts are handed over.",
+        ),
+        Panel(
+            "Prompts that were not loaded", "ops",
+            {"{{instance}} {{result}}: {{reason}}": "sum by (instance, result, reason) "
+             f"({rate('kvferry_prompts_total', NOT_LOADED)}) > 0"},
+            "docs/troubleshooting.md says what to do about each reason.",
+        ),
+    ],
     "Are prompts handed over, and how fast?": [
         Panel(
             "Hand-overs", "ops",

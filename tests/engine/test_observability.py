@@ -20,7 +20,12 @@ from tests.support.spans import Receiver, receiver
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 HTTP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
 """Also for engines of a server of processes, which has the environment of an earlier test."""
-EMPTY = {"Failed and retried", "Plane changes and stale reads", "Refused messages and connections"}
+EMPTY = {
+    "Prompts that were not loaded",
+    "Failed and retried",
+    "Plane changes and stale reads",
+    "Refused messages and connections",
+}
 """Panels of which a query may have no result, because nothing of the kind has happened."""
 
 
@@ -88,6 +93,9 @@ def levels_follow_a_lease(prefill: Server, decode: Server) -> None:
     held = level(prefill, "lease_block_seconds_total")
     assert held is not None and held > 0
     assert level(decode, "peer_handovers_total", result="done") == 1
+    complete(decode, prompt(200, 21), kv_transfer_params=prefill_leg(prefill, prompt(200, 22)))
+    counts = {reason: level(decode, "prompts_total", reason=reason) for reason in ("", "other_prompt", "cached")}
+    assert counts == {"": 1, "other_prompt": 1, "cached": 0}, "on the page once the answers have ended"
 
 
 def one_trace_of_client_router_and_engines(otlp: Receiver, router: Server) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.engine import worker
 from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS
-from kvferry.connector.wire.step_plan import Load, PeerEngine, StepPlan
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, StepPlan
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from tests.handover.scenario import OURS, TOKENS, Pair, RankGroup, another_works, ended, lease_plan, leased, load_from
 from tests.support.inside import leases_of
@@ -68,9 +68,9 @@ def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was
     load = Load("req", b"t" * 16, PeerEngine("engine-p", 1, 1, 30.0, ()), (), ())
     quick = TransferEstimate(0.001, 100)
     for estimate in (UNKNOWN, quick):
-        loads.append(FinishedLoad(load, estimate is not UNKNOWN, estimate))
+        loads.append(FinishedLoad(load, LOST if estimate is UNKNOWN else LoadEnd(), estimate))
     assert worker.take_estimates() == {("engine-p", 0): UNKNOWN}
-    loads.append(FinishedLoad(load, True, quick))
+    loads.append(FinishedLoad(load, LoadEnd(), quick))
     assert worker.take_estimates() == {("engine-p", 0): quick}
 
 

@@ -311,7 +311,7 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(p: Rank, d
     outcome = d.worker.step_hold.outcome
     assert outcome is not None
     outcome.begun(old.loads[0])
-    outcome.ended(old.loads[0], True)
+    outcome.ended(old.loads[0])
     once_it_waits(d, partial(p.worker.post, lease_plan(token, "then")))
     d.worker.begin_step()
     assert copies[1].running, "this one's copies"

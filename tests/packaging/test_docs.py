@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.wire.metrics import FAILURE_KINDS
+from kvferry.connector.wire.metrics import FAILURE_KINDS, PROMPT_ENDS
 from kvferry.connector.wire.series import PREFIX, SERIES
 from kvferry.transport.registry import plane_names, preferred_planes
 
@@ -180,6 +180,8 @@ def test_metrics_and_reasons_that_a_page_names_exist() -> None:
     text = read("docs/observability.md").replace("\n", " ")
     found = re.search(r"`reason` of a hand-over or an attempt is one of (.*?)\.", text)
     assert found is not None and CODE.findall(found[1]) == list(FAILURE_KINDS)
+    explained = {code for cell in cells("docs/troubleshooting.md", 0) for code in CODE.findall(cell)}
+    assert {reason for _, reason in PROMPT_ENDS if reason} <= explained
 
 
 def test_threads_are_those_of_the_source() -> None:

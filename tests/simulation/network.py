@@ -289,7 +289,7 @@ class SimConnection:
         self.network, self.host, self.where = dialer.network, dialer.host, where
         self.dialer = dialer
         self.address, self.connected, self.lost, self.reason = where[0], False, False, ""
-        self.news, self.ends = False, None
+        self.news, self.ends, self.failure = False, None, "unreachable"
         self.on_news: Callable[[], None] = lambda: None
         self.dropped: Counter[str] = Counter()
         self.identity = self.network.name()
@@ -313,7 +313,7 @@ class SimConnection:
         if not self.network.reaches(self.host, listener.host):
             self.network.timeline.after(0.2, self._dial)
             return
-        self.listener, self.connected = listener, True
+        self.listener, self.connected, self.failure = listener, True, ""
         self.way = Lane(self.network, self.host, listener.host)
         self.back = Lane(self.network, listener.host, self.host)
         listener.peers[self.identity] = self

@@ -60,7 +60,7 @@ class StepLoads:
     def moved(self) -> None:
         """The engine waits for no portion."""
 
-    def ended(self, load: Load, ok: bool) -> None:
+    def ended(self, load: Load, failed: str = "") -> None:
         self._loads.pop(id(load), None)
 
     def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
@@ -262,7 +262,7 @@ class Node:
             self.thread.shut()
         for posted in plans_of(self).posted:  # that have not begun: the worker half reports their loads as failed
             for load in posted.plan.loads:
-                self.thread.results.finished(FinishedLoad(load, False))
+                self.thread.results.finished(FinishedLoad(load))
         self._take()
         self._end()
         self.network.ended(self, silently=False)

@@ -40,6 +40,7 @@ class Prometheus:
         for (role, server), given in zip(roles.items(), ("127.0.0.1:8001", "127.0.0.1:8002"), strict=True):
             assert f'["{given}"]\n        labels: {{role: {role}}}' in text
             text = text.replace(given, f"{server.host}:{server.port}")
+        shutil.copy(EXAMPLES / "alerts.yml", folder)
         config, port = folder / "prometheus.yml", free_port()
         config.write_text(text)
         command = [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from typing import get_args
 
 import yaml
 
 from kvferry.cli.top.figures import samples
+from kvferry.connector.wire.metrics import PROMPT_ENDS, LocalReason
 from kvferry.connector.wire.series import PREFIX, SERIES
-from tests.support.monitored import DASHBOARD, EXAMPLES, queries
+from tests.support.monitored import DASHBOARD, EXAMPLES, ROOT, queries
 from tests.top.pages import recorded
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 OURS = {PREFIX + series.name + suffix: series for series in SERIES for suffix in SUFFIXES[series.kind]}
-LABELS = {"model_name", "instance", "le"}
-"""Those that every series has, and that of the buckets of a histogram."""
+LABELS = {"model_name", "instance", "le", "source"}
+"""Those that every series has, that of the buckets of a histogram, and that of a series of vLLM."""
 
 
 def test_the_file_is_what_its_script_makes():
@@ -29,7 +31,7 @@ def test_the_file_is_what_its_script_makes():
 def test_series_of_queries_exist_and_all_of_ours_are_in_a_panel():
     of_vllm = {sample.name for page in ("prefill_2", "decode_2") for sample in samples(recorded(page))}
     asked = {name for _, text in queries() for name in re.findall(r"vllm:\w+", text)}
-    assert asked <= OURS.keys() | of_vllm
+    assert asked <= OURS.keys() | of_vllm | {"vllm:prompt_tokens_by_source_total"}  # which the recorded pages leave out
     shown = {OURS[name].name for name in asked & OURS.keys()}
     assert {series.name for series in SERIES} - shown == {"num_streamed_handovers", "peer_bytes", "num_missing_hooks"}
 
@@ -42,6 +44,27 @@ def test_queries_have_labels_of_their_series_and_ask_for_the_rate_of_counters():
         assert labels <= {label for name in names for label in OURS[name].labels} | LABELS, title
         for name in names:
             assert (f"rate({name}" in text) == (OURS[name].kind != "gauge"), title
+
+
+NO_FAULT = ("cached", "whole_prompt", "other_connector", "ended")
+"""Reasons for which nobody is to be woken: the last of the list."""
+
+
+def test_alerts_ask_for_what_is_counted_and_name_what_to_do():
+    (group,) = yaml.safe_load((EXAMPLES / "alerts.yml").read_text())["groups"]
+    assert "alerts.yml" in yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())["rule_files"]
+    assert len(group["rules"]) == 2 and get_args(LocalReason)[-4:] == NO_FAULT
+    results = {result for result, _ in PROMPT_ENDS}
+    for rule in group["rules"]:
+        text = " ".join(rule["expr"].split())
+        assert {*re.findall(r"vllm:\w+", text)} == {"vllm:kvferry_prompts_total"} and text.count("(") == text.count(")")
+        assert {*re.findall(r'(\w+)(?:=~|!~|=|!=)"', text)} == {"result", "reason"}
+        assert {*re.findall(r'reason!~"(.*?)"', text)} == {"|".join(NO_FAULT)}
+        asked = {each for group in re.findall(r'result=~?"(.*?)"', text) for each in group.split("|")}
+        assert asked <= results - {"plain"} and "loaded" in asked
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert f"\n### {rule['alert']}\n" in (ROOT / page).read_text() and anchor == rule["alert"].lower()
+    assert "|".join(NO_FAULT) in DASHBOARD.read_text()
 
 
 def test_panels_have_places_of_their_own_and_declared_variables():

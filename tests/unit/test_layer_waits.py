@@ -54,7 +54,7 @@ class Step:
             self.waits.layer(name)
 
     def stands(self) -> bool:
-        self.outcome.ended(self.load, True)
+        self.outcome.ended(self.load)
         return self.outcome.standing() == {"r"}
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.step_loads.load_ledger import LoadLedger
-from kvferry.connector.wire.step_plan import Load, PeerEngine
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine
 
 P = PeerEngine("p", 1, 1, 30.0, ())
 
@@ -38,6 +38,7 @@ def test_whatever_happens_every_id_is_reported_once(script: list[tuple[str, str,
     def take() -> None:
         results = ledger.take_results()
         assert results.received == ended.keys() and results.failed == {name for name, ok in ended.items() if not ok}
+        assert {name: not end.failed for name, end in results.ends.items()} == ended
         for name in results.received:
             del owed[name]
         ended.clear()
@@ -49,11 +50,11 @@ def test_whatever_happens_every_id_is_reported_once(script: list[tuple[str, str,
             owed[name] = load(name)
             ledger.post([owed[name]], ())
         elif what == "ended":
-            ledger.load_ended(owed.get(name) or load(name), ok=flag)
+            ledger.load_ended(owed.get(name) or load(name), LoadEnd() if flag else LOST)
             if name in owed:
                 ended.setdefault(name, flag)
         elif what == "earlier":
-            ledger.load_ended(load(name, now=flag), ok=flag)
+            ledger.load_ended(load(name, now=flag), LoadEnd() if flag else LOST)
         elif what == "lease" and name not in leased:
             leased.add(name)
             ledger.post((), [name])

@@ -35,6 +35,8 @@ def busy() -> HandoverStats:
     stats.lease_ended("expired")
     stats.dropped("malformed", 3)
     stats.streamed(blocks=10, milliseconds=1500.0)
+    stats.prompt("loaded")
+    stats.prompt("failed", "key")
     stats.total("stale_reads", 2)
     stats.total("step_wait_us", 1500)
     return stats
@@ -70,6 +72,9 @@ def test_prometheus_series(registry, series):
     assert value(registry, "handover_time_seconds_count", plane="shm") == 1
     assert value(registry, "handover_time_seconds_sum", plane="ucx") == pytest.approx(0.006)
     assert value(registry, "num_failed_handovers_total", reason="timeout") == 1
+    assert value(registry, "prompts_total", result="loaded", reason="") == 1
+    assert value(registry, "prompts_total", result="failed", reason="key") == 1
+    assert value(registry, "prompts_total", result="local", reason="cached") == 0
     assert value(registry, "num_expired_leases_total", reason="expired") == 1
     assert value(registry, "num_expired_leases_total", reason="cap") == 0
     assert value(registry, "streamed_block_seconds_total") == 15.0
@@ -179,7 +184,11 @@ def test_through_vllms_log_line():
         logging.log(lambda form, *args: lines.append(form % args))
     (line,) = lines
     assert line.startswith("KV Transfer metrics: Num hand-overs=6, ")
-    assert "Failed (timeout)=3" in line and "Num dropped messages=9" in line
+    assert (
+        "Failed (timeout)=3" in line
+        and "Prompts failed: key=3, Prompts loaded=3" in line
+        and "Num dropped messages=9" in line
+    )
 
 
 def test_through_vllms_prometheus_logger():

@@ -148,3 +148,6 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
     questions = [question for plan in plans for question in plan.lookups]
     left = sum(len(plan.left) for plan in plans) + sum(question.ended is not None for question in questions)
     assert len(questions) == (leg == "asked") and kept + left >= len(questions) and left <= len(questions)
+    scheduler.loads_finished(["r"])  # of a load that the end of its request has cancelled
+    figures = scheduler.take_stats()
+    assert figures is not None and sum(figures["prompts"].values()) == 1, "what became of the prompt is counted once"

@@ -56,7 +56,7 @@ def test_the_output_looks_at_copies_for_a_bounded_time(monkeypatch: pytest.Monke
     outcome.begun(one, lambda: looks.append(1))
     output = Aside(outcome.standing)
     assert all(output.waits for _ in range(4)) and len(looks) < 20
-    outcome.ended(one, ok=True)
+    outcome.ended(one)
     assert output.result() == {"r"}
 
 
@@ -65,8 +65,8 @@ def test_what_needs_no_wait() -> None:
     one, two = load("a"), load("b")
     outcome = outcome_of(one, two)
     assert not outcome.wait_begun(0.0) and outcome.waiting == ("a", "b"), "until they are given up"
-    outcome.ended(one, True)
-    outcome.ended(two, False)
+    outcome.ended(one)
+    outcome.ended(two, "data")
     assert outcome.wait_begun(LONG) and not outcome.under_way and outcome.standing() == {"a"}
     nothing = outcome_of(alive=lambda: False)
     assert nothing.wait_begun(LONG) and nothing.give_up() == () and nothing.standing() == frozenset()
@@ -105,7 +105,7 @@ def test_the_engine_waits_for_no_portion_of_a_load_that(monkeypatch: pytest.Monk
     engine = Aside(lambda: until_moved(outcome, copy))
     if how == "failed":
         copy.done, copy.error = True, "planted"
-        outcome.ended(ours, False)
+        outcome.ended(ours, "data")
     else:
         alive[0] = False
     assert engine.result() is True and outcome.standing() == frozenset()
@@ -116,10 +116,10 @@ def test_a_load_of_another_step_with_the_same_id_is_another_one() -> None:
     assert ours == earlier and ours is not earlier
     outcome = outcome_of(ours)
     outcome.begun(earlier)
-    outcome.ended(earlier, True)
+    outcome.ended(earlier)
     assert outcome.waiting == ("r",) and not outcome.final
-    outcome.ended(ours, False)
-    outcome.ended(earlier, True)
+    outcome.ended(ours, "data")
+    outcome.ended(earlier)
     assert outcome.standing() == frozenset()
 
 
@@ -128,7 +128,7 @@ def test_a_log_line_has_all_histories() -> None:
     one, two = load("a"), load("b")
     outcome = StepOutcome([one, two], lambda: True, lambda: None, clock)
     outcome.begun(one)
-    outcome.ended(one, False)
+    outcome.ended(one, "data")
     assert outcome.story() == "a (posted, under way +0.500 s (CopiesBegun), failed +2.000 s (LoadEnded)), b (posted)"
 
 
@@ -147,7 +147,7 @@ def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     def transfer() -> None:
         for each, what in script[: draw.randrange(len(script)) if dies else None]:
             time.sleep(draw.random() * 2e-3)
-            outcome.begun(each) if what == "begun" else outcome.ended(each, ok[each.request_id])
+            outcome.begun(each) if what == "begun" else outcome.ended(each, "" if ok[each.request_id] else "data")
 
     thread = threading.Thread(target=transfer, daemon=True)
     outcome = StepOutcome(loads, thread.is_alive, lambda: None)
@@ -158,6 +158,7 @@ def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     standing = output.result()
     assert isinstance(standing, frozenset) and standing <= {name for name, good in ok.items() if good}
     assert not standing & given_up and outcome.final
+    assert outcome.failures().keys() == {each.request_id for each in loads} - standing
     if not dies:
         assert standing == {name for name, good in ok.items() if good} - given_up
 
@@ -171,7 +172,7 @@ def test_the_transfer_thread_decides_where_the_check_cannot(given_up: bool, ok: 
     assert not given_up or outcome.give_up() == ("r",)
     outcome.begun(ours, lambda: given_up)
     output = Aside(outcome.standing)
-    outcome.ended(ours, ok)
+    outcome.ended(ours, "" if ok else "data")
     assert output.result() == ({"r"} if ok and not given_up else frozenset())
 
 
@@ -192,7 +193,7 @@ def test_the_transfer_thread_leaves_the_interpreter_until(monkeypatch: pytest.Mo
     if what != "not under way":
         outcome.begun(ours, lambda: answer[0])
     if what == "ended":
-        outcome.ended(ours, True)
+        outcome.ended(ours)
     transfer = Aside(lambda: outcome.yield_to_engine(wait))
     if what == "other work":
         assert transfer.waits
@@ -204,6 +205,6 @@ def test_the_transfer_thread_leaves_the_interpreter_until(monkeypatch: pytest.Mo
         output = Aside(outcome.standing)
         if what == "failed":  # only the transfer thread can say so
             transfer.result()
-            outcome.ended(ours, False)
+            outcome.ended(ours, "data")
         assert output.result() == ({"r"} if what == "answered" else frozenset())
     transfer.result()

@@ -49,6 +49,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from kvferry.connector.engine.params import wants_load, wants_prefill
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
@@ -56,6 +57,7 @@ from tests.support.clocks import put_forward
 from tests.support.inside import request_phase, scheduler_half, thread_of, worker_half
 from tests.support.tiny_model import ModelSpec, build_model
 from tests.vllm.labelled import BLOCK, CONTENT, HEAD_SIZE, HEADS, LAYERS, labels, next_token
+from tests.vllm.releases import RELEASE
 
 PREFILL: dict[str, Any] = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -551,6 +553,10 @@ class Engine:
         """Tokens that forwards of this engine computed, by request."""
         self.drafts_kept = 0
         self.stats: list[Any] = []
+        self.prompts: Counter[str] = Counter()
+        """What became of prompts, as the front end was told with the answers."""
+        self.to_count = 0
+        """Requests that ``prompts`` must have in the end."""
         self.baseline = self.free_blocks
 
     def introduce(self) -> None:
@@ -598,12 +604,19 @@ class Engine:
             priority=priority,
             abort_immediately=rejected,
         )
+        self.to_count += self._counts(params)
         self.scheduler.add_request(request)
         room = self.config.model_config.max_model_len - request.num_prompt_tokens
         self.answers[request_id] = Answer(list(request.prompt_token_ids), min(request.max_tokens, room))
         if rejected:
             self.abort(request_id)
         return request_id
+
+    def _counts(self, params: object) -> bool:
+        """Whether KVFerry counts what becomes of the prompt of a request with these parameters."""
+        transfer = self.config.kv_transfer_config
+        prefills, loads = wants_prefill(params), wants_load(params)  # type: ignore[arg-type]
+        return loads or (not transfer.is_kv_producer if prefills else transfer.is_kv_consumer)
 
     def abort(self, request_id: str) -> None:
         """What a client that disconnects leads to."""
@@ -683,6 +696,8 @@ class Engine:
         if carried is not None and carried.kv_connector_stats:
             self.stats.append(carried.kv_connector_stats)
         for client in self.scheduler.update_from_output(step, merged).values():
+            told = client.scheduler_stats.kv_connector_stats if client.scheduler_stats else None
+            self.prompts.update((told or {}).get("prompts", {}))
             for output in client.outputs:
                 self.answers[output.request_id].take(output.request_id, output)
 
@@ -836,6 +851,8 @@ def settle(*engines: Engine, seconds: float = 300.0) -> None:
         assert engine.idle, engine.why_busy()
         loads = engine.all_loads
         assert max([0, *loads.values()]) <= 1, f"loaded twice: {loads}"
+        if RELEASE >= (0, 32) and engine.config.kv_transfer_config.kv_connector == "KVFerryConnector":
+            assert sum(engine.prompts.values()) == engine.to_count, f"counted {engine.prompts} of {engine.to_count}"
 
 
 def loaded(p: Engine | None, d: Engine, name: str, theirs: int | None = None) -> Answer:

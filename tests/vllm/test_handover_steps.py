@@ -17,7 +17,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from kvferry.connector.decode_side import renew
 from kvferry.connector.decode_side.report import FinishedLoad
-from kvferry.connector.wire.step_plan import Load, PeerEngine
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine
 from kvferry.transport.errors import ConfigError
 from tests.support.engines import free_port
 from tests.support.inside import leases_of, scheduler_half
@@ -330,6 +330,6 @@ def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
     settle(p, d)
     engine = PeerEngine("P", 1, 1, 30.0, ())
     for name, ok in (("unknown", True), (request_id, True), (request_id, False)):
-        d.thread.results.loads.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), ok))
+        d.thread.results.loads.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), LoadEnd() if ok else LOST))
     p.thread.results.leases.extend(["unknown", *p.leases])
     settle(p, d)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvferry.transport.blocking_calls import BlockingCalls
 from kvferry.transport.control.keys import Keys, UnknownKeyError, greeting
@@ -33,6 +33,9 @@ from kvferry.transport.peer_process import Ends
 from kvferry.transport.sockets import READABLE, WRITABLE, tune
 from kvferry.transport.wake import Waker
 
+Failure = Literal["", "unreachable", "key", "not_allowed"]
+"""Why a connection could not be made: nobody answers there, one side does not admit the other's key, or D may not
+connect there. Empty where it was made."""
 Refusal = Callable[[str], str]
 """Why there must be no connection to a numeric address; empty where there may be one."""
 NOBODY_LISTENS = "nobody listens there, or no way leads there; is the engine up, and its address told right?"
@@ -55,6 +58,7 @@ class Connection:
         address: the numeric address of ``host``, once it is known.
         connected: it is established.
         reason: why it is lost, one line.
+        failure: the same in one word, where it was never established.
         news: messages have arrived, or the connection was established or lost, since the last ``receive``.
         on_news: called where ``news`` becomes true. The owner sets it.
         resolving: it waits for a name.
@@ -67,6 +71,7 @@ class Connection:
         self.connected = self.news = self.resolving = False
         self.on_news: Callable[[], None] = _nobody
         self.reason = ""
+        self.failure: Failure = "unreachable"
         self.dropped: Counter[str] = Counter()
         self._dialer, self._key = dialer, key
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
@@ -127,13 +132,15 @@ class Connection:
         try:
             events = next(self._opening, None)
         except (OSError, TransportError, UnknownKeyError) as error:
+            if isinstance(error, UnknownKeyError):
+                self.failure = "key"
             self.lose(str(error))
             return
         except Exception as error:  # a host or port that no caller has checked
             self.lose(f"it cannot be opened: {quoted(repr(error)[:200])}")
             return
         if events is None:
-            self._opening, self.connected = None, True
+            self._opening, self.connected, self.failure = None, True, ""
             self._tell()
             waiting, self._waiting = self._waiting, []
             for frames in waiting:
@@ -199,6 +206,7 @@ class Connection:
         self.address = yield from self._numeric()
         refused = self._dialer.refusal(self.address)
         if refused:
+            self.failure = "not_allowed"
             raise TransportError(refused)
         sock = self._sock = socket.socket(socket.AF_INET6 if ":" in self.address else socket.AF_INET)
         self._patience = silence(self.address)
@@ -215,10 +223,12 @@ class Connection:
             tls = self._sock = context.wrap_socket(sock, do_handshake_on_connect=False)
             yield from _until_done(tls.do_handshake)
             if keys.proven(tls) != self._key:
-                raise TransportError("its key is not the one that it has named")
+                raise UnknownKeyError("its key is not the one that it has named")
             verdict = yield from _until_done(partial(tls.recv, 1))
         except (OSError, ValueError):
             verdict = b""
+        if verdict == OTHER_KEY:
+            self.failure = "key"
         if verdict != ADMITTED:
             raise TransportError(
                 f"the peer refused us: it does not admit our key {keys.fingerprint}; give both engines one secret_key, "
