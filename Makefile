@@ -138,13 +138,14 @@ dist: install
 
 RESULTS ?= .bench
 BENCHMARKS := planes/kernels planes/empty_handover planes/control_round_trip planes/control_bounds engines/quiet_step \
-  router/router_cost plan/plan_accuracy
+  router/router_cost router/where_to_prefill plan/plan_accuracy
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$${name#*/}.json; done
 	$(BIN)/python benchmarks/planes/planes.py --device cpu --json $(RESULTS)/host_planes.json
 	$(BIN)/python benchmarks/planes/planes.py --pairs checksum --json $(RESULTS)/checksum.json
 	$(BIN)/python benchmarks/planes/planes.py --pairs encrypt --json $(RESULTS)/encrypted_planes.json
+	$(BIN)/python benchmarks/router/where_to_prefill.py --device cpu --json $(RESULTS)/cpu_where_to_prefill.json
 	$(BIN)/python tests/engine/wrong_tokens/run.py --json $(RESULTS)/wrong_tokens.json
 	$(BIN)/python tests/engine/wrong_tokens/both_legs.py --json $(RESULTS)/both_legs.json
 	$(BIN)/python tests/faults/stale_reads.py --json $(RESULTS)/stale_reads.json
@@ -154,6 +155,7 @@ bench-gpu:
 	$(ON_GPUS) benchmarks/engines/busy.py --json $(RESULTS)/gpu_busy.json
 	$(ON_GPUS) benchmarks/engines/streaming.py --json $(RESULTS)/gpu_streaming.json
 	$(ON_GPUS) benchmarks/engines/quiet_step.py --json $(RESULTS)/quiet_step.json
+	$(ON_GPUS) benchmarks/router/where_to_prefill.py --device cuda --json $(RESULTS)/gpu_where_to_prefill.json
 
 clean:
 	rm -rf $(VENV) .vllm-* .demo .bench site build dist .typing/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

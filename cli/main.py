@@ -254,6 +254,9 @@ def router(
     serial: Annotated[
         bool, typer.Option("--serial", help="ask the decode engine only when the prefill engine has answered")
     ] = False,
+    always: Annotated[
+        bool, typer.Option("--always", help="hand over also where the decode engine would be faster alone")
+    ] = False,
     connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
     prefill_timeout: Annotated[
         float, typer.Option(help="seconds for the prefill engine's answer, then decode only")
@@ -275,7 +278,7 @@ def router(
     except ModuleNotFoundError as error:
         raise UsageError(f"the router needs {error.name}: pip install 'kvferry[router]'") from None
     command.router(
-        prefill or (), decode or (), engines_file, host=host, port=port, serial=serial,
+        prefill or (), decode or (), engines_file, host=host, port=port, serial=serial, always=always,
         timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
         max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
         otlp_traces_endpoint=otlp_traces_endpoint,

@@ -64,7 +64,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/commands.md": {"commands": commands_table.commands},
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},
-    "docs/planning.md": {"accuracy": pages.plan_accuracy},
+    "docs/planning.md": {"where-to-prefill": pages.where_to_prefill, "accuracy": pages.plan_accuracy},
     "docs/promises.md": {
         "walks": runs.walks,
         "odd-requests": pages.odd_requests,

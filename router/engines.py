@@ -166,23 +166,36 @@ class EnginePool:
     ) -> Seat | None:  # fmt: skip
         """The P whose load, with this prompt, is least. ``cached_on`` has the first ``cached`` of its tokens and need
         not compute them: it takes the prompt unless it has more than that to compute beyond the least loaded P."""
+        best = self.best_prefill(tokens, now, cached_on, cached, but)
+        return None if best is None else Seat(*best, self)
+
+    def best_prefill(
+        self, tokens: float, now: float, cached_on: str | None, cached: float, but: Collection[Engine] = ()
+    ) -> tuple[Engine, float] | None:
+        """The P that ``take_prefill`` takes, and the tokens that it has to compute."""
 
         def own(engine: Engine) -> float:
             return tokens - cached if engine.url == cached_on else tokens
 
         found = self.usable(Role.PREFILL, now, but)
         best = min(found, key=lambda engine: (engine.load + own(engine), engine.last_taken), default=None)
-        return None if best is None else Seat(best, own(best), self)
+        return None if best is None else (best, own(best))
 
-    def take_decode(self, now: float, but: Collection[Engine] = ()) -> Seat | None:
-        """The D with the fewest requests. Where each has failed: the one that failed first. None: there is none that
-        takes new requests."""
-        best = min(
+    def take_decode(self, now: float, but: Collection[Engine] = (), chosen: Engine | None = None) -> Seat | None:
+        """``chosen``, or the D with the fewest requests. Where each has failed: the one that failed first. None: there
+        is none that takes new requests."""
+        best = self.best_decode(now, but)
+        if chosen is not None and chosen.usable(now) and chosen not in but:
+            best = chosen
+        return None if best is None else Seat(best, 1.0, self)
+
+    def best_decode(self, now: float, but: Collection[Engine] = ()) -> Engine | None:
+        """The D that ``take_decode`` takes where none is chosen."""
+        return min(
             (engine for engine in self.of(Role.DECODE) if engine.state not in STOPPED and engine not in but),
             key=lambda e: (not e.usable(now), e.load if e.usable(now) else e.passed_over_until, e.last_taken),
             default=None,
         )
-        return None if best is None else Seat(best, 1.0, self)
 
     # --- what requests and health checks say
 

@@ -18,8 +18,9 @@ from kvferry.router.engines import Engine, EnginePool, Role, Seat
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
+from kvferry.router.prefill_choice import PrefillChoice
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
-from kvferry.router.request_bodies import NOT_JSON, Body, pieces_of, prefill_body
+from kvferry.router.request_bodies import NOT_JSON, Body, is_estimate_of, pieces_of, prefill_body
 from kvferry.router.spans import DECODE, PREFILL, LegSpan
 from kvferry.transport.tracing import OpenSpan, Tracer
 
@@ -36,6 +37,7 @@ MAX_BODY_BYTES = 1 << 20  # A longer answer goes to the client as it comes
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
+    usage: Any = None
 
 
 _PREFILLED = msgspec.json.Decoder(_PrefillAnswer)
@@ -58,8 +60,8 @@ class LegTimeouts:
 @dataclass(eq=False)
 class ClientRequest:
     """One completion, chat completion or response of a client, with the headers for both legs. ``comment`` takes what
-    D's server sends before its answer. ``span``: None where nothing is traced. It is over when each of its tasks has
-    ended: ``hold`` and ``drop``; then ``over`` is called."""
+    D's server sends before its answer. ``span``: None where nothing is traced. ``chosen``: the D that is to prefill the
+    prompt. It is over when each of its tasks has ended: ``hold`` and ``drop``; then ``over`` is called."""
 
     path: str
     body: Body
@@ -68,6 +70,8 @@ class ClientRequest:
     over: Callable[[], None] = lambda: None
     comment: Callable[[Answer, bytes], Awaitable[None]] | None = None
     broken: str = ""  # Why the answer broke off
+    chosen: Engine | None = None
+    prefilled_at: float | None = None  # When P had answered
     prefix: PromptPrefix = field(init=False)
     seats: list[Seat] = field(default_factory=list)
     _holders: int = 0
@@ -140,21 +144,32 @@ class Decoded:
 
 
 class Legs:
-    """Sends the legs. ``http`` is open while the app is up. ``serial``: D is asked after P. ``tracer``: makes spans of
-    requests and legs."""
+    """Sends the legs. ``http`` is open while the app is up. ``serial``: D is asked after P. ``always``: P prefills all
+    prompts. ``tracer``: makes spans of requests and legs."""
 
     def __init__(
         self, engines: EnginePool, timeouts: LegTimeouts | None = None, *, serial: bool = False,
-        clock: Callable[[], float] = time.monotonic, tracer: Tracer | None = None,
+        always: bool = True, clock: Callable[[], float] = time.monotonic, tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.engines, self.timeouts, self.clock, self.tracer = engines, timeouts or LegTimeouts(), clock, tracer
         self.serial = serial
         self.affinity = PrefixAffinity()
+        self.choice = None if always else PrefillChoice(engines)
         self.http = HttpClient()
         self.metrics = Metrics(engines)
         self.tasks: set[asyncio.Task[Any]] = set()
 
     # --- P
+
+    def choose(self, asked: ClientRequest) -> bool:
+        """Whether a D is to prefill the prompt, which then is ``asked.chosen``. A check is of a hand-over."""
+        if self.choice is not None and "x-kvferry-check" not in asked.headers:
+            now = self.clock()
+            known = {engine.url for engine in self.engines.usable(Role.PREFILL, now)}
+            best = self.engines.best_prefill(asked.prefix.tokens, now, *self.affinity.find(asked.prefix, known))
+            if best is not None:
+                asked.chosen = self.choice.decode_engine(asked.prefix, *best, now)
+        return asked.chosen is not None
 
     def take_prefill(self, asked: ClientRequest, but: Collection[Engine] = ()) -> Seat | None:
         """A P for this request; None: there is none."""
@@ -176,6 +191,7 @@ class Legs:
 
     async def _ask_prefill(self, asked: ClientRequest, engine: Engine, leg: Body) -> Prefilled:
         url, span, answer = engine.url, LegSpan(asked.span, PREFILL, engine), None
+        tokens, began = engine.load, self.clock()
         try:
             async with asyncio.timeout(self.timeouts.prefill):
                 answer = await self._send(asked, engine, leg, RequestProgress(), span)
@@ -199,9 +215,13 @@ class Legs:
                 engine.identity.failed()
             log.warning("%s: prefill at %s answered %d", asked.name, url, answer.status)
             return Prefilled(failed=answer.status >= 500)
+        asked.prefilled_at = self.clock()
         params: dict[str, Any] | None = None
         with suppress(*NOT_JSON):
-            params = _PREFILLED.decode(content).kv_transfer_params or None
+            told = _PREFILLED.decode(content)
+            params = told.kv_transfer_params or None
+            if self.choice is not None and is_estimate_of(asked.prefix.tokens, told.usage):
+                self.choice.prefilled(engine, tokens, asked.prefilled_at - began, asked.prefilled_at)
         if params is None:
             log.info("%s: prefill at %s handed nothing over, decode only", asked.name, url)
         engine.identity.learn(params)
@@ -266,11 +286,14 @@ class Legs:
         tried = [] if tried is None else tried
         again = not tried
         while True:
-            seat = self.engines.take_decode(self.clock(), tried)
+            seat = self.engines.take_decode(self.clock(), tried, asked.chosen)
             if seat is None:
                 raise NoEngineError("no decode engine takes requests; see /health")
             tried.append(seat.engine)
             again = again and self.another_decode(tried)
+            began, alone, tokens = self.clock(), "kv_transfer_params" not in body, 0.0
+            if self.choice is not None:
+                tokens = self.choice.asked(seat.engine, asked.prefix, began, alone=alone)
             try:
                 decoded = await self._ask_one_decode(asked, seat, body, progress)
             except HttpError as error:
@@ -283,6 +306,10 @@ class Legs:
                     raise type(error)(f"decode engine {seat.engine.url} failed: {why(error)}") from None
             else:
                 self._answered(asked, seat.engine, decoded.answer.status)
+                if self.choice is not None and decoded.answer.status == 200 and decoded.answer.streamed:
+                    now = self.clock()
+                    since = began if alone else max(began, asked.prefilled_at or now)
+                    self.choice.began(seat.engine, tokens, now - since, now, alone=alone)
                 if decoded.answer.status < 500 or not again:
                     asked.loaded()
                     return decoded

@@ -22,7 +22,7 @@ because D is asked at a pace of its own."""
 
 class Metrics:
     """Counts of one router. ``in_flight``: requests of clients. ``handovers``: requests by how D was asked, "serial",
-    "at_once" or "decode_only". ``failed_legs``: by the engine's role."""
+    "at_once", "left_to_d" where D prefills by choice, or "decode_only". ``failed_legs``: by the engine's role."""
 
     def __init__(self, engines: EnginePool) -> None:
         self._engines = engines

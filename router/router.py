@@ -106,6 +106,8 @@ class Router(Legs):
         """The answer to one completion, chat completion or response. It is cancelled when the client goes away."""
         try:
             tried: list[Engine] = []
+            if can_hand_over(asked.body, asked.path) and self.choose(asked):
+                return await self._decode(asked, reply, None)
             while len(tried) < PREFILL_TRIES and can_hand_over(asked.body, asked.path):
                 seat = self.take_prefill(asked, tried)
                 if seat is None:
@@ -141,7 +143,8 @@ class Router(Legs):
         self, asked: ClientRequest, reply: Reply, params: dict[str, Any] | None, tried: list[Engine] | None = None
     ) -> web.StreamResponse:
         """D's answer, where D is asked after P. Raises HttpError."""
-        self.metrics.handovers["decode_only" if params is None else "serial"] += 1
+        how = "decode_only" if params is None else "serial"
+        self.metrics.handovers[how if asked.chosen is None else "left_to_d"] += 1
         body = asked.body if params is None else asked.body | {"kv_transfer_params": params}
         progress = RequestProgress()
         try:

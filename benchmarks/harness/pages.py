@@ -20,6 +20,7 @@ from benchmarks.harness.tables import (
     CPU_PACKAGES,
     GPU_PACKAGES,
     NO_POLICY,
+    RESULTS,
     Columns,
     Row,
     load,
@@ -434,6 +435,47 @@ def router_cost() -> str:
         f"While the router reads a body of 60 MiB, others wait {waits} at most: the longest wait of a round, median "
         "of the rounds.",
     )
+
+
+def where_to_prefill() -> str:
+    """First tokens and gaps by who prefills, of simulated engines and of those that were measured."""
+    parts = []
+    for name, packages, what in (
+        ("where_to_prefill", (), "Simulated engines"),
+        ("gpu_where_to_prefill", (*GPU_PACKAGES, "vllm"), "Engines of vLLM on GPUs"),
+        ("cpu_where_to_prefill", CPU_PACKAGES, "Engines of vLLM on a CPU"),
+    ):
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        result = load(name)
+        parts += [f"{what}. {machine(result, packages) if packages else ''}".strip(), table(result["rows"], _who())]
+    return page(
+        "P and D or pairs of them, `benchmarks/router/where_to_prefill.py`. *Always*: P prefills all prompts. *Never*: "
+        "D does. *Decides*: `kvferry router` decides. *Aggregated*: as many engines without hand-overs. TTFT: mean "
+        "time to the first token. Gap: mean time from a token to the next one, and the 99th percentile. Conversations: "
+        "600 requests of Mooncake's trace of them, 13,700 prompt tokens in the mean, sent at another rate. Short "
+        "turns: 60 to 300 tokens. The simulated engines prefill 20,000 tokens/s and take steps of 12 ms and 0.1 ms a "
+        "sequence; hand-overs of 128 KiB a token take what `kvferry plan` says.",
+        *parts,
+    )
+
+
+def _who() -> Columns:
+    def each(policy: str, figure: str, digits: int) -> Callable[[Any], str]:
+        return lambda row: f"{row['policies'][policy][figure]:.{digits}f}"
+
+    def gaps(policy: str) -> Callable[[Any], str]:
+        return lambda row: f"{each(policy, 'gap_ms', 1)(row)} / {each(policy, 'gap_p99_ms', 0)(row)}"
+
+    names = {"always": "always", "never": "never", "decide": "decides", "aggregated": "aggregated"}
+    return {
+        "load": lambda row: row["load"] + (f", {row['link']}" if row["link"] == "10 Gbit/s" else ""),
+        "P + D": "{pairs} + {pairs}",
+        "requests/s": "{requests_per_second:g}",
+        "D prefills": lambda row: f"{row['policies']['decide']['left_to_d']:.0%}",
+        **{f"TTFT, ms, {name}": each(policy, "ttft_ms", 0) for policy, name in names.items()},
+        **{f"gap, ms, {name}": gaps(policy) for policy, name in names.items()},
+    }
 
 
 def odd_requests() -> str:

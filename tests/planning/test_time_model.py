@@ -15,6 +15,7 @@ from kvferry.cli.plan.time_model import (
     finish_seconds,
     work_of,
 )
+from kvferry.router.prefill_choice import FIRST_HANDOVER
 from kvferry.transport.errors import ConfigError
 
 COSTS = PlaneCosts(0.001, 0.0001, 0.00001, {1024: 1e9, 4096: 4e9}, 1.5)
@@ -69,3 +70,12 @@ def test_what_is_no_calibration(text: bytes) -> None:
 
 def test_the_default_calibration_is_what_the_committed_results_give() -> None:
     assert plan_fit.encoded(plan_fit.calibration()) == plan_fit.PACKAGED.read_bytes()
+
+
+def test_the_router_takes_a_hand_over_of_which_it_has_seen_none_for_one_over_tcp() -> None:
+    for tokens in (1000, 8000):
+        nbytes = tokens * 128 << 10
+        messages = -(-nbytes >> 20)
+        costs = default_calibration().costs("tcp/host")
+        planned = finish_seconds(work_of([read(0, 0, nbytes, messages, 16384)], costs), costs)
+        assert isclose(FIRST_HANDOVER[0] + tokens * FIRST_HANDOVER[1], planned, rel_tol=0.3)

@@ -241,7 +241,7 @@ class Front(Site):
 @contextmanager
 def routed(
     p: Any, d: Any, timeouts: LegTimeouts | None = None, *, cool_down: float = 5.0, serial: bool = False,
-    tracer: Any = None, **app: Any,
+    always: bool = True, tracer: Any = None, **app: Any,
 ) -> Iterator[Front]:  # fmt: skip
     """A router before ``p`` and ``d``, each an ``Engine``, a ``RawEngine``, a URL, or several of these."""
     with ExitStack() as stack:
@@ -250,7 +250,9 @@ def routed(
              for each in (stands if isinstance(stands, list) else [stands])]
             for stands in (p, d)
         ]  # fmt: skip
-        router = make_router(urls[0], urls[1], timeouts, cool_down=cool_down, serial=serial, tracer=tracer)
+        router = make_router(
+            urls[0], urls[1], timeouts, cool_down=cool_down, serial=serial, always=always, tracer=tracer
+        )
         yield Front(stack.enter_context(served(App(router, **app))), router, *urls)
 
 

@@ -1,0 +1,183 @@
+"""Engines of vLLM under the loads of ``where_to_prefill.py``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import httpx
+
+from benchmarks.engines.engine_pair import CPU, GPU, LLAMA_8B, OURS
+from benchmarks.router.loads import LOADS, POLICIES
+from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
+from tests.support.engines import ServerGroup, free_port, python_path
+from tests.support.server import metric_sum
+from tests.support.tiny_model import ModelSpec, build_model
+
+LEARNING = 16
+"""Requests of each load, of which the times do not count."""
+Times = tuple[float, float, int]
+"""Seconds to the first chunk, and from it to the last one, and the chunks after the first."""
+
+
+def prompts(trace: Sequence[TracedRequest], shrink: int, vocabulary: int, salt: int) -> list[list[int]]:
+    """Token ids: of equal blocks the same."""
+    found = []
+    for request in trace:
+        tokens: list[int] = []
+        for block in request.hash_ids:
+            rng = random.Random(f"{salt} {block}")
+            tokens += [rng.randrange(2, vocabulary) for _ in range(BLOCK_TOKENS // shrink)]
+        found.append(tokens[: max(16, request.input_length // shrink)])
+    return found
+
+
+async def ask(client: Any, url: str, prompt: list[int], answer: int) -> Times:
+    body = {
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": answer,
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    began, first, last, chunks = time.monotonic(), 0.0, 0.0, 0
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                if '"error"' in line:
+                    raise RuntimeError(line)
+                last, chunks = time.monotonic(), chunks + 1
+                first = first or last
+    return first - began, last - first, chunks - 1
+
+
+async def replay(urls: list[str], trace: Sequence[TracedRequest], words: list[list[int]]) -> list[Times]:
+    async with httpx.AsyncClient(timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
+        begin = time.monotonic() - trace[0].timestamp / 1e3
+
+        async def one(url: str, request: TracedRequest, prompt: list[int]) -> Times:
+            await asyncio.sleep(max(0.0, begin + request.timestamp / 1e3 - time.monotonic()))
+            return await ask(client, url, prompt, request.output_length)
+
+        return await asyncio.gather(*map(one, urls, trace, words))
+
+
+def of_real(times: list[Times]) -> dict[str, float]:
+    """As of ``Outcome.figures``, but for ``left_to_d``."""
+    gaps = sorted(took / chunks for _, took, chunks in times if chunks)
+    tokens = sum(chunks for _, _, chunks in times)
+    return {
+        "ttft_ms": round(mean(first for first, _, _ in times) * 1e3, 2),
+        "gap_ms": round(sum(took for _, took, _ in times) / max(1, tokens) * 1e3, 3),
+        "gap_p99_ms": round(gaps[int(0.99 * len(gaps))] * 1e3, 2),
+        "answer_ms": round(mean(first + took for first, took, _ in times) * 1e3, 1),
+    }
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where real engines run. ``model``: whose weights are made up. ``shrink``: what lengths are divided by.
+    ``batched``: the most tokens of a step. ``loads``: each with its requests per second, for ``seconds``."""
+
+    model: ModelSpec
+    gpus: tuple[tuple[int, ...], tuple[int, ...]]
+    block: int
+    shrink: int
+    longest: int
+    batched: int
+    loads: tuple[tuple[str, float], ...]
+    seconds: float
+    rounds: int
+
+
+PLACES = {
+    "cpu": Place(
+        CPU.spec, CPU.gpus, CPU.block, shrink=32, longest=8192, batched=2048,
+        loads=(("conversations", 0.3), ("conversations", 0.9), ("short turns", 0.5), ("short turns", 2.0)),
+        seconds=90.0, rounds=2,
+    ),
+    "cuda": Place(
+        LLAMA_8B, GPU.gpus, GPU.block, shrink=4, longest=32768, batched=8192,
+        loads=(("conversations", 2.0), ("conversations", 8.0), ("short turns", 5.0), ("short turns", 40.0)),
+        seconds=15.0, rounds=1,
+    ),
+}  # fmt: skip
+
+
+class Replays:
+    """Two engines with KVFerry, two without a connector on the same GPUs or cores, and the routers."""
+
+    def __init__(self, group: ServerGroup, place: Place, folder: Path, start_seconds: float) -> None:
+        self._place = place
+        model = build_model(folder / "model", place.model, weights=False)
+        arguments = ["--load-format", "dummy", "--disable-uvicorn-access-log", "--max-num-seqs", "256"]
+        arguments += ["--max-num-batched-tokens", str(place.batched)]
+        self._engines = [
+            group.engine(
+                f"{name}-{number}", model, connector=connector, dtype=place.model.dtype, block_size=place.block,
+                max_model_len=place.longest, gpus=gpus, kv_bytes=False, arguments=arguments, kv_cache_bytes=20 << 30,
+                graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128), environment={"PYTHONPATH": python_path()},
+            )
+            for name, connector in (("kvferry", OURS), ("alone", None))
+            for number, gpus in enumerate(place.gpus)
+        ]  # fmt: skip
+        group.wait_ready(start_seconds)
+        p, d, *alone = self._engines
+        options = {"always": ["--prefill", p.url, "--always"], "never": [], "decide": ["--prefill", p.url]}
+        self._routers = {}
+        for policy, more in options.items():
+            command = [sys.executable, "-m", "kvferry.cli.main", "router", "--decode", d.url, *more]
+            command += ["--port", str(port := free_port())]
+            environment = {"PYTHONPATH": python_path()}
+            self._routers[policy] = group.spawn(policy, command, host="127.0.0.1", port=port, environment=environment)
+        group.wait_ready(servers=list(self._routers.values()))
+        self._urls = {policy: [router.url] for policy, router in self._routers.items()}
+        self._urls["aggregated"] = [engine.url for engine in alone]
+
+    def turn(self, policy: str, load: str, rate: float, count: int, salt: int) -> list[Times]:
+        """One load with empty prefix caches. Conversations stay on one of two aggregated engines."""
+        for engine in self._engines:
+            engine.post("/reset_prefix_cache")
+        place, urls = self._place, self._urls[policy]
+        shrink = place.shrink if load == "conversations" else 1
+        trace = LOADS[load](rate, count, shrink)
+        begins = [request.hash_ids[min(1, len(request.hash_ids) - 1)] for request in trace]
+        words = [prompt[: place.longest - 512] for prompt in prompts(trace, shrink, place.model.vocabulary, salt)]
+        return asyncio.run(replay([urls[begin % len(urls)] for begin in begins], trace, words))
+
+    def left_to_d(self) -> float:
+        metrics = self._routers["decide"].metrics()
+        return metric_sum(metrics, "kvferry_router_handovers_total", how="left_to_d") or 0.0
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    place, everybody = PLACES[args.device], (*POLICIES, "aggregated")
+    seconds, rounds = args.seconds or place.seconds, args.rounds or place.rounds
+    with ServerGroup(args.folder / "logs") as group:
+        replays = Replays(group, place, args.folder, args.start_seconds)
+        for policy, load in product(everybody, LOADS):
+            replays.turn(policy, load, min(rate for name, rate in place.loads if name == load) * 2, LEARNING, -1)
+        for number, (load, rate) in enumerate(place.loads):
+            times: dict[str, list[Times]] = {policy: [] for policy in everybody}
+            before = replays.left_to_d()
+            for turn in range(rounds):
+                for policy in everybody if turn % 2 == 0 else reversed(everybody):
+                    salt = 100 * number + 10 * turn + everybody.index(policy)
+                    times[policy] += replays.turn(policy, load, rate, max(4, int(rate * seconds)), salt)
+                    print(f"{load}, {rate:g}/s, {policy}: {of_real(times[policy])}", flush=True)
+            found = {policy: of_real(times[policy]) for policy in everybody}
+            left = (replays.left_to_d() - before) / len(times["decide"])
+            for policy, share in zip(everybody, (0.0, 1.0, left, 1.0), strict=True):
+                found[policy]["left_to_d"] = round(share, 3)
+            yield {"load": load, "pairs": 1, "requests_per_second": rate, "link": "one host", "policies": found}

@@ -1,0 +1,119 @@
+"""Where a prompt is prefilled: on P always, on D always, or as ``kvferry router`` decides.
+
+    python benchmarks/router/where_to_prefill.py --json FILE                  # simulated engines, half a minute
+    python benchmarks/router/where_to_prefill.py --device cuda --json FILE    # engines of vLLM on two GPUs, 10 minutes
+    python benchmarks/router/where_to_prefill.py --device cpu --json FILE     # on the CPU, an hour
+    python benchmarks/router/where_to_prefill.py --sample conversation_trace.jsonl
+
+Two loads: conversations, and short turns. The conversations are 600 requests of Mooncake's conversation trace
+(https://github.com/kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl, Apache-2.0), whose times are
+stretched to a rate; they are whole multiples of 3 s there, and spread evenly within these here. ``--sample`` makes
+conversation_sample.json, their lengths and shared blocks, anew from the trace. Short turns are random: 60 to 300
+tokens, 20 to 200 of the answer.
+
+Beside the three policies, as many engines that each prefill and decode: aggregated.
+
+Simulated: the router's own choice between engines in virtual time, ``simulated_engines.py``; hand-overs take what
+``kvferry plan`` says of a Llama-3.1-8B.
+
+Real: one P, one D, a router before them for each policy, and two aggregated engines without a connector on the same
+GPUs, which get half of the conversations each. They take turns, and the others idle meanwhile. Lengths of conversations
+are divided by ``Place.shrink``. Before each turn the prefix caches are emptied; first requests, by which engines meet
+and the router learns, do not count. The client takes the time of each chunk of the stream; here ``gap_p99_ms`` is that
+of the mean gaps of answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
+
+from benchmarks.router.loads import LOADS, POLICIES, SAMPLE, sampled
+from benchmarks.router.simulated_engines import Simulation, Speed
+from kvferry.cli.plan.handover import Deployment, Pair
+from kvferry.cli.plan.model import model_shape
+from kvferry.cli.plan.time_model import default_calibration, handover_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "hidden_size": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LINKS: dict[str, tuple[str, int | None, float]] = {
+    "NVLink": ("cuda_ipc/gpu", None, inf),
+    "10 Gbit/s": ("tcp/host", 1 << 20, 1.25e9),
+}
+"""By name: the plane of the calibration, the bytes of its messages, and those of a second."""
+SIMULATED: tuple[tuple[str, int, float, str], ...] = (
+    *(("conversations", 1, rate, "NVLink") for rate in (0.1, 0.5, 0.8, 1.1)),
+    ("conversations", 2, 2.0, "NVLink"),
+    ("conversations", 1, 0.5, "10 Gbit/s"),
+    *(("short turns", 1, rate, "NVLink") for rate in (1.0, 5.0, 10.0, 20.0, 60.0)),
+)
+"""Load, pairs of engines, requests per second, link."""
+
+
+def simulate() -> Iterator[dict[str, Any]]:
+    for load, pairs, rate, link in SIMULATED:
+        plane, slot, bytes_per_second = LINKS[link]
+        pair = Pair(model_shape(LLAMA, "auto"), Deployment(), Deployment(), slot)
+        handover = handover_of(pair, default_calibration().costs(plane), bytes_per_second)
+        trace = LOADS[load](rate)
+        found = {
+            policy: Simulation(policy, pairs, Speed(), handover).run(trace).figures()
+            for policy in (*POLICIES, "aggregated")
+        }
+        yield {"load": load, "pairs": pairs, "requests_per_second": rate, "link": link, "policies": found}
+
+
+def to_better(row: dict[str, Any], figure: str = "ttft_ms") -> float:
+    """The decided figure, over that of always or never, whichever has the earlier first tokens."""
+    of = row["policies"]
+    better = min(POLICIES[:2], key=lambda policy: of[policy]["ttft_ms"])
+    return round(of["decide"][figure] / of[better][figure], 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sample", type=Path, metavar="TRACE", help="make conversation_sample.json from it, no more")
+    parser.add_argument("--device", choices=("simulated", "cpu", "cuda"), default="simulated")
+    parser.add_argument("--seconds", type=float, help="of each turn of real engines")
+    parser.add_argument("--rounds", type=int, help="of turns of real engines")
+    parser.add_argument("--start-seconds", type=float, default=400, help="after which engines must be up")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "where", help="for model and logs")
+    args = parser.parse_args()
+    if args.sample:
+        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in sampled(args.sample))
+        SAMPLE.write_text(f"[\n{rows}\n]\n")
+        return
+    if args.device == "simulated":
+        found = simulate()
+    else:
+        from benchmarks.router.real_engines import measure  # it imports torch
+
+        found = measure(args)
+    rows = []
+    for row in found:
+        rows.append(row)
+        row |= {"ttft_to_better": to_better(row), "gap_to_better": to_better(row, "gap_ms")}
+        firsts = ", ".join(f"{policy} {of['ttft_ms']:.1f}" for policy, of in row["policies"].items())
+        gaps = ", ".join(f"{policy} {of['gap_ms']:.2f}" for policy, of in row["policies"].items())
+        where = f"{row['load']} {row['requests_per_second']:g}/s {row['link']}"
+        print(f"{where}: TTFT ms {firsts}; gap ms {gaps}", flush=True)
+    figures = {"worst_ttft_to_better": max(row["ttft_to_better"] for row in rows)}
+    print(figures)
+    from benchmarks.harness import report
+
+    report.write(args.json, {"ratios": {}, "figures": figures, "device": args.device, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
