@@ -7,7 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import setup  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]

@@ -38,7 +38,7 @@ def main() -> int:
     found = faults(ROOT)
     print("\n".join(found), file=sys.stderr)
     if not found:
-        from setuptools import build_meta
+        from setuptools import build_meta  # type: ignore[import-untyped]
 
         build_meta.build_sdist("dist")
         build_meta.build_wheel("dist")

@@ -100,19 +100,19 @@ def main() -> None:
         from benchmarks.router.real_engines import measure  # it imports torch
 
         found = measure(args)
-    rows = []
+    done: list[dict[str, Any]] = []
     for row in found:
-        rows.append(row)
+        done.append(row)
         row |= {"ttft_to_better": to_better(row), "gap_to_better": to_better(row, "gap_ms")}
         firsts = ", ".join(f"{policy} {of['ttft_ms']:.1f}" for policy, of in row["policies"].items())
         gaps = ", ".join(f"{policy} {of['gap_ms']:.2f}" for policy, of in row["policies"].items())
         where = f"{row['load']} {row['requests_per_second']:g}/s {row['link']}"
         print(f"{where}: TTFT ms {firsts}; gap ms {gaps}", flush=True)
-    figures = {"worst_ttft_to_better": max(row["ttft_to_better"] for row in rows)}
+    figures = {"worst_ttft_to_better": max(row["ttft_to_better"] for row in done)}
     print(figures)
     from benchmarks.harness import report
 
-    report.write(args.json, {"ratios": {}, "figures": figures, "device": args.device, "rows": rows})
+    report.write(args.json, {"ratios": {}, "figures": figures, "device": args.device, "rows": done})
 
 
 if __name__ == "__main__":

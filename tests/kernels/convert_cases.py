@@ -12,7 +12,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from kvferry.kernels.convert import Conversion, unpack_converted
+from kvferry.kernels.convert import unpack_converted
+from kvferry.kernels.float_formats import Conversion
 from tests.kernels.paged_copy_cases import Arena, Layout, positions
 
 # Exponent bits, mantissa bits, bits of the largest finite number, whether infinity follows it. IEEE 754 for the wider

@@ -84,7 +84,7 @@ def test_metadata(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     urls = dict(line.split(", ") for line in metadata.get_all("Project-URL") or ())
     assert urls.keys() == {"Repository", "Issues", "Changelog"}
-    links = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
+    links = re.findall(r"\]\(([^)\s]+)\)", str(metadata.get_payload()))
     at = rf"{urls['Repository']}/(?:blob|raw)/v{kvferry.__version__}/([^#]+)(?:#.*)?"
     named = [re.fullmatch(at, link) for link in links if not link.startswith("#")]
     assert len(named) > 20 and all(link is not None and (ROOT / link[1]).exists() for link in named), links

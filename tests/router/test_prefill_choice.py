@@ -165,7 +165,8 @@ def test_equal_prompts_show_no_slope_but_their_own_time() -> None:
     line = TimeLine()
     for number in range(ENOUGH):
         line.add(100.0 * (1 + number % 2), 0.02, 0.0)
-    assert line.get(0.0, TOKEN) == (pytest.approx(0.02 - 150 * TOKEN), TOKEN)
+    start, slope = line.get(0.0, TOKEN) or (0.0, 0.0)
+    assert (start, slope) == (pytest.approx(0.02 - 150 * TOKEN), TOKEN)
 
 
 def test_a_slow_d_is_learned_and_one_too_fast_to_be_true_is_not() -> None:
@@ -265,7 +266,8 @@ def test_a_long_prompt_on_a_busy_d_goes_to_p_unless_d_has_it() -> None:
 def test_a_p_that_is_down_and_a_d_that_fails_lose_nothing() -> None:
     d = decode_engine()
     with learned(gone(), d) as front:
-        front.router.engines.failed(*front.router.engines.of(Role.PREFILL), now=front.router.clock())
+        (p,) = front.router.engines.of(Role.PREFILL)
+        front.router.engines.failed(p, now=front.router.clock())
         assert front.ask({"prompt": "x" * 50}).json() == {"text": "from D"}
         assert counted(front) == {"decode_only": 1}
     failing = Scripted(lambda body: JSONResponse({"error": "planted"}, 500))

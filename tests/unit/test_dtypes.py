@@ -20,7 +20,8 @@ from kvferry.connector.geometry.dtypes import (
     converted_pairs,
 )
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.kernels.convert import Conversion, unpack_converted
+from kvferry.kernels.convert import unpack_converted
+from kvferry.kernels.float_formats import Conversion
 from kvferry.kernels.paged_copy import wire_pages
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 

@@ -44,6 +44,6 @@ def test_each_name_stands_at_the_end_of_its_line_and_covers_no_other() -> None:
     _, texts = drawn(lines, log_y=False)
     heights = [float(texts[name].attrib["y"]) for name in lines]
     assert all(below - above >= 15 for below, above in pairwise(heights)), "the largest value is on top"
-    _, texts = drawn({"low": [(1.0, 1.0)], "high": [(1.0, 100.0)]}, log_y=True)
+    _, texts = drawn({"low": [(1, 1.0)], "high": [(1, 100.0)]}, log_y=True)
     assert {float(texts[name].attrib["y"]) for name in ("low", "high")} == {348.0, 52.0}
     assert drawn(SPREAD, log_y=True)[1]["c <&>"].attrib["class"] == "c2"

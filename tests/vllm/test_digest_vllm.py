@@ -18,7 +18,8 @@ from vllm.model_executor.layers.attention import Attention
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
 from kvferry.connector.pages.rank_context import check_model
 from kvferry.connector.vllm import compat, from_vllm
-from kvferry.kernels.convert import Conversion, unpack_converted
+from kvferry.kernels.convert import unpack_converted
+from kvferry.kernels.float_formats import Conversion
 from kvferry.kernels.paged_copy import wire_pages
 from kvferry.transport.errors import ConfigError, IncompatiblePeerError
 from tests.support.tiny_model import ModelSpec, build_model
