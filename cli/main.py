@@ -255,8 +255,8 @@ def router(
         bool, typer.Option("--serial", help="ask the decode engine only when the prefill engine has answered")
     ] = False,
     always: Annotated[
-        bool, typer.Option("--always", help="hand over also where the decode engine would be faster alone")
-    ] = False,
+        bool, typer.Option("--always/--choose", help="hand all prompts over, or those where it should pay")
+    ] = True,
     connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
     prefill_timeout: Annotated[
         float, typer.Option(help="seconds for the prefill engine's answer, then decode only")

@@ -134,7 +134,7 @@ class Replays:
         ]  # fmt: skip
         group.wait_ready(start_seconds)
         p, d, *alone = self._engines
-        options = {"always": ["--prefill", p.url, "--always"], "never": [], "decide": ["--prefill", p.url]}
+        options = {"always": ["--prefill", p.url, "--always"], "never": [], "decide": ["--prefill", p.url, "--choose"]}
         self._routers = {}
         for policy, more in options.items():
             command = [sys.executable, "-m", "kvferry.cli.main", "router", "--decode", d.url, *more]

@@ -190,7 +190,7 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
     p, d, own = free_port(), free_port(), free_port()
     option = ["--at-once"] if at_once else []
     commands = [[__file__, "--serve", role, str(port), *option] for role, port in (("prefill", p), ("decode", d))]
-    router = ["-m", "kvferry.cli.main", "router", "--port", str(own), "--always"]
+    router = ["-m", "kvferry.cli.main", "router", "--port", str(own)]
     commands.append([*router, "--prefill", f"http://127.0.0.1:{p}", "--decode", f"http://127.0.0.1:{d}"])
     processes = [subprocess.Popen([sys.executable, *command]) for command in commands]
     try:

@@ -47,7 +47,7 @@ class Fleet:
         }
         group.wait_ready()
         port = free_port()
-        command = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port), "--always"]
+        command = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port)]
         command += ROUTER_PATIENCE
         command += [part for role, each in self.engines.items() for one in each for part in (f"--{role}", one.url)]
         self.router = group.spawn(

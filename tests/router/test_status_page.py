@@ -75,7 +75,8 @@ def test_shares_are_of_the_last_minute_and_none_where_there_were_no_prompts() ->
 
 def test_an_engine_that_leaves_or_starts_anew_makes_no_step() -> None:
     history = StatusHistory()
-    for second, engines in enumerate(([said(50)], [said(60)], [None], [], [said(3, 1), said(6)])):
+    lives: list[list[dict[str, Any] | None]] = [[said(50)], [said(60)], [None], [], [said(3, 1), said(6)]]
+    for second, engines in enumerate(lives):
         history.take(second, status(*engines))
     columns = history.columns(4)
     assert columns["tokens_loaded_per_second"] == [1000, 500, 333.3333, 475]

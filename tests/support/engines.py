@@ -234,7 +234,7 @@ class ServerGroup:
         """Start the router in front of both and wait until it answers; ``name``: so that several have each its log."""
         port = free_port()
         command = [sys.executable, "-m", "kvferry.cli.main", "router", "--host", host, "--port", str(port)]
-        command += ["--prefill", prefill.url, "--decode", decode.url, "--always", *ROUTER_PATIENCE, *arguments]
+        command += ["--prefill", prefill.url, "--decode", decode.url, *ROUTER_PATIENCE, *arguments]
         environment = {"PYTHONPATH": python_path(), **environment}
         server = self.spawn(name, command, host=host, port=port, environment=environment, netns=netns)
         self.wait_ready(servers=[server])

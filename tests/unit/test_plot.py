@@ -9,7 +9,11 @@ import pytest
 
 from kvferry.cli.plot import svg_chart
 
-SPREAD = {"a": [(16, 4.0), (1024, 120.0), (32768, 335.0)], "b": [(16, 60.0), (32768, 320.0)], "c <&>": [(16, 3.0)]}
+SPREAD: dict[str, list[tuple[float, float]]] = {
+    "a": [(16, 4.0), (1024, 120.0), (32768, 335.0)],
+    "b": [(16, 60.0), (32768, 320.0)],
+    "c <&>": [(16, 3.0)],
+}
 
 
 def drawn(lines: dict[str, list[tuple[float, float]]], *, log_y: bool) -> tuple[ET.Element, dict[str, ET.Element]]:
@@ -44,6 +48,6 @@ def test_each_name_stands_at_the_end_of_its_line_and_covers_no_other() -> None:
     _, texts = drawn(lines, log_y=False)
     heights = [float(texts[name].attrib["y"]) for name in lines]
     assert all(below - above >= 15 for below, above in pairwise(heights)), "the largest value is on top"
-    _, texts = drawn({"low": [(1, 1.0)], "high": [(1, 100.0)]}, log_y=True)
+    _, texts = drawn({"low": [(1.0, 1.0)], "high": [(1.0, 100.0)]}, log_y=True)
     assert {float(texts[name].attrib["y"]) for name in ("low", "high")} == {348.0, 52.0}
     assert drawn(SPREAD, log_y=True)[1]["c <&>"].attrib["class"] == "c2"
