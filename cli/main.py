@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvferry.cli.terminal import FailedError, complain, failing
+from kvferry.cli.terminal import FailedError, complain, failing, print_json
 from kvferry.transport.control.key_file import make_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import KVFerryError, UsageError
@@ -139,6 +139,29 @@ def drain(
 
     wait_until_idle(engine, quiet=quiet, timeout=timeout, say=complain)
     typer.echo(f"{engine} is idle: no request and no lease for {quiet:g} s")
+
+
+@app.command()
+@failing()
+def check(
+    url: Annotated[str, typer.Argument(help="URL of a router, http://HOST:PORT", metavar="URL")],
+    model: Annotated[str, typer.Option(help="the model to ask; unset: the first that the router names")] = "",
+    timeout: Annotated[float, typer.Option(min=1, max=3600, help="seconds for the whole check")] = 60.0,
+    api_key: Annotated[str, typer.Option(help="key of the engines", envvar="VLLM_API_KEY")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Send a prompt, and say whether D loaded it from a P. Exit status: 0 it did, 1 it did not, 2 wrong usage.
+
+    For an engine's URL: what it has loaded since its start.
+    """
+    from kvferry.cli.check import check
+
+    result = check(url, model=model, timeout=timeout, api_key=api_key)
+    if as_json:
+        print_json(result)
+    else:
+        typer.echo(result.said + (f"\n  {result.todo}" if result.todo else ""))
+    raise typer.Exit(0 if result.handed_over else 1)
 
 
 @app.command()

@@ -18,12 +18,11 @@ from typing import Any
 
 from aiohttp import web
 
-from kvferry.router.admin import Admin
 from kvferry.router.engines import Role
 from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HEAD_BYTES, HttpError
 from kvferry.router.legs import ClientRequest, log, why
-from kvferry.router.membership import Membership, Source
+from kvferry.router.membership import Admin, Membership, Source
 from kvferry.router.metrics import SAMPLE_SECONDS, StatusHistory
 from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, members, without
 from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
@@ -288,11 +287,14 @@ class App:
             seat.release()
 
     async def _say_health(self, request: web.BaseRequest) -> web.StreamResponse:
-        """200 while a decode engine is up; ``degraded`` where no prefill engine is."""
+        """200 while a decode engine is up; ``degraded`` where no P is, or where nothing is handed over."""
         router = self._router
         up: dict[str, Any] = {role: {e.url: e.usable(router.clock()) for e in router.engines.of(role)} for role in Role}
         ok = any(up[Role.DECODE].values())
-        status = "down" if not ok else "ok" if any(up[Role.PREFILL].values()) else "degraded"
+        found = {engine.url: engine.handed_over.degraded for engine in router.engines if engine.handed_over.degraded}
+        status = "down" if not ok else "ok" if any(up[Role.PREFILL].values()) and not found else "degraded"
+        if found:
+            up["handed_over"] = found
         if time.monotonic() - router.http.own_fault_at < FAULT_SECONDS:
             up["router"] = f"no connection to spare: {router.http.own_fault}"
         return json_response({"status": status} | up, 200 if ok else 503)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from kvferry.router.handed_over import HandedOver
 from kvferry.router.identities import Identity
 from kvferry.transport.errors import UsageError, quoted, quoted_url
 
@@ -59,6 +60,7 @@ class Engine:
     last_taken: int = 0
     refused: set[int] = field(default_factory=set)
     identity: Identity = field(init=False)
+    handed_over: HandedOver = field(default_factory=HandedOver)
 
     def __post_init__(self) -> None:
         self.identity = Identity(self.url)

@@ -28,6 +28,8 @@ log = logging.getLogger("kvferry.router")
 T = TypeVar("T")
 
 MAX_NAME_CHARS = 128
+CHECK = "x-kvferry-check"
+"""With this header D says in its answer what became of the prompt, and the router in headers which engines it asked."""
 _COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
 """What a stream of events may begin with that is no part of an answer."""
 _OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n)*")
@@ -61,7 +63,8 @@ class LegTimeouts:
 class ClientRequest:
     """One completion, chat completion or response of a client, with the headers for both legs. ``comment`` takes what
     D's server sends before its answer. ``span``: None where nothing is traced. ``chosen``: the D that is to prefill the
-    prompt. It is over when each of its tasks has ended: ``hold`` and ``drop``; then ``over`` is called."""
+    prompt. ``alone``: why D got no parameters of a P. It is over when each of its tasks has ended: ``hold`` and
+    ``drop``; then ``over`` is called."""
 
     path: str
     body: Body
@@ -72,6 +75,7 @@ class ClientRequest:
     broken: str = ""  # Why the answer broke off
     chosen: Engine | None = None
     prefilled_at: float | None = None  # When P had answered
+    alone: str = ""
     prefix: PromptPrefix = field(init=False)
     seats: list[Seat] = field(default_factory=list)
     _holders: int = 0
@@ -87,6 +91,15 @@ class ClientRequest:
     def name(self) -> str:
         """Its id for a log."""
         return ascii(self.id[:MAX_NAME_CHARS])[1:-1]
+
+    @property
+    def checks(self) -> bool:
+        """Its client wants to know whether the prompt is handed over (``kvferry check``)."""
+        return CHECK in self.headers
+
+    def decode_body(self, params: dict[str, Any]) -> Body:
+        """For a D that is to load the prompt."""
+        return self.body | {"kv_transfer_params": params | {"report": True} if self.checks else params}
 
     def digest(self) -> int:
         """The same for the same request only."""
@@ -163,7 +176,7 @@ class Legs:
 
     def choose(self, asked: ClientRequest) -> bool:
         """Whether a D is to prefill the prompt, which then is ``asked.chosen``. A check is of a hand-over."""
-        if self.choice is not None and "x-kvferry-check" not in asked.headers:
+        if self.choice is not None and not asked.checks:
             now = self.clock()
             known = {engine.url for engine in self.engines.usable(Role.PREFILL, now)}
             best = self.engines.best_prefill(asked.prefix.tokens, now, *self.affinity.find(asked.prefix, known))
@@ -203,7 +216,8 @@ class Legs:
             else:  # perhaps the prompt is that long
                 self._answered(asked, engine, 504)
             engine.identity.failed()
-            log.warning("%s: prefill at %s failed: %s", asked.name, url, why(error))
+            asked.alone = f"prefill engine {url} failed: {why(error)}"
+            log.warning("%s: %s", asked.name, asked.alone)
             return Prefilled(failed=isinstance(error, HttpError))
         finally:
             if answer is not None:
@@ -213,7 +227,8 @@ class Legs:
         if answer.status != 200:  # a 4xx is the request's fault, and D says so itself
             if answer.status >= 500:
                 engine.identity.failed()
-            log.warning("%s: prefill at %s answered %d", asked.name, url, answer.status)
+            asked.alone = f"prefill engine {url} answered {answer.status}"
+            log.warning("%s: %s", asked.name, asked.alone)
             return Prefilled(failed=answer.status >= 500)
         asked.prefilled_at = self.clock()
         params: dict[str, Any] | None = None
@@ -222,9 +237,11 @@ class Legs:
             params = told.kv_transfer_params or None
             if self.choice is not None and is_estimate_of(asked.prefix.tokens, told.usage):
                 self.choice.prefilled(engine, tokens, asked.prefilled_at - began, asked.prefilled_at)
-        if params is None:
-            log.info("%s: prefill at %s handed nothing over, decode only", asked.name, url)
+        asked.alone = "" if params else f"prefill engine {url} handed nothing over: no kv_transfer_params in its answer"
+        if asked.alone:
+            log.info("%s: %s", asked.name, asked.alone)
         engine.identity.learn(params)
+        engine.handed_over.prefilled(params)
         return Prefilled(params)
 
     def _failed(self, engine: Engine, error: Exception) -> None:
@@ -311,6 +328,9 @@ class Legs:
                     since = began if alone else max(began, asked.prefilled_at or now)
                     self.choice.began(seat.engine, tokens, now - since, now, alone=alone)
                 if decoded.answer.status < 500 or not again:
+                    params = body.get("kv_transfer_params")
+                    if params is not None and decoded.answer.status == 200:
+                        seat.engine.handed_over.sent(asked.seats[-1].engine.url, params)
                     asked.loaded()
                     return decoded
                 decoded.close()

@@ -1,4 +1,4 @@
-"""What a router counts, as Prometheus series and for its status page."""
+"""What a router counts, and what decode engines say of their prompts, as Prometheus series and for the status page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from kvferry.router.engines import EnginePool
+from kvferry.router.engines import EnginePool, Role
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds in seconds."""
@@ -19,16 +19,26 @@ SAMPLES, WINDOW = 60, 12
 """Of the status page: the time between two samples, how many it shows, and over how many a share is: one minute,
 because D is asked at a pace of its own."""
 
+HANDED_OVER_SERIES: tuple[tuple[str, Any, str, str], ...] = (
+    ("prompts", CounterMetricFamily, "Prompts with parameters of a P, by what D did", "decode result"),
+    ("prompts_not_loaded", CounterMetricFamily, "Those not loaded, by D's reason", "decode reason"),
+    ("prompt_tokens", CounterMetricFamily, "Prompt tokens of D, loaded or computed", "decode source"),
+    ("pair_prompts", CounterMetricFamily, "Prompts sent to D with parameters of P", "prefill decode"),
+    ("pair_loaded", CounterMetricFamily, "Prompts that D loaded from P", "prefill decode"),
+    ("engine_degraded", GaugeMetricFamily, "1: none of the last prompts was handed over", "role url"),
+)
+"""Name, type, meaning, and labels."""
+
 
 class Metrics:
-    """Counts of one router. ``in_flight``: requests of clients. ``handovers``: requests by how D was asked, "serial",
+    """Counts of one router. ``in_flight``: requests of clients. ``decode_legs``: requests by how D was asked, "serial",
     "at_once", "left_to_d" where D prefills by choice, or "decode_only". ``failed_legs``: by the engine's role."""
 
     def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
         self.in_flight = 0
         self.requests: Counter[int] = Counter()
-        self.handovers: Counter[str] = Counter()
+        self.decode_legs: Counter[str] = Counter()
         self.failed_legs: Counter[str] = Counter()
         self.affinities: Counter[str] = Counter()
         self._registry = registry = CollectorRegistry()
@@ -56,7 +66,7 @@ class Metrics:
         return {
             "in_flight": self.in_flight,
             "requests": {str(status): count for status, count in self.requests.items()},
-            "handovers": dict(self.handovers),
+            "decode_legs": dict(self.decode_legs),
             "failed_legs": dict(self.failed_legs),
             "prefix_affinity": dict(self.affinities),
             "first_byte_seconds": _quantiles([first for _, first, _ in recent]),
@@ -65,10 +75,19 @@ class Metrics:
                 {
                     "url": engine.url, "role": engine.role, "state": engine.state, "requests": engine.requests,
                     "load": round(engine.load, 1), "passed_over": engine.passed_over_until > now,
-                }
+                } | ({"handed_over": engine.handed_over.status()} if engine.role is Role.DECODE else {})
                 for engine in self._engines
             ],
+            "pairs": [
+                {"prefill": prefill, "decode": decode, "prompts": prompts, "loaded": loaded}
+                for prefill, decode, prompts, loaded in self._pairs()
+            ],
         }  # fmt: skip
+
+    def _pairs(self) -> Iterator[tuple[str, str, int, int | None]]:
+        for engine in self._engines.of(Role.DECODE):
+            for url, (prompts, loaded) in engine.handed_over.loaded_by_pair().items():
+                yield url, engine.url, prompts, loaded
 
     def text(self) -> bytes:
         """The page of ``/metrics``."""
@@ -82,7 +101,7 @@ class Metrics:
             return family
 
         yield counter("requests", "Answered requests by status", "status", self.requests.items())
-        yield counter("handovers", "Requests by how D was asked", "how", self.handovers.items())
+        yield counter("decode_legs", "Requests by how D was asked", "how", self.decode_legs.items())
         yield counter("failed_legs", "Legs that failed, by the engine's role", "role", self.failed_legs.items())
         yield counter("prefix_affinity", "Choices of a P by prefix", "result", self.affinities.items())
         yield GaugeMetricFamily("kvferry_router_in_flight", "Requests of clients in flight", self.in_flight)
@@ -93,6 +112,27 @@ class Metrics:
                 value = engine.state == "up" if name == "up" else getattr(engine, name)
                 family.add_metric([engine.role.value, engine.url], value)
             yield family
+        yield from self._collect_handed_over()
+
+    def _collect_handed_over(self) -> Iterator[Any]:
+        """What D engines say, of the time since this router's first look at them."""
+        series: dict[str, Any] = {
+            name: make(f"kvferry_router_{name}", text, labels=labels.split())
+            for name, make, text, labels in HANDED_OVER_SERIES
+        }
+        for engine in self._engines:
+            of = engine.handed_over
+            series["engine_degraded"].add_metric([engine.role.value, engine.url], bool(of.degraded))
+            for name, counts in (
+                ("prompts", of.prompts), ("prompts_not_loaded", of.reasons), ("prompt_tokens", of.tokens),
+            ):  # fmt: skip
+                for label, count in counts.items():
+                    series[name].add_metric([engine.url, label], count)
+        for prefill, decode, prompts, loaded in self._pairs():
+            series["pair_prompts"].add_metric([prefill, decode], prompts)
+            if loaded is not None:
+                series["pair_loaded"].add_metric([prefill, decode], loaded)
+        yield from series.values()
 
 
 def _quantiles(values: list[float]) -> dict[str, float | None]:

@@ -55,7 +55,10 @@ class Reply:
 
     async def give(self, decoded: Decoded) -> web.StreamResponse:
         """D's answer as it is. Raises ConnectionError."""
-        last = b"\n\n"
+        last, asked = b"\n\n", self._asked
+        if asked.checks:
+            of = {"decode": decoded.engine.url, "prefill": asked.seats[-1].engine.url if asked.seats else ""}
+            self._own |= {f"x-kvferry-{name}": text for name, text in (of | {"alone": asked.alone}).items() if text}
         try:
             if self._begun is None and decoded.body is not None:
                 self.first = self._router.clock()
@@ -72,7 +75,7 @@ class Reply:
             await begun.write_eof(piece)
             return begun
         except HttpError as error:  # too late for a status: say it in the stream, and end it without [DONE]
-            said = self._router.broke_off(self._asked, decoded, error)
+            said = self._router.broke_off(asked, decoded, error)
             if not decoded.answer.streamed and self._http.transport is not None:
                 self._http.transport.abort()
             return await self.fail(502, said, b"" if last == b"\n\n" else b"\n\n")
@@ -111,6 +114,7 @@ class Router(Legs):
             while len(tried) < PREFILL_TRIES and can_hand_over(asked.body, asked.path):
                 seat = self.take_prefill(asked, tried)
                 if seat is None:
+                    asked.alone = asked.alone or "no prefill engine takes requests"
                     break
                 tried.append(seat.engine)
                 response = await self._answer_by(asked, reply, seat)
@@ -144,8 +148,8 @@ class Router(Legs):
     ) -> web.StreamResponse:
         """D's answer, where D is asked after P. Raises HttpError."""
         how = "decode_only" if params is None else "serial"
-        self.metrics.handovers[how if asked.chosen is None else "left_to_d"] += 1
-        body = asked.body if params is None else asked.body | {"kv_transfer_params": params}
+        self.metrics.decode_legs[how if asked.chosen is None else "left_to_d"] += 1
+        body = asked.body if params is None else asked.decode_body(params)
         progress = RequestProgress()
         try:
             decoded = await self.ask_decode(asked, body, progress, tried=tried)
@@ -169,7 +173,7 @@ class Router(Legs):
         p = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path, PREFILL_TAG | name))
         progress = RequestProgress()
         tried: list[Engine] = []
-        body = asked.body | {"kv_transfer_params": place | name}
+        body = asked.decode_body(place | name)
         d = self.start(self.ask_decode(asked, body, progress, tried=tried), asked)
         to_its_end = False  # P's leg
         try:
@@ -187,7 +191,7 @@ class Router(Legs):
                     d.result()
                 to_its_end = True
                 return await self._decode(asked, reply, (await self._until(asked, p)).params, tried)
-            self.metrics.handovers["at_once"] += 1
+            self.metrics.decode_legs["at_once"] += 1
             decoded = d.result()
             if decoded.refused:  # P may be about to answer
                 to_its_end = True

@@ -158,7 +158,7 @@ class Replays:
 
     def left_to_d(self) -> float:
         metrics = self._routers["decide"].metrics()
-        return metric_sum(metrics, "kvferry_router_handovers_total", how="left_to_d") or 0.0
+        return metric_sum(metrics, "kvferry_router_decode_legs_total", how="left_to_d") or 0.0
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -11,17 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.terminal import print_json
-from kvferry.cli.top.figures import EngineRow, PlaneRates
+from kvferry.cli.top.figures import NOT_LOADED, EngineRow, PlaneRates
 from kvferry.cli.top.poll import MAX_ENGINES, WINDOW_SECONDS, Engines, metrics_url
 from kvferry.transport.errors import UsageError
 
-WIDTH = 140
+WIDTH = 160
 """Columns where the output is no terminal."""
 COLUMNS = (
-    "engine", "running", "waiting", "deferred", "plane", "hand-overs/s", "GB/s", "p50 ms", "p95 ms", "failed",
-    "retries", "leases/s", "expired",
+    "engine", "running", "waiting", "deferred", "loaded", "tokens", "plane", "hand-overs/s", "GB/s", "p50 ms", "p95 ms",
+    "not loaded", "retries", "leases/s", "expired",
 )  # fmt: skip
-_LEFT = ("engine", "plane", "failed", "retries")
+_LEFT = ("engine", "plane", "not loaded", "retries")
 
 
 def top(urls: Sequence[str], *, interval: float, once: bool, as_json: bool) -> bool:
@@ -66,7 +66,7 @@ def table(rows: Sequence[EngineRow]) -> Group:
         drawn.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
     for engine in rows:
         if engine.down:
-            drawn.add_row(Text(engine.engine), "", "", "", Text("down", style="bold red"))
+            drawn.add_row(Text(engine.engine), *[""] * 5, Text("down", style="bold red"))
             continue
         planes: Sequence[PlaneRates | None] = engine.planes or (None,)
         for number, plane in enumerate(planes):
@@ -74,14 +74,24 @@ def table(rows: Sequence[EngineRow]) -> Group:
             drawn.add_row(
                 Text(engine.engine if own else ""),
                 *((str(engine.running), str(engine.waiting), str(engine.deferred)) if own else ("", "", "")),
+                *(_loaded_cells(engine) if own else ("", "")),
                 *_plane_cells(plane),
-                Text(_counts(engine.failed) if own else "", style="red"),
+                Text(_counts(engine.not_loaded or engine.failed) if own else "", style="red"),
                 Text(_counts(engine.retried) if own else ""),
                 f"{engine.leases_released_per_second:.1f}" if own else "",
                 str(engine.leases_expired) if own else "",
             )
     reasons = [Text(f"{engine.engine}: {engine.down}", style="red") for engine in rows if engine.down]
     return Group(drawn, *reasons)
+
+
+def _loaded_cells(engine: EngineRow) -> tuple[str, str]:
+    """Since the start of the engine: prompts that it loaded, of those with parameters of a P, and the share of all
+    prompt tokens that it need not compute for that."""
+    asked = sum(engine.prompts.get(result, 0) for result in ("loaded", *NOT_LOADED))
+    loaded, tokens = engine.prompts.get("loaded", 0), sum(engine.tokens.values())
+    share = f"{engine.tokens.get('external_kv_transfer', 0) / tokens:.1%}" if tokens else "-"
+    return f"{loaded}/{asked}" if asked else "-", share
 
 
 def _plane_cells(plane: PlaneRates | None) -> tuple[str, ...]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from kvferry.cli.terminal import FailedError
 from kvferry.cli.top.figures import EngineFigures
-from kvferry.cli.top.poll import EngineDownError, fetch, metrics_url
+from kvferry.cli.top.poll import EngineDownError, check_host, fetch, metrics_url
 from kvferry.transport.errors import UsageError
 
 POLL_SECONDS = 0.5
@@ -23,7 +21,8 @@ def wait_until_idle(
 ) -> None:  # fmt: skip
     """Poll the engine's metrics until they show nothing for ``quiet`` seconds, at most ``timeout`` seconds.
 
-    An engine that does not answer may be busy, so it does not count as idle.
+    An engine that does not answer may be busy, so it does not count as idle. One that refuses connections is gone, and
+    is not waited for.
 
     ``quiet`` must cover the time that a request needs from the router into the engine, and the time that the router
     needs after P's answer to ask D. ``say`` is given one line at once where the engine is not idle, and every
@@ -32,12 +31,12 @@ def wait_until_idle(
     Raises:
         UsageError: the URL is of another form, its host does not exist, the page does not have vLLM's figures, or
             ``timeout`` is too short for ``quiet``.
-        FailedError: the engine has requests, holds leases, or does not answer, and the time is over.
+        FailedError: the engine is gone; or it has requests, holds leases, or does not answer, and the time is over.
     """
     page = metrics_url(url)
     if timeout < quiet:
         raise UsageError(f"--timeout {timeout:g} is shorter than --quiet {quiet:g}; give a longer one")
-    _check_host(url, page)
+    check_host(url, page)
     end, say_next = clock() + timeout, clock()
     since: float | None = None  # the begin of the polls that showed nothing, up to now
     while True:
@@ -45,6 +44,9 @@ def wait_until_idle(
         try:
             busy = _business(url, fetch(page))
         except EngineDownError as error:
+            if error.gone:
+                text = "nothing listens there; it has ended, or it has not begun, or the URL is another one"
+                raise FailedError(f"{url} has nothing to drain: {text}") from None
             busy = str(error)
         since = None if busy else asked if since is None else since
         now = clock()
@@ -56,16 +58,6 @@ def wait_until_idle(
             say(f"waiting for {url}: {busy}")
             say_next = now + SAY_SECONDS
         sleep(POLL_SECONDS)
-
-
-def _check_host(url: str, page: str) -> None:
-    """Raises UsageError: the host's name does not exist. A name server that does not answer may do so later."""
-    try:
-        socket.getaddrinfo(urlsplit(page).hostname, None)
-    except (socket.gaierror, UnicodeError) as error:
-        if not isinstance(error, socket.gaierror) or error.errno != socket.EAI_AGAIN:
-            why = getattr(error, "strerror", None) or "it is no name of a host"
-            raise UsageError(f"{url}: {why}; expected http://HOST:PORT of a vLLM server") from None
 
 
 def _business(url: str, figures: EngineFigures) -> str:

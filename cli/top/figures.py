@@ -92,11 +92,13 @@ class Histogram:
         return lower
 
 
+NOT_LOADED = ("local", "failed")
 _SERIES = {
     "vllm:num_requests_running": ("requests", "running", ""), "vllm:num_requests_waiting": ("requests", "waiting", ""),
     "bytes_transferred_sum": ("nbytes", "", "plane"), "num_failed_handovers_total": ("failed", "", "reason"),
     "num_retries_total": ("retried", "", "reason"), "num_released_leases_total": ("leases", "released", ""),
-    "num_expired_leases_total": ("leases", "expired", ""),
+    "num_expired_leases_total": ("leases", "expired", ""), "prompts_total": ("prompts", "", "result"),
+    "vllm:prompt_tokens_by_source_total": ("tokens", "", "source"),
 }  # fmt: skip
 """Series that are added up: the counter, and the key in it or the label that has the key."""
 
@@ -114,6 +116,12 @@ class EngineFigures:
     failed: Counter[str] = field(default_factory=Counter)
     retried: Counter[str] = field(default_factory=Counter)
     leases: Counter[str] = field(default_factory=Counter)
+    prompts: Counter[str] = field(default_factory=Counter)
+    """By what D did: those that came with parameters of a P are ``loaded``, ``local`` or ``failed``."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why D did not load a prompt."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Prompt tokens by source, as vLLM counts them."""
 
     @classmethod
     def of(cls, page: Iterable[Sample]) -> EngineFigures:
@@ -126,6 +134,8 @@ class EngineFigures:
                 counts: Counter[str] = getattr(figures, table)
                 counts[labels.get(label, "") if label else key] += int(value)
             match name:
+                case "prompts_total" if labels.get("result") in NOT_LOADED:
+                    figures.reasons[labels.get("reason", "")] += int(value)
                 case "vllm:num_requests_running":
                     figures.models.add(labels.get("model_name", ""))
                 case "vllm:num_requests_waiting_by_reason" if labels.get("reason") == "deferred":
@@ -151,8 +161,9 @@ class PlaneRates(msgspec.Struct, frozen=True):
 
 class EngineRow(msgspec.Struct, frozen=True):
     """One engine in the table. ``down``: why there are no figures; empty where there are. ``deferred``: waiting
-    requests whose KV cache is being loaded, or that wait for another resource. ``failed`` and ``retried``, by reason,
-    and leases count from the start of the engine."""
+    requests whose KV cache is being loaded, or that wait for another resource. ``failed``, ``retried`` and
+    ``not_loaded``, by reason, ``handovers`` (of each rank), ``prompts``, by what D did, ``tokens``, of prompts by
+    source, and leases count from the start of the engine."""
 
     engine: str
     down: str = ""
@@ -163,6 +174,10 @@ class EngineRow(msgspec.Struct, frozen=True):
     planes: tuple[PlaneRates, ...] = ()
     failed: dict[str, int] = {}
     retried: dict[str, int] = {}
+    handovers: int = 0
+    prompts: dict[str, int] = {}
+    not_loaded: dict[str, int] = {}
+    tokens: dict[str, int] = {}
     leases_released: int = 0
     leases_expired: int = 0
     leases_released_per_second: float = 0.0
@@ -182,7 +197,9 @@ def row(engine: str, first: EngineFigures, before: EngineFigures, now: EngineFig
     return EngineRow(
         engine=engine, model=", ".join(sorted(now.models)), running=now.requests["running"],
         waiting=now.requests["waiting"], deferred=now.requests["deferred"], planes=tuple(planes),
-        failed=_not_zero(now.failed), retried=_not_zero(now.retried),
+        failed=_not_zero(now.failed), retried=_not_zero(now.retried), not_loaded=_not_zero(now.reasons),
+        handovers=int(sum(histogram.count for histogram in now.seconds.values())),
+        prompts=_not_zero(now.prompts), tokens=_not_zero(now.tokens),
         leases_released=released, leases_expired=now.leases["expired"],
         leases_released_per_second=_growth(released, before.leases["released"]) / seconds,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -9,6 +10,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPException
 
 from kvferry.cli.top.figures import EngineFigures, EngineRow, Sample, row, samples
@@ -23,7 +25,12 @@ _PAGE_BYTES = 1 << 16
 
 
 class EngineDownError(Exception):
-    """An engine gives no metrics; the message gives the reason in some words."""
+    """A server gives no answer, or none that is of use; the message gives the reason in some words. ``status``: of its
+    HTTP answer, 0 without one; ``body``: of that. ``gone``: nothing listens at its port."""
+
+    def __init__(self, text: str, status: int = 0, body: bytes = b"", *, gone: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.body, self.gone = status, body, gone
 
 
 def metrics_url(text: str) -> str:
@@ -44,13 +51,23 @@ def metrics_url(text: str) -> str:
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path or "/metrics", "", ""))
 
 
-def fetch_samples(url: str, seconds: float = FETCH_SECONDS) -> list[Sample]:
-    """The samples of one page. No proxy is used, and no redirection to another scheme is followed. Raises
-    EngineDownError: no page came within about ``seconds``, or it is none."""
+def check_host(url: str, page: str) -> None:
+    """Raises UsageError: the host's name does not exist. A name server that does not answer may do so later."""
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(page).hostname, None)
+    except (socket.gaierror, UnicodeError) as error:
+        if not isinstance(error, socket.gaierror) or error.errno != socket.EAI_AGAIN:
+            why = getattr(error, "strerror", None) or "it is no name of a host"
+            raise UsageError(f"{url}: {why}; expected http://HOST:PORT of a server") from None
+
+
+def read(request: urllib.request.Request | str, seconds: float) -> tuple[dict[str, str], bytes]:
+    """The headers, in small letters, and the body of an answer with status 200. No proxy is used, and no redirection to
+    another scheme is followed. Raises EngineDownError: no answer came within about ``seconds``, or another one."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     end = time.monotonic() + seconds
     try:
-        with opener.open(url, timeout=seconds) as answer:
+        with opener.open(request, timeout=seconds) as answer:
             page = bytearray()
             while more := answer.read1(_PAGE_BYTES):
                 page += more
@@ -58,14 +75,24 @@ def fetch_samples(url: str, seconds: float = FETCH_SECONDS) -> list[Sample]:
                     raise EngineDownError(f"its page has more than {MAX_PAGE_BYTES >> 20} MiB")
                 if time.monotonic() > end:
                     raise EngineDownError(f"no end of its page within {seconds:g} s")
-        return list(samples(page.decode("utf-8", "replace")))
+            return {name.lower(): text for name, text in answer.headers.items()}, bytes(page)
     except urllib.error.HTTPError as error:
-        raise EngineDownError(f"HTTP {error.code} {error.reason}") from None
+        body = b""
+        with error, suppress(OSError, HTTPException):
+            body = error.read(_PAGE_BYTES)
+        raise EngineDownError(f"HTTP {error.code} {error.reason}", error.code, body) from None
     except (OSError, HTTPException) as error:  # URLError and TimeoutError are OSErrors
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
             raise EngineDownError(f"no answer within {seconds:g} s") from None
-        raise EngineDownError(str(getattr(reason, "strerror", None) or reason) or type(error).__name__) from None
+        text = str(getattr(reason, "strerror", None) or reason) or type(error).__name__
+        raise EngineDownError(text, gone=isinstance(reason, ConnectionRefusedError)) from None
+
+
+def fetch_samples(url: str, seconds: float = FETCH_SECONDS) -> list[Sample]:
+    """The samples of one page of metrics. Raises EngineDownError: it did not come, or it is none."""
+    try:
+        return list(samples(read(url, seconds)[1].decode("utf-8", "replace")))
     except ProtocolError as error:
         raise EngineDownError(f"no metrics page: {error}") from None
 

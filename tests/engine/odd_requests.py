@@ -619,7 +619,7 @@ def measure(folder: Path, lease_seconds: float = LEASE_SECONDS, only: str = "", 
         how: Counter[str] = Counter()
         for router in routers.values():
             for (name, labels), value in router.metrics().items():
-                if name == "kvferry_router_handovers_total":
+                if name == "kvferry_router_decode_legs_total":
                     how[dict(labels)["how"]] += int(value)
         p_up = metric_sum(p.metrics(), "vllm:kvferry_leases")
     figures = {

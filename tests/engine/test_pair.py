@@ -162,6 +162,6 @@ def test_vllm_bench_serve(pair: Pair, model: Path) -> None:
         eventually(lambda freed=freed: ended_leases(p)[0] >= freed + REQUESTS, "all leases are released")
         assert ended_leases(p)[1] == expired, "a lease has ended by time"
     assert of_router(router, "requests") == of_router(router, "requests", status="200")
-    assert of_router(router, "handovers", how="at_once") >= 2 * REQUESTS - BESIDE
-    assert of_router(router, "handovers", how="decode_only") == of_router(router, "failed_legs") == 0
+    assert of_router(router, "decode_legs", how="at_once") >= 2 * REQUESTS - BESIDE
+    assert of_router(router, "decode_legs", how="decode_only") == of_router(router, "failed_legs") == 0
     pair.group.stop(router)

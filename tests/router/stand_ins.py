@@ -88,10 +88,11 @@ class Engine:
         self._answer = answer
         names = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
         routes = [Route(name, self._serve, methods=["POST"]) for name in names]
-        self.health = lambda: 200
+        self.health, self.metrics = lambda: 200, lambda: ""
         routes += [
+            Route("/metrics", lambda _: Response(self.metrics())),
             Route("/health", lambda _: Response(status_code=self.health())),
-            Route("/v1/models", lambda _: JSONResponse({"data": ["m"]})),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "m"}]})),
         ]
         self.app = Starlette(routes=routes)
 

@@ -140,13 +140,15 @@ def test_a_file_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 
 
 class Http:
-    """Answers ``/health`` by URL: a status, an exception, or an event that is never set."""
+    """Answers ``/health`` by URL: a status, an exception, or an event that is never set. There are no metrics."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.asked = answers, asyncio.Event()
         self.urls: list[str] = []
 
     async def send(self, method: str, base: str, path: str, **_: Any) -> Any:
+        if path == "/metrics":
+            raise HttpError("no connection")
         self.urls.append(base)
         if len(self.urls) == len(self.answers):
             self.asked.set()

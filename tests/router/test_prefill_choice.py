@@ -211,7 +211,7 @@ def learned(p: Any, d: Any, **options: Any) -> Iterator[Front]:
 
 
 def counted(front: Front) -> dict[str, int]:
-    return dict(front.router.metrics.handovers)
+    return dict(front.router.metrics.decode_legs)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -111,7 +111,7 @@ def test_client_gone_in_mid_stream_cancels_decode() -> None:
 def test_health_and_models() -> None:
     p, d = prefill_engine(), decode_engine()
     with routed(p, d) as front:
-        assert front.get("/v1/models").json() == {"data": ["m"]}
+        assert front.get("/v1/models").json() == {"data": [{"id": "m"}]}
         assert front.get("/health").json()["status"] == "ok"
     with routed(gone(), d, checks=Checks()) as front:
         health = front.get("/health")

@@ -169,8 +169,8 @@ def test_a_rolling_restart_loses_no_request() -> None:
                 eventually(lambda e=engine: seen(front, e)[0] == "up", "its health check has passed", 120)
                 eventually(lambda e=engine: e.engine.seen, "it is asked again", 120)
         after = front.get("/router/status").json()
-    assert not clients.lost and not after["failed_legs"] and "decode_only" not in after["handovers"]
-    assert after["handovers"]["at_once"] > after["handovers"]["serial"] > 0
+    assert not clients.lost and not after["failed_legs"] and "decode_only" not in after["decode_legs"]
+    assert after["decode_legs"]["at_once"] > after["decode_legs"]["serial"] > 0
     assert set(after["requests"]) == {"200"} and all(engine.lives == 2 for engine in engines)
 
 

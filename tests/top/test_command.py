@@ -41,6 +41,7 @@ def test_one_table_of_two_engines_and_one_that_is_down(serve):
     assert [name for name in COLUMNS if name not in header] == []
     assert len(rows) == 4
     assert rows[0].startswith(p.name) and rows[1].startswith(d.name) and " cma " in rows[1]
+    assert rows[0].split()[4:6] == ["-", "0.0%"] and rows[1].split()[4:6] == ["13/13", "99.7%"], "since their start"
     assert rows[2].split() == [down, "down"] and rows[3] == f"{down}: Connection refused"
 
 
@@ -57,6 +58,17 @@ def test_json(serve):
     engine, down = json.loads(result.stdout)
     assert result.exit_code == 0 and engine["planes"][0]["plane"] == "cma" and not engine["down"]
     assert engine["planes"][0]["handovers_per_second"] > 0 and down["down"]
+
+
+def test_one_hand_over_is_seen_at_once_and_a_prompt_that_was_not_loaded_with_its_reason(serve):
+    of = 'engine="0",model_name="model"'
+    missed = f'vllm:kvferry_prompts_total{{{of},reason="other_prompt",result="local"}} 2\n'
+    d = serve(recorded("decode_1") + missed)
+    engine = json.loads(invoke(d.url, *ONCE, "--json").stdout)[0]
+    assert engine["prompts"] == {"loaded": 1, "local": 2} and engine["not_loaded"] == {"other_prompt": 2}
+    assert engine["handovers"] == 1 and engine["tokens"] == {"external_kv_transfer": 40, "local_compute": 1}
+    shown = invoke(d.url, *ONCE).stdout
+    assert " 1/3 " in shown and " 97.6% " in shown and "other_prompt 2" in shown
 
 
 def test_an_engine_that_comes_back_begins_anew(serve):

@@ -57,6 +57,23 @@ def test_the_time_without_requests_begins_anew_with_each_request_and_without_an_
         wait(serve(500).url, timeout=3.0)
 
 
+def test_an_engine_that_is_gone_is_not_waited_for(serve):
+    gone, ends = serve(page()), serve(page(running=1))
+    gone.close()
+    result = CliRunner().invoke(app, ["drain", gone.url])
+    assert result.exit_code == 1 and "has nothing to drain: nothing listens there" in result.stderr
+    clock = Clock()
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if clock.slept == 3:
+            ends.close()
+
+    with pytest.raises(FailedError, match="nothing to drain"):
+        drain.wait_until_idle(ends.url, quiet=2, timeout=60, say=lambda _: None, clock=clock, sleep=sleep)
+    assert clock.slept == 3
+
+
 def test_without_the_figures_of_vllm_nothing_is_called_idle(serve):
     server = serve(recorded("prefill_1").replace("vllm:kv_cache_usage_perc", "other"))
     result = CliRunner().invoke(app, ["drain", server.url])

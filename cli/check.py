@@ -1,0 +1,249 @@
+"""The command ``kvferry check``: sends a prompt through a router, and says whether D loaded it from a P, or why not."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry.cli.terminal import FailedError, parsed_json
+from kvferry.cli.top.figures import NOT_LOADED, EngineFigures
+from kvferry.cli.top.poll import EngineDownError, check_host, fetch, metrics_url, read
+from kvferry.transport.errors import UsageError, quoted
+
+PROMPT_TOKENS = 512
+"""Unless the model takes fewer. ``kvferry router`` hands such a prompt over in any case."""
+TOKEN_IDS = range(100, 228)
+"""Each vocabulary has these. A prompt of random ones is in no prefix cache."""
+ANSWER_TOKENS = 4
+"""One more than a load inside the first step needs to be reported before its request ends, and some to spare."""
+ELSE_TO_DO = "look at /health of the router, and at docs/troubleshooting.md"
+AGAIN = "check again"
+TO_DO = {
+    "wrong_role": "start the decode engine with kv_role kv_both or kv_consumer",
+    "no_p_named": "the prefill engine handed nothing over: its log has a line 'no hand-over of ...' that says why",
+    "no_kvferry_params": "the prefill engine runs another connector, or the router dropped a part of its parameters",
+    "malformed": "the router changed the prefill engine's kv_transfer_params; it must send them unchanged",
+    "other_release": "run the same KVFerry release on both engines",
+    "loopback": "set side_channel_host (KVFERRY_SIDE_CHANNEL_HOST) on the prefill engine to an address of its host",
+    "other_prompt": "the router changes the prompt between the engines, or tokenizers or chat templates differ",
+    "other_adapter": "load the same LoRA adapter on both engines under this name",
+    "embeddings": "a prompt of embeddings is never handed over",
+    "window": "use the same --block-size on both engines",
+    "no_answer": "the prefill engine has not computed the prompt in time: look at its queue and its log",
+    "no_lease": "the prefill leg failed, or the decode leg came after lease_seconds: look at the prefill engine's log",
+    "unreachable": "set side_channel_host on the prefill engine, open its port; kvferry doctor --peer HOST:PORT",
+    "key": "give both engines the same key_file (KVFERRY_KEY_FILE)",
+    "not_allowed": "add the prefill engine's network to allowed_peers (KVFERRY_ALLOWED_PEERS) of the decode engine",
+    "reset": f"the caches of an engine were reset meanwhile; {AGAIN}",
+    "cached": f"the decode engine had the prompt in its own cache; {AGAIN}",
+    "whole_prompt": "the decode engine had to compute all of the prompt, as for prompt_logprobs",
+    "other_connector": "another connector below MultiConnector comes first: list KVFerryConnector before it",
+    "ended": f"the request ended before; {AGAIN}",
+    "cancelled": f"the load was cancelled; {AGAIN}",
+    "timeout": "the prefill engine or the network is too slow: look at its load, and at handover_timeout_seconds",
+    "expired": "the lease ended before all was read: look at lease_seconds, and at the decode engine's queue",
+    "denied": "the prefill engine refused: its log says why",
+    "incompatible": "model, dtype, cache or release differ: the decode engine's log names the field and both values",
+    "peer_lost": "the prefill engine ended, or the connection to it broke: look at its log",
+    "plane": "the data plane failed: kvferry doctor on both hosts, or set another plane",
+    "data": "the decode engine refused what it was sent: its log says why",
+    "checksum": "bytes changed on the way: look for faulty memory, network cards or switches",
+    "internal": "a fault of KVFerry: the decode engine's log has it; kvferry doctor --share makes a report",
+}
+"""What to do, by the reason that the decode engine gives."""
+
+
+class DecodeReport(msgspec.Struct):
+    """What a decode engine says of one prompt. ``milliseconds``: of the hand-over. ``peer``: its name for P."""
+
+    result: Literal["loaded", "local", "failed"]
+    reason: str = ""
+    tokens: int = 0
+    plane: str | None = None
+    milliseconds: float | None = None
+    peer: str | None = None
+
+
+class CheckResult(msgspec.Struct):
+    """``handed_over``: the prompt was loaded from a P. ``said``: one line. ``todo``: what to do where it was not.
+    ``prefill``, ``decode``: URLs, where the router says them. ``seconds``: of the request."""
+
+    handed_over: bool
+    said: str
+    todo: str = ""
+    tokens: int = 0
+    prompt_tokens: int = 0
+    prefill: str = ""
+    decode: str = ""
+    seconds: float | None = None
+    report: DecodeReport | None = None
+
+
+class _Server:
+    """An HTTP server with a key, and a time for all requests to it."""
+
+    def __init__(self, url: str, api_key: str, timeout: float) -> None:
+        page = metrics_url(url)
+        check_host(url, page)
+        self.url = page.removesuffix("/metrics").removesuffix("/v1")
+        self._key, self._timeout, self._end = api_key, timeout, time.monotonic() + timeout
+
+    def get(self, path: str) -> Any:
+        """Raises EngineDownError: as ``read``, or it is no JSON."""
+        return self._asked(path, None)[1]
+
+    def post(self, path: str, body: Any) -> tuple[Mapping[str, str], Any]:
+        return self._asked(path, json.dumps(body).encode())
+
+    def _asked(self, path: str, data: bytes | None) -> tuple[Mapping[str, str], Any]:
+        headers = {"Content-Type": "application/json", "X-KVFerry-Check": "1"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            answered, body = read(request, max(0.1, self._end - time.monotonic()))
+        except EngineDownError as error:
+            if error.status in (401, 403):
+                raise UsageError(f"{self.url} wants a key (HTTP {error.status}): --api-key or VLLM_API_KEY") from None
+            raise
+        try:
+            return answered, parsed_json(body)
+        except ValueError as error:
+            raise EngineDownError(f"its answer to {path} is no JSON: {error}") from None
+
+    def figures(self) -> EngineFigures:
+        return fetch(self.url + "/metrics", max(0.1, self._end - time.monotonic()))
+
+
+def check(url: str, *, model: str, timeout: float, api_key: str) -> CheckResult:
+    """What became of one prompt; where ``url`` is an engine, of all that it was asked to load. Raises UsageError: an
+    argument is not usable; FailedError: there is no answer. Both are one line."""
+    server = _Server(url, api_key, timeout)
+    try:
+        is_router = _is_router(server)
+        with suppress(EngineDownError):
+            if not is_router and (figures := server.figures()).models:
+                return of_engine(server.url, figures)
+        named, most = _model(server, model)
+        tokens = min(PROMPT_TOKENS, max(2, most // 2))
+        prompt = [secrets.choice(TOKEN_IDS) for _ in range(tokens)]
+        asked = {"model": named, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+        began = time.monotonic()
+        headers, answer = server.post("/v1/completions", asked)
+        result = of_answer(headers, answer, tokens, is_router)
+        result.seconds = round(time.monotonic() - began, 3)
+        return result
+    except EngineDownError as error:
+        raise FailedError(f"{server.url} gives no answer to the check: {_why(error)}") from None
+
+
+def _why(error: EngineDownError) -> str:
+    """With what the server says in its answer, in one line."""
+    try:
+        said = msgspec.convert(parsed_json(error.body)["error"]["message"], str)
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError):
+        return f"{error}; is it started?" if error.gone else str(error)
+    return f"{error}: {_plain(said)}"
+
+
+def _plain(text: str) -> str:
+    """A text of a server, in one line without a terminal's escapes."""
+    return ascii(text)[1:-1][:300]
+
+
+def _is_router(server: _Server) -> bool:
+    """Whether it is ``kvferry router``. Raises EngineDownError: nobody answers."""
+    try:
+        return _inside(server.get("/router/status"), "engines") is not None
+    except EngineDownError as error:
+        if not error.status and "no JSON" not in str(error):
+            raise
+        return False
+
+
+def _model(server: _Server, model: str) -> tuple[str, int]:
+    """The model that is asked, and the most tokens that it takes. Raises UsageError: there is none of this name."""
+    try:
+        found = server.get("/v1/models")
+        models = {str(one["id"]): one.get("max_model_len") for one in found["data"]}
+    except (EngineDownError, KeyError, TypeError, AttributeError) as error:
+        if not model:
+            why = _why(error) if isinstance(error, EngineDownError) else "it is another form"
+            raise FailedError(f"{server.url} names no model at /v1/models: {why}; is a decode engine up?") from None
+        models = {model: None}
+    if model and model not in models:
+        raise UsageError(f"{server.url} has no model {quoted(model)}; it has {quoted(', '.join(models))}")
+    if not models:
+        raise FailedError(f"{server.url} has no model")
+    named = model or next(iter(models))
+    most = models[named]
+    return named, most if isinstance(most, int) else 2 * PROMPT_TOKENS
+
+
+def _inside(value: Any, *names: str) -> Any:
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def of_answer(headers: Mapping[str, str], answer: Any, tokens: int, is_router: bool) -> CheckResult:
+    """What D's answer says of a prompt of so many tokens."""
+    prefill, decode, alone = (_plain(headers.get(f"x-kvferry-{name}", "")) for name in ("prefill", "decode", "alone"))
+    result = CheckResult(False, "", prompt_tokens=tokens, prefill=prefill, decode=decode)
+    d, p = f"decode engine {decode}".rstrip(), f"prefill engine {prefill}".rstrip()
+    cached = _inside(answer, "usage", "prompt_tokens_details", "cached_tokens")
+    with suppress(msgspec.ValidationError):
+        result.report = msgspec.convert(_inside(answer, "kv_transfer_params", "handed_over"), DecodeReport)
+    if (report := result.report) is not None:
+        result.handed_over, result.tokens = report.result == "loaded", report.tokens
+        if result.handed_over:
+            took = "" if report.milliseconds is None else f" in {report.milliseconds:.1f} ms"
+            over = f" over {_plain(report.plane)}" if report.plane else ""
+            result.said = f"handed over: {d} loaded {report.tokens} of {tokens} prompt tokens from {p}{over}{took}"
+        else:
+            how = "could not load the prompt from" if report.result == "failed" else "did not ask for the prompt at"
+            result.said = f"not handed over: {d} {how} {p}: {_plain(report.reason)}"
+            result.todo = TO_DO.get(report.reason, ELSE_TO_DO)
+    elif alone:
+        result.said, result.todo = f"not handed over: {alone}", "look at its log, and at /health of the router"
+    elif isinstance(cached, int) and cached > 0:  # nobody has such a prompt in a cache
+        result.handed_over, result.tokens = True, cached
+        result.said = f"handed over: {cached} of {tokens} tokens of a new prompt were cached; nobody says from where"
+    elif is_router:
+        result.said = f"not handed over: the answer of {d} says nothing of it"
+        result.todo = "start it with KVFerryConnector in --kv-transfer-config, and with this release of KVFerry"
+    else:
+        result.said = (
+            "not known: this is no kvferry router, and its answer does not say whether the prompt was handed over"
+        )
+        result.todo = "kvferry check URL of the decode engine, which counts what it has loaded"
+    return result
+
+
+def of_engine(url: str, figures: EngineFigures) -> CheckResult:
+    """What an engine has counted since its start."""
+    prompts, reasons = figures.prompts, figures.reasons.most_common(3)
+    tokens, total = figures.tokens["external_kv_transfer"], sum(figures.tokens.values())
+    named = sum(prompts[result] for result in ("loaded", *NOT_LOADED))
+    why = ", ".join(f"{_plain(reason)} {count}" for reason, count in reasons if count)
+    result = CheckResult(prompts["loaded"] > 0 or tokens > 0, "", tokens=tokens, prompt_tokens=total, decode=url)
+    loaded = f"{url} is an engine, and no prompt was sent; since its start it has loaded"
+    if not prompts:
+        result.said = f"{loaded} {tokens} of {total} prompt tokens; it counts no prompts"
+        result.todo = "" if result.handed_over else "start it with this release of KVFerry, and with KVFerryConnector"
+    elif not named:
+        result.said = f"{loaded} nothing: none of its {prompts['plain']} requests named a prefill engine"
+        result.todo = "the router must send it the prefill engine's kv_transfer_params: docs/routers.md"
+    else:
+        result.said = f"{loaded} {prompts['loaded']} of {named} prompts, {tokens} of {total} prompt tokens"
+        result.said += f"; not loaded: {why}" if why else ""
+        if not result.handed_over:
+            result.todo = TO_DO.get(reasons[0][0], ELSE_TO_DO)
+    return result

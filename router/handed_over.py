@@ -1,0 +1,175 @@
+"""What became of the prompts that a decode engine (D) got with parameters of a prefill engine (P), as D itself counts
+it: the router knows what it has sent, and only D knows what it has loaded. Pure.
+
+D's ``/metrics`` page has all that D has counted, also of other routers. What is kept here is its growth since the
+router's first look. A counter that has fallen is of a D that was started anew, and all of it is growth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+LAST_PROMPTS = 20
+"""Where of so many prompts in a row none was loaded, something is wrong with this D, or with what it is sent."""
+MAX_PAIRS, MAX_NAMES = 32, 64
+"""P engines of one D that are counted; reasons and names of P that its page may have, all others are "other"."""
+PEER_CHARS = 8
+"""D names a P by so many characters of its engine id."""
+PROMPTS, PEERS = "vllm:kvferry_prompts_total", "vllm:kvferry_peer_handovers_total"
+TOKENS = "vllm:prompt_tokens_by_source_total"
+SERIES = tuple(f"{name}{{".encode() for name in (PROMPTS, PEERS, TOKENS))
+"""How the lines of a page begin that are of interest."""
+RESULTS, SOURCES = ("loaded", "local", "failed"), {"external_kv_transfer": "loaded", "local_compute": "computed"}
+NOTHING_TO_LOAD = ("cached", "whole_prompt", "other_connector", "ended")
+"""D's reasons for which a prompt was not loaded, and nothing is wrong."""
+_REASON = re.compile(r"[a-z_]{1,40}")
+_MOST = float(1 << 53)
+Counts = Counter[tuple[str, ...]]
+
+
+def counts_of(lines: str) -> Counts:
+    """What these lines of a page count: ("prompts", result, reason), ("tokens", source), ("done", peer). Raises
+    ValueError: they are no samples."""
+    found: Counts = Counter()
+    for family in text_string_to_metric_families(lines):
+        for name, labels, value, *_ in family.samples:
+            if not 0 <= value < _MOST:
+                raise ValueError(f"{name} is {value}")
+            result = labels.get("result", "")
+            if name == PROMPTS and result in RESULTS:
+                reason = labels.get("reason", "") if result != "loaded" else "none"
+                found["prompts", result, reason if _REASON.fullmatch(reason) else "other"] += int(value)
+            elif name == PEERS and result == "done":
+                found["done", labels.get("peer", "")] += int(value)
+            elif name == TOKENS:
+                found["tokens", labels.get("source", "")] += int(value)
+    return found
+
+
+class Pair:
+    """A P and a D. ``prompts``: sent to D with parameters of this P, and answered. ``peers``: the names that D has for
+    this P, which has another one after each start."""
+
+    def __init__(self) -> None:
+        self.prompts = 0
+        self.peers: dict[str, None] = {}
+
+
+class HandedOver:
+    """The prompts of one D. ``known``: D's page has said it. ``degraded``: none of the last prompts was handed over,
+    and why; empty where one was, or where nobody knows. A P has only this. ``logged``: it is in the log. ``prompts``:
+    with parameters of a P, by what D did; ``reasons``: of those that it did not load, also where it had them already.
+    ``tokens``: of all its prompts."""
+
+    def __init__(self) -> None:
+        self.degraded, self.known, self.logged = "", False, False
+        self.prompts, self.reasons, self.tokens = Counter[str](), Counter[str](), Counter[str]()
+        self.pairs: dict[str, Pair] = {}
+        self._page: Counts | None = None
+        self._done: Counter[str] = Counter()  # hand-overs by peer, counted by each rank of D
+        self._sent = 0  # since a prompt was handed over
+        self._missed: Counter[str] = Counter()  # likewise: prompts by reason
+        self._computed = 0  # likewise: tokens, less those of D's own cache
+
+    @property
+    def share_of_prompts(self) -> float | None:
+        """Of the prompts that came with parameters of a P, the share that D loaded; None: there were none."""
+        total = self.prompts.total()
+        return self.prompts["loaded"] / total if total else None
+
+    @property
+    def share_of_tokens(self) -> float | None:
+        """Of the prompt tokens that were not in its own cache, the share that D loaded; None: there were none."""
+        total = self.tokens.total()
+        return self.tokens["loaded"] / total if total else None
+
+    def prefilled(self, params: dict[str, Any] | None) -> None:
+        """P has answered a prompt with these parameters for D."""
+        self._sent = self._sent + 1 if params is None else 0
+        self.degraded = "" if self._sent < LAST_PROMPTS else (
+            f"none of its last {self._sent} answers had kv_transfer_params: it runs without KVFerry's connector, or as "
+            "kv_consumer; its log says why"
+        )  # fmt: skip
+
+    def sent(self, prefill: str, params: dict[str, Any]) -> None:
+        """D has answered a prompt with these parameters of the P at this URL."""
+        self._sent += 1
+        if prefill not in self.pairs and len(self.pairs) >= MAX_PAIRS:
+            return
+        pair = self.pairs.setdefault(prefill, Pair())
+        pair.prompts += 1
+        peer = str(params.get("remote_engine_id"))[:PEER_CHARS]
+        pair.peers.pop(peer, None)
+        pair.peers[peer] = None
+        if len(pair.peers) > MAX_PAIRS:
+            del pair.peers[next(iter(pair.peers))]
+
+    def take(self, page: Counts) -> None:
+        """D's page counts this now."""
+        self.known, before = bool(page), self._page
+        if not page:
+            return
+        self._page = page
+        if before is None:  # what D has counted before the first look is not of this router
+            return
+        restarted = any(page[key] < count for key, count in before.items())
+        grown = Counter({key: n for key, now in page.items() if (n := now - (0 if restarted else before[key]))})
+        for key, count in grown.items():
+            match key:
+                case "prompts", "loaded", _:
+                    self.prompts["loaded"] += count
+                case "prompts", result, reason:
+                    _add(self.reasons, reason, count)
+                    if reason not in NOTHING_TO_LOAD:
+                        self.prompts[result] += count
+                        _add(self._missed, reason, count)
+                case "tokens", source:
+                    if source in SOURCES:
+                        self.tokens[SOURCES[source]] += count
+                    self._computed += {"local_compute": count, "local_cache_hit": -count}.get(source, 0)
+                case "done", peer:
+                    _add(self._done, peer, count)
+        counted = any(key[0] == "prompts" for key in page)
+        if grown[("prompts", "loaded", "none") if counted else ("tokens", "external_kv_transfer")]:
+            self._sent, self._computed, self.degraded = 0, 0, ""
+            self._missed.clear()
+        elif counted:
+            why = ", ".join(f"{reason} {count}" for reason, count in self._missed.most_common(3))
+            self._judge(min(self._sent, self._missed.total()), why)
+        else:  # vLLM's own count says that it computed them
+            why = f"it has no {PROMPTS}, so it runs without KVFerry's connector or with an older one"
+            self._judge(self._sent if self._computed > 0 else 0, why)
+
+    def _judge(self, prompts: int, why: str) -> None:
+        """So many in a row were not handed over."""
+        if prompts >= LAST_PROMPTS:
+            self.degraded = f"none of the last {prompts} prompts was handed over, for this reason: {why}"
+
+    def status(self) -> dict[str, Any]:
+        """For ``/router/status``."""
+        return {
+            "known": self.known,
+            "prompts": {result: self.prompts[result] for result in RESULTS},
+            "reasons": dict(self.reasons),
+            "tokens": {name: self.tokens[name] for name in SOURCES.values()},
+            "degraded": self.degraded or None,
+        }
+
+    def loaded_by_pair(self) -> dict[str, tuple[int, int | None]]:
+        """By the URL of P: the prompts that were sent, and those that D loaded; None: D has the same name for this P
+        and another one."""
+        loaded = self.prompts["loaded"]
+        ranks = max(1, round(self._done.total() / loaded)) if loaded else 1
+        names, found = Counter(peer for pair in self.pairs.values() for peer in pair.peers), dict[str, Any]()
+        for url, pair in self.pairs.items():
+            clear = all(names[peer] == 1 for peer in pair.peers)
+            found[url] = pair.prompts, round(sum(self._done[peer] for peer in pair.peers) / ranks) if clear else None
+        return found
+
+
+def _add(counts: Counter[str], name: str, count: int) -> None:
+    counts[name if name in counts or len(counts) < MAX_NAMES else "other"] += count

@@ -1,0 +1,174 @@
+"""``kvferry check`` through a router, before other servers, and its user's mistakes, one line each."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from typer.testing import CliRunner, Result
+
+from kvferry.cli.check import PROMPT_TOKENS, TO_DO
+from kvferry.cli.main import app
+from kvferry.connector.wire.metrics import FAILURE_KINDS, LocalReason
+from tests.router.stand_ins import Engine, Served, decode_engine, gone, prefill_engine, routed
+from tests.top.pages import Pages, recorded
+
+LOADED = {
+    "result": "loaded", "reason": "", "tokens": 511, "plane": "cma", "milliseconds": 3.14159, "peer": "p-0",
+}  # fmt: skip
+
+
+def reporting(said: Any = LOADED, usage: Any = None, status: int = 200) -> Engine:
+    """A D that says this of each prompt for which it is asked to."""
+
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        if status != 200:
+            return JSONResponse({"error": {"message": "no\nway", "code": status}}, status)
+        params = body.get("kv_transfer_params") or {}
+        told = {"kv_transfer_params": {"handed_over": said}} if params.get("report") is True else {}
+        return JSONResponse({"choices": [], "usage": usage} | told)
+
+    return Engine(answer)
+
+
+def check(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["check", *arguments], env={"VLLM_API_KEY": ""})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_a_prompt_that_is_handed_over() -> None:
+    p, d = prefill_engine(), reporting()
+    with routed(p, d) as front:
+        first, second = check(front.url), check(front.url + "/v1", "--json", "--model", "m", "--api-key", "k")
+        plain = front.ask({"prompt": "x"})
+        (p_url,), (d_url,) = front.p, front.d
+    assert first.exit_code == second.exit_code == 0
+    of = f"decode engine {d_url} loaded 511 of 512 prompt tokens from prefill engine {p_url} over cma in 3.1 ms"
+    assert first.stdout == f"handed over: {of}\n"
+    found = json.loads(second.stdout)
+    assert found["handed_over"] and found["report"] == LOADED and found["tokens"] == 511
+    assert (found["prefill"], found["decode"]) == (p_url, d_url) and found["seconds"] > 0
+    (one, _, _), (other, headers, _), (asked, _, _) = d.seen
+    assert len(one["prompt"]) == PROMPT_TOKENS and one["prompt"][:16] != other["prompt"][:16]
+    assert headers["authorization"] == "Bearer k" and p.seen[1][1]["authorization"] == "Bearer k"
+    assert "report" not in asked["kv_transfer_params"] and "report" not in p.seen[0][0]["kv_transfer_params"]
+    assert not [name for name in plain.headers if name.startswith("x-kvferry")] and plain.json() == {
+        "choices": [], "usage": None,
+    }  # fmt: skip
+
+
+def test_where_both_legs_are_sent_at_once(at_once: Served) -> None:
+    at_once.d.answer = lambda body: JSONResponse(
+        {"kv_transfer_params": {"handed_over": LOADED} if body["kv_transfer_params"].get("report") else None}
+    )
+    assert check(at_once.url).exit_code == 0
+    assert at_once.d.params[-1]["transfer_id"]
+
+
+@pytest.mark.parametrize("reason", ["wrong_role", "key", "one of a later release"])
+def test_each_reason_of_d_is_named_with_what_to_do(reason: str) -> None:
+    result = "failed" if reason in FAILURE_KINDS else "local"
+    with routed(prefill_engine(), reporting(LOADED | {"result": result, "reason": reason})) as front:
+        found = check(front.url)
+    assert found.exit_code == 1 and found.stdout.startswith("not handed over: ") and f": {reason}\n" in found.stdout
+    assert TO_DO.get(reason, "docs/troubleshooting.md") in found.stdout and found.stdout.count("\n") == 2
+
+
+def test_there_is_something_to_do_about_every_reason() -> None:
+    assert TO_DO.keys() == {*FAILURE_KINDS, *get_args(LocalReason)}
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        ([], "no prefill engine takes requests"),
+        (gone, "failed: no connection"),
+        (lambda: prefill_engine(status=500), "answered 500"),
+        (lambda: prefill_engine(params=None), "has no kv_transfer_params"),
+    ],
+)
+def test_p_hands_nothing_over(p: Any, words: str) -> None:
+    with routed(p() if callable(p) else p, reporting()) as front:
+        found = check(front.url)
+    assert found.exit_code == 1 and words in found.stdout and found.stdout.count("\n") == 2
+
+
+def test_a_d_that_says_nothing_of_it() -> None:
+    with routed(prefill_engine(), decode_engine()) as front:
+        found = check(front.url)
+    assert found.exit_code == 1 and "start it with KVFerryConnector" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "said", [{"result": "loaded", "tokens": "x", "plane": 7, "peer": None}, "x", {"result": []}, [1]]
+)
+def test_a_report_of_another_form_ends_without_a_traceback(said: Any) -> None:
+    with routed(prefill_engine(), reporting(said)) as front:
+        assert check(front.url).exit_code in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("cached", "status", "words"), [(511, 0, "511 of 512 tokens of a new prompt"), (0, 1, "no kvferry router")]
+)
+def test_another_router_is_judged_by_its_answer(cached: int, status: int, words: str) -> None:
+    other = reporting(usage={"prompt_tokens_details": {"cached_tokens": cached}})
+    with other.running() as url:
+        found = check(url)
+    assert found.exit_code == status and words in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "status", "words"),
+    [
+        (recorded("decode_2"), 0, "has loaded 13 of 13 prompts, 4470 of 4483 prompt tokens"),
+        (recorded("prefill_2"), 1, "none of its 13 requests named a prefill engine"),
+        (recorded("decode_2").replace("kvferry_prompts", "x"), 0, "it counts no prompts"),
+        (
+            'vllm:num_requests_running{model_name="m"} 0\n'
+            'vllm:kvferry_prompts_total{reason="key",result="failed"} 3\n'
+            'vllm:kvferry_prompts_total{reason="timeout",result="failed"} 2\n',
+            1, "has loaded 0 of 5 prompts, 0 of 0 prompt tokens; not loaded: key 3, timeout 2",
+        ),
+    ],
+)  # fmt: skip
+def test_an_engine_says_what_it_has_loaded(page: str, status: int, words: str) -> None:
+    engine = Pages(page)
+    try:
+        found = check(engine.url)
+    finally:
+        engine.close()
+    assert found.exit_code == status and words in found.stdout
+    assert "key_file" in found.stdout or "key 3" not in words
+
+
+WRONG: list[tuple[tuple[str, ...], int, str]] = [
+    (("",), 2, "expected http://HOST:PORT"),
+    (("http://user:secret@h:1",), 2, "expected http://HOST:PORT"),
+    (("http://a..b:1",), 2, "no name of a host"),
+    ((gone(),), 1, "Connection refused; is it started?"),
+    (("http://127.0.0.1:9", "--timeout", "0"), 2, "--timeout"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), WRONG)
+def test_wrong_input_is_one_line(arguments: tuple[str, ...], status: int, words: str) -> None:
+    found = check(*arguments)
+    assert found.exit_code == status and words in found.stderr and "secret" not in found.output
+    assert found.stderr.count("\n") == 1 or "--timeout" in arguments
+
+
+def test_a_model_that_there_is_not_a_key_that_is_needed_and_errors_of_d() -> None:
+    with routed(prefill_engine(), reporting()) as front:
+        found = check(front.url, "--model", "x")
+        assert found.exit_code == 2 and "has no model 'x'; it has 'm'" in found.stderr
+    for status, code, words in ((401, 2, "wants a key"), (500, 1, "HTTP 500"), (404, 1, "HTTP 404")):
+        with routed(prefill_engine(), reporting(status=status)) as front:
+            found = check(front.url)
+        assert found.exit_code == code and words in found.stderr and found.stderr.count("\n") == 1
+    with routed([], []) as front:
+        found = check(front.url)
+        assert found.exit_code == 1 and "no decode engine takes requests" in found.stderr

@@ -1,0 +1,192 @@
+"""What the router says of hand-overs is what D counts, not what the router has sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from kvferry.router import health
+from kvferry.router.engines import Role
+from kvferry.router.handed_over import LAST_PROMPTS, MAX_NAMES, MAX_PAIRS, Counts, HandedOver, counts_of
+from kvferry.router.health import Checks
+from tests.router.stand_ins import PARAMS, decode_engine, prefill_engine, routed
+from tests.support.served import eventually
+
+P, Q = "http://p:1", "http://q:1"
+
+
+def page(*prompts: tuple[str, str, int], tokens: tuple[int, int, int] = (0, 0, 0), **done: int) -> str:
+    """Of a D: prompts by result and reason; tokens loaded, computed and found in its cache; hand-overs by peer."""
+    of = 'engine="0",model_name="m"'
+    lines = [f'vllm:kvferry_prompts_total{{{of},reason="{why}",result="{what}"}} {n}.0' for what, why, n in prompts]
+    sources = ("external_kv_transfer", "local_compute", "local_cache_hit")
+    lines += [
+        f'vllm:prompt_tokens_by_source_total{{{of},source="{s}"}} {n}' for s, n in zip(sources, tokens, strict=True)
+    ]
+    lines += [f'vllm:kvferry_peer_handovers_total{{{of},peer="{p}",result="done"}} {n}' for p, n in done.items()]
+    return "# TYPE x counter\nx 1\n" + "\n".join(lines) + "\n"
+
+
+def counts(*prompts: tuple[str, str, int], **more: Any) -> Counts:
+    return counts_of(page(*prompts, **more))
+
+
+def one(first: Counts | None = None) -> HandedOver:
+    """A D that the router has looked at once."""
+    handed_over = HandedOver()
+    handed_over.take(first if first is not None else counts(("loaded", "", 0)))
+    return handed_over
+
+
+def send(handed_over: HandedOver, prompts: int = LAST_PROMPTS, p: str = P, engine_id: str = "p-0") -> None:
+    for _ in range(prompts):
+        handed_over.sent(p, {"remote_engine_id": engine_id})
+
+
+def test_growth_counts_since_the_first_look_also_over_a_restart() -> None:
+    d = one(counts(("loaded", "", 100), ("local", "wrong_role", 3), tokens=(9, 9, 9)))
+    assert not d.prompts and d.share_of_prompts is None and d.share_of_tokens is None
+    d.take(counts(("loaded", "", 103), ("local", "wrong_role", 4), tokens=(309, 109, 9)))
+    assert d.status() == {
+        "known": True, "prompts": {"loaded": 3, "local": 1, "failed": 0}, "reasons": {"wrong_role": 1},
+        "tokens": {"loaded": 300, "computed": 100}, "degraded": None,
+    }  # fmt: skip
+    assert d.share_of_prompts == d.share_of_tokens == 0.75
+    d.take(counts(("loaded", "", 1), ("local", "wrong_role", 6), tokens=(400, 0, 0)))  # it was started anew
+    assert d.prompts == {"loaded": 4, "local": 7} and d.tokens["loaded"] == 700
+
+
+def test_a_prompt_that_d_had_already_is_named_and_is_no_miss() -> None:
+    d = one()
+    send(d)
+    d.take(counts(("loaded", "", 0), ("local", "cached", LAST_PROMPTS), ("local", "ended", 5)))
+    assert not d.prompts.total() and d.reasons == {"cached": LAST_PROMPTS, "ended": 5} and not d.degraded
+
+
+def test_degraded_after_the_last_prompts_and_until_one_is_loaded() -> None:
+    d = one()
+    send(d, LAST_PROMPTS)
+    half = LAST_PROMPTS // 2 - 1
+    d.take(counts(("local", "other_prompt", 1), ("local", "key", half), ("failed", "key", half)))
+    assert not d.degraded, "one is missing"
+    d.take(counts(("local", "other_prompt", 2), ("local", "key", half), ("failed", "key", half), tokens=(9, 9, 9)))
+    assert f"none of the last {LAST_PROMPTS} prompts" in d.degraded
+    assert f"key {LAST_PROMPTS - 2}, other_prompt 2" in d.degraded, "the most frequent reason first"
+    d.take(counts(("loaded", "", 1), ("local", "other_prompt", 2), ("local", "key", half), ("failed", "key", half)))
+    assert not d.degraded
+    send(d, LAST_PROMPTS - 1)
+    failed = ("failed", "key", half + 3 * LAST_PROMPTS)
+    d.take(counts(("loaded", "", 1), ("local", "other_prompt", 2), ("local", "key", half), failed))
+    assert not d.degraded, "others have sent the rest"
+
+
+def test_a_page_of_another_connector_is_judged_by_tokens_and_an_empty_one_is_unknown() -> None:
+    d = one(counts_of(""))
+    send(d)
+    d.take(counts_of(""))
+    assert not d.known and not d.degraded
+    d = one(counts())
+    send(d)
+    d.take(counts(tokens=(0, 10, 20_000)))
+    assert not d.degraded, "its own cache had the prompts"
+    d.take(counts(tokens=(0, 30_000, 20_000)))
+    assert "has no vllm:kvferry_prompts_total" in d.degraded
+    d.take(counts(tokens=(16, 30_000, 20_000)))
+    assert not d.degraded and d.tokens["computed"] == 30_000
+    d.take(counts_of(""))
+    assert not d.known
+    d.take(counts(tokens=(16, 30_000, 20_000)))
+    assert d.known and d.tokens["computed"] == 30_000, "nothing is counted twice"
+
+
+def test_pairs_by_the_names_that_d_has_for_a_p() -> None:
+    d = one()
+    send(d, 3, P, "aaaaaaaa-1")
+    send(d, 2, Q, "bbbbbbbb-1")
+    send(d, 1, Q, "cccccccc-2")  # it was started anew
+    d.take(counts(("loaded", "", 5), aaaaaaaa=6, bbbbbbbb=2, cccccccc=2, other=0))
+    assert d.loaded_by_pair() == {P: (3, 3), Q: (3, 2)}, "two ranks of D count each"
+    send(d, 1, Q, "aaaaaaaa-2")
+    assert d.loaded_by_pair() == {P: (3, None), Q: (4, None)}, "both have one name"
+
+
+def test_names_are_bounded_and_strange_ones_are_no_label() -> None:
+    d = one()
+    for number in range(2 * MAX_PAIRS):
+        send(d, 1, f"http://p:{number + 1}", f"{number:08}")
+        send(d, 1, P, f"x{number:07}")
+    assert len(d.pairs) == MAX_PAIRS and len(d.pairs[P].peers) <= MAX_PAIRS
+    reasons = [("failed", "a" * number, 1) for number in range(1, 41)] + [("failed", "NO <b>", 7)]
+    d.take(counts(*reasons, **{f"p{n}": 1 for n in range(3 * MAX_NAMES)}))
+    assert d.prompts["failed"] == 47 and d.reasons["other"] == 7 and "NO <b>" not in d.reasons
+    for text in ("vllm:kvferry_prompts_total{ 1", 'vllm:kvferry_prompts_total{result="loaded"} -1'):
+        with pytest.raises(ValueError, match=r".*"):
+            counts_of(text)
+
+
+# --- by way of a router
+
+
+FAST = Checks(interval=0.02, timeout=60.0)
+
+
+def test_one_warning_health_metrics_and_status_and_the_end_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    p, d = prefill_engine(), decode_engine()
+    d.metrics = lambda: page(("loaded", "", 7), ("local", "wrong_role", 0))
+    with routed(p, d, checks=FAST) as front:
+        for number in range(LAST_PROMPTS):
+            front.ask({"prompt": str(number)})
+        assert front.get("/health").json()["status"] == "ok"
+        d.metrics = lambda: page(("loaded", "", 7), ("local", "wrong_role", LAST_PROMPTS))
+        eventually(lambda: front.get("/health").json()["status"] == "degraded", "the router has looked")
+        health_now, status = front.get("/health"), front.get("/router/status").json()
+        metrics = front.get("/metrics").text
+        assert health_now.status_code == 200 and "wrong_role 20" in health_now.json()["handed_over"][front.d[0]]
+        assert status["engines"][1]["handed_over"]["prompts"] == {"loaded": 0, "local": LAST_PROMPTS, "failed": 0}
+        of = f'decode="{front.d[0]}"'
+        assert f'kvferry_router_prompts_total{{{of},result="local"}} 20.0' in metrics
+        assert f'kvferry_router_prompts_not_loaded_total{{{of},reason="wrong_role"}} 20.0' in metrics
+        assert f'kvferry_router_pair_prompts_total{{{of},prefill="{front.p[0]}"}} 20.0' in metrics
+        assert f'kvferry_router_engine_degraded{{role="decode",url="{front.d[0]}"}} 1.0' in metrics
+        d.metrics = lambda: page(("loaded", "", 8), ("local", "wrong_role", LAST_PROMPTS))
+        eventually(lambda: front.get("/health").json()["status"] == "ok", "the router has looked again")
+        assert "handed_over" not in front.get("/health").json()
+        eventually(lambda: "handed over again" in caplog.text, "the end is logged")
+    said = [line for line in caplog.messages if f"decode engine {front.d[0]}: " in line]
+    assert len(said) == 2 and "wrong_role 20" in said[0] and "handed over again" in said[1]
+
+
+def test_a_p_that_hands_nothing_over(caplog: pytest.LogCaptureFixture) -> None:
+    p, d = prefill_engine(params=None), decode_engine()
+    with routed(p, d, checks=FAST) as front:
+        for number in range(LAST_PROMPTS):
+            front.ask({"prompt": str(number)})
+        assert "kv_transfer_params" in front.get("/health").json()["handed_over"][front.p[0]]
+        eventually(lambda: "as kv_consumer" in caplog.text, "it is logged")
+        front.router.engines.of(Role.PREFILL)[0].handed_over.prefilled(PARAMS)
+        assert front.get("/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("wrong", ["x 1\n" * 20_000, "x" * 20_000, "vllm:kvferry_prompts_total{ 1\n", 404])
+def test_a_page_that_is_none_or_too_large_changes_nothing(wrong: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "MAX_PAGE_BYTES", 40_000)
+    monkeypatch.setattr(health, "MAX_KEPT_BYTES", 10_000)
+    d, looks = decode_engine(), list[int]()
+    d.metrics = lambda: page(("loaded", "", 1))
+    with routed(prefill_engine(), d, checks=FAST) as front:
+        engine = front.router.engines.of(Role.DECODE)[0]
+
+        def bad() -> str:
+            looks.append(1)
+            if isinstance(wrong, int):
+                raise HTTPException(wrong)
+            return page(("loaded", "", 3)) + wrong
+
+        d.metrics = bad
+        eventually(lambda: len(looks) > 3, "it has looked")
+        assert not engine.handed_over.prompts and not engine.failed_checks
+        d.metrics = lambda: page(("loaded", "", 3))
+        eventually(lambda: engine.handed_over.prompts["loaded"] == 2, "what it has missed is counted at the next look")
