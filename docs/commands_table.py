@@ -9,7 +9,7 @@ import typer.main
 from kvferry.cli.main import app
 
 PAGES = {"bench": "doctor.md", "doctor": "doctor.md", "drain": "deployment.md", "keygen": "../SECURITY.md"}
-PAGES |= {"plan": "planning.md", "router": "routers.md", "top": "doctor.md"}
+PAGES |= {"check": "doctor.md", "plan": "planning.md", "router": "routers.md", "top": "doctor.md"}
 """The page of a command."""
 
 

@@ -50,7 +50,7 @@ def counts_of(lines: str) -> Counts:
     return found
 
 
-class Pair:
+class EnginePair:
     """A P and a D. ``prompts``: sent to D with parameters of this P, and answered. ``peers``: the names that D has for
     this P, which has another one after each start."""
 
@@ -68,7 +68,7 @@ class HandedOver:
     def __init__(self) -> None:
         self.degraded, self.known, self.logged = "", False, False
         self.prompts, self.reasons, self.tokens = Counter[str](), Counter[str](), Counter[str]()
-        self.pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, EnginePair] = {}
         self._page: Counts | None = None
         self._done: Counter[str] = Counter()  # hand-overs by peer, counted by each rank of D
         self._sent = 0  # since a prompt was handed over
@@ -100,7 +100,7 @@ class HandedOver:
         self._sent += 1
         if prefill not in self.pairs and len(self.pairs) >= MAX_PAIRS:
             return
-        pair = self.pairs.setdefault(prefill, Pair())
+        pair = self.pairs.setdefault(prefill, EnginePair())
         pair.prompts += 1
         peer = str(params.get("remote_engine_id"))[:PEER_CHARS]
         pair.peers.pop(peer, None)

@@ -88,7 +88,7 @@ def test_there_is_something_to_do_about_every_reason() -> None:
         ([], "no prefill engine takes requests"),
         (gone, "failed: no connection"),
         (lambda: prefill_engine(status=500), "answered 500"),
-        (lambda: prefill_engine(params=None), "has no kv_transfer_params"),
+        (lambda: prefill_engine(params=None), "no kv_transfer_params in its answer"),
     ],
 )
 def test_p_hands_nothing_over(p: Any, words: str) -> None:
