@@ -148,6 +148,7 @@ bench: install
 	$(BIN)/python benchmarks/router/where_to_prefill.py --device cpu --json $(RESULTS)/cpu_where_to_prefill.json
 	$(BIN)/python tests/engine/wrong_tokens/run.py --json $(RESULTS)/wrong_tokens.json
 	$(BIN)/python tests/engine/wrong_tokens/both_legs.py --json $(RESULTS)/both_legs.json
+	$(BIN)/python benchmarks/engines/wrong_answers.py --json $(RESULTS)/wrong_answers.json
 	$(BIN)/python tests/faults/stale_reads.py --json $(RESULTS)/stale_reads.json
 
 bench-gpu:

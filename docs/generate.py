@@ -56,7 +56,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/settings.md": {"settings": settings_table},
     "docs/observability.md": {"metrics": series_table},
-    "docs/comparison.md": {"measured": pages.systems},
+    "docs/comparison.md": {"measured": pages.systems, "wrong-answers": pages.wrong_answers},
     "docs/compatibility.md": {
         **{what: partial(support, what) for what in ("families", "pairings", "features")},
         "dtypes": error_table,

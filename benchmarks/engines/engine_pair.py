@@ -10,6 +10,8 @@ from tests.support.server import Server
 from tests.support.tiny_model import ModelSpec
 
 OURS, THEIRS = "KVFerryConnector", "NixlConnector"
+EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""``uni``, which vLLM has by default for one GPU, named so that vLLM does not take ``mp`` for it on the CPU."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 import httpx
 
 from benchmarks.engines import shaped_link, streaming_figures
-from benchmarks.engines.engine_pair import LLAMA_8B
+from benchmarks.engines.engine_pair import EXECUTOR, LLAMA_8B
 from benchmarks.engines.streaming_pair import (
     OURS,
     OURS_NAME,
@@ -74,8 +74,6 @@ CELLS: dict[str, list[Cell]] = {
     "cpu": [(128, 1.25), (2000, 0.125), (2000, 1.25), (2000, 3.0), (8000, 1.25)],
 }
 """At 0.125 GB/s, 2000 tokens take longer over the link than to compute."""
-EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""``uni``, which vLLM has by default for one GPU, named so that vLLM does not take ``mp`` for it on the CPU."""
 
 
 def cell_of(text: str) -> Cell:

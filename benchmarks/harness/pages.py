@@ -414,6 +414,23 @@ def both_legs() -> str:
     )
 
 
+def wrong_answers() -> str:
+    """What became of requests under the faults that users reported, beside NIXL."""
+    result = load("wrong_answers")
+    order = {fault: number for number, fault in enumerate(dict.fromkeys(row["fault"] for row in result["rows"]))}
+    names = {connector: name for name, connector in CONNECTORS.items()}
+    columns: Columns = {
+        "fault": lambda row: f"{row['fault']} ({row['source']})" if row["source"] else row["fault"],
+        "connector": lambda row: names[row["connector"]], "requests": "{asked}", "right": "{right}",
+        "errors": "{error}", "wrong": "{wrong}", "engine ended": "{engine_ends}",
+        "seconds, median / longest": "{seconds_p50:.2f} / {seconds_max:.1f}",
+    }  # fmt: skip
+    return page(
+        f"{policy_sentence(result['policy'])} {machine(result, ('vllm', 'nixl-cu13'))}",
+        table(sorted(result["rows"], key=lambda row: order[row["fault"]]), columns),
+    )
+
+
 # --- router, plan -----------------------------------------------------------------------------------------------------
 
 

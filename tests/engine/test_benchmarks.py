@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines import shaped_link
+from benchmarks.engines.engine_pair import OURS, THEIRS
 from tests.engine.conftest import run_benchmark
 from tests.support.served import PATIENT
 
@@ -50,3 +51,15 @@ def test_every_way_of_streaming_has_its_samples(tmp_path: Path) -> None:
     assert rows["serial"]["before_end"] < 0.1, "KV left before P had computed it"
     assert rows["at once"]["empty_steps"]["D"] > 0, "D is asked again while it waits for P"
     assert {one["target"] for one in result["targets"]} >= {"P's prefill slower than alone, %"}
+
+
+def test_wrong_answers_are_seen_and_none_is_of_kvferry(tmp_path: Path) -> None:
+    """vLLM 0.32's NixlConnector reads the blocks that a reference names, whatever is in them by now: its wrong answers
+    show that the comparison sees some."""
+    none, reused = "none", "used reference, blocks used again"
+    options = ["--count", "8", "--faults", none, reused]
+    result = run_benchmark("benchmarks/engines/wrong_answers.py", tmp_path, *options)
+    rows = {(row["connector"], row["fault"]): row for row in result["rows"]}
+    right = {key: row["right"] for key, row in rows.items() if key != (THEIRS, reused)}
+    assert right == {(OURS, none): 8, (OURS, reused): 8, (THEIRS, none): 8}
+    assert rows[THEIRS, reused]["wrong"] > 0
