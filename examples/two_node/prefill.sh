@@ -4,6 +4,7 @@
 # Environment: PORT (8000), VLLM (the vllm command), KVFERRY_ALLOWED_PEERS (the network of both hosts, 10.0.0.0/24).
 set -eu
 [ $# -ge 2 ] || { echo "usage: ${SCRIPT:-$0} MODEL MY_ADDRESS [vllm serve arguments]" >&2; exit 2; }
+unset SCRIPT
 MODEL=$1 ADDRESS=$2
 shift 2
 export VLLM_HOST_IP="$ADDRESS"

@@ -158,7 +158,7 @@ def test_keygen(tmp_path):
     again = keygen(tmp_path / "key")
     assert again.exit_code == 1 and "exists already, and nothing was changed" in again.stderr
     nowhere = keygen(tmp_path / "no" / "key")
-    assert nowhere.exit_code == 1 and "cannot be written" in nowhere.stderr and "Traceback" not in nowhere.stderr
+    assert nowhere.exit_code == 2 and "cannot be written" in nowhere.stderr and "Traceback" not in nowhere.stderr
     assert read_key_file(tmp_path / "key") == secret
     for file in ("", ".", "/"):
         done = keygen(file)

@@ -31,7 +31,10 @@ def choice(*planes: str) -> PlaneChoice:
         for name in planes
     ]  # fmt: skip
     context: Any = SimpleNamespace(
-        planes=made, missing_planes=MISSING, caches=SimpleNamespace(device=torch.device("cpu"))
+        planes=made,
+        missing_planes=MISSING,
+        caches=SimpleNamespace(device=torch.device("cpu")),
+        settings=SimpleNamespace(require_plane=()),
     )
     found = PlaneChoice(context)
     found.take_offers([SimpleNamespace(name=name, payload=b"") for name in planes])  # type: ignore[misc]

@@ -227,7 +227,7 @@ def test_a_salvaged_report_says_in_the_next_step_which_loads_stood() -> None:
     outcome.begun(load)
     report = KVConnectorOutput(kv_connector_worker_meta=KVFerryWorkerMeta({}, outcome))
     assert not report.is_empty(), "vLLM salvages it"
-    ended = threading.Timer(0.05, outcome.ended, (load, True))
+    ended = threading.Timer(0.05, outcome.ended, (load,))
     ended.start()
     here, there = multiprocessing.Pipe()
     here.send(report)

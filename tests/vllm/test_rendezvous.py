@@ -391,7 +391,7 @@ def test_made_up_addresses_do_not_keep_d_from_asking_p(
     ("extra", "params", "why"),
     [
         ({}, {"remote_engine_id": "an older life"}, "says: 'this is engine "),  # P restarted, the router does not know
-        ({}, {"remote_port": 1}, "127.0.0.1:1: nobody listens there"),
+        ({}, {"remote_port": 1}, "cannot be asked for the lease: nobody listens there"),
         ({"allowed_peers": ["10.0.0.0/8"]}, {}, "127.0.0.1 is not an allowed peer"),
         ({}, {"remote_key": "0123456789ab"}, "0123456789ab"),
         ({}, {"remote_port": "x"}, "remote_port is 'x', expected a number 1 to 65535"),

@@ -26,7 +26,7 @@ from kvferry.transport.errors import ConfigError, KVFerryError
 
 FINGERPRINT_BYTES = 6
 GREETING_BYTES = 16
-WHO_LISTENS = bytes(GREETING_BYTES)
+WHO_LISTENS = b"kvferry: who is?"
 """In place of a greeting: P is asked for the fingerprint of its key, by `kvferry doctor`."""
 _Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _SHOWN = 8
