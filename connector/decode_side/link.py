@@ -293,7 +293,7 @@ class Link:
             self._host,
             self._port,
             key=address.key,
-            timeout=0.9 * settings.handshake_timeout_seconds,  # its reason says more than the deadline of the handshake
+            timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
         )
         self.connection.on_news = partial(pending.__setitem__, self, None)
         if self.connection.news:

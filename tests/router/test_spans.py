@@ -135,7 +135,7 @@ def failing(status: int) -> Engine:
     return prefill_engine(status=status)
 
 
-LATE = LegTimeouts(prefill=0.1)
+LATE = LegTimeouts(prefill=1.0)
 FAILURES: list[tuple[Callable[[], tuple[Any, Any]], dict[str, list[tuple[Any, str]]]]] = [
     (lambda: ([failing(503), prefill_engine()], decode_engine()),
      {PREFILL: [(503, "HTTP 503"), (200, "")], DECODE: [(200, "")], REQUEST: [(200, "")]}),

@@ -110,7 +110,7 @@ def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: L
     p, d = group.pair(extra={"handshake_timeout_seconds": 1.0})
     consumer = consumer_of(d)
 
-    def broken(now: float) -> bool:
+    def broken(now: float, ready: object) -> bool:
         raise RuntimeError("planted")
 
     consumer.serve = broken

@@ -146,7 +146,7 @@ CAUSES: dict[Cause, str] = {
     other_release: "local other_release",
     plane_missing: "failed plane",
     network_refuses: "failed unreachable",
-    network_is_silent: "failed unreachable",
+    network_is_silent: "failed timeout",
     peer_not_allowed: "failed not_allowed",
     lease_over: "failed expired",
     p_never_had_the_prompt: "local no_answer",
