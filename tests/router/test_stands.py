@@ -55,13 +55,14 @@ async def at_the_same_time(site: Site, count: int) -> list[int]:
 
 
 def test_more_requests_than_descriptors_get_503_and_none_is_reset() -> None:
-    """The limit was low when it started, and is raised as far as it goes."""
+    """The limit was low when it started, and is raised as far as it goes: to 600, which is 68 requests and 140
+    connections without one. More of those the router may close, and a client may stand still before it sends."""
     d = decode_engine(before=0.5)
     with d.running() as d_url, router_process("--decode", d_url, *ROUTER_PATIENCE, descriptors=600) as (site, process):
         eventually(lambda: site.healthy, "the router answers")
         limits = Path(f"/proc/{process.pid}/limits").read_text()
         assert next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3] == "600"
-        found = asyncio.run(at_the_same_time(site, 200))
+        found = asyncio.run(at_the_same_time(site, 130))
         assert set(found) == {200, 503} and found.count(200) >= 60
         assert set(asyncio.run(at_the_same_time(site, 30))) == {200}
 
