@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.connector.pages import computed_steps
-from kvferry.connector.pages.computed_steps import NEARLY_SECONDS, ComputedStep
+from kvferry.connector.pages.computed_steps import NEARLY_SECONDS, ComputedStep, PromptBlocks
 from kvferry.connector.prefill_side import serve
 from kvferry.connector.prefill_side.lookup import Answer
 from kvferry.connector.wire import messages
@@ -173,6 +173,7 @@ def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(p: Rank, d: Rank, asks
 def test_a_commit_of_what_nobody_was_granted_is_refused(group: RankGroup, p: Rank, d: Rank) -> None:
     engine, raw = computed(p, STEP), group.raw(p, d, attached=False)
     assert wait(lambda: engine.token in prompts_of(p))
+    prompts_of(p)[engine.token].readers[b"another D", 1] = PromptBlocks()
     raw.greet()
     raw.send(messages.Commit(read=1, token=engine.token))
     assert not raw.answer(messages.Committed).ok

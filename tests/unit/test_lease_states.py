@@ -73,9 +73,12 @@ BEGINS = ls.LeaseBegins(30, 100)
 STOPPED = ls.StopReads(ls.GIVEN_UP)
 
 
-def test_a_chunk_that_does_not_restart_says_too_little_after_a_preemption() -> None:
+def test_after_a_preemption_tokens_count_from_the_chunk_that_restarts_on() -> None:
+    """Another chunk says too little."""
     state, _ = run(ls.LeaseState(), FIRST, LOST, FIRST, ls.StepAdvanced(0, 40))
     assert state.phase is PHASE.PREEMPTED and run(state, BEGINS)[0].phase is PHASE.GRANTED
+    state, _ = run(state, AGAIN, ls.StepAdvanced(1, 40))
+    assert (state.phase, state.computed) == (PHASE.COMPUTING, 40)
 
 
 # --- any order --------------------------------------------------------------------------------------------------------

@@ -113,6 +113,17 @@ def test_a_prompt_that_is_not_handed_over_is_told_so(end: Callable[[SchedulerHal
     assert plan.stops == (PrefillStop(prefill.token, ended=True),) and not plan.chunks
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+def test_blocks_that_the_engine_takes_are_taken_back_first(told: bool) -> None:
+    scheduler, prefill = started()
+    lost = (PrefillStop(prefill.token, ended=False),)
+    if told:
+        assert step(scheduler, preempted=[view().request_id]).stops == lost
+        assert empty(step(scheduler, preempted=[view().request_id])), "they are lost once"
+    plan = step(scheduler, tokens(16, 16, [3, 4], fresh=True))
+    assert plan.stops == (() if told else lost) and chunks(plan) == [(16, 32, [3, 4], True)]
+
+
 @pytest.mark.parametrize("why", ["draining", "embeddings"])
 def test_a_prompt_that_cannot_be_leased_is_told_and_given_up(why: str) -> None:
     scheduler = half()

@@ -167,6 +167,15 @@ def test_a_question_for_a_prompt_that_waits_is_held_and_told_so(begins: bool, st
     assert (told[1].known, told[2].known) == (bool(steps), False)
 
 
+def test_a_prompt_that_ends_answers_all_and_late_questions_for_a_while() -> None:
+    named = Names()
+    named.begin(prefill("r", "tx"))
+    named.ask(1, until="granted")
+    assert said(named.end(TOKEN, 0.0)) == [(1, True)]
+    assert named.ask(2, at=9.9) == [(2, True)]
+    assert named.ask(3, at=10.0) == [], "another prompt may come with this name"
+
+
 def test_another_engine_is_meant() -> None:
     assert Names().ask(1, engine_id="q") == [(1, True)] and Names().ask(1, engine_id="p") == []
 
