@@ -182,8 +182,8 @@ class Router(Legs):
                 prefilled = p.result()
                 if identity_of(prefilled.params) != identity:
                     log.info("%s: D is asked again: the P that it was told of does not hand over", asked.name)
-                    to_its_end = True
                     await ended(d)
+                    to_its_end = True
                     return None if prefilled.failed else await self._decode(asked, reply, prefilled.params)
                 await asyncio.wait({d})
             if d.exception() is not None:

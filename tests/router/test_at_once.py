@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -100,6 +102,29 @@ def test_another_p_answers(at_once: Served) -> None:
     assert client.result().json() == {"text": "from D"} and at_once.d.params[-1] == other
     at_once.ask({"prompt": "z"})
     assert known(other).items() <= (at_once.d.params[-1] or {}).items(), "the other P is known now"
+
+
+def test_a_client_that_leaves_while_ds_leg_is_ended_leaves_no_lease(
+    at_once: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another P has answered than the one that D was told of."""
+    other = PUSH | {"remote_engine_id": "p-1"}
+    at_once.p.answer = lambda body: answer_of_p(other)
+    at_once.d.held = True
+    ending, end = threading.Event(), router.ended
+
+    async def slowly(leg: asyncio.Task[Any]) -> None:
+        if not ending.is_set():
+            ending.set()
+            await asyncio.sleep(600)  # the client leaves meanwhile
+        await end(leg)
+
+    monkeypatch.setattr(router, "ended", slowly)
+    leave_after(at_once.url, {"prompt": "y", "max_tokens": 5}, ending)
+    at_once.d.go_on.set()
+    eventually(lambda: at_once.d.bodies[-1].get("max_tokens") == 0, "D is told to release the lease")
+    assert at_once.d.params[-1] == other
+    at_once.nothing_left()
 
 
 def test_a_place_where_several_answer_is_asked_serially() -> None:
