@@ -39,7 +39,7 @@ def test_releases_that_precede_their_lease_are_bounded(group: RankGroup, pair: P
     """They were 389 MiB for 30 MiB of messages, and the last of them displaced those of an honest D."""
     p, _ = pair
     honest, stranger = group.raw(*pair), group.raw(*pair, attached=False)
-    token = secrets.token_bytes(16)
+    token = b"own" + secrets.token_bytes(13)
     honest.send(release(token))
     honest.settled()
     turn, before = TurnLines(p), resident_bytes()

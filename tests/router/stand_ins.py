@@ -216,7 +216,7 @@ class Site:
     def healthy(self) -> bool:
         try:
             return self.get("/health").status_code == 200
-        except httpx.ConnectError:
+        except (httpx.NetworkError, httpx.RemoteProtocolError):  # it took the connection, and ended
             return False
 
     def raw(self, sent: bytes = b"") -> socket.socket:

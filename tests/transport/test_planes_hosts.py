@@ -93,9 +93,10 @@ def listening_ports(pid: int) -> list[tuple[str, int]]:
     """Local addresses, in the kernel's hexadecimal, and ports on which a process listens by TCP."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        link = os.readlink(fd) if fd.is_symlink() else ""
-        if link.startswith("socket:["):
-            inodes.add(link[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # the process has closed it
+            link = os.readlink(fd)
+            if link.startswith("socket:["):
+                inodes.add(link[8:-1])
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
