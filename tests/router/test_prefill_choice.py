@@ -171,14 +171,10 @@ def test_equal_prompts_show_no_slope_but_their_own_time() -> None:
 
 def test_a_slow_d_is_learned_and_one_too_fast_to_be_true_is_not() -> None:
     pair = Chosen()
-    for _ in range(KEPT):
-        pair.choice.began(pair.d, 250_000.0, 0.05, pair.now, alone=True)  # an image
-    pair.load(pair.d, 8)
-    assert pair.choose(8000) is None
-    pair = Chosen()
     assert pair.choose(2000) is pair.d
-    for _ in range(ENOUGH):
+    for number in range(ENOUGH):
         pair.choice.began(pair.d, 2000.0, 3.0, pair.now, alone=True)
+        pair.choice.began(pair.d, 2.0 ** (15 + number % 4), 0.01, pair.now, alone=True)  # an image
     pair.now += 1
     assert pair.choose(2000) is None
 
