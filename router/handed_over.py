@@ -61,12 +61,12 @@ class EnginePair:
 
 class HandedOver:
     """The prompts of one D. ``known``: D's page has said it. ``degraded``: none of the last prompts was handed over,
-    and why; empty where one was, or where nobody knows. A P has only this. ``logged``: it is in the log. ``prompts``:
-    with parameters of a P, by what D did; ``reasons``: of those that it did not load, also where it had them already.
-    ``tokens``: of all its prompts."""
+    and why; empty where one was, or where nobody knows. A P has only this. ``logged``: it is in the log;
+    ``unreadable``: likewise, that its page is no page of metrics. ``prompts``: with parameters of a P, by what D did;
+    ``reasons``: of those that it did not load, also where it had them already. ``tokens``: of all its prompts."""
 
     def __init__(self) -> None:
-        self.degraded, self.known, self.logged = "", False, False
+        self.degraded, self.known, self.logged, self.unreadable = "", False, False, False
         self.prompts, self.reasons, self.tokens = Counter[str](), Counter[str](), Counter[str]()
         self.pairs: dict[str, EnginePair] = {}
         self._page: Counts | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.router.engines import Engine, EngineState, Role
@@ -14,8 +13,9 @@ from kvferry.router.http_client import Answer, HttpError, OwnFaultError
 from kvferry.router.legs import log
 from kvferry.router.router import Router
 
-MAX_PAGE_BYTES, MAX_KEPT_BYTES = 32 << 20, 1 << 20
-"""Of a page of metrics; and of its lines that are of interest, or of one line."""
+MAX_PAGE_BYTES, MAX_KEPT_BYTES, MAX_LINE_BYTES = 32 << 20, 1 << 20, 4 << 10
+"""Of a page of metrics; of its lines that are of interest; and of one of these, for the parser's time grows with the
+square of it."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,22 @@ class HealthChecks:
         """What a D has counted. Where its page cannot be had, nothing is known anew."""
         handed_over, limit = engine.handed_over, self._checks.timeout
         if engine.role is Role.DECODE and engine.state is not EngineState.DOWN:
-            with suppress(HttpError, TimeoutError, ValueError):
+            try:
                 async with asyncio.timeout(limit):
                     answer = await self._router.http.send("GET", engine.url, "/metrics", connect=limit)
                     try:
                         lines = await _lines_of(answer)
                     finally:
                         answer.close()
-                handed_over.take(await asyncio.to_thread(counts_of, lines))
+                    counts = await asyncio.to_thread(counts_of, lines)
+                handed_over.take(counts)
+                handed_over.unreadable = False
+            except (HttpError, TimeoutError):
+                pass
+            except Exception as error:  # the parser raises many kinds, and no page may end the checks of all engines
+                if not handed_over.unreadable:
+                    handed_over.unreadable = True
+                    log.warning("%s engine %s: its /metrics page cannot be read: %.200r", engine.role, engine.url, error)
         if bool(handed_over.degraded) != handed_over.logged:
             handed_over.logged = not handed_over.logged
             if handed_over.degraded:
@@ -87,10 +95,12 @@ async def _lines_of(answer: Answer) -> str:
     kept, rest, size, kept_size = list[bytes](), b"", 0, 0
     async for piece in answer.pieces():
         *lines, rest = (rest + piece).split(b"\n")
+        rest = rest[: MAX_LINE_BYTES + 1]  # a longer line is too long already
         found = [line for line in lines if line.startswith(SERIES)]
         kept += found
         size, kept_size = size + len(piece), kept_size + sum(map(len, found))
-        if size > MAX_PAGE_BYTES or max(kept_size, len(rest)) > MAX_KEPT_BYTES:
+        longest = max(map(len, found), default=0)
+        if size > MAX_PAGE_BYTES or kept_size > MAX_KEPT_BYTES or longest > MAX_LINE_BYTES:
             raise HttpError("the page of metrics is too large")
     if answer.status != 200:
         raise HttpError(f"/metrics answered {answer.status}")

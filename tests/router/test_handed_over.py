@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -170,8 +171,26 @@ def test_a_p_that_hands_nothing_over(caplog: pytest.LogCaptureFixture) -> None:
         assert front.get("/health").json()["status"] == "ok"
 
 
-@pytest.mark.parametrize("wrong", ["x 1\n" * 20_000, "x" * 20_000, "vllm:kvferry_prompts_total{ 1\n", 404])
-def test_a_page_that_is_none_or_too_large_changes_nothing(wrong: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+SERIES = "vllm:kvferry_prompts_total"
+QUADRATIC = SERIES + '{a="' + '\\"' * health.MAX_LINE_BYTES + '"} 1\n'
+"""The parser's time grows with the square of it."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "logged"),
+    [
+        ("x 1\n" * 20_000, ""),
+        ("x" * 50_000, ""),
+        (QUADRATIC, ""),
+        (404, ""),
+        (SERIES + "{ 1\n", "ValueError"),
+        (SERIES + '{a="b", ="c"} 1\n', "IndexError"),
+        (SERIES + '{a="b"} 1 ' + "9" * 400 + "\n", "OverflowError"),
+    ],
+)  # fmt: skip
+def test_a_page_that_is_none_or_too_large_changes_nothing(
+    wrong: str | int, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(health, "MAX_PAGE_BYTES", 40_000)
     monkeypatch.setattr(health, "MAX_KEPT_BYTES", 10_000)
     d, looks = decode_engine(), list[int]()
@@ -188,5 +207,18 @@ def test_a_page_that_is_none_or_too_large_changes_nothing(wrong: str | int, monk
         d.metrics = bad
         eventually(lambda: len(looks) > 3, "it has looked")
         assert not engine.handed_over.prompts and not engine.failed_checks
-        d.metrics = lambda: page(("loaded", "", 3))
+        d.metrics = lambda: "x" * 9_000 + "\n" + page(("loaded", "", 3))  # a long line of another is no fault
         eventually(lambda: engine.handed_over.prompts["loaded"] == 2, "what it has missed is counted at the next look")
+    said = [line for line in caplog.messages if "cannot be read" in line]
+    assert len(said) == bool(logged) and all(logged in line and front.d[0] in line for line in said)
+
+
+def test_a_page_that_is_read_slowly_holds_up_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d, read, checks = prefill_engine(), decode_engine(), threading.Event(), list[int]()
+    monkeypatch.setattr(health, "counts_of", lambda lines: read.wait(60) and counts_of(lines))
+    with routed(p, d, checks=Checks(interval=0.02, timeout=1.0)):
+        p.health = lambda: checks.append(1) or 200
+        try:
+            eventually(lambda: len(checks) > 1, "P is checked again while D's page is read")
+        finally:
+            read.set()
