@@ -285,6 +285,8 @@ class LoadPlanner(EngineFacts):
             parts.cancels.append(entry.request_id)
 
     def _refuse(self, entry: EngineRequest, why: ProtocolError) -> None:
+        if entry.life.phase is RequestPhase.LOADING:
+            self._settle(entry, "failed", "cancelled")
         self._advance(entry, RequestEvent.REFUSED)
         self._settle(entry, "local", why.reason if isinstance(why, UnusablePromptError) else "malformed")
         logger.warning("kvferry: %s prefills locally: %s; the request: %s", entry.request_id, why, entry.life.story())
@@ -343,8 +345,8 @@ class LoadPlanner(EngineFacts):
             return
         if num_external == 0:
             self._advance(entry, RequestEvent.DECLINED)
-            unneeded: LocalReason = "whole_prompt" if request.whole_prompt else "other_connector"
-            self._settle(entry, "local", "cached" if entry.cached else unneeded)
+            others: LocalReason = "cached" if entry.cached or self.streams() else "other_connector"
+            self._settle(entry, "local", "whole_prompt" if request.whole_prompt and not entry.cached else others)
             return
         entry.tokens = num_external
         load = self._load(entry, entry.remote_prompt, block_ids, num_external)
@@ -435,11 +437,13 @@ class LoadPlanner(EngineFacts):
         entry = self._requests.pop(request.request_id, None)
         if entry is None:
             return None
+        awaited = entry.awaited if entry.life.phase is RequestPhase.AWAITED else None
+        unanswered = awaited is not None and not awaited.known and not request.rejected
         self._advance(entry, RequestEvent.ENDED)
         if not entry.handed_over and entry.tokens:
             self._unreported[request.request_id] = entry
         elif params.wants_load(request.params):
-            self._settle(entry, "local", "ended")
+            self._settle(entry, "local", "no_answer" if unanswered else "ended")
         return entry.handed_over or None if params.wants_report(request.params) else None
 
     def _loads_planned(self, plan: StepPlan, preempted: Collection[str]) -> StepPlan:

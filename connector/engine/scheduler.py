@@ -45,7 +45,8 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
             wrong, role, right = "to load its prompt (do_remote_prefill)", "kv_producer", "kv_consumer"
         else:
             return
-        self._settle(self._requests[request.request_id], "local", "wrong_role")
+        if not (self.consumes and wants_load(request.params)):  # else it is loaded
+            self._settle(self._requests[request.request_id], "local", "wrong_role")
         self._log.warning(
             role,
             "kvferry: %s asks this engine %s, but its kv_role is %s: nothing is handed over; start it as %s or kv_both",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,9 +28,8 @@ BLOCKS = [[1, 2, 3, 4, 5]]
 
 def half(settings: Settings | None = None, **more: Any) -> SchedulerHalf:
     tables = [BlockTable("full", 16)]
-    return SchedulerHalf(
-        settings or Settings(), "d", tables, tp_size=1, pp_size=1, produces=True, consumes=True, **more
-    )
+    roles: dict[str, Any] = {"produces": True, "consumes": True}
+    return SchedulerHalf(settings or Settings(), "d", tables, tp_size=1, pp_size=1, **(roles | more))
 
 
 def view(params: object, request_id: str = "r") -> RequestView:
@@ -151,3 +151,58 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
     scheduler.loads_finished(["r"])  # of a load that the end of its request has cancelled
     figures = scheduler.take_stats()
     assert figures is not None and sum(figures["prompts"].values()) == 1, "what became of the prompt is counted once"
+
+
+def counted(scheduler: SchedulerHalf) -> dict[str, int]:
+    figures = scheduler.take_stats()
+    return {} if figures is None else figures["prompts"]
+
+
+@pytest.mark.parametrize(
+    ("alone", "local", "whole", "reason"),
+    [(True, 16, False, "cached"), (False, 16, False, "other_connector"), (False, 64, False, "cached"),
+     (True, 16, True, "whole_prompt")],
+)  # fmt: skip
+def test_why_the_engine_loads_nothing_of_what_it_was_offered(alone: bool, local: int, whole: bool, reason: str) -> None:
+    """``alone``: no other connector loads tokens, so the engine has found the rest in its own cache meanwhile."""
+    scheduler, request = half(streams=lambda: alone), replace(view(GOOD), whole_prompt=whole)
+    scheduler.num_new_matched_tokens(request, local)
+    scheduler.after_alloc(request, BLOCKS, 0)
+    assert counted(scheduler) == {f"local {reason}": 1}
+
+
+@pytest.mark.parametrize(
+    ("known", "rejected", "reason"), [(False, False, "no_answer"), (True, False, "ended"), (False, True, "ended")]
+)
+def test_a_client_that_gives_up_while_p_says_nothing_is_no_client_that_left(
+    known: bool, rejected: bool, reason: str
+) -> None:
+    scheduler, request = half(), replace(view(NAMED), rejected=rejected)
+    scheduler.on_new_request(request)
+    if known:
+        scheduler.lookups_answered({"r": LookupResult(known=True)})
+    scheduler.request_finished(request, BLOCKS, completed=False)
+    assert counted(scheduler) == {f"local {reason}": 1}
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "count"),
+    [(GOOD | {"do_remote_decode": True}, 49, "loaded"), ({"do_remote_decode": True}, 0, "local wrong_role")],
+)
+def test_a_prompt_that_is_loaded_is_not_counted_for_its_other_role(
+    params: dict[str, Any], tokens: int, count: str
+) -> None:
+    scheduler, request = half(produces=False), view(params)
+    assert scheduler.num_new_matched_tokens(request, 16) == (tokens, bool(tokens))
+    scheduler.after_alloc(request, BLOCKS, tokens)
+    scheduler.loads_finished(["r"])
+    assert counted(scheduler) == {count: 1}
+
+
+def test_a_load_that_a_reset_cancels_has_failed() -> None:
+    scheduler = allocated(view(GOOD), 49)
+    assert not scheduler.reset_caches()
+    scheduler.loads_finished(["r"])
+    assert counted(scheduler) == {"failed cancelled": 1}
+    scheduler.on_new_request(view(GOOD, "offered"))
+    assert scheduler.reset_caches() and counted(scheduler) == {"local reset": 1}
