@@ -32,7 +32,7 @@ from kvferry.connector.geometry.read_plan import check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire.states import Lifetime
-from kvferry.connector.wire.step_plan import Load, LoadEnd, PeerEngine, RankAddress, RemoteLease, unpack_ids
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, RankAddress, RemoteLease, unpack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.errors import KVFerryError, TransportError
 from kvferry.transport.wake import RateLimitedLog
@@ -114,7 +114,7 @@ class Loads:
             if active_load.posted is load:
                 self.give(active_load, (CANCELLED,), now)
                 return
-        self._results.finished(FinishedLoad(load))
+        self._results.finished(FinishedLoad(load, LOST))
         self._release(load, now)
 
     def cancel_all(self, reason: str, now: float) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from kvferry.connector.wire.metrics import LoadFailure
-from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, LookupResult
+from kvferry.connector.wire.step_plan import Load, LoadEnd, LookupResult
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.channels import Copy
 
@@ -21,7 +21,7 @@ class FinishedLoad(msgspec.Struct, frozen=True):
     of which the first was cancelled and still drains."""
 
     load: Load
-    end: LoadEnd = LOST
+    end: LoadEnd
     estimate: TransferEstimate = UNKNOWN
 
     @property

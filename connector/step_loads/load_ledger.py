@@ -52,7 +52,7 @@ class LoadLedger:
         engine has taken their reports."""
         self.thread_ended()
         self._results.failed |= self._results.received
-        self._results.ends = dict.fromkeys(self._results.received, LOST)
+        self._results.ends = dict.fromkeys(self._results.received, LoadEnd("cancelled"))
 
     def _end(self, request_id: str, end: LoadEnd) -> None:
         del self._loads[request_id]

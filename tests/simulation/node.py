@@ -17,7 +17,7 @@ from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.wire.step_plan import Load, LookupResult, RankAddress, StepPlan
+from kvferry.connector.wire.step_plan import LOST, Load, LookupResult, RankAddress, StepPlan
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
@@ -262,7 +262,7 @@ class Node:
             self.thread.shut()
         for posted in plans_of(self).posted:  # that have not begun: the worker half reports their loads as failed
             for load in posted.plan.loads:
-                self.thread.results.finished(FinishedLoad(load))
+                self.thread.results.finished(FinishedLoad(load, LOST))
         self._take()
         self._end()
         self.network.ended(self, silently=False)

@@ -23,6 +23,16 @@ def test_a_log_line_has_the_histories_of_some() -> None:
     assert ledger.stories().endswith("6 (posted) and 3 more")
 
 
+def test_loads_of_which_the_pages_go_are_cancelled_whether_they_had_ended_or_not() -> None:
+    ledger = LoadLedger()
+    loads = [load("a"), load("b")]
+    ledger.post(loads, ())
+    ledger.load_ended(loads[0], LoadEnd())
+    ledger.pages_gone()
+    results = ledger.take_results()
+    assert results.failed == {"a", "b"} and {end.failed for end in results.ends.values()} == {"cancelled"}
+
+
 NAMES = "ab"
 WHAT = ["post", "post", "lease", "freed", "ended", "earlier", "take", "take", "thread"]
 act = st.tuples(st.sampled_from(WHAT), st.sampled_from(NAMES), st.booleans())
