@@ -12,6 +12,7 @@ import struct
 import pytest
 
 from kvferry.transport.control import listener as control_listener
+from kvferry.transport.control.keys import WHO_LISTENS
 from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.wake import RateLimitedLog
 from tests.fuzz.attackers import HTTP, client_hello
@@ -41,6 +42,12 @@ def test_garbage_is_dropped_and_counted(listener, good, data):
 def test_a_stranger_is_told_which_key_it_does_not_know(listener):
     with raw(listener, bytes(len(GREETING))) as peer:
         assert peer.recv(100, socket.MSG_WAITALL) == ANSWER + KEYS.fingerprint.encode()
+
+
+def test_who_asks_whose_port_it_is_is_counted_and_no_line(listener, caplog):
+    with caplog.at_level(logging.WARNING), raw(listener, WHO_LISTENS) as peer:
+        assert closed_by_peer(listener, peer) and until(lambda: listener.dropped == {"handshake": 1})
+    assert not caplog.records
 
 
 def test_the_log_is_limited_in_rate(listener, good, caplog, monkeypatch):
@@ -147,6 +154,7 @@ def test_peers_are_bounded(connect):
             end.send(MESSAGE)
         assert until(lambda: (listener.receive(), all(end.lost for end in more))[1])
         assert all("as many peers as it takes" in end.reason for end in more) and listener.peers == 3
+        assert all(not end.failure for end in more), "they have reached it"
         assert listener.dropped == {"peers": 5}
         first.close()
         assert gone(listener, 2)

@@ -35,7 +35,7 @@ from kvferry.transport.wake import Waker
 
 Failure = Literal["", "unreachable", "key", "not_allowed"]
 """Why a connection could not be made: nobody answers there, one side does not admit the other's key, or D may not
-connect there. Empty where it was made."""
+connect there. Empty where it was made, or somebody answered and it ended before all was agreed."""
 Refusal = Callable[[str], str]
 """Why there must be no connection to a numeric address; empty where there may be one."""
 NOBODY_LISTENS = "nobody listens there, or no way leads there; is the engine up, and its address told right?"
@@ -217,6 +217,7 @@ class Connection:
             error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise TransportError(f"{NOBODY_LISTENS} ({os.strerror(error)})")
+        self.failure = ""
         try:
             sock.send(greeting(public), socket.MSG_MORE)  # in one packet with the begin of the handshake
             self._dialer.shared.sockets.mute(sock)  # another object has its descriptor from now on

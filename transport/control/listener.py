@@ -106,8 +106,7 @@ class _Gate:
                 self._sockets.mute(tls)
                 self._listener.admit(tls)
                 return False
-        if stranger.said != WHO_LISTENS:
-            self._listener.refused(reason, text)
+        self._listener.refused(reason, "" if stranger.said == WHO_LISTENS else text)
         self._sockets.drop(stranger.sock)
         return False
 
@@ -234,10 +233,11 @@ class Listener:
         self._waker.wake()
 
     def refused(self, reason: str, text: str) -> None:
-        """Count a connection that ends, and say why."""
+        """Count a connection that ends, and say why, unless ``text`` is empty."""
         self.dropped[reason] += 1
         label = f"control port {self.endpoint}"
-        log.warning(f"{label} {reason}", "%s: connection ended: %s", label, text)
+        if text:
+            log.warning(f"{label} {reason}", "%s: connection ended: %s", label, text)
 
     # --- on the thread that receives ------------------------------------------------------------------------------
 
