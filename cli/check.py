@@ -13,16 +13,13 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.cli.terminal import FailedError, parsed_json
-from kvferry.cli.top.figures import NOT_LOADED, EngineFigures
-from kvferry.cli.top.poll import EngineDownError, check_host, fetch, metrics_url, read
+from kvferry.cli.top.poll import EngineDownError, check_host, metrics_url, read
 from kvferry.transport.errors import UsageError, quoted
 
 PROMPT_TOKENS = 512
 """Unless the model takes fewer. ``kvferry router`` hands such a prompt over in any case."""
 TOKEN_IDS = range(100, 228)
 """Each vocabulary has these. A prompt of random ones is in no prefix cache."""
-ANSWER_TOKENS = 4
-"""One more than a load inside the first step needs to be reported before its request ends, and some to spare."""
 ELSE_TO_DO = "look at /health of the router, and at docs/troubleshooting.md"
 AGAIN = "check again"
 TO_DO = {
@@ -118,26 +115,24 @@ class _Server:
         except ValueError as error:
             raise EngineDownError(f"its answer to {path} is no JSON: {error}") from None
 
-    def figures(self) -> EngineFigures:
-        return fetch(self.url + "/metrics", max(0.1, self._end - time.monotonic()))
-
 
 def check(url: str, *, model: str, timeout: float, api_key: str) -> CheckResult:
-    """What became of one prompt; where ``url`` is an engine, of all that it was asked to load. Raises UsageError: an
-    argument is not usable; FailedError: there is no answer. Both are one line."""
+    """What became of one prompt. Raises UsageError: an argument is not usable, such as a ``url`` that is no ``kvferry
+    router``; FailedError: there is no answer. Both are one line."""
     server = _Server(url, api_key, timeout)
     try:
-        is_router = _is_router(server)
-        with suppress(EngineDownError):
-            if not is_router and (figures := server.figures()).models:
-                return of_engine(server.url, figures)
+        if not _is_router(server):
+            raise UsageError(
+                f"{server.url} is no kvferry router; what an engine has loaded since its start, says "
+                "kvferry top --once URL, of the decode engine"
+            )
         named, most = _model(server, model)
         tokens = min(PROMPT_TOKENS, max(2, most // 2))
         prompt = [secrets.choice(TOKEN_IDS) for _ in range(tokens)]
-        asked = {"model": named, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+        asked = {"model": named, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         began = time.monotonic()
         headers, answer = server.post("/v1/completions", asked)
-        result = of_answer(headers, answer, tokens, is_router)
+        result = of_answer(headers, answer, tokens)
         result.seconds = round(time.monotonic() - began, 3)
         return result
     except EngineDownError as error:
@@ -193,12 +188,11 @@ def _inside(value: Any, *names: str) -> Any:
     return value
 
 
-def of_answer(headers: Mapping[str, str], answer: Any, tokens: int, is_router: bool) -> CheckResult:
+def of_answer(headers: Mapping[str, str], answer: Any, tokens: int) -> CheckResult:
     """What D's answer says of a prompt of so many tokens."""
     prefill, decode, alone = (_plain(headers.get(f"x-kvferry-{name}", "")) for name in ("prefill", "decode", "alone"))
     result = CheckResult(False, "", prompt_tokens=tokens, prefill=prefill, decode=decode)
     d, p = f"decode engine {decode}".rstrip(), f"prefill engine {prefill}".rstrip()
-    cached = _inside(answer, "usage", "prompt_tokens_details", "cached_tokens")
     with suppress(msgspec.ValidationError):
         result.report = msgspec.convert(_inside(answer, "kv_transfer_params", "handed_over"), DecodeReport)
     if (report := result.report) is not None:
@@ -213,37 +207,7 @@ def of_answer(headers: Mapping[str, str], answer: Any, tokens: int, is_router: b
             result.todo = TO_DO.get(report.reason, ELSE_TO_DO)
     elif alone:
         result.said, result.todo = f"not handed over: {alone}", "look at its log, and at /health of the router"
-    elif isinstance(cached, int) and cached > 0:  # nobody has such a prompt in a cache
-        result.handed_over, result.tokens = True, cached
-        result.said = f"handed over: {cached} of {tokens} tokens of a new prompt were cached; nobody says from where"
-    elif is_router:
+    else:
         result.said = f"not handed over: the answer of {d} says nothing of it"
         result.todo = "start it with KVFerryConnector in --kv-transfer-config, and with this release of KVFerry"
-    else:
-        result.said = (
-            "not known: this is no kvferry router, and its answer does not say whether the prompt was handed over"
-        )
-        result.todo = "kvferry check URL of the decode engine, which counts what it has loaded"
-    return result
-
-
-def of_engine(url: str, figures: EngineFigures) -> CheckResult:
-    """What an engine has counted since its start."""
-    prompts, reasons = figures.prompts, figures.reasons.most_common(3)
-    tokens, total = figures.tokens["external_kv_transfer"], sum(figures.tokens.values())
-    named = sum(prompts[result] for result in ("loaded", *NOT_LOADED))
-    why = ", ".join(f"{_plain(reason)} {count}" for reason, count in reasons if count)
-    result = CheckResult(prompts["loaded"] > 0 or tokens > 0, "", tokens=tokens, prompt_tokens=total, decode=url)
-    loaded = f"{url} is an engine, and no prompt was sent; since its start it has loaded"
-    if not prompts:
-        result.said = f"{loaded} {tokens} of {total} prompt tokens; it counts no prompts"
-        result.todo = "" if result.handed_over else "start it with this release of KVFerry, and with KVFerryConnector"
-    elif not named:
-        result.said = f"{loaded} nothing: none of its {prompts['plain']} requests named a prefill engine"
-        result.todo = "the router must send it the prefill engine's kv_transfer_params: docs/routers.md"
-    else:
-        result.said = f"{loaded} {prompts['loaded']} of {named} prompts, {tokens} of {total} prompt tokens"
-        result.said += f"; not loaded: {why}" if why else ""
-        if not result.handed_over:
-            result.todo = TO_DO.get(reasons[0][0], ELSE_TO_DO)
     return result

@@ -401,4 +401,6 @@ async def ended(leg: asyncio.Task[Decoded]) -> None:
 
 
 def why(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    """In one line, as a header may have it: a client's library quotes what an engine has sent."""
+    text = "".join(character if character.isprintable() else " " for character in str(error)[:300])
+    return " ".join(text.split()) or type(error).__name__

@@ -61,10 +61,17 @@ def check_host(url: str, page: str) -> None:
             raise UsageError(f"{url}: {why}; expected http://HOST:PORT of a server") from None
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirection would get the request's key, whatever host it names."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
 def read(request: urllib.request.Request | str, seconds: float) -> tuple[dict[str, str], bytes]:
-    """The headers, in small letters, and the body of an answer with status 200. No proxy is used, and no redirection to
-    another scheme is followed. Raises EngineDownError: no answer came within about ``seconds``, or another one."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """The headers, in small letters, and the body of an answer with status 200. No proxy is used, and no redirection
+    is followed. Raises EngineDownError: no answer came within about ``seconds``, or another one."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
     end = time.monotonic() + seconds
     try:
         with opener.open(request, timeout=seconds) as answer:
