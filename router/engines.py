@@ -139,7 +139,8 @@ class EnginePool:
         url = engine_url(url)
         engine = self._engines.get(url)
         if engine is not None:
-            engine.role = role
+            if engine.role is not role:
+                engine.role, engine.handed_over = role, HandedOver()
             self.move(engine, EngineState.JOINING)
         elif len(self._engines) >= MAX_ENGINES:
             raise UsageError(f"{url} is one engine too many: at most {MAX_ENGINES} fit; remove one first")

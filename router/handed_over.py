@@ -2,21 +2,25 @@
 it: the router knows what it has sent, and only D knows what it has loaded. Pure.
 
 D's ``/metrics`` page has all that D has counted, also of other routers. What is kept here is its growth since the
-router's first look. A counter that has fallen is of a D that was started anew, and all of it is growth.
+router's first look. A counter that has fallen is of a D that was started anew, and all of it is growth. Where one falls
+again soon, several engines take turns at this URL, and nothing can be known of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
 LAST_PROMPTS = 20
 """Where of so many prompts in a row none was loaded, something is wrong with this D, or with what it is sent."""
+FEW_LOOKS = 6
+"""No engine is started twice within so many."""
 MAX_PAIRS, MAX_NAMES = 32, 64
-"""P engines of one D that are counted; reasons and names of P that its page may have, all others are "other"."""
+"""P engines of one D that are counted, the last ones; reasons and names of P that its page may have, all others are
+"other"."""
 PEER_CHARS = 8
 """D names a P by so many characters of its engine id."""
 PROMPTS, PEERS = "vllm:kvferry_prompts_total", "vllm:kvferry_peer_handovers_total"
@@ -29,6 +33,7 @@ NOTHING_TO_LOAD = ("cached", "whole_prompt", "other_connector", "ended")
 _REASON = re.compile(r"[a-z_]{1,40}")
 _MOST = float(1 << 53)
 Counts = Counter[tuple[str, ...]]
+T = TypeVar("T")
 
 
 def counts_of(lines: str) -> Counts:
@@ -50,26 +55,20 @@ def counts_of(lines: str) -> Counts:
     return found
 
 
-class EnginePair:
-    """A P and a D. ``prompts``: sent to D with parameters of this P, and answered. ``peers``: the names that D has for
-    this P, which has another one after each start."""
-
-    def __init__(self) -> None:
-        self.prompts = 0
-        self.peers: dict[str, None] = {}
-
-
 class HandedOver:
     """The prompts of one D. ``known``: D's page has said it. ``degraded``: none of the last prompts was handed over,
     and why; empty where one was, or where nobody knows. A P has only this. ``logged``: it is in the log;
     ``unreadable``: likewise, that its page is no page of metrics. ``prompts``: with parameters of a P, by what D did;
-    ``reasons``: of those that it did not load, also where it had them already. ``tokens``: of all its prompts."""
+    ``reasons``: of those that it did not load, also where it had them already. ``tokens``: of all its prompts.
+    ``pairs``: by the URL of a P, the names that D has for it, which has another one after each start."""
 
     def __init__(self) -> None:
         self.degraded, self.known, self.logged, self.unreadable = "", False, False, False
         self.prompts, self.reasons, self.tokens = Counter[str](), Counter[str](), Counter[str]()
-        self.pairs: dict[str, EnginePair] = {}
+        self.pairs: dict[str, dict[str, None]] = {}
         self._page: Counts | None = None
+        self._looks = FEW_LOOKS  # since a counter fell
+        self._several = False
         self._done: Counter[str] = Counter()  # hand-overs by peer, counted by each rank of D
         self._sent = 0  # since a prompt was handed over
         self._missed: Counter[str] = Counter()  # likewise: prompts by reason
@@ -98,18 +97,12 @@ class HandedOver:
     def sent(self, prefill: str, params: dict[str, Any]) -> None:
         """D has answered a prompt with these parameters of the P at this URL."""
         self._sent += 1
-        if prefill not in self.pairs and len(self.pairs) >= MAX_PAIRS:
-            return
-        pair = self.pairs.setdefault(prefill, EnginePair())
-        pair.prompts += 1
-        peer = str(params.get("remote_engine_id"))[:PEER_CHARS]
-        pair.peers.pop(peer, None)
-        pair.peers[peer] = None
-        if len(pair.peers) > MAX_PAIRS:
-            del pair.peers[next(iter(pair.peers))]
+        peers = self.pairs.get(prefill, {})
+        _put_last(self.pairs, prefill, peers)
+        _put_last(peers, str(params.get("remote_engine_id"))[:PEER_CHARS], None)
 
     def take(self, page: Counts) -> None:
-        """D's page counts this now."""
+        """D's page counts this now. Raises ValueError: it is of several engines."""
         self.known, before = bool(page), self._page
         if not page:
             return
@@ -117,6 +110,13 @@ class HandedOver:
         if before is None:  # what D has counted before the first look is not of this router
             return
         restarted = any(page[key] < count for key, count in before.items())
+        self._several |= restarted and self._looks < FEW_LOOKS
+        self._looks = 0 if restarted else self._looks + 1
+        if self._several:
+            self.degraded, self.known = "", False
+            for counted in (self.prompts, self.reasons, self.tokens, self._done):
+                counted.clear()
+            raise ValueError("counters rise and fall: several engines seem to answer at this URL; name each of them")
         grown = Counter({key: n for key, now in page.items() if (n := now - (0 if restarted else before[key]))})
         for key, count in grown.items():
             match key:
@@ -159,16 +159,24 @@ class HandedOver:
             "degraded": self.degraded or None,
         }
 
-    def loaded_by_pair(self) -> dict[str, tuple[int, int | None]]:
-        """By the URL of P: the prompts that were sent, and those that D loaded; None: D has the same name for this P
-        and another one."""
-        loaded = self.prompts["loaded"]
-        ranks = max(1, round(self._done.total() / loaded)) if loaded else 1
-        names, found = Counter(peer for pair in self.pairs.values() for peer in pair.peers), dict[str, Any]()
-        for url, pair in self.pairs.items():
-            clear = all(names[peer] == 1 for peer in pair.peers)
-            found[url] = pair.prompts, round(sum(self._done[peer] for peer in pair.peers) / ranks) if clear else None
+    def loaded_by_pair(self) -> dict[str, int | None]:
+        """By the URL of P: the prompts that D loaded from it, also those of other routers; None: D has the same name
+        for this P and another one, or may count it among the "other" ones."""
+        loaded, done = self.prompts["loaded"], self._done
+        ranks = max(1, round(done.total() / loaded)) if loaded else 1
+        names, found = Counter(peer for peers in self.pairs.values() for peer in peers), dict[str, int | None]()
+        for url, peers in self.pairs.items():
+            clear = all(names[peer] == 1 and (peer in done or not done["other"]) for peer in peers)
+            found[url] = round(sum(done[peer] for peer in peers) / ranks) if clear else None
         return found
+
+
+def _put_last(kept: dict[str, T], name: str, value: T) -> None:
+    """The first of too many goes."""
+    kept.pop(name, None)
+    kept[name] = value
+    if len(kept) > MAX_PAIRS:
+        del kept[next(iter(kept))]
 
 
 def _add(counts: Counter[str], name: str, count: int) -> None:

@@ -80,7 +80,7 @@ class HealthChecks:
             except Exception as error:  # the parser raises many kinds, and no page may end the checks of all engines
                 if not handed_over.unreadable:
                     handed_over.unreadable = True
-                    log.warning("%s engine %s: its /metrics page cannot be read: %.200r", engine.role, engine.url, error)
+                    log.warning("%s engine %s: its page of metrics is unusable: %.200r", engine.role, engine.url, error)
         if bool(handed_over.degraded) != handed_over.logged:
             handed_over.logged = not handed_over.logged
             if handed_over.degraded:

@@ -23,7 +23,6 @@ HANDED_OVER_SERIES: tuple[tuple[str, Any, str, str], ...] = (
     ("prompts", CounterMetricFamily, "Prompts with parameters of a P, by what D did", "decode result"),
     ("prompts_not_loaded", CounterMetricFamily, "Those not loaded, by D's reason", "decode reason"),
     ("prompt_tokens", CounterMetricFamily, "Prompt tokens of D, loaded or computed", "decode source"),
-    ("pair_prompts", CounterMetricFamily, "Prompts sent to D with parameters of P", "prefill decode"),
     ("pair_loaded", CounterMetricFamily, "Prompts that D loaded from P", "prefill decode"),
     ("engine_degraded", GaugeMetricFamily, "1: none of the last prompts was handed over", "role url"),
 )
@@ -79,15 +78,14 @@ class Metrics:
                 for engine in self._engines
             ],
             "pairs": [
-                {"prefill": prefill, "decode": decode, "prompts": prompts, "loaded": loaded}
-                for prefill, decode, prompts, loaded in self._pairs()
+                {"prefill": prefill, "decode": decode, "loaded": loaded} for prefill, decode, loaded in self._pairs()
             ],
         }  # fmt: skip
 
-    def _pairs(self) -> Iterator[tuple[str, str, int, int | None]]:
+    def _pairs(self) -> Iterator[tuple[str, str, int | None]]:
         for engine in self._engines.of(Role.DECODE):
-            for url, (prompts, loaded) in engine.handed_over.loaded_by_pair().items():
-                yield url, engine.url, prompts, loaded
+            for url, loaded in engine.handed_over.loaded_by_pair().items():
+                yield url, engine.url, loaded
 
     def text(self) -> bytes:
         """The page of ``/metrics``."""
@@ -128,8 +126,7 @@ class Metrics:
             ):  # fmt: skip
                 for label, count in counts.items():
                     series[name].add_metric([engine.url, label], count)
-        for prefill, decode, prompts, loaded in self._pairs():
-            series["pair_prompts"].add_metric([prefill, decode], prompts)
+        for prefill, decode, loaded in self._pairs():
             if loaded is not None:
                 series["pair_loaded"].add_metric([prefill, decode], loaded)
         yield from series.values()

@@ -133,7 +133,7 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
     assert 0 < status["first_byte_seconds"]["p50"] <= status["request_seconds"]["p95"] < 60
     unknown = status["engines"][1].pop("handed_over")
     assert not unknown["known"] and not any(unknown["prompts"].values()) and unknown["degraded"] is None
-    assert status["pairs"] == [{"prefill": front.p[0], "decode": front.d[0], "prompts": 3, "loaded": 0}]
+    assert status["pairs"] == [{"prefill": front.p[0], "decode": front.d[0], "loaded": 0}]
     assert status["engines"][1] == {
         "url": front.d[0], "role": "decode", "state": "up", "requests": 0, "load": 0.0, "passed_over": False,
     }  # fmt: skip

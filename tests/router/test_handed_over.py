@@ -9,8 +9,8 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from kvferry.router import health
-from kvferry.router.engines import Role
-from kvferry.router.handed_over import LAST_PROMPTS, MAX_NAMES, MAX_PAIRS, Counts, HandedOver, counts_of
+from kvferry.router.engines import EnginePool, Role
+from kvferry.router.handed_over import FEW_LOOKS, LAST_PROMPTS, MAX_NAMES, MAX_PAIRS, Counts, HandedOver, counts_of
 from kvferry.router.health import Checks
 from tests.router.stand_ins import PARAMS, decode_engine, prefill_engine, routed
 from tests.support.served import eventually
@@ -108,9 +108,49 @@ def test_pairs_by_the_names_that_d_has_for_a_p() -> None:
     send(d, 2, Q, "bbbbbbbb-1")
     send(d, 1, Q, "cccccccc-2")  # it was started anew
     d.take(counts(("loaded", "", 5), aaaaaaaa=6, bbbbbbbb=2, cccccccc=2, other=0))
-    assert d.loaded_by_pair() == {P: (3, 3), Q: (3, 2)}, "two ranks of D count each"
+    assert d.loaded_by_pair() == {P: 3, Q: 2}, "two ranks of D count each"
+    send(d, 1, Q, "dddddddd-2")
+    assert d.loaded_by_pair() == {P: 3, Q: 2}, "nothing was loaded from it"
+    d.take(counts(("loaded", "", 6), aaaaaaaa=6, bbbbbbbb=2, cccccccc=2, other=2))
+    assert d.loaded_by_pair() == {P: 3, Q: None}, "D has names for so many, and it may be one of the others"
     send(d, 1, Q, "aaaaaaaa-2")
-    assert d.loaded_by_pair() == {P: (3, None), Q: (4, None)}, "both have one name"
+    assert d.loaded_by_pair() == {P: None, Q: None}, "both have one name"
+
+
+def test_the_last_pairs_are_kept() -> None:
+    d = one()
+    urls = [f"http://p:{number + 1}" for number in range(MAX_PAIRS + 1)]
+    for number, url in enumerate(urls[:-1]):
+        send(d, 1, url, f"{number:08}")
+    send(d, 1, urls[0], "00000000")
+    send(d, 1, urls[-1], "new-name")
+    d.take(counts(("loaded", "", 7), **{"new-name": 7}))
+    assert d.loaded_by_pair() == dict.fromkeys((*urls[2:-1], urls[0]), 0) | {urls[-1]: 7}
+
+
+def test_several_engines_at_one_url_are_not_known() -> None:
+    """A counter that falls is of a new start only once in a while."""
+    d = one(counts(("loaded", "", 100)))
+    d.take(counts(("loaded", "", 7)))
+    assert d.known and d.prompts["loaded"] == 7
+    for number in range(FEW_LOOKS):
+        d.take(counts(("loaded", "", 8 + number)))
+    d.take(counts(("loaded", "", 1)))
+    assert d.known and d.prompts["loaded"] == 14, "a second start"
+    send(d)
+    d.take(counts(("loaded", "", 1), ("failed", "key", LAST_PROMPTS)))
+    assert d.degraded
+    for loaded in (0, 500, 501):
+        with pytest.raises(ValueError, match="several engines"):
+            d.take(counts(("loaded", "", loaded)))
+        assert not d.known and not d.degraded and not d.prompts and d.share_of_prompts is None
+
+
+def test_an_engine_that_gets_another_role_begins_anew() -> None:
+    engines = EnginePool([P], [Q])
+    engines.add(Q, Role.DECODE).handed_over.degraded = "none"
+    assert engines.add(Q, Role.DECODE).handed_over.degraded
+    assert not engines.add(Q, Role.PREFILL).handed_over.degraded
 
 
 def test_names_are_bounded_and_strange_ones_are_no_label() -> None:
@@ -118,7 +158,7 @@ def test_names_are_bounded_and_strange_ones_are_no_label() -> None:
     for number in range(2 * MAX_PAIRS):
         send(d, 1, f"http://p:{number + 1}", f"{number:08}")
         send(d, 1, P, f"x{number:07}")
-    assert len(d.pairs) == MAX_PAIRS and len(d.pairs[P].peers) <= MAX_PAIRS
+    assert len(d.pairs) == len(d.pairs[P]) == MAX_PAIRS
     reasons = [("failed", "a" * number, 1) for number in range(1, 41)] + [("failed", "NO <b>", 7)]
     d.take(counts(*reasons, **{f"p{n}": 1 for n in range(3 * MAX_NAMES)}))
     assert d.prompts["failed"] == 47 and d.reasons["other"] == 7 and "NO <b>" not in d.reasons
@@ -150,7 +190,7 @@ def test_one_warning_health_metrics_and_status_and_the_end_of_it(caplog: pytest.
         of = f'decode="{front.d[0]}"'
         assert f'kvferry_router_prompts_total{{{of},result="local"}} 20.0' in metrics
         assert f'kvferry_router_prompts_not_loaded_total{{{of},reason="wrong_role"}} 20.0' in metrics
-        assert f'kvferry_router_pair_prompts_total{{{of},prefill="{front.p[0]}"}} 20.0' in metrics
+        assert f'kvferry_router_pair_loaded_total{{{of},prefill="{front.p[0]}"}} 0.0' in metrics
         assert f'kvferry_router_engine_degraded{{role="decode",url="{front.d[0]}"}} 1.0' in metrics
         d.metrics = lambda: page(("loaded", "", 8), ("local", "wrong_role", LAST_PROMPTS))
         eventually(lambda: front.get("/health").json()["status"] == "ok", "the router has looked again")
@@ -209,7 +249,7 @@ def test_a_page_that_is_none_or_too_large_changes_nothing(
         assert not engine.handed_over.prompts and not engine.failed_checks
         d.metrics = lambda: "x" * 9_000 + "\n" + page(("loaded", "", 3))  # a long line of another is no fault
         eventually(lambda: engine.handed_over.prompts["loaded"] == 2, "what it has missed is counted at the next look")
-    said = [line for line in caplog.messages if "cannot be read" in line]
+    said = [line for line in caplog.messages if "is unusable" in line]
     assert len(said) == bool(logged) and all(logged in line and front.d[0] in line for line in said)
 
 

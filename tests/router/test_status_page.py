@@ -42,7 +42,7 @@ def status(*engines: dict[str, Any] | None, requests: int = 0, seconds: float | 
         "in_flight": 4, "requests": {"200": requests}, "decode_legs": {"serial": requests}, "failed_legs": {},
         "prefix_affinity": {}, "first_byte_seconds": quantiles, "request_seconds": quantiles,
         "engines": [{"url": P[0], "role": "prefill"} | role, *rows],
-        "pairs": [{"prefill": P[0], "decode": D[0], "prompts": 200, "loaded": 150}],
+        "pairs": [{"prefill": P[0], "decode": D[0], "loaded": 150}],
     }  # fmt: skip
 
 
@@ -148,6 +148,7 @@ def test_the_page_says_what_is_handed_over_and_what_is_wrong(tmp_path: Path) -> 
     assert '<td class="number">200</td><td class="number">75 %</td><td class="number">75 %</td>' in shown
     assert '<td class="number degraded">0 %</td><td class="number">0 %</td><td class="why">denied: 100</td>' in shown
     assert f'<td class="pair">from {P[0]}</td>' in shown and shown.count('class="pair"') == 1
+    assert '<td class="number">150 loaded</td>' in shown
     assert ">lowest 50<" in shown and ">largest 1,500<" in shown and ">largest 40<" in shown, (
         "of share, tokens, requests"
     )
