@@ -12,6 +12,8 @@ import pytest
 import typer.main
 import yaml
 
+from kvferry.cli.doctor.findings import Level
+from kvferry.cli.doctor.flag import judge
 from kvferry.cli.main import app
 from kvferry.connector.config import ENVIRONMENT, load_settings
 
@@ -23,6 +25,8 @@ MANIFESTS = sorted(KUSTOMIZED["kubernetes"]["resources"])
 PATCHES = {role: yaml.safe_load((FOLDER / "llm-d" / f"{role}.yaml").read_text()) for role in ("prefill", "decode")}
 """Over llm-d's Deployments."""
 Resource = dict[str, Any]
+KEY, CONFIG = "KVFERRY_KEY_FILE", "KV_TRANSFER_CONFIG"
+CHART = yaml.safe_load((FOLDER / "values-production-stack.yaml").read_text())["servingEngineSpec"]["modelSpec"]
 
 
 def resources(name: str) -> list[Resource]:
@@ -33,8 +37,13 @@ def of_kind(kind: str) -> list[Resource]:
     return [resource for name in MANIFESTS for resource in resources(name) if resource["kind"] == kind]
 
 
+def pod(resource: Resource) -> Resource:
+    found: Resource = resource["spec"]["template"]["spec"]
+    return found
+
+
 def containers(resource: Resource) -> list[Resource]:
-    found: list[Resource] = resource["spec"]["template"]["spec"]["containers"]
+    found: list[Resource] = pod(resource)["containers"]
     return found
 
 
@@ -43,8 +52,21 @@ def other_containers() -> Iterator[Resource]:
     for patch in PATCHES.values():
         (container,) = containers(patch)
         yield container | {"command": [*container["command"], *container["args"]]}
-    for engine in resources("values-production-stack.yaml")[0]["servingEngineSpec"]["modelSpec"]:
+    for engine in CHART:
         yield engine | {"command": ["vllm", "serve", "MODEL", *engine["vllmConfig"]["extraArgs"]]}
+
+
+def gated_pods() -> Iterator[tuple[Resource, Resource]]:
+    """What vLLM's production-stack makes of the values for its chart, too."""
+    for part in (*of_kind("Deployment"), *PATCHES.values()):
+        if "initContainers" in pod(part):
+            yield pod(part), containers(part)[0]
+    for engine in CHART:
+        gate = engine["initContainer"]
+        image, gpus = f"{engine['repository']}:{engine['tag']}", {"limits": {"nvidia.com/gpu": engine["requestGPU"]}}
+        made = {"image": image, "volumeMounts": engine["extraVolumeMounts"], "resources": gpus}
+        gates = [gate | {"volumeMounts": gate["extraVolumeMounts"]}]
+        yield {"initContainers": gates, "volumes": engine["extraVolumes"]}, engine | made
 
 
 DEPLOYED = [container for part in of_kind("Deployment") for container in containers(part)]
@@ -58,7 +80,7 @@ def test_all_files_are_looked_at():
     there = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")} - set(VALUES)
     named = {"kustomization.yaml", "llm-d/kustomization.yaml", *MANIFESTS, "llm-d/prefill.yaml", "llm-d/decode.yaml"}
     assert there == named and VALUES == ["values-production-stack.yaml"]
-    assert (len(ENGINES), len(HOOKS), len(ROUTERS)) == (6, 4, 1)
+    assert (len(ENGINES), len(HOOKS), len(ROUTERS), len(GATED)) == (6, 4, 1, 6)
     for role, found in zip(PATCHES, KUSTOMIZED["llm-d"]["patches"], strict=True):
         assert found == {"path": f"{role}.yaml", "target": {"kind": "Deployment", "name": f".*{role}"}}
     (image,) = KUSTOMIZED["kubernetes"]["images"]
@@ -110,7 +132,8 @@ def test_vllm_knows_each_flag_and_variable_and_kvferry_each_setting(container):
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    program, command, *arguments = container["command"]
+    environment = {variable["name"]: variable.get("value", "") for variable in container["env"]}
+    program, command, *arguments = (word.replace(f"$({CONFIG})", environment[CONFIG]) for word in container["command"])
     assert (program, command) == ("vllm", "serve")
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     transfer = parsed.kv_transfer_config
@@ -119,12 +142,36 @@ def test_vllm_knows_each_flag_and_variable_and_kvferry_each_setting(container):
     assert config["kv_connector"] == "KVFerryConnector" and config["kv_load_failure_policy"] == "recompute"
     load_settings(config.get("kv_connector_extra_config") or {}, {})
     assert parsed.shutdown_timeout > 0, "vLLM would end leases and requests at once"
-    names = {variable["name"] for variable in container["env"]}
-    assert names <= {*ENVIRONMENT.values(), *envs.environment_variables, "POD_IP"}
-    assert {"KVFERRY_SIDE_CHANNEL_HOST", "KVFERRY_SIDE_CHANNEL_PORT", "KVFERRY_SECRET_KEY"} <= names
+    assert environment.keys() <= {*ENVIRONMENT.values(), *envs.environment_variables, "POD_IP", CONFIG}
+    assert {"KVFERRY_SIDE_CHANNEL_HOST", "KVFERRY_SIDE_CHANNEL_PORT", KEY} <= environment.keys()
 
 
-@pytest.mark.parametrize("command", [*HOOKS, *ROUTERS], ids=lambda command: " ".join(command[:2]))
+GATED = list(gated_pods())
+
+
+@pytest.mark.parametrize(("spec", "engine"), GATED, ids=[engine["name"] for _, engine in GATED])
+def test_a_gate_looks_at_what_the_engine_gets(spec, engine):
+    """At its flag, its environment, its key and its GPUs, before vLLM starts; the key is a file of root's."""
+    (gate,) = spec["initContainers"]
+    assert gate["env"] == engine["env"] and gate["volumeMounts"] == engine["volumeMounts"]
+    assert gate["image"] == engine["image"] and f"--config=$({CONFIG})" in gate["command"]
+    tp = [word.partition("=")[2] for word in engine.get("args", ()) if word.startswith("--tensor-parallel-size")]
+    gpus = engine["resources"] if not tp else {"limits": {"nvidia.com/gpu": int(tp[0])}}
+    assert gate["resources"] == gpus
+    environment = {variable["name"]: variable.get("value", "") for variable in gate["env"]}
+    (found,), _ = judge(json.loads(environment[CONFIG]))
+    assert found.level is Level.OK and "KVFERRY_SECRET_KEY" not in environment
+    (folder,) = [mount for mount in gate["volumeMounts"] if environment[KEY].startswith(mount["mountPath"] + "/")]
+    (volume,) = [volume for volume in spec["volumes"] if volume["name"] == folder["name"]]
+    assert volume["secret"] == {"secretName": "kvferry-key", "defaultMode": 0o400}
+    made = (FOLDER / "README.md").read_text()
+    assert f"create secret generic kvferry-key --from-file={Path(environment[KEY]).name}" in made
+
+
+GATES = [spec["initContainers"][0]["command"] for spec, _ in GATED]
+
+
+@pytest.mark.parametrize("command", [*HOOKS, *ROUTERS, *GATES], ids=lambda command: " ".join(command[:2]))
 def test_kvferry_knows_its_commands(command):
     program, name, *arguments = command
     commands: Any = typer.main.get_command(app)
@@ -149,7 +196,7 @@ def test_a_pod_has_time_to_drain_and_to_end(role):
     (inside,) = containers(PATCHES[role])
     hook = inside["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[2] == f"http://127.0.0.1:{option(inside['args'], 'port')}"
-    for other in resources("values-production-stack.yaml")[0]["servingEngineSpec"]["modelSpec"]:
+    for other in CHART:
         assert option(other["vllmConfig"]["extraArgs"], "shutdown-timeout") < 30, "its chart leaves a pod 30 seconds"
 
 
