@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-from kvferry.connector.wire.step_plan import StepResults
+from kvferry.connector.wire.step_plan import LoadEnd, StepResults, of_both
 from kvferry.transport.errors import ProtocolError
 
 _log = logging.getLogger("vllm.kvferry.aggregator")
@@ -46,7 +46,7 @@ class ConnectorOutput:
     """The ``kv_connector_output`` of an engine that has no type of its own for it.
 
     A set of finished requests is ``None`` where it would be empty. ``failed_recving``: those of ``finished_recving``
-    that at least one worker did not load.
+    that at least one worker did not load. ``load_ends``: of the loads that workers have reported in this step.
     """
 
     finished_sending: set[str] | None = None
@@ -56,6 +56,7 @@ class ConnectorOutput:
     kv_connector_worker_meta: Any = None
     invalid_block_ids: set[int] = dataclasses.field(default_factory=set)
     failed_recving: set[str] = dataclasses.field(default_factory=set)
+    load_ends: dict[str, LoadEnd] = dataclasses.field(default_factory=dict)
     expected_finished_count: int = 0
 
     def is_empty(self) -> bool:
@@ -124,6 +125,7 @@ class KVOutputAggregator:
         sent: set[str] = set()
         received: set[str] = set()
         invalid: set[int] = set()
+        ends: dict[str, LoadEnd] = {}
         stats = events = meta = None
         for worker, report in reports:
             announced = getattr(report, "expected_finished_count", 0)
@@ -134,6 +136,8 @@ class KVOutputAggregator:
             received |= _count(self._recving, worker, report.finished_recving, self._expected, world_size)
             invalid |= getattr(report, "invalid_block_ids", None) or set()
             self._failed |= getattr(report, "failed_recving", None) or set()
+            for request, end in getattr(report, "load_ends", {}).items():
+                ends[request] = of_both(end, ends.get(request, end))
             stats = _merged(stats, getattr(report, "kv_connector_stats", None))
             meta = _merged(meta, getattr(report, "kv_connector_worker_meta", None), mixed=True)
             events = _merged(events, getattr(report, "kv_cache_events", None))
@@ -147,6 +151,7 @@ class KVOutputAggregator:
             "kv_connector_worker_meta": meta or None,
             "invalid_block_ids": invalid,
             "failed_recving": failed,
+            "load_ends": ends,
             "expected_finished_count": self._expected,
         }
         if self._type is None:
@@ -178,7 +183,9 @@ def _as_output(report: Any) -> Any:
     """A worker's report with the fields of ``ConnectorOutput``."""
     if not isinstance(report, StepResults):
         return report
-    return ConnectorOutput(report.sent or None, report.received or None, failed_recving=report.failed)
+    return ConnectorOutput(
+        report.sent or None, report.received or None, failed_recving=report.failed, load_ends=report.ends
+    )
 
 
 def _merged(total: Any, new: Any, mixed: bool = False) -> Any:

@@ -383,15 +383,15 @@ class LoadPlanner(EngineFacts):
     def loads_finished(
         self,
         request_ids: Iterable[str],
+        ends: Mapping[str, LoadEnd],
         estimates: Mapping[EstimateKey, TransferEstimate] | None = None,
-        ends: Mapping[str, LoadEnd] | None = None,
     ) -> None:
-        """The workers have reported these loads, whether they failed or not. ``estimates``: how long loads took that
-        the ranks measured, also loads inside a step. ``ends``: of loads beside the steps, on the ranks that have
-        reported since the last call."""
+        """The workers have reported these loads, whether they failed or not. ``ends``: of loads beside the steps, on
+        the ranks that have reported since the last call: ``StepResults.ends``. ``estimates``: how long loads took that
+        the ranks measured, also loads inside a step."""
         if estimates:
             self._estimates.observe(estimates, self.clock())
-        for request_id, end in (ends or {}).items():
+        for request_id, end in ends.items():
             entry = self._loading(request_id)
             if entry is not None:
                 entry.end = of_both(end, entry.end or end)

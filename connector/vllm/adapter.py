@@ -217,7 +217,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if meta is None and not received and not sent:
             return
         ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})
-        self._scheduling.loads_finished(received or (), ours.estimates, ours.ends)
+        self._scheduling.loads_finished(received or (), ours.ends, ours.estimates)
         self._scheduling.lookups_answered(ours.met)
         self._scheduling.leases_ended(sent or ())
 

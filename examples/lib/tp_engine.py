@@ -116,7 +116,7 @@ class Engine:
         report: ConnectorOutput = output.kv_connector_output
         for request in report.finished_sending or ():
             self.free += self._leased.pop(request)
-        self.scheduler.loads_finished(report.finished_recving or ())
+        self.scheduler.loads_finished(report.finished_recving or (), report.load_ends)
         self.scheduler.leases_ended(report.finished_sending or ())
         return output, outputs
 

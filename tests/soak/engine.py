@@ -166,7 +166,7 @@ class SoakEngine:
         self.rank.worker.post(self.scheduler.take_plan())
         self.rank.worker.begin_step()
         results = self.rank.worker.take_results()
-        self.scheduler.loads_finished(results.received, self.rank.worker.take_estimates())
+        self.scheduler.loads_finished(results.received, results.ends, self.rank.worker.take_estimates())
         self.scheduler.leases_ended(results.sent)
         for name in results.received:
             self.loaded(name, ok=name not in results.failed)

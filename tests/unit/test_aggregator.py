@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator, yield_req_data
-from kvferry.connector.wire.step_plan import StepResults
+from kvferry.connector.wire.step_plan import LoadEnd, StepResults
 from kvferry.transport.errors import ProtocolError
 
 
@@ -62,6 +62,14 @@ def test_finished_only_when_every_worker_reported() -> None:
     assert step(aggregator, StepResults(sent={"a"}), loaded("a")).is_empty(), "counted apart"
     sent = step(aggregator, None, StepResults(sent={"a"}))
     assert sent == ConnectorOutput(finished_sending={"a"}, expected_finished_count=2)
+
+
+def test_a_load_has_ended_as_on_the_worker_where_it_failed_or_took_longest() -> None:
+    well, slow, failed = LoadEnd(milliseconds=1), LoadEnd(milliseconds=9), LoadEnd("timeout")
+    first, second = StepResults(received={"a", "b"}, ends={"a": well, "b": failed}), loaded("a", "b")
+    second.ends = {"a": slow, "b": well}
+    for results in ((first, second), (second, first)):
+        assert step(KVOutputAggregator(2), *results).load_ends == {"a": slow, "b": failed}
 
 
 def test_the_type_of_a_report() -> None:

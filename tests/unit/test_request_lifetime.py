@@ -16,7 +16,7 @@ from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.wire.step_plan import LookupResult, PeerEngine, RankAddress, StepPlan
+from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PeerEngine, RankAddress, StepPlan
 
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
 IDS = list(range(65))
@@ -42,6 +42,14 @@ def allocated(request: RequestView, tokens: int, **more: Any) -> SchedulerHalf:
     scheduler.num_new_matched_tokens(request, 16)
     scheduler.after_alloc(request, BLOCKS, tokens)
     return scheduler
+
+
+def test_a_load_that_failed_on_one_rank_is_counted_so() -> None:
+    scheduler = allocated(view(GOOD), 49)
+    scheduler.loads_finished((), {"r": LoadEnd("timeout")})
+    scheduler.loads_finished(["r"], {"r": LoadEnd(milliseconds=5.0)})
+    figures = scheduler.take_stats()
+    assert figures is not None and figures["prompts"] == {"failed timeout": 1}
 
 
 def test_a_lease_names_the_last_step_that_computed_its_request() -> None:
@@ -129,7 +137,7 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
             scheduler.after_alloc(request, BLOCKS, 49 if event == "alloc" else 0)
             decided = True
         elif event == "report":
-            scheduler.loads_finished(["r"])
+            scheduler.loads_finished(["r"], {"r": LoadEnd()})
         elif event == "reset":
             scheduler.reset_caches()
         elif event in ANSWERS:
@@ -148,7 +156,7 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
     questions = [question for plan in plans for question in plan.lookups]
     left = sum(len(plan.left) for plan in plans) + sum(question.ended is not None for question in questions)
     assert len(questions) == (leg == "asked") and kept + left >= len(questions) and left <= len(questions)
-    scheduler.loads_finished(["r"])  # of a load that the end of its request has cancelled
+    scheduler.loads_finished(["r"], {"r": LoadEnd()})  # of a load that the end of its request has cancelled
     figures = scheduler.take_stats()
     assert figures is not None and sum(figures["prompts"].values()) == 1, "what became of the prompt is counted once"
 

@@ -166,7 +166,7 @@ def test_not_into_a_state(kind: Any, now: bool) -> None:
         Settings(), "d", [BlockTable(kind, 16)], tp_size=1, pp_size=1, produces=True, consumes=True,
         step_loads=True, steps=StepsInFlight(),
     )  # fmt: skip
-    half.loads_finished((), {("p", 0): TransferEstimate(0.001, 1000)})
+    half.loads_finished((), {}, {("p", 0): TransferEstimate(0.001, 1000)})
     view = RequestView("r", to_transfer_params(remote), ids, 65, 0)
     assert half.num_new_matched_tokens(view, 0) == (64, not now)
 
