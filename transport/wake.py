@@ -17,6 +17,8 @@ _PR_SET_TIMERSLACK = 29
 HELD_UP_SECONDS = 1.0
 """A turn takes milliseconds; a turn that takes this long was held up. Threads have been seen to lose ten seconds on a
 paused host, and on a host where other threads spin on all cores."""
+FAILED_LINES = 10
+"""Lines about requests that failed for one reason, in ten seconds at most."""
 
 
 def keep_time_exactly() -> None:
@@ -160,7 +162,8 @@ class RunningClock:
 
 
 class RateLimitedLog:
-    """Writes at most one line per ``seconds`` and key, and says how many lines of the key it suppressed. Thread-safe.
+    """Writes at most ``per_key`` lines per ``seconds`` and key, and says how many lines of the key it suppressed; where
+    it writes several, these have the level DEBUG. Thread-safe.
 
     Peers cause these lines, and may choose the keys: at most ``max_lines`` lines are written per ``seconds`` for all
     keys together, and beyond ``max_keys`` the key that was silent for the longest time is forgotten. A line has at most
@@ -174,14 +177,15 @@ class RateLimitedLog:
         logger: logging.Logger,
         seconds: float = 10.0,
         *,
+        per_key: int = 1,
         max_keys: int = 256,
         max_lines: int = 100,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._logger, self._seconds, self._max_keys, self._clock = logger, seconds, max_keys, clock
-        self._max_lines, self._lines, self._since = max_lines, 0, clock()
+        self._per_key, self._max_lines, self._lines, self._since = per_key, max_lines, 0, clock()
         self._lock = threading.Lock()
-        self.keys: dict[str, tuple[float, int]] = {}  # last warned at, suppressed since
+        self.keys: dict[str, tuple[float, int, int]] = {}  # since when, lines written and suppressed
 
     def info(self, key: str, message: str, *args: object) -> bool:
         return self._log(logging.INFO, key, message, args)
@@ -201,16 +205,18 @@ class RateLimitedLog:
         with self._lock:
             if now - self._since >= self._seconds:
                 self._since, self._lines = now, 0
-            last, suppressed = self.keys.pop(key, (float("-inf"), 0))  # to the end: the first was silent longest
-            writes = now - last >= self._seconds and self._lines < self._max_lines
-            self.keys[key] = (now, 0) if writes else (last, suppressed + 1)
+            since, lines, suppressed = self.keys.pop(key, (now, 0, 0))  # to the end: the first was silent longest
+            if now - since >= self._seconds:
+                since, lines = now, 0
+            writes = lines < self._per_key and self._lines < self._max_lines
+            self.keys[key] = (since, lines + writes, 0 if writes else suppressed + 1)
             self._lines += writes
             while len(self.keys) > self._max_keys:
                 del self.keys[next(iter(self.keys))]
-        if writes:
+        if writes or self._per_key > 1:
             text = message % args if args else message
             if len(text) > self.MAX_LINE:
                 text = f"{text[: self.MAX_LINE - 4]} ..."
-            more = f" (and {suppressed} more like this)" if suppressed else ""
-            self._logger.log(level, "%s%s", text, more, exc_info=traceback)
+            more = f" (and {suppressed} more like this)" if writes and suppressed else ""
+            self._logger.log(level if writes else logging.DEBUG, "%s%s", text, more, exc_info=traceback)
         return writes

@@ -35,7 +35,7 @@ from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, RankAddress, RemoteLease, unpack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.errors import KVFerryError, TransportError
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.load")
 
@@ -45,8 +45,7 @@ MAX_STORIES = 4
 """Reads whose phases are in the log line of a failed hand-over."""
 
 DONE_LINES = 100
-"""Lines about hand-overs that are done, in ten seconds at most. The other ones have the level DEBUG, and are counted in
-those that are written."""
+"""Lines about hand-overs that are done, in ten seconds at most."""
 
 Sources = list[tuple[Link, RankAddress]]
 
@@ -70,7 +69,7 @@ class Loads:
         self._links, self._reads, self._leases = links, reads, leases
         self._results, self._deadlines = results, deadlines
         self.running: dict[ActiveLoad, None] = {}
-        self._done, self._recorded = RateLimitedLog(logger), 0
+        self._done, self._failed = (RateLimitedLog(logger, per_key=lines) for lines in (DONE_LINES, FAILED_LINES))
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -306,8 +305,8 @@ class Loads:
                 self._count_streamed(active_load)
         finally:
             self._results.finished(FinishedLoad(load, end))
-        logger.warning(
-            "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
+        self._failed.warning(
+            reason.kind, "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
             load.request_id, _num_tokens(load), reason, "" if active_load is None else f" [{_stories(active_load)}]",
         )  # fmt: skip
 
@@ -325,16 +324,13 @@ class Loads:
         try:
             if reason is None:
                 load, number = active_load.load, active_load.number
-                line = (
-                    "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
+                self._done.info(
+                    "done", "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
                     load.request_id, _num_tokens(load), active_load.nbytes, active_load.seconds * 1e3,
                     active_load.planes, _short_name(load.peer),
                     ", inside the step" if load.now else "" if number == 1 else f", attempt {number}",
                     ", from when the prefill engine computed it" if load.step_tokens else "",
                 )  # fmt: skip
-                self._recorded += 1
-                if not self._done.info(f"done {self._recorded % DONE_LINES}", *line):
-                    logger.debug(*line)
             if active_load.phases:
                 if reason is None:
                     active_load.ended.append(attempt_span(active_load, "", active_load.ended_at))

@@ -146,7 +146,7 @@ class LeasePlanner(EngineFacts):
             why = STALE if stale else self._cannot_lease(request, block_ids)
             if why is None:
                 return True, self._lease(prompt, request, block_ids)
-            logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
+            self._failed.warning("no hand-over", "kvferry: no hand-over of %s: %s", request.request_id, why)
         if prompt is not None:  # a D that asks for it must not wait
             if prompt.phase is PromptPhase.WAITING:
                 self._begin(prompt, offers=False)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from kvferry.connector.engine import params
 from kvferry.connector.engine.params import RemotePrompt, UnusablePromptError
-from kvferry.connector.engine.planning import EngineFacts, first_held, logger, used_blocks
+from kvferry.connector.engine.planning import EngineFacts, first_held, used_blocks
 from kvferry.connector.geometry.engine_types import RequestView
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
 from kvferry.connector.wire.metrics import LocalReason, PromptReason, PromptResult
@@ -288,8 +288,10 @@ class LoadPlanner(EngineFacts):
         if entry.life.phase is RequestPhase.LOADING:
             self._settle(entry, "failed", "cancelled")
         self._advance(entry, RequestEvent.REFUSED)
-        self._settle(entry, "local", why.reason if isinstance(why, UnusablePromptError) else "malformed")
-        logger.warning("kvferry: %s prefills locally: %s; the request: %s", entry.request_id, why, entry.life.story())
+        reason: LocalReason = why.reason if isinstance(why, UnusablePromptError) else "malformed"
+        self._settle(entry, "local", reason)
+        text = "kvferry: %s prefills locally: %s; the request: %s"
+        self._failed.warning(reason, text, entry.request_id, why, entry.life.story())
 
     def _reset_loads(self) -> bool:
         """D's caches were reset: what P has computed before is not loaded. Loads that run are cancelled; they are

@@ -30,7 +30,7 @@ from kvferry.connector.wire.step_plan import (
     StepPlan,
     UnneededLease,
 )
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
@@ -79,7 +79,7 @@ class EngineFacts:
     def __post_init__(self) -> None:
         self._whole = all(table.whole for table in self.tables)
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
-        self._log = RateLimitedLog(logger)
+        self._log, self._failed = RateLimitedLog(logger), RateLimitedLog(logger, per_key=FAILED_LINES)
         self._stats = HandoverStats("scheduler")
         self._quiet = False  # there was nothing to report when the metrics were taken last
 

@@ -27,6 +27,7 @@ from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, 
 from kvferry.transport.control.listener import Delivery, Listener
 from kvferry.transport.errors import KVFerryError, ProtocolError
 from kvferry.transport.fair_table import FairTable
+from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.serve")
 
@@ -61,7 +62,7 @@ class Producer:
     def __init__(self, rank_context: RankContext, listener: Listener, freed: Callable[[str], None]) -> None:
         """``freed``: called with each request of whose lease nothing reads the blocks any more."""
         self._rank_context, self._listener, self._on_freed = rank_context, listener, freed
-        self._log = rank_context.log
+        self._log, self._expired = rank_context.log, RateLimitedLog(logger, per_key=FAILED_LINES)
         settings = rank_context.settings
         self.leases = Leases(rank_context)
         self._sessions = Sessions(rank_context, self.leases.board.place)
@@ -430,7 +431,7 @@ class Producer:
             logger.info("kvferry: lease of %s has ended: this engine was paused, or its caches were reset", request_id)
         elif reason != "released":
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
-            logger.warning("kvferry: lease of %s expired: %s", request_id, why)
+            self._expired.warning(reason, "kvferry: lease of %s expired: %s", request_id, why)
         if lease.traceparent:
             self._rank_context.record(lease.traceparent, lambda: lease.span(reason, self._rank_context.clock()))
 

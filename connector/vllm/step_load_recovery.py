@@ -22,6 +22,7 @@ from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.worker_meta import standing_loads
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, unpack_ids
+from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger("vllm.kvferry.adapter")
@@ -80,6 +81,7 @@ class StepLoadRecovery:
         """
         self._scheduler, self._block_size, self._ranks, self._fails = scheduler, block_size, ranks, fails
         self._in_flight, self._ended = in_flight, ended
+        self._log = RateLimitedLog(logger, per_key=FAILED_LINES)
         self.steps: deque[_Step] = deque()
 
     # --- what vLLM reports --------------------------------------------------------------------------------------
@@ -153,10 +155,10 @@ class StepLoadRecovery:
             for request in reversed(running):  # each goes before the requests that wait
                 compat.preempt(scheduler, request, time.monotonic())
             names = ", ".join(suspect.load.request_id for suspect in failed)
-            logger.warning(
-                "kvferry: the hand-over of %s failed inside its step: %d request(s) are computed here, from the start",
-                names, len(users),
-            )  # fmt: skip
+            text = (
+                "kvferry: the hand-over of %s failed inside its step: %d request(s) are computed here, from the start"
+            )
+            self._log.warning("inside", text, names, len(users))
         self._restart_waiting(users, step)
 
     def _report_blocks(self, failed: list[_Suspect], result: Any) -> None:

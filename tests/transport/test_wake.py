@@ -54,6 +54,22 @@ def test_rate_limited_log(caplog):
     assert len(limited.keys) == 3, "keys that a peer makes up are bounded"
 
 
+def test_of_several_lines_for_a_key_the_rest_have_the_level_debug(caplog):
+    now = [0.0]
+    limited = RateLimitedLog(logging.getLogger("test.rate"), 10, per_key=2, max_lines=4, clock=lambda: now[0])
+    with caplog.at_level(logging.DEBUG, "test.rate"):
+        for key in "aaaaabbb":
+            limited.warning(key, key)
+            now[0] += 0.1
+        assert not limited.warning("c", "c"), "no line is left"
+        now[0] = 11
+        assert limited.warning("a", "a") and limited.warning("a", "a") and not limited.warning("a", "a")
+    said = [(record.levelname[0], record.getMessage()) for record in caplog.records]
+    assert said[:5] == [("W", "a")] * 2 + [("D", "a")] * 3
+    assert said[5:9] == [("W", "b")] * 2 + [("D", "b"), ("D", "c")]
+    assert said[9:] == [("W", "a (and 3 more like this)"), ("W", "a"), ("D", "a")]
+
+
 @pytest.mark.parametrize(
     ("slept", "took", "counted", "late"),
     [
