@@ -26,8 +26,8 @@ class BlockingCall(Generic[T]):
     def run(self) -> None:
         try:
             self.result = self._work()
-        except (OSError, UnicodeError, ProtocolError) as error:
-            self.error = str(error)
+        except (OSError, ProtocolError) as error:
+            self.error = getattr(error, "strerror", None) or str(error)
         except Exception as error:  # whatever a peer makes a library raise: nobody must wait for ever
             self.error = f"it failed: {quoted(repr(error)[:200])}"
         finally:

@@ -45,8 +45,12 @@ def is_ours(address: str) -> bool:
 
 
 def numeric_address(host: str, port: int | None = None) -> str:
-    """The numeric address of ``host``, which may be a name. Blocks. Raises OSError, UnicodeError: there is none."""
-    return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    """The numeric address of ``host``, which may be a name. Blocks. Raises OSError: there is none; one line."""
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no name of a host"
+        raise OSError(f"host {quoted(host)} does not resolve: {why}") from None
 
 
 def raise_file_limit() -> int:

@@ -87,9 +87,8 @@ def _reach(host: str, port: int, seconds: float) -> tuple[Finding, str]:
     where = f"{host}:{port}"
     try:
         address = numeric_address(host, port)
-    except (socket.gaierror, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no name"
-        return fault(_ADDRESS, f"{host} cannot be resolved: {why}", "correct the name, or give the address"), ""
+    except OSError as error:
+        return fault(_ADDRESS, str(error), "correct the name, or give the address"), ""
     begin = time.monotonic()
     try:
         with socket.create_connection((address, port), seconds) as sock:

@@ -97,7 +97,7 @@ def test_a_closed_port_and_a_name_that_does_not_exist():
         sock.bind(("127.0.0.1", 0))  # and does not listen
         is_bad(look(sock.getsockname()[1])[0], Level.FAULT, "refuses the connection")
     (found,) = findings("no.such.host.invalid", 1, Settings(), KEYS, SECONDS)
-    is_bad(found, Level.FAULT, "no.such.host.invalid cannot be resolved")
+    is_bad(found, Level.FAULT, "host 'no.such.host.invalid' does not resolve")
 
 
 def test_a_black_hole():

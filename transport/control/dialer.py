@@ -251,7 +251,7 @@ class Connection:
             yield 0
         self.resolving = False
         if call.result is None:
-            raise TransportError(f"the name cannot be resolved ({call.error})")
+            raise TransportError(call.error)
         return call.result
 
 
