@@ -64,16 +64,23 @@ def check_before_caches(settings: Settings, device: MemoryKind, ports: Iterable[
     those on which ranks will listen. Loads no library of a plane, and starts no thread.
 
     Raises:
-        ConfigError: the key file, the named data plane, ``side_channel_host`` or a port cannot be used; one line.
+        ConfigError: the key file, the named data plane, all that are required, ``side_channel_host`` or a port cannot
+            be used; one line.
     """
     load_keys(settings)
     for port in ports:
         listening_socket(settings.side_channel_host, port).close()
-    if settings.plane != AUTO:
+    missing: dict[str, str] = {}
+    for name in settings.require_plane if settings.plane == AUTO else (settings.plane,):
         try:
-            _fitting(settings, settings.plane, device).check_host(settings.side_channel_host)
+            _fitting(settings, name, device).check_host(settings.side_channel_host)
+            return
         except PlaneUnavailableError as error:
-            raise _unusable(settings, device, error) from None
+            if settings.plane != AUTO:
+                raise _unusable(settings, device, error) from None
+            missing[name] = str(error).removeprefix(f"{name}: ")
+    if missing:
+        raise _lacks(settings, missing)
 
 
 def _fitting(settings: Settings, name: str, device: torch.device | MemoryKind) -> type[Plane]:
@@ -87,6 +94,11 @@ def _fitting(settings: Settings, name: str, device: torch.device | MemoryKind) -
 def _unusable(settings: Settings, device: torch.device | MemoryKind, why: PlaneUnavailableError) -> ConfigError:
     choices = ", ".join((AUTO, *preferred_planes(device)))
     return ConfigError(f"plane: {settings.plane!r} cannot be used: {why}; expected one of {choices}")
+
+
+def _lacks(settings: Settings, missing: Mapping[str, str]) -> ConfigError:
+    why = "; ".join(f"{name}: {why}" for name, why in missing.items())
+    return ConfigError(f"require_plane: this rank can have none of {', '.join(settings.require_plane)}: {why}")
 
 
 def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
@@ -125,9 +137,9 @@ def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], di
             missing[name] = str(error).removeprefix(f"{name}: ")
         else:
             planes.append(plane)
+    if not planes and required:
+        raise _lacks(settings, missing)
     if not planes:
         why = "; ".join(f"{name}: {why}" for name, why in missing.items())
-        if required:
-            raise ConfigError(f"require_plane: this rank can have none of {', '.join(required)}: {why}")
         raise PlaneUnavailableError(f"no data plane: {why}")
     return planes, missing

@@ -159,8 +159,11 @@ def test_the_planes_of_this_machine(tmp_path):
     found, usable = found_planes(tmp_path)
     assert {"shm", "tcp", "zmq"} <= usable
     assert not [finding for finding in found if finding.what.startswith("cuda_ipc, host")]
-    assert not list(planes.lacking_planes([planes.PlaneOnDevice("shm", CPU)])) or torch.cuda.is_available()
     is_bad(next(planes.lacking_planes([])), Level.FAULT, "none for")
+    there = [planes.PlaneOnDevice("shm", device) for device in (CPU, torch.device("cuda"))]
+    (found,) = planes.lacking_planes(there, ("tcp", "cuda_ipc"))
+    is_bad(found, Level.FAULT, "require_plane", "none of tcp, cuda_ipc")
+    assert not list(planes.lacking_planes(there)) and not list(planes.lacking_planes(there, ("tcp", "shm")))
 
 
 def test_a_plane_that_cannot_be_had(tmp_path):
