@@ -90,7 +90,7 @@ class _Server:
         page = metrics_url(url)
         check_host(url, page)
         self.url = page.removesuffix("/metrics").removesuffix("/v1")
-        self._key, self._timeout, self._end = api_key, timeout, time.monotonic() + timeout
+        self._key, self._end = api_key, time.monotonic() + timeout
 
     def get(self, path: str) -> Any:
         """Raises EngineDownError: as ``read``, or it is no JSON."""

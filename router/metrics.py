@@ -150,7 +150,7 @@ class StatusHistory:
     """Samples of ``Metrics.status``."""
 
     def __init__(self) -> None:
-        self._samples: deque[StatusSample] = deque(maxlen=SAMPLES + WINDOW)
+        self.samples: deque[StatusSample] = deque(maxlen=SAMPLES + WINDOW)
         self._totals = Counter[str]()
         self._before: dict[tuple[str, str], int] = {}
 
@@ -170,13 +170,13 @@ class StatusHistory:
             f"{name}_{part}": value for name in ("first_byte_seconds", "request_seconds")
             for part, value in status[name].items()
         }  # fmt: skip
-        self._samples.append(StatusSample(now, self._totals.copy(), {"in_flight": status["in_flight"]} | times))
+        self.samples.append(StatusSample(now, self._totals.copy(), {"in_flight": status["in_flight"]} | times))
 
     def columns(self, now: float) -> dict[str, list[float | None]]:
         """For each series of the page its values, the oldest first; ``age_seconds`` says how long each is ago. Requests
         are those since the sample before, what D engines say is of the minute before, a share is from 0 to 1. None:
         there was nothing."""
-        samples = list(self._samples)
+        samples = list(self.samples)
         columns: dict[str, list[float | None]] = {}
         for number in range(max(1, len(samples) - SAMPLES), len(samples)):
             this, before, first = samples[number], samples[number - 1], samples[max(0, number - WINDOW)]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from http.client import HTTPException
 
 from kvferry.cli.top.figures import EngineFigures, EngineRow, Sample, row, samples
-from kvferry.transport.errors import ProtocolError, UsageError, quoted_url
+from kvferry.transport.errors import ProtocolError, UsageError, quoted, quoted_url
 
 FETCH_SECONDS = 2.0
 MAX_PAGE_BYTES = 32 << 20
@@ -87,12 +87,15 @@ def read(request: urllib.request.Request | str, seconds: float) -> tuple[dict[st
         body = b""
         with error, suppress(OSError, HTTPException):
             body = error.read(_PAGE_BYTES)
-        raise EngineDownError(f"HTTP {error.code} {error.reason}", error.code, body) from None
+        said = ascii(str(error.reason))[1:-1][:80]  # no escapes for a terminal
+        raise EngineDownError(f"HTTP {error.code} {said}", error.code, body) from None
     except (OSError, HTTPException) as error:  # URLError and TimeoutError are OSErrors
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
             raise EngineDownError(f"no answer within {seconds:g} s") from None
         text = str(getattr(reason, "strerror", None) or reason) or type(error).__name__
+        if not isinstance(reason, OSError):
+            text = f"it does not answer in HTTP: {quoted(text)}"
         raise EngineDownError(text, gone=isinstance(reason, ConnectionRefusedError)) from None
 
 
@@ -106,7 +109,10 @@ def fetch_samples(url: str, seconds: float = FETCH_SECONDS) -> list[Sample]:
 
 def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
     """The figures of one page. Raises as ``fetch_samples``."""
-    return EngineFigures.of(fetch_samples(url, seconds))
+    try:
+        return EngineFigures.of(fetch_samples(url, seconds))
+    except (ValueError, OverflowError) as error:  # NaN, or a bound of a bucket that is no number
+        raise EngineDownError(f"no metrics page: {error}") from None
 
 
 class Engines:

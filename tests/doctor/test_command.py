@@ -65,7 +65,7 @@ def test_a_fit_machine(invoke):
     "config",
     [
         {**FLAG, "kv_connector_extra_config": {"plane": "no"}},
-        {**FLAG, "kv_connector_extra_config": {"key_file": "a\0b"}}, {"key_file": "a\0b"},
+        {**FLAG, "kv_connector_extra_config": {"key_file": "a\0b"}}, {"key_file": "a\0b"}, {**FLAG, "kv_role": None},
         {"key_file": "x" * 5000}, {"side_channel_host": f"{'a' * 64}.b"}, {"side_channel_host": 7},
         {"allowed_peers": ["10.0.0.0/99"]}, {"plane": ["tcp"]}, {"peer_keys": "abc"}, {"slot_bytes": 1e400}, {"": 1},
     ],
@@ -76,7 +76,7 @@ def test_odd_settings_are_a_fault_in_the_json(invoke, config):
     faults = [finding for finding in found if finding["level"] == "fault"]
     assert len(faults) == 1 and len(faults[0]["value"]) < 400, faults
     if "kv_connector" in config:
-        assert faults[0]["what"] in ("kv_connector_extra_config['plane']", "key")
+        assert faults[0]["what"] in ("kv_connector_extra_config['plane']", "key", "kv_role")
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,6 @@ def test_a_mistake_is_one_line_and_exit_status_2(invoke, arguments, words):
     assert not result.stdout
 
 
-def planted_sections(*findings: Finding) -> object:
-    return lambda *_: iter([DoctorSection("Planted", list(findings))])
-
-
 BAD, SLOW = fault("key_file", "has mode 0644", "make a new key", expected="0600"), warning("clock", "hpet", "another")
 
 
@@ -131,13 +127,20 @@ BAD, SLOW = fault("key_file", "has mode 0644", "make a new key", expected="0600"
     ],
 )  # fmt: skip
 def test_a_gate_says_one_line(invoke, monkeypatch, options, findings, status, line):
-    monkeypatch.setattr(command, "sections", planted_sections(*findings))
+    tests_itself = []
+
+    def sections(machine: object, config: object, address: object, self_test: bool) -> Iterator[DoctorSection]:
+        tests_itself.append(self_test)
+        yield DoctorSection("Planted", findings)
+
+    monkeypatch.setattr(command, "sections", sections)
     result = invoke("doctor", "--gate", *options)
     assert result.exit_code == status and not result.stdout
     (said,) = result.stderr.splitlines()
     assert said.endswith(line)
     result = invoke("doctor", *options)
     assert result.exit_code == status and ("is not fit" in result.stdout) is bool(status)
+    assert tests_itself == [False, True], "an init container does not hand 64 MiB over"
 
 
 def test_share_writes_the_findings(invoke, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.cli.doctor.findings import Level
-from kvferry.cli.doctor.flag import EXAMPLE, GONE, KEYS, is_flag, judge
+from kvferry.cli.doctor.flag import EXAMPLE, EXTRA, GONE, KEYS, is_flag, judge
 from kvferry.connector.config import Settings
 from tests.doctor.planted import is_bad
 
@@ -33,6 +33,7 @@ STORE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     "flag",
     [
         GOOD, without(kv_role="kv_producer"), without(engine_id="p0", kv_port=1, kv_buffer_device="cpu"),
+        without(engine_id=None),
         without(kv_connector_module_path="kvferry.connector.vllm.adapter"),
         without(kv_connector="NixlConnector", kv_connector_module_path="kvferry.connector.vllm.as_nixl"),
         below_multi(CHILD, STORE),
@@ -61,6 +62,7 @@ def test_a_right_flag_is_one_line(flag):
         (without(plane="tcp"), "plane", ["is a setting of KVFerry", "move it into kv_connector_extra_config"]),
         (without(kv_rol="kv_both"), "kv_rol", ["did you mean 'kv_role'"]),
         (below_multi(), "kv_connector_extra_config", ["connectors is []", "JSON objects"]),
+        (without(kv_connector="MultiConnector", kv_connector_extra_config="x"), EXTRA, ["str is not usable"]),
         (below_multi("KVFerryConnector"), "kv_connector_extra_config", ["connectors is ['KVFerryConnector']"]),
         (below_multi(STORE), "kv_connector", ["'OffloadingConnector' is not KVFerry's"]),
         (below_multi({**CHILD, "kv_rool": "x"}), "connectors[0].kv_rool", ["no such key"]),

@@ -11,7 +11,16 @@ import msgspec
 import pytest
 
 from kvferry.cli.plan.command import PlanResult
-from kvferry.cli.plan.engine_rates import PREFILL_SECONDS, PROMPT_TOKENS, PROMPTS, SERIES, STEP_SECONDS, STEPS
+from kvferry.cli.plan.engine_rates import (
+    PREFILL_SECONDS,
+    PROMPT_TOKENS,
+    PROMPTS,
+    SERIES,
+    STEP_SECONDS,
+    STEPS,
+    engine_rates,
+)
+from kvferry.cli.top.figures import samples
 from tests.planning.test_plan_command import model, plan, trace
 from tests.top.pages import Pages
 
@@ -61,6 +70,14 @@ def test_p_tells_the_prefill_and_d_the_step(
     assert (same.prompts, same.fleet) == (read.prompts, read.fleet) and same.rates == []
 
 
+def test_of_several_engines_the_one_tells_that_has_worked_most() -> None:
+    pages = {"little": page(20, 2_000, 1.0, 200, 1.0), "much": page(20, 8_000, 2.0, 400, 8.0)}
+    for order in (("little", "much"), ("much", "little")):
+        found = engine_rates({name: samples(pages[name]) for name in order})
+        assert found.prefill is not None and (found.prefill.engine, found.prefill.value) == ("much", 4000.0)
+        assert found.step is not None and (found.step.engine, found.step.value) == ("much", 0.02)
+
+
 def test_what_is_given_is_not_read(engines: list[Pages], model: Path) -> None:
     done = plan(model, "--from", engines[1].url, "--prompt", "100", rate="5000")
     assert done.exit_code == 0 and "the mean of" not in done.output, "D says nothing of a prefill, and need not"
@@ -75,6 +92,7 @@ def test_what_is_given_is_not_read(engines: list[Pages], model: Path) -> None:
         (D, "no engine has computed 10 prompts of 32 tokens in the mean; send some to P, or give --prefill-tokens"),
         (page(9, 80_000, 4.0, 0, 0), "no engine has computed 10 prompts"),
         (page(40, float("nan"), 4.0, 0, 0), "no engine has computed 10 prompts"),
+        (page(40, float("inf"), 4.0, 0, 0), "no engine has computed 10 prompts"),
         (page(40, 80_000, 0.0, 0, 0), "no engine has computed 10 prompts"),
         (page(40, 80_000, 4.0, 99, 1.0), "no engine has made 100 steps; have D answer more, or give --step-ms"),
     ],

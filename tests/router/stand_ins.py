@@ -89,10 +89,11 @@ class Engine:
         names = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
         routes = [Route(name, self._serve, methods=["POST"]) for name in names]
         self.health, self.metrics = lambda: 200, lambda: ""
+        self.models: list[dict[str, Any]] = [{"id": "m"}]
         routes += [
             Route("/metrics", lambda _: Response(self.metrics())),
             Route("/health", lambda _: Response(status_code=self.health())),
-            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "m"}]})),
+            Route("/v1/models", lambda _: JSONResponse({"data": self.models})),
         ]
         self.app = Starlette(routes=routes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from typer.testing import CliRunner, Result
 
+from kvferry.cli import check as check_module
 from kvferry.cli.check import PROMPT_TOKENS, TO_DO
 from kvferry.cli.main import app
 from kvferry.connector.wire.metrics import FAILURE_KINDS, LocalReason
@@ -105,6 +107,37 @@ def test_a_d_that_says_nothing_of_it() -> None:
     assert found.exit_code == 1 and "start it with KVFerryConnector" in found.stdout
 
 
+def test_a_small_model_and_a_text_that_is_none_of_a_terminal() -> None:
+    d = reporting(LOADED | {"plane": "\x1b[31m" + 1000 * "x"})
+    d.models = [{"id": "m", "max_model_len": 64}]
+    with routed(prefill_engine(), d) as front:
+        found = check(front.url)
+    assert found.exit_code == 0 and "511 of 32 prompt tokens" in found.stdout and len(d.seen[0][0]["prompt"]) == 32
+    assert found.stdout.count("\n") == 1 and "\x1b" not in found.stdout and len(found.stdout) < 600
+
+
+def test_all_its_requests_have_one_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, left = [0.0], list[float]()
+
+    def read(request: Any, seconds: float) -> tuple[dict[str, str], bytes]:
+        left.append(seconds)
+        now[0] += 25.0
+        return {}, b'{"engines": [], "data": [{"id": "m"}]}'
+
+    monkeypatch.setattr(check_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(check_module, "read", read)
+    assert check("http://127.0.0.1:9").exit_code == 1 and left == [60.0, 35.0, 10.0]
+
+
+def test_an_answer_that_is_no_json() -> None:
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        return Response("no")
+
+    with Engine(answer).running() as url:
+        found = check(url)
+    assert found.exit_code == 1 and "its answer to /v1/completions is no JSON" in found.stderr
+
+
 @pytest.mark.parametrize(
     "said", [{"result": "loaded", "tokens": "x", "plane": 7, "peer": None}, "x", {"result": []}, [1]]
 )
@@ -138,7 +171,7 @@ WRONG: list[tuple[tuple[str, ...], int, str]] = [
     (("",), 2, "expected http://HOST:PORT"),
     (("http://user:secret@h:1",), 2, "expected http://HOST:PORT"),
     (("http://a..b:1",), 2, "no name of a host"),
-    ((gone(),), 1, "Connection refused; is it started?"),
+    ((gone(),), 1, "gives no answer to the check: Connection refused; is it started?"),
     (("http://127.0.0.1:9", "--timeout", "0"), 2, "--timeout"),
 ]
 
@@ -154,7 +187,12 @@ def test_a_model_that_there_is_not_a_key_that_is_needed_and_errors_of_d() -> Non
     with routed(prefill_engine(), reporting()) as front:
         found = check(front.url, "--model", "x")
         assert found.exit_code == 2 and "has no model 'x'; it has 'm'" in found.stderr
-    for status, code, words in ((401, 2, "wants a key"), (500, 1, "HTTP 500"), (404, 1, "HTTP 404")):
+    for status, code, words in (
+        (401, 2, "wants a key"),
+        (403, 2, "wants a key"),
+        (500, 1, "HTTP 500"),
+        (404, 1, "HTTP 404"),
+    ):
         with routed(prefill_engine(), reporting(status=status)) as front:
             found = check(front.url)
         assert found.exit_code == code and words in found.stderr and found.stderr.count("\n") == 1

@@ -34,6 +34,7 @@ def test_memory_is_bounded_and_an_engine_that_is_passed_over_is_shown_so() -> No
     for number in range(RECENT_REQUESTS + 10):
         metrics.answered(200, 0.0, float(number), float(number))
     assert latencies(metrics, 0.0)[0]["p50"] == 10 + RECENT_REQUESTS // 2, "the first ten are forgotten"
+    assert latencies(metrics, 0.0)[1]["p95"] == 10 + RECENT_REQUESTS * 95 // 100
     pool = EnginePool([A], cool_down=5)
     (engine,) = pool
     pool.failed(engine, 10.0)

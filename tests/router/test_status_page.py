@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from kvferry.router import app
 from kvferry.router.engines import EngineState, Role
-from kvferry.router.metrics import SAMPLE_SECONDS, SAMPLES, StatusHistory
+from kvferry.router.metrics import SAMPLE_SECONDS, SAMPLES, WINDOW, StatusHistory
 from tests.router.stand_ins import decode_engine, prefill_engine, routed, served
 from tests.support.served import eventually
 
@@ -51,7 +51,7 @@ def test_a_history_is_of_five_minutes_however_long_the_router_runs() -> None:
     for number in range(1000):
         history.take(number * SAMPLE_SECONDS, status(said(9 * number, number), requests=10 * number))
     columns = history.columns(1000 * SAMPLE_SECONDS)
-    assert {len(values) for values in columns.values()} == {SAMPLES}
+    assert {len(values) for values in columns.values()} == {SAMPLES} and len(history.samples) == SAMPLES + WINDOW
     assert (
         columns["age_seconds"] == [SAMPLE_SECONDS * age for age in range(SAMPLES, 0, -1)]
         and SAMPLES * SAMPLE_SECONDS == 300
@@ -75,12 +75,14 @@ def test_shares_are_of_the_last_minute_and_none_where_there_were_no_prompts() ->
 
 def test_an_engine_that_leaves_or_starts_anew_makes_no_step() -> None:
     history = StatusHistory()
-    lives: list[list[dict[str, Any] | None]] = [[said(50)], [said(60)], [None], [], [said(3, 1), said(6)]]
+    lives: list[list[dict[str, Any] | None]] = [
+        [said(50)], [said(60)], [None], [], [said(73, 1), said(6)], [said(3, 1), said(6)],
+    ]  # fmt: skip
     for second, engines in enumerate(lives):
         history.take(second, status(*engines))
     columns = history.columns(4)
-    assert columns["tokens_loaded_per_second"] == [1000, 500, 333.3333, 475]
-    assert columns["share_of_prompts"] == [1, 1, 1, 0.95]
+    assert columns["tokens_loaded_per_second"] == [1000, 500, 333.3333, 2225, 1840]
+    assert columns["share_of_prompts"] == [1, 1, 1, 0.9889, 0.9787]
 
 
 def test_the_router_itself_keeps_the_history(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
+import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -82,9 +86,58 @@ def test_an_engine_that_comes_back_begins_anew(serve):
 
 def test_a_page_that_is_none(serve, monkeypatch):
     monkeypatch.setattr(poll, "MAX_PAGE_BYTES", 1000)
-    for page, words in ((404, "HTTP 404"), ("<html>", "no metrics page: line 1"), ("x 1\n" * 1000, "more than 0 MiB")):
+    for page, words in (
+        (404, "HTTP 404"), ("<html>", "no metrics page: line 1"), ("x 1\n" * 1000, "more than 0 MiB"),
+        ("vllm:num_requests_running NaN", "no metrics page: cannot convert"),
+        ("vllm:kvferry_bytes_transferred_sum +Inf", "no metrics page: cannot convert"),
+        ('vllm:kvferry_handover_time_seconds_bucket{le="x"} 1', "no metrics page: could not convert"),
+    ):  # fmt: skip
         with pytest.raises(EngineDownError, match=words):
             fetch(metrics_url(serve(page).url))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b"SSH-2.0\r\n\r\n", r"^it does not answer in HTTP: 'SSH-2\.0\\r\\n'$"),
+        (b"HTTP/1.1 500 \x1b[31m\r\n\r\n", r"^HTTP 500 \\x1b\[31m$"),
+    ],
+)
+def test_a_server_that_says_something_else(said, words):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer():
+            with other.accept()[0] as client:
+                client.recv(1 << 16)
+                client.sendall(said)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(EngineDownError, match=words):
+            fetch(f"http://127.0.0.1:{other.getsockname()[1]}/metrics", 60.0)
+
+
+def test_a_page_that_drips_and_a_proxy(serve, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", f"http://{closed()}")
+    page = metrics_url(serve("x 1\n" * 100_000).url)
+    fetch(page, 60.0)
+    clock = itertools.count(0.0, 50.0)
+    monkeypatch.setattr(poll, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(EngineDownError, match="no end of its page within 60 s"):
+        fetch(page, 60.0)
+
+
+def test_quantiles_are_of_the_last_minute(serve, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(poll, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(poll, "fetch", partial(fetch, seconds=60.0))
+    engines, found = Engines([metrics_url(serve(recorded("decode_1"), recorded("decode_2")).url)]), []
+    for now[0] in (0.0, 10.0, 30.0, 65.0, 95.0, 96.0):
+        (row,) = engines.poll()
+        found.append(row.planes[0].p50_ms is not None)
+    engines.close()
+    assert found == [True, True, True, True, True, False], "the hand-overs were before the tenth second"
 
 
 def test_an_engine_that_hangs_is_down_and_the_others_are_shown(serve, monkeypatch):

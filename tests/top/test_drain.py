@@ -42,7 +42,10 @@ def wait(url: str, quiet: float = 2.0, timeout: float = 60.0, said: list[str] | 
     return clock
 
 
-@pytest.mark.parametrize("busy", [page(running=1), page(waiting=1), page(usage=0.01), page() + page(1, engine=1)])
+@pytest.mark.parametrize(
+    "busy",
+    [page(running=1), page(waiting=1), page(usage=0.01), page() + page(1, engine=1), page(usage=0.01) + page(engine=1)],
+)
 def test_a_request_or_a_lease_is_waited_for(serve, busy):
     clock = wait(serve(busy, busy, page()).url)
     assert clock.slept == 2 + 2.0 / drain.POLL_SECONDS
