@@ -133,8 +133,8 @@ def test_an_answer_that_is_no_json() -> None:
     async def answer(request: Request, body: dict[str, Any]) -> Response:
         return Response("no")
 
-    with Engine(answer).running() as url:
-        found = check(url)
+    with routed(prefill_engine(), Engine(answer)) as front:
+        found = check(front.url)
     assert found.exit_code == 1 and "its answer to /v1/completions is no JSON" in found.stderr
 
 
