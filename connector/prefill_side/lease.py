@@ -9,7 +9,7 @@
 
 While P's engine computes the prompt, the blocks are the engine's. It may take them back at any time, and then says so.
 Blocks have a life, which ends when the engine takes them back; what a step of an earlier life has computed counts no
-more. A prompt that nobody reads before its lease begins as GRANTED.
+more. A prompt that nobody reads before its lease is WAITING until then.
 
 An *own* read is one that P packs and sends, before the lease or under it. P waits for it, because only its end proves
 that nothing reads the pages: ``Freed`` comes once, when the lease and the last own read have ended. A *peer* read is a
@@ -26,18 +26,18 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import get_args
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from kvferry.connector.config import Settings
 from kvferry.connector.pages.caches import Ids
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import MAX_TEXT, RankContext
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.states import Lifetime, Tick, TransitionTable, ignore
+from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import ID_BYTES, LeaseGrant, Prefill
 from kvferry.transport.grant_board import GrantBoard
 from kvferry.transport.tracing import RecordedSpan
@@ -73,6 +73,8 @@ _P = LeasePhase
 _COMPUTED = (_P.WAITING, _P.COMPUTING, _P.PREEMPTED)
 _LIVE = (*_COMPUTED, _P.GRANTED)
 _OVER = (_P.RELEASED, _P.EXPIRED)
+WHY_STOPPED = {_P.ABANDONED: GIVEN_UP, _P.PREEMPTED: NOT_RESUMED}
+"""Why own reads are stopped in a phase, in the refusal."""
 
 
 def rank_set(ranks: Iterable[int]) -> int:
@@ -86,6 +88,7 @@ def rank_set(ranks: Iterable[int]) -> int:
 class LeaseState(msgspec.Struct, frozen=True):
     """Times are local seconds, as ``now``."""
 
+    settings: Settings
     phase: LeasePhase = LeasePhase.WAITING
     life: int = 0
     """The number of the present life of the blocks."""
@@ -93,8 +96,6 @@ class LeaseState(msgspec.Struct, frozen=True):
     """Tokens, from the first one on, whose KV lies in the present blocks, of all layers."""
     deadline: float = math.inf
     """When a Tick changes something: the lease expires, or the reads that wait for a preempted prompt are refused."""
-    term: float = 0.0
-    """A renewal moves ``deadline`` to so many seconds from now."""
     cap: float = math.inf
     """No renewal moves ``deadline`` past this time."""
     votes: Mapping[Consumer, int] = {}
@@ -105,176 +106,125 @@ class LeaseState(msgspec.Struct, frozen=True):
     """Why the lease has ended: one of ``metrics.LEASE_ENDS``."""
 
 
-# --- events -----------------------------------------------------------------------------------------------------
+class LeaseEventKind(enum.Enum):
+    """What happens to a prompt or its lease. The values are the names in a log line."""
+
+    STEP_PLANNED = "StepPlanned"
+    """A step has begun that computes tokens of the prompt."""
+    RESTARTED = "PromptRestarted"
+    """The same, in new blocks, from their first token on."""
+    ADVANCED = "StepAdvanced"
+    """The device has computed more into the blocks of ``life``: the first ``tokens`` tokens lie there, of all layers,
+    or more layers of the others. ``whole``: these are all tokens. ``nearly``: in ``NEARLY_SECONDS`` they are."""
+    PREEMPTED = "PromptPreempted"
+    """The engine has taken the blocks back, and computes the prompt later."""
+    ABANDONED = "PromptAbandoned"
+    """The engine has taken the blocks back, and the prompt will not be handed over."""
+    BEGUN = "LeaseBegun"
+    """The prompt is computed, and from now on the lease holds its blocks."""
+    ASKED = "ReadAsked"
+    """A rank of ``consumer`` asks to read. ``expected``: the consumer's ranks that will release the lease here."""
+    READ_STARTED = "ReadStarted"
+    READ_ENDED = "ReadEnded"
+    """The last access of an own read to P's pages has ended."""
+    RENEWED = "LeaseRenewed"
+    """D has sent a renewal, or a read has made progress."""
+    RELEASED = "LeaseReleased"
+    """By this ``rank`` of ``consumer``; ``expected`` as in ASKED."""
+    REVOKED = "LeaseRevoked"
+    """P's engine was paused, or its caches were reset: the lease expires before its time."""
+    TICK = "Tick"
 
 
-class ChunkPlanned(msgspec.Struct, frozen=True):
-    """A step has begun that computes tokens of the prompt. ``restarts``: in new blocks, from their first one on."""
-
-    restarts: bool
-
-
-class StepAdvanced(msgspec.Struct, frozen=True):
-    """The device has computed more into the blocks of this ``life``: the first ``tokens`` tokens lie there, of all
-    layers, or more layers of the others. ``whole``: these are all tokens. ``nearly``: in ``NEARLY_SECONDS`` they are.
-    """
-
-    life: int
+class LeaseEvent(msgspec.Struct, frozen=True):
+    kind: LeaseEventKind
+    life: int = 0
     tokens: int = 0
     whole: bool = False
     nearly: bool = False
+    consumer: Consumer = b""
+    rank: int = 0
+    expected: int = 0
 
 
-class BlocksLost(msgspec.Struct, frozen=True):
-    """The engine has taken the blocks back. ``ended``: the prompt will not be handed over."""
+class LeaseEffect(enum.Enum):
+    """What the owner must do."""
 
-    ended: bool
-
-
-class LeaseBegins(msgspec.Struct, frozen=True):
-    """The prompt is computed, and from now on the lease holds its blocks. ``term``, ``cap``: seconds from now on."""
-
-    term: float
-    cap: float
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """A consumer's rank asks to read. ``expected``: the consumer's ranks that will release the lease at this rank."""
-
-    consumer: Consumer
-    expected: int
-
-
-class ReadStarted(msgspec.Struct, frozen=True):
-    """An own read has begun."""
-
-
-class ReadEnded(msgspec.Struct, frozen=True):
-    """The last access of an own read to P's pages has ended."""
-
-
-class Renewed(msgspec.Struct, frozen=True):
-    """D has sent a renewal, or a read has made progress."""
-
-
-class Released(msgspec.Struct, frozen=True):
-    consumer: Consumer
-    rank: int
-    expected: int
-
-
-class Revoked(msgspec.Struct, frozen=True):
-    """P's engine was paused, or its caches were reset: the lease expires before its time."""
-
-
-LeaseEvent = (
-    ChunkPlanned | StepAdvanced | BlocksLost | LeaseBegins
-    | Asked | ReadStarted | ReadEnded | Renewed | Released | Revoked | Tick
-)  # fmt: skip
-
-# --- effects ----------------------------------------------------------------------------------------------------
-
-
-class ResumeReads(msgspec.Struct, frozen=True):
+    RESUME = "ResumeReads"
     """Own reads that wait may find more chunks whose bytes lie in the blocks."""
-
-
-class OfferPrompt(msgspec.Struct, frozen=True):
+    OFFER = "OfferPrompt"
     """The prompt is nearly computed: a D that reads P's pages by itself may ask, and waits for the rest."""
-
-
-class PostGrant(msgspec.Struct, frozen=True):
+    POST = "PostGrant"
     """All of the prompt lies in the blocks: a D that reads them by itself may do so from now on."""
+    STOP = "StopReads"
+    """The own reads get no more bytes, or not soon: refuse them (``WHY_STOPPED``). One READ_ENDED follows for each."""
+    FREE = "FreeBlocks"
+    """Report to the engine, once, that nothing reads the blocks any more, and ``LeaseState.reason``."""
 
 
-class StopReads(msgspec.Struct, frozen=True):
-    """The own reads get no more bytes, or not soon: refuse them. One ``ReadEnded`` follows for each. ``why``: in the
-    refusal."""
-
-    why: str = ""
-
-
-class Freed(msgspec.Struct, frozen=True):
-    """Report to the engine, once, that nothing reads the blocks any more. ``reason``: as in the state."""
-
-    reason: str
-
-
-LeaseEffect = ResumeReads | OfferPrompt | PostGrant | StopReads | Freed
 Outcome = tuple[LeaseState, tuple[LeaseEffect, ...]]
+_K, _E = LeaseEventKind, LeaseEffect
 
 # --- transitions: while P's engine computes the prompt ----------------------------------------------------------
 
 
-def _chunk(state: LeaseState, event: ChunkPlanned, now: float) -> Outcome:
-    if event.restarts:
-        return _restart(state)
-    return replace(state, phase=_P.COMPUTING), (ResumeReads(),)
+def _restart(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.COMPUTING, life=state.life + 1, computed=0, deadline=math.inf), (_E.RESUME,)
 
 
-def _chunk_after_preemption(state: LeaseState, event: ChunkPlanned, now: float) -> Outcome:
-    # Which blocks hold the tokens before this chunk is not known, so reads wait for the lease.
-    return _restart(state) if event.restarts else (state, ())
-
-
-def _restart(state: LeaseState) -> Outcome:
-    return replace(state, phase=_P.COMPUTING, life=state.life + 1, computed=0, deadline=math.inf), (ResumeReads(),)
-
-
-def _advanced(state: LeaseState, event: StepAdvanced, now: float) -> Outcome:
+def _advanced(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     if event.life != state.life:
         return state, ()
     if event.tokens > state.computed:
         state = replace(state, computed=event.tokens)
         if event.whole:
-            return state, (ResumeReads(), PostGrant())
-    return state, (ResumeReads(), OfferPrompt()) if event.nearly else (ResumeReads(),)
+            return state, (_E.RESUME, _E.POST)
+    return state, (_E.RESUME, _E.OFFER) if event.nearly else (_E.RESUME,)
 
 
-def _lost(state: LeaseState, event: BlocksLost, now: float) -> Outcome:
-    if event.ended:
-        return replace(state, phase=_P.ABANDONED, deadline=math.inf), (StopReads(GIVEN_UP),)
+def _preempted(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     return replace(state, phase=_P.PREEMPTED, computed=0, deadline=now + PREEMPTED_SECONDS), ()
 
 
-def _not_resumed(state: LeaseState, event: Tick, now: float) -> Outcome:
+def _not_resumed(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     if now < state.deadline:
         return state, ()
-    return replace(state, deadline=now + PREEMPTED_SECONDS), (StopReads(NOT_RESUMED),)
+    return replace(state, deadline=now + PREEMPTED_SECONDS), (_E.STOP,)
 
 
-def _begins(state: LeaseState, event: LeaseBegins, now: float) -> Outcome:
-    granted = granted_at(now, event.term, event.cap)
-    return replace(granted, votes=state.votes, reads=state.reads), ()
+def _abandoned(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.ABANDONED, deadline=math.inf), (_E.STOP,)
 
 
-def granted_at(now: float, term: float, cap: float) -> LeaseState:
-    """A new lease of ``term`` seconds that renewals can extend to ``cap`` seconds in all."""
-    return LeaseState(LeasePhase.GRANTED, deadline=now + min(term, cap), term=term, cap=now + cap)
+def _begun(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
+    cap = state.settings.lease_cap_seconds
+    deadline = now + min(state.settings.lease_seconds, cap)
+    return replace(state, phase=_P.GRANTED, life=0, computed=0, deadline=deadline, cap=now + cap), ()
 
 
 # --- transitions: who reads, and until when ---------------------------------------------------------------------
 
 
-def _asked(state: LeaseState, event: Asked, now: float) -> Outcome:
+def _asked(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     if event.consumer in state.votes or len(state.votes) >= MAX_CONSUMERS:
         return state, ()
     return replace(state, votes={**state.votes, event.consumer: event.expected}), ()
 
 
-def _read_started(state: LeaseState, event: ReadStarted, now: float) -> Outcome:
+def _read_started(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     return replace(state, reads=state.reads + 1), ()
 
 
-def _read_ended(state: LeaseState, event: ReadEnded, now: float) -> Outcome:
+def _read_ended(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     return replace(state, reads=state.reads - 1), ()
 
 
-def _renewed(state: LeaseState, event: Renewed, now: float) -> Outcome:
-    return replace(state, deadline=max(state.deadline, min(now + state.term, state.cap))), ()
+def _renewed(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
+    later = min(now + state.settings.lease_seconds, state.cap)
+    return replace(state, deadline=max(state.deadline, later)), ()
 
 
-def _released(state: LeaseState, event: Released, now: float) -> Outcome:
+def _released(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     known = state.votes.get(event.consumer)
     left = (event.expected if known is None else known) & ~(1 << event.rank)
     if not left:
@@ -284,52 +234,55 @@ def _released(state: LeaseState, event: Released, now: float) -> Outcome:
     return replace(state, votes={**state.votes, event.consumer: left}), ()
 
 
-def _tick(state: LeaseState, event: Tick, now: float) -> Outcome:
+def _tick(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     if now < state.deadline:
         return state, ()
     return _end(state, _P.EXPIRED, "cap" if now >= state.cap else "expired")
 
 
-def _revoked(state: LeaseState, event: Revoked, now: float) -> Outcome:
-    return _end(state, _P.EXPIRED, "reset")
-
-
 def _end(state: LeaseState, phase: LeasePhase, reason: str) -> Outcome:
     ended = replace(state, phase=phase, deadline=math.inf, reason=reason)
-    return ended, (StopReads(),) if state.reads else (Freed(reason),)
+    return ended, (_E.STOP if state.reads else _E.FREE,)
 
 
-def _last_read_ended(state: LeaseState, event: ReadEnded, now: float) -> Outcome:
+def _last_read_ended(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     left = replace(state, reads=state.reads - 1)
-    return left, () if left.reads else (Freed(state.reason),)
+    return left, () if left.reads else (_E.FREE,)
 
 
-def _read_too_late(state: LeaseState, event: ReadStarted, now: float) -> Outcome:
+def _read_too_late(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     raise AssertionError(f"a read was started under a lease that is {state.phase.value}")
 
 
 LEASE: TransitionTable[LeaseState, LeaseEvent, LeaseEffect] = TransitionTable(
     "lease",
     LeasePhase,
-    get_args(LeaseEvent),
+    LeaseEventKind,
     (
-        ((_P.WAITING, _P.COMPUTING), (ChunkPlanned,), _chunk),
-        ((_P.PREEMPTED,), (ChunkPlanned,), _chunk_after_preemption),
-        ((_P.COMPUTING,), (StepAdvanced,), _advanced),
-        ((_P.PREEMPTED,), (Tick,), _not_resumed),
-        (_COMPUTED, (BlocksLost,), _lost),
-        (_COMPUTED, (LeaseBegins,), _begins),
-        (_LIVE, (Asked,), _asked),
-        (_LIVE, (ReadStarted,), _read_started),
-        ((*_LIVE, _P.ABANDONED), (ReadEnded,), _read_ended),
-        ((_P.GRANTED,), (Renewed,), _renewed),
-        ((_P.GRANTED,), (Released,), _released),
-        ((_P.GRANTED,), (Revoked,), _revoked),
-        ((_P.GRANTED,), (Tick,), _tick),
-        ((*_OVER, _P.ABANDONED), (ReadStarted,), _read_too_late),
-        (_OVER, (ReadEnded,), _last_read_ended),
+        (
+            (_P.WAITING, _P.COMPUTING),
+            (_K.STEP_PLANNED,),
+            lambda state, event, now: (replace(state, phase=_P.COMPUTING), (_E.RESUME,)),
+        ),
+        (_COMPUTED, (_K.RESTARTED,), _restart),
+        # Which blocks hold the tokens before this chunk is not known, so reads wait for the lease.
+        ((_P.PREEMPTED,), (_K.STEP_PLANNED,), ignore),
+        ((_P.COMPUTING,), (_K.ADVANCED,), _advanced),
+        ((_P.PREEMPTED,), (_K.TICK,), _not_resumed),
+        (_COMPUTED, (_K.PREEMPTED,), _preempted),
+        (_COMPUTED, (_K.ABANDONED,), _abandoned),
+        (_COMPUTED, (_K.BEGUN,), _begun),
+        (_LIVE, (_K.ASKED,), _asked),
+        (_LIVE, (_K.READ_STARTED,), _read_started),
+        ((*_LIVE, _P.ABANDONED), (_K.READ_ENDED,), _read_ended),
+        ((_P.GRANTED,), (_K.RENEWED,), _renewed),
+        ((_P.GRANTED,), (_K.RELEASED,), _released),
+        ((_P.GRANTED,), (_K.REVOKED,), lambda state, event, now: _end(state, _P.EXPIRED, "reset")),
+        ((_P.GRANTED,), (_K.TICK,), _tick),
+        ((*_OVER, _P.ABANDONED), (_K.READ_STARTED,), _read_too_late),
+        (_OVER, (_K.READ_ENDED,), _last_read_ended),
         # A step that was under way when the blocks were lost; what concerns the lease before it; all after the end.
-        (LeasePhase, get_args(LeaseEvent), ignore),
+        (LeasePhase, LeaseEventKind, ignore),
     ),
 )
 
@@ -438,38 +391,35 @@ class Leases:
 
     def prepare(self, prefill: Prefill, now: float) -> None:
         """The engine begins to compute a prompt that may be read before its lease."""
-        views = self._rank_context.caches.views
-        lifetime = Lifetime(LEASE, LeaseState(), now)
-        none = [np.zeros(0, dtype=np.int64) for _ in views]
-        self.table[prefill.token] = Lease(prefill, none, (b"",) * len(views), lifetime)
+        regions = len(self._rank_context.caches.views)
+        none = [np.zeros(0, dtype=np.int64)] * regions
+        self.table[prefill.token] = self._new(prefill, none, (b"",) * regions, now)
+
+    def _new(self, grant: LeaseGrant | Prefill, ids: list[Ids], block_ids: tuple[bytes, ...], now: float) -> Lease:
+        return Lease(grant, ids, block_ids, Lifetime(LEASE, LeaseState(self._rank_context.settings), now))
 
     def begin(self, grant: LeaseGrant, ids: list[Ids], now: float) -> None:
         """Hold the blocks of a finished prompt, ``ids`` per region, and post the grant on the grant board. Reads that
         wait for them find all of their chunks from now on."""
-        settings, token, lease = self._rank_context.settings, grant.token, self.table.get(grant.token)
-        term, cap, begun_at = settings.lease_seconds, settings.lease_cap_seconds, self._rank_context.clock()
-        prepared = lease is not None
+        token, lease, kept = grant.token, self.table.get(grant.token), True
         if lease is None:
-            lease = Lease(grant, ids, grant.block_ids, Lifetime(LEASE, granted_at(now, term, cap), now))
+            lease = self._new(grant, ids, grant.block_ids, now)
         else:
             # Chunks that were sent stay good: the same tokens. The others are packed from the blocks of the lease.
             kept = lease.lifetime.state.phase is _P.COMPUTING and lease.intact and _begins_with(lease.ids, ids)
             lease.grant, lease.ids, lease.block_ids = grant, ids, grant.block_ids
+        lease.begun_at, lease.traceparent = self._rank_context.clock(), grant.traceparent
         if self.posts_grants:  # a D that reads P's pages by itself then needs no ask and no commit
             text = messages.encode_grant(lease.answer(0, 0, lease.block_ids))
             posted = None if lease.blocks is None else lease.blocks.take_posted(text)
             lease.posted = self.board.post(token, text) if posted is None else posted
-        if prepared and not kept:
+        if not kept:
             if lease.blocks is not None:
                 lease.blocks.lose()
             lease.blocks = PromptBlocks()
-        lease.begun_at, lease.traceparent = begun_at, grant.traceparent
         self.table[token] = lease
         self.held += 1
-        if prepared:
-            self.step(lease, LeaseBegins(term, cap), now)
-        else:
-            self._deadlines.note(token, lease.lifetime.state.deadline)
+        self.step(lease, LeaseEvent(_K.BEGUN), now)
 
     def step(self, lease: Lease, event: LeaseEvent, now: float) -> tuple[LeaseEffect, ...]:
         """Give a lease an event. Returns the effects that the caller must perform."""

@@ -15,14 +15,23 @@ from typing import NamedTuple
 
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.prefill_side import lease as ls
-from kvferry.connector.prefill_side.lease import NOT_RESUMED, Lease, LeasePhase, Leases, rank_set
+from kvferry.connector.prefill_side.lease import (
+    GIVEN_UP,
+    NOT_RESUMED,
+    WHY_STOPPED,
+    Lease,
+    LeaseEffect,
+    LeaseEvent,
+    LeaseEventKind,
+    LeasePhase,
+    Leases,
+    rank_set,
+)
 from kvferry.connector.prefill_side.lookup import Answer, NamedPrompts
 from kvferry.connector.prefill_side.send import OutgoingRead, Sends
 from kvferry.connector.prefill_side.session import Session, Sessions, refusal
 from kvferry.connector.prefill_side.stream import PrefillSteps
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.states import Tick
 from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, unpack_ids
 from kvferry.transport.control.listener import Delivery, Listener
 from kvferry.transport.errors import KVFerryError, ProtocolError
@@ -30,6 +39,8 @@ from kvferry.transport.fair_table import FairTable
 from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.serve")
+_K = LeaseEventKind
+READ_ENDED, RENEWED = LeaseEvent(_K.READ_ENDED), LeaseEvent(_K.RENEWED)
 
 SERVE_SECONDS = 0.01
 """How long the thread answers messages before it looks at its other work; further messages wait for the next turn."""
@@ -102,7 +113,7 @@ class Producer:
         """End all leases: nothing counts that is read, or would be committed, from now on. A read that P sends ends
         first."""
         for lease in list(self.leases.table.values()):
-            self._step(lease, ls.Revoked(), now)
+            self._step(lease, LeaseEvent(_K.REVOKED), now)
 
     def begin_prefill(self, prompt: Prefill, now: float) -> None:
         """The engine begins to compute a prompt that a lease will cover. From now on D can ask for it by name."""
@@ -121,11 +132,11 @@ class Producer:
         else:
             self.named.take_back(token)
         for held in self._early.take_asks(token):  # a step of D may wait for it
-            self.deny(held.identity, held.request.read, "expired", ls.GIVEN_UP if stop.ended else NOT_RESUMED)
+            self.deny(held.identity, held.request.read, "expired", GIVEN_UP if stop.ended else NOT_RESUMED)
         if lease is not None:
             if stop.ended:
                 del self.leases.table[token]
-            self._step(lease, ls.BlocksLost(stop.ended), now)
+            self._step(lease, LeaseEvent(_K.ABANDONED if stop.ended else _K.PREEMPTED), now)
 
     def lose(self, token: bytes) -> None:
         """The lease of a prompt cannot begin: its blocks are the engine's again. ``stop_prefill`` must follow."""
@@ -174,14 +185,14 @@ class Producer:
             return False
         for read in self._sends.drained():
             self._account(read)
-            self._step(read.lease, ls.ReadEnded(), now)
+            self._step(read.lease, READ_ENDED, now)
         packed = idle = 0
         while packed < PACKS_PER_TURN and idle < len(self._sends.turns):  # all have had a turn since the last chunk
             read, moved, failure = self._sends.turn()
             idle = 0 if moved else idle + 1
             if moved:
                 packed += 1
-                self._step(read.lease, ls.Renewed(), now)
+                self._step(read.lease, RENEWED, now)
             if failure:
                 self._fail(read, failure, now)
             elif read.sent == read.chunks and not read.reading:
@@ -191,7 +202,7 @@ class Producer:
     def tick(self, now: float) -> None:
         """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""
         for lease in self.leases.due(now):
-            self._step(lease, Tick(), now)
+            self._step(lease, LeaseEvent(_K.TICK), now)
         if now >= self._next_sign and self._sends.waiting:
             self._next_sign = now + SIGN_SECONDS
             for read in chain.from_iterable(self._sends.waiting.values()):
@@ -255,7 +266,7 @@ class Producer:
             case messages.Renew():
                 for token in request.tokens:
                     if (lease := self.leases.table.get(token)) is not None:
-                        self._step(lease, ls.Renewed(), now)
+                        self._step(lease, RENEWED, now)
             case messages.Release():
                 self._release(session, request, now)
             case messages.Resolve():
@@ -309,14 +320,14 @@ class Producer:
         except KVFerryError as error:
             self.deny(identity, read, "bounds", str(error))
             return
-        self._step(lease, ls.Asked(ask.consumer, rank_set(ask.expected)), now)
+        self._step(lease, LeaseEvent(_K.ASKED, consumer=ask.consumer, expected=rank_set(ask.expected)), now)
         if pulls and not lease.granted and lease.blocks is not None:
             lease.readers[identity, read] = lease.blocks
         # Only a D that reads P's pages by itself receives the block ids.
         self._replies.send(identity, lease.answer(read, chunks, lease.block_ids if pulls else ()))
         if chunks:
             displaced = self._sends.begin(session, ask, lease, chunks)
-            self._step(lease, ls.ReadStarted(), now)
+            self._step(lease, LeaseEvent(_K.READ_STARTED), now)
             self._rank_context.stats.levels["sending"] += 1
             for other in displaced:
                 self._fail(other, "the prefill engine sends too many reads to this decode engine", now)
@@ -367,7 +378,8 @@ class Producer:
             return
         lease = self.leases.table.get(release.token)
         if lease is not None and lease.begun:
-            event = ls.Released(release.consumer, release.consumer_rank, rank_set(release.expected))
+            expected = rank_set(release.expected)
+            event = LeaseEvent(_K.RELEASED, consumer=release.consumer, rank=release.consumer_rank, expected=expected)
             self._step(lease, event, now)
         elif session is None:
             raise ProtocolError("Release of an unknown lease before Hello")
@@ -376,25 +388,26 @@ class Producer:
 
     # --- effects ------------------------------------------------------------------------------------------------
 
-    def _step(self, lease: Lease, event: ls.LeaseEvent, now: float) -> None:
+    def _step(self, lease: Lease, event: LeaseEvent, now: float) -> None:
         """Give a lease an event, and perform its effects; some of them are followed by further events."""
         events = [event]
         for each in events:
             for effect in self.leases.step(lease, each, now):
                 match effect:
-                    case ls.ResumeReads():
+                    case LeaseEffect.RESUME:
                         self._sends.resume(lease.grant.token)
-                    case ls.OfferPrompt():
+                    case LeaseEffect.OFFER:
                         self._offer(lease)
-                    case ls.PostGrant():
+                    case LeaseEffect.POST:
                         self._post(lease, now)
-                    case ls.StopReads(why):
+                    case LeaseEffect.STOP:
+                        why = WHY_STOPPED.get(lease.lifetime.state.phase, "")
                         for read in self._sends.of(lambda read: read.lease is lease):
                             self.deny(read.session.identity, read.ask.read, "expired", why)
                             if self._ends(read):
-                                events.append(ls.ReadEnded())
-                    case ls.Freed(reason):
-                        self._free(lease, reason, now)
+                                events.append(READ_ENDED)
+                    case LeaseEffect.FREE:
+                        self._free(lease, lease.lifetime.state.reason, now)
 
     def _offer(self, lease: Lease) -> None:
         """D takes some milliseconds from the answer until it reads, and waits for the rest in its step."""
@@ -452,10 +465,10 @@ class Producer:
     def _stop(self, read: OutgoingRead, now: float) -> None:
         """Send no more of a read."""
         if self._ends(read):
-            self._step(read.lease, ls.ReadEnded(), now)
+            self._step(read.lease, READ_ENDED, now)
 
     def _ends(self, read: OutgoingRead) -> bool:
-        """Send no more of a read. Returns whether it has ended by that: a ``ReadEnded`` must follow."""
+        """Send no more of a read. Returns whether it has ended by that: a READ_ENDED must follow."""
         ended = False
         if not read.stopped:
             with self._guarded("StopSending"):

@@ -10,17 +10,17 @@ import numpy as np
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.prefill_side.lease import (
-    BlocksLost,
-    ChunkPlanned,
     Lease,
     LeaseEvent,
+    LeaseEventKind,
     LeasePhase,
     PromptPart,
-    StepAdvanced,
 )
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PrefillChunk, unpack_ids
 from kvferry.transport.errors import GeometryError
+
+_K = LeaseEventKind
 
 
 class _StepInFlight(msgspec.Struct, eq=False):
@@ -56,7 +56,7 @@ class PrefillSteps:
                 new = [self._caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(chunk.block_ids)]
             except GeometryError as error:
                 # Which blocks hold the tokens is not known any more: reads wait for the lease.
-                yield lease, BlocksLost(ended=False)
+                yield lease, LeaseEvent(_K.PREEMPTED)
                 wrong = error
                 continue
             if blocks is not lease.blocks:
@@ -64,7 +64,7 @@ class PrefillSteps:
             else:
                 lease.block_ids = tuple(map(bytes.__add__, lease.block_ids, chunk.block_ids))
                 lease.ids = [np.concatenate(pair) for pair in zip(lease.ids, new, strict=True)]
-            yield lease, ChunkPlanned(chunk.restarts)
+            yield lease, LeaseEvent(_K.RESTARTED if chunk.restarts else _K.STEP_PLANNED)
             part = PromptPart(chunk.ready, chunk.stop, lease.lifetime.state.life)
             lease.parts.append(part)
             parts.append((lease, part))
@@ -93,7 +93,7 @@ class PrefillSteps:
                 tokens = part.stop if ended else part.ready if begun else 0
                 total = lease.grant.num_tokens
                 nearly = bool(layers) and not ended and step.nearly and part.stop >= total and lease.intact
-                yield lease, StepAdvanced(part.life, tokens, tokens >= total, nearly)
+                yield lease, LeaseEvent(_K.ADVANCED, part.life, tokens, tokens >= total, nearly)
                 if ended and part in lease.parts:
                     lease.parts.remove(part)
 

@@ -1,6 +1,6 @@
 """The form of every lifetime: phases, events, a total table of transitions, and a record of the changes of phase.
 
-A lifetime is a frozen state with a ``phase``. A table maps (phase, type of event) to a transition, a pure function
+A lifetime is a frozen state with a ``phase``. A table maps (phase, kind of event) to a transition, a pure function
 ``(state, event, now) -> (state, effects)``. Effects are data; the owner of the lifetime performs them. ``now`` is in
 seconds of the owner's clock. A table without a row for every phase and every event does not import.
 """
@@ -10,10 +10,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
-
-import msgspec
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 MAX_HISTORY = 12
 """Transitions that a lifetime remembers; the longest way through any table has fewer phases."""
@@ -24,16 +21,16 @@ class _State(Protocol):
     def phase(self) -> enum.Enum: ...
 
 
+class _Event(Protocol):
+    @property
+    def kind(self) -> enum.Enum: ...
+
+
 S = TypeVar("S", bound=_State)
-E = TypeVar("E")
+E = TypeVar("E", bound=_Event)
 F = TypeVar("F")
-Kind = type | enum.Enum
 Outcome = tuple[S, tuple[F, ...]]
-Transition = Callable[[S, Any, float], Outcome[S, F]]  # the event is of the types that its rows name
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed: a deadline may be over."""
+Transition = Callable[[S, E, float], Outcome[S, F]]
 
 
 class Step(NamedTuple):
@@ -50,7 +47,7 @@ class TransitionTable(Generic[S, E, F]):
     Args:
         name: the lifetime, as an error names it.
         phases: the enumeration of its phases.
-        events: the types of its events; or an enumeration, of which each event has a member as ``kind``.
+        kinds: the enumeration of the kinds of its events.
         rows: (phases, kinds of events, transition). The first row that names a pair of phase and event counts, so a
             general row may stand below a particular one; an enumeration stands for all of its members.
 
@@ -62,36 +59,30 @@ class TransitionTable(Generic[S, E, F]):
         self,
         name: str,
         phases: type[enum.Enum],
-        events: Iterable[Kind],
-        rows: Iterable[tuple[Iterable[enum.Enum], Iterable[Kind], Transition[S, F]]],
+        kinds: type[enum.Enum],
+        rows: Iterable[tuple[Iterable[enum.Enum], Iterable[enum.Enum], Transition[S, E, F]]],
     ) -> None:
-        self.name, self.phases, self.events = name, phases, tuple(events)
-        self.kind_of: Callable[[Any], object] = (
-            attrgetter("kind._value_") if isinstance(events, enum.EnumMeta) else type
-        )
-        found: dict[tuple[enum.Enum, Kind], Transition[S, F]] = {}
-        for row_phases, row_events, transition in rows:
-            pairs = [(phase, event) for phase in row_phases for event in row_events]
+        self.name, self.phases, self.kinds = name, phases, kinds
+        found: dict[tuple[enum.Enum, enum.Enum], Transition[S, E, F]] = {}
+        for row_phases, row_kinds, transition in rows:
+            pairs = [(phase, kind) for phase in row_phases for kind in row_kinds]
             new = [pair for pair in pairs if pair not in found]
             if not new:
                 raise ValueError(f"{name}: the row of {_named(pairs[0])} is never used")
             found.update(dict.fromkeys(new, transition))
-        missing = [(phase, event) for phase in phases for event in self.events if (phase, event) not in found]
+        missing = [(phase, kind) for phase in phases for kind in kinds if (phase, kind) not in found]
         if missing:
             raise ValueError(f"{name}: no row for {', '.join(map(_named, missing))}")
-        unknown = [pair for pair in found if pair[1] not in self.events]
+        unknown = [pair for pair in found if not isinstance(pair[1], kinds)]
         if unknown:
             raise ValueError(f"{name}: a row for an event that is not listed, {_named(unknown[0])}")
         # By values: Python computes the hash of an enumeration's member in Python, and a hand-over takes 18 steps while
         # a request waits.
-        self.by_value = {
-            (event.value if isinstance(event, enum.Enum) else event, phase.value): transition
-            for (phase, event), transition in found.items()
-        }
+        self.by_value = {(kind.value, phase.value): transition for (phase, kind), transition in found.items()}
 
     def step(self, state: S, event: E, now: float) -> Outcome[S, F]:
         """The state after an event, and the effects that the owner of the lifetime must perform."""
-        return self.by_value[self.kind_of(event), state.phase._value_](state, event, now)
+        return self.by_value[event.kind._value_, state.phase._value_](state, event, now)
 
 
 class History:
@@ -100,13 +91,13 @@ class History:
     __slots__ = ("_history",)
 
     def __init__(self, phase: enum.Enum, now: float) -> None:
-        # Times, events or their kinds, and phases; ``history`` makes text of them, for a log line only.
-        self._history: deque[tuple[float, object, enum.Enum]] = deque([(now, "", phase)], maxlen=MAX_HISTORY)
+        # Times, kinds of events, and phases; ``history`` makes text of them, for a log line only.
+        self._history = deque[tuple[float, enum.Enum | None, enum.Enum]]([(now, None, phase)], MAX_HISTORY)
 
     @property
     def history(self) -> tuple[Step, ...]:
         """The last changes of phase, the oldest first."""
-        return tuple(Step(at, _name(event), str(phase.value)) for at, event, phase in self._history)
+        return tuple(Step(at, str(kind.value) if kind else "", str(phase.value)) for at, kind, phase in self._history)
 
     def story(self) -> str:
         """The history in one line, each phase with its seconds after the first: ``ready 0.0 s, moving +0.002 s``."""
@@ -118,18 +109,17 @@ class History:
 class Lifetime(History, Generic[S, E, F]):
     """One lifetime under way: its state, and the last changes of its phase."""
 
-    __slots__ = ("_kind_of", "_transitions", "state")
+    __slots__ = ("_transitions", "state")
 
     def __init__(self, table: TransitionTable[S, E, F], state: S, now: float) -> None:
         super().__init__(state.phase, now)
-        self._transitions, self._kind_of = table.by_value, table.kind_of
-        self.state = state
+        self._transitions, self.state = table.by_value, state
 
     def step(self, event: E, now: float) -> tuple[F, ...]:
         """Take one event. Returns the effects that the owner must perform."""
         before = self.state.phase
-        kind = self._kind_of(event)
-        self.state, effects = self._transitions[kind, before._value_](self.state, event, now)
+        kind = event.kind
+        self.state, effects = self._transitions[kind._value_, before._value_](self.state, event, now)
         phase = self.state.phase
         if phase is not before:
             self._history.append((now, kind, phase))
@@ -159,15 +149,11 @@ class Phases(History, Generic[P]):
         return before
 
 
-def _name(event: object) -> str:
-    return event.__name__ if isinstance(event, type) else str(event.value if isinstance(event, enum.Enum) else event)
-
-
 def ignore(state: S, event: object, now: float) -> tuple[S, tuple[()]]:
     """The transition that changes nothing."""
     return state, ()
 
 
-def _named(pair: tuple[enum.Enum, Kind]) -> str:
-    phase, event = pair
-    return f"({phase.name}, {_name(event)})"
+def _named(pair: tuple[enum.Enum, enum.Enum]) -> str:
+    phase, kind = pair
+    return f"({phase.name}, {kind.name})"

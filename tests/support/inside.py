@@ -8,7 +8,7 @@ from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.loop import PostedPlans, TransferThread
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.wire.states import Tick
+from kvferry.connector.prefill_side.lease import LeaseEvent, LeaseEventKind
 from kvferry.kernels import launch
 from kvferry.transport import cuda
 from kvferry.transport.wake import RunningClock
@@ -34,7 +34,7 @@ def leases_of(of: Any) -> dict[bytes, Any]:
 
 def expire_lease(of: Any, lease: Any) -> None:
     """End a lease as its expiry does. On P's transfer thread."""
-    producer_of(of)._step(lease, Tick(), lease.lifetime.state.deadline)
+    producer_of(of)._step(lease, LeaseEvent(LeaseEventKind.TICK), lease.lifetime.state.deadline)
 
 
 def prompts_of(of: Any) -> dict[bytes, Any]:

@@ -16,8 +16,8 @@ from kvferry.connector.config import Settings
 from kvferry.connector.decode_side import load_state, lookup
 from kvferry.connector.decode_side.link import Reason
 from kvferry.connector.pages.deadlines import SWEEP, Deadlines
-from kvferry.connector.prefill_side.lease import LEASE, LeasePhase, LeaseState
-from kvferry.connector.wire.states import Tick, TransitionTable
+from kvferry.connector.prefill_side.lease import LEASE, LeaseEvent, LeaseEventKind, LeasePhase, LeaseState
+from kvferry.connector.wire.states import TransitionTable
 
 calls = st.lists(
     st.tuples(
@@ -77,7 +77,9 @@ def test_what_is_gone_is_forgotten_long_before_its_time() -> None:
 
 def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
     """Every phase of every lifetime that waits for a time, with its times in each order."""
-    found: list[tuple[TransitionTable[Any, Any, Any], Any]] = [(LEASE, LeaseState(phase)) for phase in LeasePhase]
+    found: list[tuple[TransitionTable[Any, Any, Any], Any]] = [
+        (LEASE, LeaseState(Settings(), phase)) for phase in LeasePhase
+    ]
     for first, second in product((3.0, 4.0, 5.0), repeat=2):
         load = load_state.LoadState(
             load_state.LoadPhase.READY, 1, frozenset({0}), min(first, second), second, Settings(), (1,), 0,
@@ -86,13 +88,14 @@ def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
         found += [(load_state.LOAD, replace(load, phase=phase)) for phase in load_state.LoadPhase]
         lookups = (lookup.LookupState(retry_at=first, until=second), lookup.LookupState(until=second))
         found += [(lookup.LOOKUP, replace(each, phase=phase)) for each in lookups for phase in lookup.LookupPhase]
-        leases = (LeaseState(phase, deadline=first, cap=second) for phase in (LeasePhase.PREEMPTED, LeasePhase.GRANTED))
-        found += [(LEASE, lease) for lease in leases]
+        lease = LeaseState(Settings(), deadline=first, cap=second)
+        found += [(LEASE, replace(lease, phase=phase)) for phase in (LeasePhase.PREEMPTED, LeasePhase.GRANTED)]
     return found
 
 
 def test_a_lifetime_is_due_when_a_tick_changes_it() -> None:
-    ticks: dict[str, Any] = {"load": load_state.TICK, "lookup": lookup.TICK, "lease": Tick()}
+    lease_tick = LeaseEvent(LeaseEventKind.TICK)
+    ticks: dict[str, Any] = {"load": load_state.TICK, "lookup": lookup.TICK, "lease": lease_tick}
     for table, state in states():
         due, tick = state.deadline if table is LEASE else state.due, ticks[table.name]
         before = math.nextafter(min(due, 1e9), 0.0)
