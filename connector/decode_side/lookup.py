@@ -594,7 +594,7 @@ class Lookups:
         assert lookup.answer is not None and wanted.ended is not None
         try:
             lease = self._rank_context.lease_of(lookup.answer.params)
-            if lease.prompt in wanted.ended.prompts:
+            if lease.digest in wanted.ended.digests:
                 self._leases.release_for_all(lease, now)
         except KVFerryError as error:  # of an answer that D could not use either
             self._log.warning("unneeded", "kvferry: the lease of %s ends by time: %s", wanted.request_id, error)

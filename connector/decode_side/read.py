@@ -472,7 +472,7 @@ class Reads:
         if not read.awaits_grant:  # where P computes the prompt, this is a sign of life
             return PROGRESS if read.phase is ReadPhase.MOVING and not pulls else None
         try:
-            if load.prompt and grant.prompt != load.prompt:
+            if load.digest and grant.digest != load.digest:
                 self._leases.disown(load.token, load.request_id)
                 return read.failed(
                     "denied", "the prefill engine's lease is of another prompt than the request's parameters name"

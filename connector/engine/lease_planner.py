@@ -350,7 +350,7 @@ class LeasePlanner(EngineFacts):
                 request_id=view.request_id,
                 token=prompt.token,
                 num_tokens=view.num_prompt_tokens,
-                prompt=prompt.digest,
+                digest=prompt.digest,
                 names=prompt_names(view.request_id, view.params, prompt.token),
                 params=prompt.params,
                 found=0 if tokens is None else tokens.start,

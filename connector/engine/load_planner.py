@@ -373,7 +373,7 @@ class LoadPlanner(EngineFacts):
             tokens=tuple(
                 (0, 1) if table.kind == "state" else (max(start, first_held(table, ids)), stop) for table, ids in tables
             ),
-            prompt=remote_prompt.prompt,
+            digest=remote_prompt.digest,
             now=entry.in_step,
             behind=steps is None or steps.may_use(written),
             alternatives=entry.leases[1:],

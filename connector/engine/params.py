@@ -91,7 +91,7 @@ class RemotePrompt(msgspec.Struct, frozen=True):
 
     token: bytes
     num_tokens: int
-    prompt: str
+    digest: str
     peer: PeerEngine
     kept: tuple[tuple[CacheKind, int, int], ...] = ()
     """(kind, window, first token) of each of P's block tables that freed blocks outside its window."""
@@ -129,7 +129,7 @@ def to_transfer_params(remote_prompt: RemotePrompt) -> dict[str, Any]:
             "token": remote_prompt.token.hex(),
             "engine_id": peer.engine_id,
             "num_tokens": remote_prompt.num_tokens,
-            "prompt": remote_prompt.prompt,
+            "prompt": remote_prompt.digest,
             "lease_seconds": peer.lease_seconds,
             "tp_size": peer.tp_size,
             "pp_size": peer.pp_size,
@@ -329,7 +329,7 @@ def prompt_of_answer(params: bytes, max_sizes: tuple[int, int] = (MAX_RANKS, MAX
 def lease_of_answer(params: bytes) -> RemoteLease:
     """The lease that P's answer names. Raises as ``prompt_of_answer``."""
     prompt = prompt_of_answer(params)
-    return RemoteLease(prompt.token, prompt.peer, prompt.prompt)
+    return RemoteLease(prompt.token, prompt.peer, prompt.digest)
 
 
 def alternatives(
@@ -358,9 +358,9 @@ def alternatives(
             if item.get(ALTERNATIVES) is not None:
                 raise ProtocolError("it names alternatives itself")
             check_reachable(other.peer, our_host_id)
-            for field in ("prompt", "num_tokens", "kept", "adapter"):
+            for field in ("digest", "num_tokens", "kept", "adapter"):
                 if getattr(first, field) != getattr(other, field):
-                    raise ProtocolError(f"its {field} is not that of the first prefill engine")
+                    raise ProtocolError(f"its prompt's {field} is not that of the first prefill engine")
             if other.token in {first.token, *(lease.token for lease in usable)}:
                 raise ProtocolError("its lease is named twice")
             usable.append(RemoteLease(other.token, other.peer))
@@ -404,7 +404,7 @@ def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
         raise UnusablePromptError("embeddings", text)
     ids = request.prompt_token_ids
     prefilled = ids if remote_prompt.num_tokens == ours else ids[: remote_prompt.num_tokens]
-    if prompt_digest(prefilled, request.extra) != remote_prompt.prompt:
+    if prompt_digest(prefilled, request.extra) != remote_prompt.digest:
         text = "the prefill engine prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)"
         raise UnusablePromptError("other_prompt", text)
 

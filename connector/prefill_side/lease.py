@@ -364,7 +364,7 @@ class Lease:
         """The Grant message of a read. Of read 0, with all blocks, it is what D finds on the grant board."""
         grant = self.grant
         return messages.Grant(
-            read=read, num_tokens=grant.num_tokens, chunks=chunks, prompt=grant.prompt, block_ids=block_ids
+            read=read, num_tokens=grant.num_tokens, chunks=chunks, digest=grant.digest, block_ids=block_ids
         )
 
 

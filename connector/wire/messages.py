@@ -207,7 +207,7 @@ class Grant(_Message, frozen=True):
     """The read may proceed: ``chunks`` messages will come for its tokens. P repeats it without block ids while it
     computes tokens of the read, as a sign of life.
 
-    ``num_tokens`` and ``prompt`` describe the prompt that the lease covers: its length, and the digest of its tokens
+    ``num_tokens`` and ``digest`` describe the prompt that the lease covers: its length, and the digest of its tokens
     (``prompt_digest`` of ``engine/params.py``).
     ``block_ids`` are packed little-endian int32, one run per region, for planes where D reads P's pages.
     """
@@ -215,7 +215,7 @@ class Grant(_Message, frozen=True):
     read: ReadNumber
     num_tokens: Count
     chunks: Count
-    prompt: Annotated[str, Meta(max_length=64)] = ""
+    digest: Annotated[str, Meta(max_length=64)] = ""
     block_ids: Annotated[tuple[Annotated[bytes, Meta(max_length=4 << 20)], ...], Meta(max_length=MAX_REGIONS)] = ()
 
 

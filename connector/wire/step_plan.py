@@ -59,15 +59,15 @@ class _OfRequest(msgspec.Struct, frozen=True):
 
 
 class LeaseGrant(_OfRequest, frozen=True):
-    """P: a finished prompt whose blocks P holds. ``block_ids``: per block table, packed by ``pack_ids``. ``prompt``:
-    the digest of the prompt. ``step``: the engine's last step that computed the prompt. ``params``: the lease's
+    """P: a finished prompt whose blocks P holds. ``block_ids``: per block table, packed by ``pack_ids``. ``digest``:
+    of the prompt's tokens. ``step``: the engine's last step that computed the prompt. ``params``: the lease's
     ``kv_transfer_params`` in MessagePack; empty where they are those of its ``Prefill``. ``traceparent``: the span that
     the spans of the lease belong to; empty where the request is not traced."""
 
     token: bytes
     num_tokens: int
     block_ids: tuple[bytes, ...]
-    prompt: str = ""
+    digest: str = ""
     step: int = 0
     params: bytes = b""
     traceparent: str = ""
@@ -86,7 +86,7 @@ class Prefill(_OfRequest, frozen=True):
 
     token: bytes
     num_tokens: int
-    prompt: str
+    digest: str
     names: tuple[str, ...]
     params: bytes
     found: int
@@ -134,11 +134,11 @@ class PrefillStop(msgspec.Struct, frozen=True):
 
 
 class LeftAnswer(msgspec.Struct, frozen=True):
-    """D: a request that does not need P's answer any more. ``prompts``: the digests that its prompt may have at P. A
+    """D: a request that does not need P's answer any more. ``digests``: those that its prompt may have at P. A
     name may be another prompt's too: D releases only a lease of one of these."""
 
     request_id: str
-    prompts: tuple[str, ...] = ()
+    digests: tuple[str, ...] = ()
 
 
 class PromptLookup(msgspec.Struct, frozen=True):
@@ -195,11 +195,11 @@ class UnneededLease(msgspec.Struct, frozen=True):
 
 
 class RemoteLease(msgspec.Struct, frozen=True):
-    """D: a lease at a P engine, of the prompt with the digest ``prompt``."""
+    """D: a lease at a P engine, of the prompt with this ``digest``."""
 
     token: bytes
     peer: PeerEngine
-    prompt: str = ""
+    digest: str = ""
 
     def __repr__(self) -> str:
         return f"RemoteLease({self.peer.engine_id!r})"
@@ -208,7 +208,7 @@ class RemoteLease(msgspec.Struct, frozen=True):
 class Load(_OfRequest, frozen=True):
     """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``).
 
-    ``prompt`` is the digest of the prompt that P must hold under this lease; it is empty where D does not check it. D
+    ``digest``: of the prompt that P must hold under this lease; empty where D does not check it. D
     must check because the lease's parameters came with the client's request. ``now``: the engine computes with the
     loaded tokens in the step of this plan. ``behind``: a step in flight may still use the blocks, so the copies wait
     for the work that the device was given before this step. ``alternatives``: where to load from if ``peer`` fails.
@@ -220,7 +220,7 @@ class Load(_OfRequest, frozen=True):
     peer: PeerEngine
     block_ids: tuple[bytes, ...]
     tokens: tuple[tuple[int, int], ...]
-    prompt: str = ""
+    digest: str = ""
     now: bool = False
     behind: bool = True
     alternatives: tuple[RemoteLease, ...] = ()

@@ -61,7 +61,7 @@ class Honest:
         self.ask = messages.Ask(
             read=1, token=token, consumer=life, consumer_rank=0, expected=ranks, spans=(span,), chunk_bytes=1 << 16
         )
-        self.grant = messages.Grant(read=1, num_tokens=100, chunks=3, prompt="ab", block_ids=(pack_ids([1, 2, 9]),))
+        self.grant = messages.Grant(read=1, num_tokens=100, chunks=3, digest="ab", block_ids=(pack_ids([1, 2, 9]),))
         self.requests: list[messages.Request] = [
             self.hello, self.ask, messages.Attach(plane="tcp", payload=b"y" * 30), messages.Cancel(read=3),
             messages.Commit(read=3, token=token), messages.Renew(tokens=(token, token)),

@@ -254,12 +254,12 @@ def test_a_lease_of_another_prompt_is_not_loaded(p: Rank, d: Rank, prompt: str, 
     if posted:
         another_works(p, d)
         forget(p, d)
-    p.worker.post(lease_plan(token, prompt="feed"))
+    p.worker.post(lease_plan(token, digest="feed"))
     assert wait(lambda: token in leases_of(p))
     plan = load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)
     (load,) = plan.loads
     wipe(d)
-    d.worker.post(msgspec.structs.replace(plan, loads=(msgspec.structs.replace(load, prompt=prompt),)))
+    d.worker.post(msgspec.structs.replace(plan, loads=(msgspec.structs.replace(load, digest=prompt),)))
     assert wait(lambda: d.received == {"req-d"}, [p, d])
     assert d.failed == (set() if loaded else {"req-d"})
     assert has_all(d) == loaded

@@ -76,9 +76,9 @@ def test_what_was_pushed_is_loaded_only_with_its_grant(group: RankGroup, plane: 
 
     for wanted in ("a" * 32, "b" * 32):
         token, late, name = secrets.token_bytes(16), Late(d, messages.Grant), wanted[0]
-        p.worker.post(lease_plan(token, name, prompt="a" * 32))
+        p.worker.post(lease_plan(token, name, digest="a" * 32))
         plan = load_plan(f"{name}-d", token, peer([p]), OURS, 0, TOKENS, watch=False)
-        d.worker.post(replace(plan, loads=(replace(plan.loads[0], prompt=wanted),)))
+        d.worker.post(replace(plan, loads=(replace(plan.loads[0], digest=wanted),)))
         assert wait(lambda late=late: all_here() and bool(late.held), [p, d])
         assert not wait(lambda name=name: f"{name}-d" in d.received, [p, d], 0.1)
         late.come()

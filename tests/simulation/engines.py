@@ -371,7 +371,7 @@ class Engine:
             return
         blocks = [0] * -(-remote.num_tokens // BLOCK_TOKENS)  # as many as D needs; P's own are not told
         number = (search.view.prompt_token_ids or (0,))[0]
-        prompt = Prompt(name, number, remote.token, blocks, remote.num_tokens, remote.peer, digest=remote.prompt)
+        prompt = Prompt(name, number, remote.token, blocks, remote.num_tokens, remote.peer, digest=remote.digest)
         search.found(self.keep(prompt, name), result)
 
     def _look_at(self, search: Search) -> None:

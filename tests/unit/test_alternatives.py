@@ -21,7 +21,7 @@ HOST, SIZES = "ab" * 8, (4, 4)
 def prompt(number: int, host: str = "10.0.0.1", **other: Any) -> RemotePrompt:
     rank = RankAddress(0, 0, host, 5600 + number, bytes(16))
     peer = PeerEngine(f"engine-{number}", 1, 1, 30.0, (rank,), "cd" * 8)
-    return RemotePrompt(**{"token": bytes([number]) * 16, "num_tokens": 9, "prompt": "digest", "peer": peer, **other})
+    return RemotePrompt(**{"token": bytes([number]) * 16, "num_tokens": 9, "digest": "digest", "peer": peer, **other})
 
 
 def named(*others: object, first: RemotePrompt | None = None) -> tuple[tuple[RemoteLease, ...], list[str]]:
@@ -49,8 +49,14 @@ def test_a_request_without_alternatives() -> None:
         ({"do_remote_prefill": True}, "names no prefill engine"),
         ({**to_transfer_params(prompt(1)), "kvferry": {"v": 1}}, "is malformed"),
         ({**to_transfer_params(prompt(1)), "alternatives": []}, "names alternatives itself"),
-        (to_transfer_params(prompt(1, prompt="another")), "its prompt is not that of the first prefill engine"),
-        (to_transfer_params(prompt(1, kept=(("full", 4, 4),))), "its kept is not that of the first prefill engine"),
+        (
+            to_transfer_params(prompt(1, digest="another")),
+            "its prompt's digest is not that of the first prefill engine",
+        ),
+        (
+            to_transfer_params(prompt(1, kept=(("full", 4, 4),))),
+            "its prompt's kept is not that of the first prefill engine",
+        ),
         (to_transfer_params(prompt(0)), "its lease is named twice"),
         (to_transfer_params(prompt(1, host="127.0.0.1")), "told its loopback address"),
     ],

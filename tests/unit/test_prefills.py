@@ -79,7 +79,7 @@ def test_a_prompt_is_told_with_its_first_step_and_leased_under_the_same_token() 
     assert prefill.names == (
         "tx-1", "cmpl-abc-0-0123abcd", "cmpl-abc-0", "abc-0", "abc", prefill.token.hex()
     )  # fmt: skip
-    assert (prefill.num_tokens, prefill.prompt) == (100, prompt_digest(IDS))
+    assert (prefill.num_tokens, prefill.digest) == (100, prompt_digest(IDS))
     assert (prefill.found, prefill.step_tokens, prefill.streams) == (16, 32, True)
     assert chunks(plan) == [(16, 48, [7, 8, 9], False)]
     plan = step(scheduler, tokens(48, 52, [4, 5, 6, 2, 3]))
@@ -89,7 +89,7 @@ def test_a_prompt_is_told_with_its_first_step_and_leased_under_the_same_token() 
     held, params = scheduler.request_finished(DONE, [[7, 8, 9, 4, 5, 6, 2, 3]], completed=True)
     (lease,) = scheduler.take_plan().leases
     assert held and params is not None
-    assert (lease.token, lease.prompt, lease.params) == (prefill.token, prefill.prompt, b"")
+    assert (lease.token, lease.digest, lease.params) == (prefill.token, prefill.digest, b"")
     assert unpack_ids(lease.block_ids[0]).tolist() == [7, 8, 9, 4, 5, 6, 2], "as D may have found them before the lease"
     assert msgspec.msgpack.decode(prefill.params) == params
     assert (params["transfer_mode"], params["transfer_id"], params["kvferry"]["token"]) == (
@@ -160,7 +160,7 @@ def test_another_prompt_than_was_told_gets_another_token() -> None:
     plan = scheduler.take_plan()
     assert plan.stops == (PrefillStop(told.token, ended=True),)
     assert plan.leases[0].token == plan.prefills[0].token != told.token
-    assert plan.leases[0].prompt == prompt_digest([9] * 100)
+    assert plan.leases[0].digest == prompt_digest([9] * 100)
 
 
 def test_tokens_that_a_load_may_not_bring_do_not_leave_early() -> None:

@@ -70,7 +70,7 @@ def test_a_lease_names_the_last_step_that_computed_its_request() -> None:
 def test_all_leases_of_a_request_are_kept_and_loaded_under_or_released(
     end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    second = RemotePrompt(b"u" * 16, 65, PROMPT.prompt, P)
+    second = RemotePrompt(b"u" * 16, 65, PROMPT.digest, P)
     bad = to_transfer_params(RemotePrompt(b"v" * 16, 65, "another", P))
     params = {**GOOD, "alternatives": [to_transfer_params(second), bad]}
     plan = allocated(view(params), 0 if end == "nothing" else 49).take_plan()
