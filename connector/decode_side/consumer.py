@@ -29,10 +29,10 @@ class Consumer:
         self._rank_context, self._log = rank_context, rank_context.log
         self._deadlines = deadlines = Deadlines[Waiting](lambda waiting: waiting.due)
         self.links = Links(rank_context)
-        self.leases = LeaseRenewals(rank_context, self.links, deadlines)
-        self.reads = Reads(rank_context, self.leases, deadlines)
-        self.loads = Loads(rank_context, self.links, self.reads, self.leases, results, deadlines)
-        self.lookups = Lookups(rank_context, self.links, self.leases, results, deadlines, wake)
+        self.renewals = LeaseRenewals(rank_context, self.links, deadlines)
+        self.reads = Reads(rank_context, self.renewals, deadlines)
+        self.loads = Loads(rank_context, self.links, self.reads, self.renewals, results, deadlines)
+        self.lookups = Lookups(rank_context, self.links, self.renewals, results, deadlines, wake)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
@@ -71,10 +71,10 @@ class Consumer:
                 case SourceRead():
                     self.reads.on_due(waiting, now)
                 case LeaseRenewal():
-                    self.leases.on_due(waiting, now)
+                    self.renewals.on_due(waiting, now)
                 case Lookup():
                     self.lookups.give(waiting, lookup.TICK, now)
-        self.leases.send_renewals(now)
+        self.renewals.send_renewals(now)
         self.lookups.close_unused(now)
         self.links.close_unused(now)
 
@@ -82,7 +82,7 @@ class Consumer:
     def live(self) -> bool:
         """Whether a deadline is running."""
         return bool(
-            self.loads.running or self.leases.kept or self.reads.by_number or self.links.live or self.lookups.live
+            self.loads.running or self.renewals.kept or self.reads.by_number or self.links.live or self.lookups.live
         )
 
     def close(self, now: float, reason: str) -> None:
@@ -90,7 +90,7 @@ class Consumer:
         self.loads.cancel_all(reason, now)
         self.collect(now)  # handle the copies that have just ended
         self.loads.close(now)
-        self.leases.close(now)
+        self.renewals.close(now)
         self.links.close()
         self.lookups.close()
 

@@ -61,12 +61,12 @@ class Loads:
         rank_context: RankContext,
         links: Links,
         reads: Reads,
-        leases: LeaseRenewals,
+        renewals: LeaseRenewals,
         results: EngineResults,
         deadlines: Deadlines[Any],
     ) -> None:
         self._rank_context, self._log = rank_context, rank_context.log
-        self._links, self._reads, self._leases = links, reads, leases
+        self._links, self._reads, self._renewals = links, reads, renewals
         self._results, self._deadlines = results, deadlines
         self.running: dict[ActiveLoad, None] = {}
         self._done, self._failed = (RateLimitedLog(logger, per_key=lines) for lines in (DONE_LINES, FAILED_LINES))
@@ -77,7 +77,7 @@ class Loads:
         """Start a hand-over. ``alone``: no other hand-over is about to begin. ``layer_order``: see ``ActiveLoad``."""
         for lease in _leases(load):
             with suppress(KVFerryError):  # an attempt at this P finds the same
-                self._leases.keep(lease.token, lease.peer, load.request_id, now)
+                self._renewals.keep(lease.token, lease.peer, load.request_id, now)
         caches, started = self._rank_context.caches, self._rank_context.clock()
         try:
             ids = [caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
@@ -110,7 +110,7 @@ class Loads:
     def fail(self, load: Load, now: float) -> None:
         """Fail a load whose start raised an error. Copies that have begun must end before it is reported."""
         for active_load in self.running:
-            if active_load.posted is load:
+            if active_load.original is load:
                 self.give(active_load, (CANCELLED,), now)
                 return
         self._results.finished(FinishedLoad(load, LOST))
@@ -162,7 +162,7 @@ class Loads:
                 case LoadEffect.RECORD:
                     self._record(active_load)
                 case LoadEffect.RELEASE:
-                    self._release(active_load.posted, now)
+                    self._release(active_load.original, now)
                 case LoadEffect.LEAVE:
                     self._leave_attempt(active_load)
                 case LoadEffect.BEGIN:
@@ -180,7 +180,7 @@ class Loads:
         """The ranks of P that an attempt reads from, or why it cannot begin."""
         try:
             if redial:  # it may be that the lease could not be kept before
-                self._leases.keep(load.token, load.peer, load.request_id, now)
+                self._renewals.keep(load.token, load.peer, load.request_id, now)
             addresses = self._links.source_addresses(load.peer)
             return [(self._links.get(address, now, redial=redial), address) for address in addresses]
         except KVFerryError as error:
@@ -227,14 +227,14 @@ class Loads:
                 self._reads.end(read)
             active_load.reads = []
             self._rank_context.stats.retried(reason.kind, _short_name(active_load.load.peer))
-            load, peer = active_load.posted, _short_name(_at(active_load.posted, state.peer).peer)
+            load, peer = active_load.original, _short_name(_at(active_load.original, state.peer).peer)
             text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
             self._log.info("retry", text, load.request_id, state.number + 1, peer, reason)
 
     def _begin_again(self, active_load: ActiveLoad, now: float) -> list[LoadEvent]:
         """Begin the next attempt. Of the last one nothing writes D's pages any more."""
         before = active_load.lifetime.state
-        active_load.load = _at(active_load.posted, before.peer)
+        active_load.load = _at(active_load.original, before.peer)
         sources = self._sources(active_load.load, now, redial=True)
         state = next_attempt(before, len(sources) if isinstance(sources, list) else 1, now)
         active_load.lifetime = Lifetime(LOAD, state, now)
@@ -253,7 +253,7 @@ class Loads:
             if (reason := active_load.lifetime.state.reason) is None:
                 self._report_succeeded(active_load)
             else:
-                self._report_failed(active_load.posted, reason, active_load)
+                self._report_failed(active_load.original, reason, active_load)
         finally:
             for read in active_load.reads:
                 self._reads.end(read)
@@ -276,7 +276,7 @@ class Loads:
                     return None
                 return not any(copy.error for copy in under_way) and all(read.grant_stands for read in reads)
 
-            self._results.begun(active_load.posted, ended_well if posted else None, under_way)
+            self._results.begun(active_load.original, ended_well if posted else None, under_way)
 
     def _report_succeeded(self, active_load: ActiveLoad) -> None:
         """The load has ended, and its tokens are in the blocks."""
@@ -293,10 +293,10 @@ class Loads:
             )
             self._count_streamed(active_load)
         finally:  # a request waits for the report, also after an error of the metrics
-            self._results.finished(FinishedLoad(active_load.posted, end, estimate))
+            self._results.finished(FinishedLoad(active_load.original, end, estimate))
 
     def _report_failed(self, load: Load, reason: Reason, active_load: ActiveLoad | None = None) -> None:
-        """The load, as it was posted, has ended, and its tokens are not in the blocks. ``active_load``: it, if an
+        """The load, as the engine gave it, has ended, and its tokens are not in the blocks. ``active_load``: it, if an
         attempt has begun."""
         end = LoadEnd(reason.kind, peer=_short_name((active_load.load if active_load else load).peer))
         try:
@@ -312,14 +312,14 @@ class Loads:
 
     def _count_streamed(self, active_load: ActiveLoad) -> None:
         """What it costs D to take blocks for a prompt before P has computed it."""
-        load = active_load.posted
+        load = active_load.original
         if load.found or load.step_tokens:
             blocks = max((len(packed) // 4 for packed in load.block_ids), default=0)
             milliseconds = (self._rank_context.clock() - active_load.started) * 1e3
             self._rank_context.stats.streamed(blocks=blocks, milliseconds=milliseconds)
 
     def _record(self, active_load: ActiveLoad) -> None:
-        reason, posted = active_load.lifetime.state.reason, active_load.posted
+        reason, original = active_load.lifetime.state.reason, active_load.original
         del self.running[active_load]
         try:
             if reason is None:
@@ -335,8 +335,8 @@ class Loads:
                 if reason is None:
                     active_load.ended.append(attempt_span(active_load, "", active_load.ended_at))
                 error = "" if reason is None else str(reason)
-                span = partial(handover_span, posted, active_load.ended, error, active_load.ended_at)
-                self._rank_context.record(posted.traceparent, span)
+                span = partial(handover_span, original, active_load.ended, error, active_load.ended_at)
+                self._rank_context.record(original.traceparent, span)
         finally:
             active_load.reads = []
 
@@ -344,7 +344,7 @@ class Loads:
         """The request reads no more under any of its leases."""
         for lease in _leases(load):
             try:
-                self._leases.release(lease.token, load.request_id, now)
+                self._renewals.release(lease.token, load.request_id, now)
             except Exception:  # the others hold blocks of P, too
                 self._log.exception("release", "kvferry: unexpected error in a release of %s", load.request_id)
                 self._rank_context.stats.failed("internal")

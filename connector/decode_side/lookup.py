@@ -292,16 +292,16 @@ class Lookups:
         self,
         rank_context: RankContext,
         links: Links,
-        leases: LeaseRenewals,
+        renewals: LeaseRenewals,
         results: EngineResults,
         deadlines: Deadlines[Any],
         wake: Callable[[], None],
     ) -> None:
         """``wake``: has this thread call ``serve``; any thread may call it."""
         self._rank_context, self._log = rank_context, rank_context.log
-        self._links, self._leases, self._results = links, leases, results
+        self._links, self._renewals, self._results = links, renewals, results
         self._deadlines, self._wake = deadlines, wake
-        self._asks = leases.rank == 0
+        self._asks = renewals.rank == 0
         self.contacts: dict[_Address, _Contact] = {}
         self._news: dict[_Address, _Contact] = {}  # those whose connections have news: D may have hundreds
         self.open: dict[str, Lookup] = {}
@@ -595,6 +595,6 @@ class Lookups:
         try:
             lease = self._rank_context.lease_of(lookup.answer.params)
             if lease.digest in wanted.ended.digests:
-                self._leases.release_for_all(lease, now)
+                self._renewals.release_for_all(lease, now)
         except KVFerryError as error:  # of an answer that D could not use either
             self._log.warning("unneeded", "kvferry: the lease of %s ends by time: %s", wanted.request_id, error)

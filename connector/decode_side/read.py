@@ -65,8 +65,8 @@ class ActiveLoad(msgspec.Struct, eq=False):
 
     load: Load
     """With the lease and the P engine of this attempt."""
-    posted: Load
-    """As the engine posted it."""
+    original: Load
+    """As the engine gave it."""
     lifetime: Lifetime[LoadState, LoadEvent, LoadEffect]
     started: float
     """By ``RankContext.clock``, as the times below."""
@@ -345,9 +345,9 @@ class Reads:
     """All reads of this rank, also stopped reads whose last messages are still under way. Asks P, announces chunks to
     the channels, unpacks them, and copies P's pages. Used by the transfer thread only."""
 
-    def __init__(self, rank_context: RankContext, leases: LeaseRenewals, deadlines: Deadlines[Any]) -> None:
+    def __init__(self, rank_context: RankContext, renewals: LeaseRenewals, deadlines: Deadlines[Any]) -> None:
         self._rank_context, self._caches, self._log = rank_context, rank_context.caches, rank_context.log
-        self._leases, self._deadlines = leases, deadlines
+        self._renewals, self._deadlines = renewals, deadlines
         self.by_number: dict[int, SourceRead] = {}
         self._by_link: dict[Link, dict[SourceRead, None]] = {}
         self._last = 0
@@ -407,9 +407,9 @@ class Reads:
             messages.Ask(
                 read=read.number,
                 token=load.token,
-                consumer=self._leases.consumer,
-                consumer_rank=self._leases.rank,
-                expected=self._leases.expected(load.peer, read.address.tp_rank),
+                consumer=self._renewals.consumer,
+                consumer_rank=self._renewals.rank,
+                expected=self._renewals.expected(load.peer, read.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
                 chunk_bytes=read.chunk_bytes,
             )
@@ -473,7 +473,7 @@ class Reads:
             return PROGRESS if read.phase is ReadPhase.MOVING and not pulls else None
         try:
             if load.digest and grant.digest != load.digest:
-                self._leases.disown(load.token, load.request_id)
+                self._renewals.disown(load.token, load.request_id)
                 return read.failed(
                     "denied", "the prefill engine's lease is of another prompt than the request's parameters name"
                 )

@@ -17,7 +17,7 @@ Check = Callable[[], bool | None]
 
 
 class FinishedLoad(msgspec.Struct, frozen=True):
-    """The result of one load, reported once. ``load``: the load as it was posted. Its request id may name two loads,
+    """The result of one load, reported once. ``load``: as the engine gave it. Its request id may name two loads,
     of which the first was cancelled and still drains."""
 
     load: Load

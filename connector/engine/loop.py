@@ -174,7 +174,7 @@ class TransferThread:
         event per lease; the device must have reached it before the blocks of the lease are read. ``listener``: takes
         the reports of the loads inside the step, from this thread. ``step``: where the step computes ``plan.chunks``.
         """
-        self._producer.named.posted_plans += 1
+        self._producer.named.plans_seen += 1
         wakes = plan.wakes_thread
         if wakes or plan.chunks:
             self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
@@ -186,7 +186,7 @@ class TransferThread:
 
     def step_posted(self) -> None:
         """In place of ``post``, for a plan that is ``nothing``."""
-        self._producer.named.posted_plans += 1
+        self._producer.named.plans_seen += 1
 
     def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
@@ -292,7 +292,7 @@ class TransferThread:
                 self._plans.grant_computed(now)
         finally:
             if self._time.late:
-                self._consumer.leases.renew_now()
+                self._consumer.renewals.renew_now()
         # Messages that have arrived come first: after a delay of this thread they count before any deadline.
         ready, self._ready_sockets = self._ready_sockets, set()
         for plane in self.rank_context.planes:
@@ -439,13 +439,13 @@ class PostedPlans:
 
     def run(self, now: float) -> None:
         """Run the commands of all plans that have been posted."""
-        loads, leases, lookups = self._consumer.loads, self._consumer.leases, self._consumer.lookups
+        loads, renewals, lookups = self._consumer.loads, self._consumer.renewals, self._consumer.lookups
         for _ in range(len(self.posted)):
             posted = self.posted.popleft()
             plan, listener, step = posted.plan, posted.listener, posted.step
             if listener is not None:
                 self._results.listeners.append(listener)
-            leases.consumer = plan.consumer
+            renewals.consumer = plan.consumer
             self.computing += zip_longest(plan.leases, posted.computed)
             if plan.queued or plan.prefills or plan.stops:
                 self._begin_and_stop(plan, now)
@@ -459,7 +459,7 @@ class PostedPlans:
             for keep in plan.keeps:
                 if lookups.open:
                     lookups.taken(keep.request_id, now)
-                renew = partial(leases.keep, keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
+                renew = partial(renewals.keep, keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
                 self._try(keep, renew)
             if plan.left or plan.lookups:
                 self._each(plan.left, lookups.leave, now)
@@ -473,7 +473,7 @@ class PostedPlans:
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
             for release in plan.releases:
-                self._try(release, partial(leases.release, release.token, release.request_id, now))
+                self._try(release, partial(renewals.release, release.token, release.request_id, now))
             if listener is not None and not self.posted and not any(p.active for p in self._rank_context.planes):
                 self._yield_to_engine(listener)
 

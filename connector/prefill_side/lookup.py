@@ -33,7 +33,7 @@ class _HeldResolve:
     resolve: messages.Resolve
     deadline: float
     plans: int
-    """How many P's engine had posted when it came."""
+    """``NamedPrompts.plans_seen`` when it came."""
 
 
 @dataclass(slots=True)
@@ -84,9 +84,8 @@ class NamedPrompts:
         """Until when a name is remembered."""
         self.held: FairTable[tuple[bytes, int], _HeldResolve] = FairTable(HELD_RESOLVES)
         """The questions that wait."""
-        self.posted_plans = 0
-        """The step plans that P's engine has posted; its thread counts them. An engine that posts none has no prompt
-        under way."""
+        self.plans_seen = 0
+        """Step plans of P's engine, whose thread counts them. An engine that makes none has no prompt under way."""
 
     def __contains__(self, token: object) -> bool:
         return token in self.prompts
@@ -184,7 +183,7 @@ class NamedPrompts:
             return [self._ended(identity, resolve)]
         if named is not None and named.answers(resolve):
             return [named.answer(identity, resolve)]
-        held = _HeldResolve(identity, resolve, now + self._hold_seconds, self.posted_plans)
+        held = _HeldResolve(identity, resolve, now + self._hold_seconds, self.plans_seen)
         displaced = self.held.put(identity, (identity, resolve.number), held)
         return [self._not_yet(left, "too many questions wait here") for left in displaced]
 
@@ -200,7 +199,7 @@ class NamedPrompts:
         return [self._not_yet(held, "no such prompt came in time") for held in late]
 
     def _not_yet(self, held: _HeldResolve, why: str) -> Answer:
-        known = held.resolve.name in self.tokens and held.plans != self.posted_plans
+        known = held.resolve.name in self.tokens and held.plans != self.plans_seen
         return held.identity, messages.Unresolved(number=held.resolve.number, final=False, known=known, detail=why)
 
     @staticmethod

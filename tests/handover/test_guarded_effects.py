@@ -55,7 +55,7 @@ def test_a_count_that_breaks(p: Rank, d: Rank, monkeypatch: Patch, ok: bool) -> 
     monkeypatch.setattr(stats, name, breaks_once)
     begin(p, d)
     assert ended(p, d) is ok and calls
-    assert wait(lambda: not d.consumer.reads.by_number and not d.consumer.leases.kept, [p, d])
+    assert wait(lambda: not d.consumer.reads.by_number and not d.consumer.renewals.kept, [p, d])
 
 
 def test_copies_that_cannot_wait_for_the_engine(p: Rank, d: Rank, monkeypatch: Patch) -> None:

@@ -91,14 +91,14 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
         plans_of(d).posted.append(PostedPlan(plan))
     else:
         d.worker.post(plan)
-        assert wait(lambda: bool(d.consumer.leases.kept), [p, d])
+        assert wait(lambda: bool(d.consumer.renewals.kept), [p, d])
     hold_up(d.thread, STOP)
     assert wait(lambda: deadline(p, token) > before, [p, d])
 
 
 def test_what_cannot_be_renewed_costs_no_other_lease(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = group.pair(of_p={**PATIENT, "lease_cap_seconds": 1200.0})
-    claims, good = d.consumer.leases, peer([p])
+    claims, good = d.consumer.renewals, peer([p])
     bad = replace(good, ranks=(replace(good.ranks[0], host="127.0.0.2"),))  # nobody there
     odd = replace(good, ranks=(replace(good.ranks[0], tp_rank=7),))  # of one
     keeps = [KeepLease(f"{n}-d", leased(p, f"{n}"), who, False) for n, who in enumerate((good, bad, odd))]

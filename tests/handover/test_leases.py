@@ -119,7 +119,7 @@ def test_a_release_that_cannot_be_sent_costs_nothing_else(
     d = group.rank(engine_id="engine-d")
     for rank in p:
         rank.fill(THEIRS, TOKENS)
-    token, keeper = grant(p, "req-p", THEIRS, TOKENS), d.consumer.leases
+    token, keeper = grant(p, "req-p", THEIRS, TOKENS), d.consumer.renewals
     real, asked = keeper.links.get, []
 
     def link(address: Any, now: float) -> Any:

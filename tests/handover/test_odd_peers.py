@@ -264,7 +264,7 @@ def test_a_lease_of_another_prompt_is_not_loaded(p: Rank, d: Rank, prompt: str, 
     assert d.failed == (set() if loaded else {"req-d"})
     assert has_all(d) == loaded
     if not loaded:
-        assert wait(lambda: not d.consumer.leases.kept, [p, d])
+        assert wait(lambda: not d.consumer.renewals.kept, [p, d])
         d.worker.post(load_plan("honest", token, peer([p]), OURS, 0, TOKENS))
         assert wait(lambda: "honest" in d.received, [p, d]) and "honest" not in d.failed
     assert wait(lambda: p.sent == {"req-p"}, [p, d])

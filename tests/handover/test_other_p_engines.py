@@ -33,12 +33,12 @@ def test_a_killed_p_is_followed_by_the_other_one(group: RankGroup) -> None:
     collect = Gate(d.consumer, "collect", lambda now: False)
     d.worker.post(both(token, remote_peer([first]), second, peer([other])))
     assert wait(lambda: collect.calls > 3 and load_of(d) is not None, [d])
-    assert set(d.consumer.leases.kept) == {token, second}, "both leases are kept alive"
+    assert set(d.consumer.renewals.kept) == {token, second}, "both leases are kept alive"
     first.kill()
     collect.open()
     assert wait(lambda: d.received == {"req-d"} and other.sent == {"req-other"}, [other, d])
     assert has_all(d) and not d.failed and reports.ok == [True]
-    assert not d.consumer.leases.kept and other.figures()["leases"] == {"released": 1}
+    assert not d.consumer.renewals.kept and other.figures()["leases"] == {"released": 1}
 
 
 @pytest.mark.parametrize("error", [False, True])
@@ -49,7 +49,7 @@ def test_without_a_failure_both_leases_are_released_once(
     p, d = pair(group)
     other = group.rank(engine_id="engine-other", **LONG, **WIDE)
     token, second = leased(p), grant([other], "req-other", THEIRS, TOKENS)
-    keeper = d.consumer.leases
+    keeper = d.consumer.renewals
     release = keeper.release
 
     def breaks_once(lease: bytes, *rest: Any) -> None:
@@ -80,6 +80,6 @@ def test_a_first_attempt_that_cannot_begin_is_followed_by_the_other_p(
     token = leased(p)
     d.worker.post(both(secrets.token_bytes(16), gone, token, peer([p])))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert not d.failed and not d.consumer.leases.kept
+    assert not d.failed and not d.consumer.renewals.kept
     reason = {"over": "expired", "no link": "peer_lost"}.get(how, "incompatible")
     assert d.figures()["retried"] == {reason: 1}

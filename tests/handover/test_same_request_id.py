@@ -53,7 +53,7 @@ def test_the_end_of_the_first_is_not_that_of_the_second(pair: Pair, one_plan: bo
     p.worker.post(lease)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p", "again-p"}, [p, d])
     assert not d.failed and has_all(d, OTHERS)
-    assert wait(lambda: not d.consumer.leases.kept, [p, d])
+    assert wait(lambda: not d.consumer.renewals.kept, [p, d])
 
 
 def test_the_second_fails_by_itself_where_it_cannot_start(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_the_release_of_the_first_is_not_that_of_the_second(group: RankGroup) ->
     engine = SchedulerHalf(Settings(**PATIENT), "d", [table], tp_size=1, pp_size=1, produces=False, consumes=True)
     engine.on_new_request(first)
     d.worker.post(engine.take_plan())
-    keeper = d.consumer.leases
+    keeper = d.consumer.renewals
     assert wait(lambda: bool(keeper.kept), [p, d])
     engine.request_finished(first, ((),), completed=False)
     engine.on_new_request(second)

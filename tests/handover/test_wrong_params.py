@@ -90,7 +90,7 @@ def test_no_link_can_be_opened(pair: Pair, monkeypatch: pytest.MonkeyPatch, capl
 def test_renewals_of_many_ranks_are_spread_over_ticks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renew, "RENEWED_PER_TICK", 3)
     p, d = pair
-    keeper, asked, ticks = d.consumer.leases, [], list[int]()
+    keeper, asked, ticks = d.consumer.renewals, [], list[int]()
     ranks = tuple(replace(peer([p]).ranks[0], tp_rank=n, port=20000 + n) for n in range(16))
     engine = replace(peer([p]), tp_size=16, ranks=ranks, lease_seconds=1e-9)
 

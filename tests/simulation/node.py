@@ -297,7 +297,7 @@ class Node:
             until = asked.until if asked.phase is LookupPhase.LEFT else asked.retry_at
             if until is not None and until < late:
                 yield f"question of {lookup.wanted.request_id}, {asked.phase.value}, by {late - until:.3f} s"
-        waiting = [(f"renewal of {each.token.hex()[:8]}", each.renew_at) for each in consumer.leases.kept.values()]
+        waiting = [(f"renewal of {each.token.hex()[:8]}", each.renew_at) for each in consumer.renewals.kept.values()]
         waiting += [(f"held question {each.resolve.number}", each.deadline) for each in producer.named.held.values()]
         waiting += [(f"lease {each.grant.request_id}", each.lifetime.state.deadline)
                     for each in leases_of(producer).values()]  # fmt: skip
@@ -315,8 +315,8 @@ class Node:
             "reads": [f"{r.number} {r.story()} {sorted(r.tags)}" for r in reads.by_number.values()],
             "writes": reads.writes,
             "messages": reads.arrived,
-            "kept leases": consumer.leases.kept,
-            "renewals": consumer.leases.to_renew,
+            "kept leases": consumer.renewals.kept,
+            "renewals": consumer.renewals.to_renew,
             "links": [f"{link.name} {link.lifetime.story()}" for link in consumer.links],
             "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in leases_of(producer).values()],
             "prompts that are computed": prompts_of(producer),

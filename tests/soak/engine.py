@@ -208,7 +208,7 @@ class SoakEngine:
         producer, consumer = producer_of(thread), consumer_of(thread)
         held = {
             "leases": len(leases_of(producer)) + self.scheduler.leases_held,
-            "kept": len(consumer.leases.kept),
+            "kept": len(consumer.renewals.kept),
             "sessions": len(sessions_of(producer)),
             "links": len(consumer.links),
             "reads": len(sends_of(producer).live),

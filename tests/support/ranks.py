@@ -237,7 +237,7 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
         "loads": len(consumer.loads.running), "reads": len(consumer.reads.by_number),
         "named prompts": len(producer.named.prompts) + len(producer.named.tokens) + len(producer.named.held),
         "lookups": sum(map(len, (consumer.lookups.open, consumer.lookups.left, consumer.lookups.by_number))),
-        "kept leases": int(bool(consumer.leases.kept)), "links": len(list(consumer.links)),
+        "kept leases": int(bool(consumer.renewals.kept)), "links": len(list(consumer.links)),
     }  # fmt: skip
 
 

@@ -51,11 +51,11 @@ def test_a_request_without_alternatives() -> None:
         ({**to_transfer_params(prompt(1)), "alternatives": []}, "names alternatives itself"),
         (
             to_transfer_params(prompt(1, digest="another")),
-            "its prompt's digest is not that of the first prefill engine",
+            "its prompt's digest is not that of the first",
         ),
         (
             to_transfer_params(prompt(1, kept=(("full", 4, 4),))),
-            "its prompt's kept is not that of the first prefill engine",
+            "its prompt's kept is not that of the first",
         ),
         (to_transfer_params(prompt(0)), "its lease is named twice"),
         (to_transfer_params(prompt(1, host="127.0.0.1")), "told its loopback address"),

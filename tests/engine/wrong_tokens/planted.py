@@ -260,7 +260,7 @@ class FaultProbe:
         return {
             "leases at P": len(leases_of(thread)) + len(plans_of(thread).computing),
             "loads at D": len(consumer_of(thread).loads.running) + len(consumer_of(thread).reads.by_number),
-            "leases kept by D": len(consumer_of(thread).leases.kept),
+            "leases kept by D": len(consumer_of(thread).renewals.kept),
         }
 
 
