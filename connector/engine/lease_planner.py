@@ -321,7 +321,7 @@ class LeasePlanner(EngineFacts):
         if prompt.streams and tokens.start < stop and prompt.phase in _BEGUN:
             ids, restarts = self._new_blocks(prompt, tokens), prompt.phase is PromptPhase.PREEMPTED
             prompt.phase = PromptPhase.COMPUTING
-            self._plan.parts.chunks.append(PrefillChunk(prompt.token, tokens.start, stop, ids, restarts, ready))
+            self._plan.parts.prefill_chunks.append(PrefillChunk(prompt.token, tokens.start, stop, ids, restarts, ready))
 
     def _new_blocks(self, prompt: _Prompt, tokens: ScheduledTokens) -> tuple[bytes, ...]:
         """The blocks that the ranks do not know, without those behind the prompt."""

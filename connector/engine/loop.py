@@ -172,11 +172,12 @@ class TransferThread:
 
         ``event``: the device must have reached it before the blocks of loads ``behind`` are written. ``computed``: one
         event per lease; the device must have reached it before the blocks of the lease are read. ``listener``: takes
-        the reports of the loads inside the step, from this thread. ``step``: where the step computes ``plan.chunks``.
+        the reports of the loads inside the step, from this thread. ``step``: where the step computes
+        ``plan.prefill_chunks``.
         """
         self._producer.named.plans_seen += 1
         wakes = plan.wakes_thread
-        if wakes or plan.chunks:
+        if wakes or plan.prefill_chunks:
             self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
             self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_sleep``
             if not self._stopping:  # a thread that has ended would never restore it
@@ -452,7 +453,7 @@ class PostedPlans:
             if plan.ends_leases:
                 self._end_leases(now)
             if step is not None:
-                self._try("the prompts of a step", partial(self._producer.plan_step, plan.chunks, step, now))
+                self._try("the prompts of a step", partial(self._producer.plan_step, plan.prefill_chunks, step, now))
             # A call of ``_each`` for each empty list would be felt by every load.
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(loads.cancel, request_id, now))

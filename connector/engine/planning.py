@@ -95,7 +95,7 @@ class PlanParts:
     releases: list[UnneededLease] = field(default_factory=list)
     queued: list[QueuedPrompt] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
-    chunks: list[PrefillChunk] = field(default_factory=list)
+    prefill_chunks: list[PrefillChunk] = field(default_factory=list)
     stops: list[PrefillStop] = field(default_factory=list)
     lookups: list[PromptLookup] = field(default_factory=list)
     left: list[LeftAnswer] = field(default_factory=list)

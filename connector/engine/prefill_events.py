@@ -72,11 +72,11 @@ class PrefillEvents:
         self.end_step()  # the engine may not have said so
         for lease in plan.leases:
             self._blocks.pop(lease.token, None)
-        self.busy = bool(plan.chunks or self._blocks)
-        if not plan.chunks:
+        self.busy = bool(plan.prefill_chunks or self._blocks)
+        if not plan.prefill_chunks:
             return None
         blocks, found = [], False
-        for chunk in plan.chunks:
+        for chunk in plan.prefill_chunks:
             if chunk.restarts and (former := self._blocks.pop(chunk.token, None)) is not None:
                 former.lose()
             found |= chunk.token not in self._blocks and chunk.ready > 0

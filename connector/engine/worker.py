@@ -235,7 +235,7 @@ class WorkerHalf:
         self._copies.idle = plan.idle
         event = self._record_event(plan)
         computed = [self._computed(lease.step) for lease in plan.leases]
-        step = self.prefills.begin_step(ours) if ours.chunks or self.prefills.busy else None
+        step = self.prefills.begin_step(ours) if ours.prefill_chunks or self.prefills.busy else None
         thread.post(ours, event, computed, outcome, step)
         if outcome is not None:
             hold.wait_begun()

@@ -265,7 +265,7 @@ LEASE: TransitionTable[LeaseState, LeaseEvent, LeaseEffect] = TransitionTable(
             lambda state, event, now: (replace(state, phase=_P.COMPUTING), (_E.RESUME,)),
         ),
         (_COMPUTED, (_K.RESTARTED,), _restart),
-        # Which blocks hold the tokens before this chunk is not known, so reads wait for the lease.
+        # Which blocks hold the tokens before these is not known, so reads wait for the lease.
         ((_P.PREEMPTED,), (_K.STEP_PLANNED,), ignore),
         ((_P.COMPUTING,), (_K.ADVANCED,), _advanced),
         ((_P.PREEMPTED,), (_K.TICK,), _not_resumed),

@@ -318,7 +318,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         working.begin_step(by_layer=working.computes_with_loads and compat.waits_by_layer())
         prefills = working.prefills
         # With micro-batches or a draft model a layer may run more than once in a step.
-        self._prefills = prefills if plan.chunks and self._layers_run_once else None
+        self._prefills = prefills if plan.prefill_chunks and self._layers_run_once else None
 
     def finish_forward(self) -> None:
         """The V2 model runner of 0.32 calls this after the forward; where it is not called, ``_finish_step`` comes."""

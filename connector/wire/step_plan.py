@@ -236,11 +236,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
     for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
     handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``queued``: the
-    prompts that wait to be computed, each in one plan. ``prefills``, ``chunks`` and ``stops``: of the prompts that P
-    computes; where several concern one prompt, prefills come before stops, stops before chunks, chunks before leases.
-    ``ends_leases``: all leases end now, those of this plan too.
-    ``lookups``: requests of D whose P must be asked for the
-    token; ``left``: requests of earlier plans that do not need their answer any more.
+    prompts that wait to be computed, each in one plan. ``prefills``, ``prefill_chunks`` and ``stops``: of the prompts
+    that P computes; where several concern one prompt, prefills come before stops, stops before chunks, chunks before
+    leases. ``ends_leases``: all leases end now, those of this plan too. ``lookups``: requests of D whose P must be
+    asked for the token; ``left``: requests of earlier plans that do not need their answer any more.
     """
 
     consumer: bytes = bytes(16)
@@ -256,7 +255,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     """There is no work: the plan has neither parts nor a ``step``, and may be one object for many steps."""
     queued: tuple[QueuedPrompt, ...] = ()
     prefills: tuple[Prefill, ...] = ()
-    chunks: tuple[PrefillChunk, ...] = ()
+    prefill_chunks: tuple[PrefillChunk, ...] = ()
     stops: tuple[PrefillStop, ...] = ()
     lookups: tuple[PromptLookup, ...] = ()
     left: tuple[LeftAnswer, ...] = ()
@@ -264,8 +263,8 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def wakes_thread(self) -> bool:
-        """Whether the transfer thread is woken for it: it has other work than ``chunks``, of which nothing leaves
-        before the step advances."""
+        """Whether the transfer thread is woken for it: it has other work than ``prefill_chunks``, of which
+        nothing leaves before the step advances."""
         return bool(
             self.leases or self.keeps or self.loads or self.cancels or self.releases
             or self.queued or self.prefills or self.stops or self.lookups or self.left or self.ends_leases
@@ -309,7 +308,7 @@ class StepResults:
 def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
     """The plan with block ids and tokens per region of a rank instead of per block table of the engine. ``tables``: the
     block table of each region; a pipeline stage may hold layers of only some tables."""
-    if not (plan.leases or plan.loads or plan.chunks):
+    if not (plan.leases or plan.loads or plan.prefill_chunks):
         return plan
 
     def ours(of_tables: tuple[_T, ...]) -> tuple[_T, ...]:
@@ -319,7 +318,7 @@ def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
         plan,
         leases=tuple([replace(lease, block_ids=ours(lease.block_ids)) for lease in plan.leases]),
         loads=tuple([replace(load, block_ids=ours(load.block_ids), tokens=ours(load.tokens)) for load in plan.loads]),
-        chunks=tuple([replace(chunk, block_ids=ours(chunk.block_ids)) for chunk in plan.chunks]),
+        prefill_chunks=tuple([replace(chunk, block_ids=ours(chunk.block_ids)) for chunk in plan.prefill_chunks]),
     )
 
 

@@ -247,7 +247,7 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
     token = bytes(16)
     plan = StepPlan(
         prefills=(Prefill("r", token, 5, "ab", ("t", "r"), honest.answer, 0, 5, True),),
-        chunks=(PrefillChunk(token, 0, 5, (pack_ids([1]),)),), stops=(PrefillStop(token, False),),
+        prefill_chunks=(PrefillChunk(token, 0, 5, (pack_ids([1]),)),), stops=(PrefillStop(token, False),),
         lookups=(PromptLookup("r", "10.0.0.1", 5600, "p", "t"),), left=(LeftAnswer("r", ("ab",)),),
         leases=(LeaseGrant("r", token, 5, (pack_ids([1]),)),), keeps=(KeepLease("r", token, honest.peer, False),),
         loads=(Load("r", token, honest.peer, (pack_ids([1, 2]),), ((0, 20),)),), cancels=("a",),
@@ -257,7 +257,7 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
 
     def step_plan(data: bytes) -> None:
         decoded = decoder.decode(data)
-        tables = [*(item.block_ids for item in decoded.leases), *(item.block_ids for item in decoded.chunks)]
+        tables = [*(item.block_ids for item in decoded.leases), *(item.block_ids for item in decoded.prefill_chunks)]
         if all(len(table) == 1 for table in tables) and not decoded.loads:
             by_region(decoded, (0,))
 

@@ -49,7 +49,7 @@ class PrefillingEngine:
         new = self.blocks[self.planned : needed]
         self.planned = max(self.planned, needed)
         ready = start if ready is None else ready
-        self.post(StepPlan(chunks=(PrefillChunk(self.token, start, stop, (pack_ids(new),), restarts, ready),)))
+        self.post(StepPlan(prefill_chunks=(PrefillChunk(self.token, start, stop, (pack_ids(new),), restarts, ready),)))
 
     def write(self, start: int, stop: int, layers: Iterable[int] | None = None) -> None:
         """The bytes of these tokens come into the blocks."""

@@ -238,7 +238,7 @@ def test_a_fault_of_one_prompt_reaches_no_other(p: Rank, d: Rank, monkeypatch: p
 
     monkeypatch.setattr(p.producer.named, "offer", breaks_once)
     chunks = (PrefillChunk(each.token, 0, TOKENS, (pack_ids(each.blocks),), False, 0) for each in (other, engine))
-    engine.post(StepPlan(chunks=tuple(chunks)))
+    engine.post(StepPlan(prefill_chunks=tuple(chunks)))
     engine.write(0, TOKENS)
     engine.end()
     engine.load(d, OURS)

@@ -510,7 +510,7 @@ class Prefilling:
         new = prompt.blocks[self._told : -(-stop // BLOCK_TOKENS)]
         self._told += len(new)
         chunk = PrefillChunk(prompt.token, start, stop, (pack_ids(new),), restarts, start)
-        self.engine.post(StepPlan(chunks=(chunk,)))
+        self.engine.post(StepPlan(prefill_chunks=(chunk,)))
         self._later(lambda: self._end(start, stop))
 
     def _end(self, start: int, stop: int) -> None:

@@ -154,7 +154,7 @@ class Node:
             inside = [load for load in plan.loads if load.now]
             self.prefills.take_back(plan)
             # Plans come at any time here. Those without chunks begin no step while one is computed.
-            begins = bool(plan.chunks) or not self.prefills.under_way
+            begins = bool(plan.prefill_chunks) or not self.prefills.under_way
             step = self.prefills.begin_step(plan) if begins else None
             listener = StepLoads(inside, lambda load, stands: self.begun(self, load, stands)) if inside else None
             self.thread.post(plan, listener=listener, step=step)

@@ -53,7 +53,7 @@ class Step:
 
 
 def plan(*tokens: bytes, restarts: bool = False, found: int = 0) -> StepPlan:
-    return StepPlan(chunks=tuple(PrefillChunk(token, 0, 1, (b"",), restarts, found) for token in tokens))
+    return StepPlan(prefill_chunks=tuple(PrefillChunk(token, 0, 1, (b"",), restarts, found) for token in tokens))
 
 
 def test_nothing_counts_before_the_device_has_reached_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,11 @@ def started(**kwargs: Any) -> tuple[SchedulerHalf, Prefill]:
 
 
 def empty(plan: StepPlan) -> bool:
-    return not (plan.wakes_thread or plan.chunks)
+    return not (plan.wakes_thread or plan.prefill_chunks)
 
 
 def chunks(plan: StepPlan) -> list[tuple[int, int, list[int], bool]]:
-    return [(c.start, c.stop, unpack_ids(c.block_ids[0]).tolist(), c.restarts) for c in plan.chunks]
+    return [(c.start, c.stop, unpack_ids(c.block_ids[0]).tolist(), c.restarts) for c in plan.prefill_chunks]
 
 
 def test_a_prompt_is_told_with_its_first_step_and_leased_under_the_same_token() -> None:
@@ -110,7 +110,7 @@ def finds_tokens_invalid(scheduler: SchedulerHalf) -> StepPlan:
 def test_a_prompt_that_is_not_handed_over_is_told_so(end: Callable[[SchedulerHalf], StepPlan]) -> None:
     scheduler, prefill = started()
     plan = end(scheduler)
-    assert plan.stops == (PrefillStop(prefill.token, ended=True),) and not plan.chunks
+    assert plan.stops == (PrefillStop(prefill.token, ended=True),) and not plan.prefill_chunks
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
@@ -132,7 +132,7 @@ def test_a_prompt_that_cannot_be_leased_is_told_and_given_up(why: str) -> None:
     scheduler.on_new_request(view(ids=IDS if why == "draining" else None))
     plan = step(scheduler, tokens(0, 32, [7, 8], fresh=True))
     assert ([prefill.params for prefill in plan.prefills], [stop.ended for stop in plan.stops]) == ([b""], [True])
-    assert not plan.chunks and not plan.prefills[0].streams
+    assert not plan.prefill_chunks and not plan.prefills[0].streams
     assert empty(step(scheduler, tokens(32, 32, [9, 10])))
 
 
