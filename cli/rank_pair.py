@@ -141,7 +141,7 @@ class PairRank:
         engine = PeerEngine("pair-p", 1, 1, LEASE_SECONDS, (peer,))
         load = Load(prompt.request, prompt.token, engine, (self._ids(prompt.tokens),), ((0, prompt.tokens),))
         keep = KeepLease(prompt.request, prompt.token, engine, False)
-        self.worker.post(StepPlan(consumer=bytes(16), keeps=(keep,), loads=(load,)))
+        self.worker.post(StepPlan(decode_engine=bytes(16), keeps=(keep,), loads=(load,)))
         while time.monotonic() < deadline:
             results = self.worker.take_results()
             if prompt.request in results.failed:

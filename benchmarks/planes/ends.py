@@ -170,7 +170,7 @@ class PlaneTarget(PlaneEndpoint):
             names = [self.name() for _ in tokens]
             named = list(zip(names, map(bytes.fromhex, tokens), self.tables[point], strict=True))
             plan = StepPlan(
-                consumer=self.consumers[it.d],
+                decode_engine=self.consumers[it.d],
                 keeps=tuple(KeepLease(name, token, engine, False) for name, token, _ in named),
                 loads=tuple(Load(name, token, engine, (ids,), ((0, it.tokens),)) for name, token, ids in named),
                 idle=True,

@@ -407,8 +407,8 @@ class Reads:
             messages.Ask(
                 read=read.number,
                 token=load.token,
-                consumer=self._renewals.consumer,
-                consumer_rank=self._renewals.rank,
+                decode_engine=self._renewals.decode_engine,
+                decode_rank=self._renewals.rank,
                 expected=self._renewals.expected(load.peer, read.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
                 chunk_bytes=read.chunk_bytes,

@@ -68,7 +68,7 @@ class LeaseRenewals:
         """The tokens to renew, by P rank: one message renews all leases there."""
         self._addresses = lru_cache(maxsize=P_ENGINES)(self._release_addresses)
         self.expected = lru_cache(maxsize=P_ENGINES * 16)(self._expected)
-        self.consumer = bytes(16)
+        self.decode_engine = bytes(16)
         """This life of this engine, the same on all of its ranks; set by the first step plan."""
 
     def keep(self, token: bytes, peer: PeerEngine, request_id: str, now: float, *, siblings: bool = False) -> None:
@@ -169,7 +169,9 @@ class LeaseRenewals:
         self, token: bytes, address: RankAddress, expected: Callable[[], tuple[int, ...]], now: float
     ) -> None:
         def release() -> messages.Release:
-            return messages.Release(token=token, consumer=self.consumer, consumer_rank=self.rank, expected=expected())
+            return messages.Release(
+                token=token, decode_engine=self.decode_engine, decode_rank=self.rank, expected=expected()
+            )
 
         self._send("release", address, release, now)
 

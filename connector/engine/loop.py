@@ -446,7 +446,7 @@ class PostedPlans:
             plan, listener, step = posted.plan, posted.listener, posted.step
             if listener is not None:
                 self._results.listeners.append(listener)
-            renewals.consumer = plan.consumer
+            renewals.decode_engine = plan.decode_engine
             self.computing += zip_longest(plan.leases, posted.computed)
             if plan.queued or plan.prefills or plan.stops:
                 self._begin_and_stop(plan, now)

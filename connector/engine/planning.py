@@ -102,11 +102,11 @@ class PlanParts:
 
 
 class StepPlanBuilder:
-    """Collects the parts of one step plan after the other. ``consumer``: names this life of this engine to P."""
+    """Collects the parts of one step plan after the other. ``decode_engine``: names this life of this engine to P."""
 
-    def __init__(self, consumer: bytes) -> None:
-        self._consumer = consumer
-        self._nothing = {idle: StepPlan(consumer=consumer, idle=idle, nothing=True) for idle in (False, True)}
+    def __init__(self, decode_engine: bytes) -> None:
+        self._decode_engine = decode_engine
+        self._nothing = {idle: StepPlan(decode_engine=decode_engine, idle=idle, nothing=True) for idle in (False, True)}
         self.step = 0
         """The number of the last plan that was taken."""
         self.parts = PlanParts()
@@ -134,7 +134,7 @@ class StepPlanBuilder:
             return self._nothing[idle]
         parts: dict[str, Any] = {name: tuple(found) for name, found in vars(self.parts).items()}
         plan = StepPlan(
-            consumer=self._consumer, idle=idle, step=self.step, after_prefill=after_prefill,
+            decode_engine=self._decode_engine, idle=idle, step=self.step, after_prefill=after_prefill,
             ends_leases=self.ends_leases, **parts,
         )  # fmt: skip
         self.parts, self.ends_leases, self.urgent = PlanParts(), False, False

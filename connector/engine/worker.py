@@ -79,7 +79,7 @@ class WorkerHalf:
         self._asleep = False
         self._transfer_thread: TransferThread | None = None
         self._address: RankAddress | None = None
-        self._consumer = bytes(16)
+        self._decode_engine = bytes(16)
         self._ledger = LoadLedger()
         self._layers: frozenset[str] = frozenset()  # those with caches of their own
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
@@ -217,7 +217,7 @@ class WorkerHalf:
         up to ``BEGIN_SECONDS`` until the copies are under way with which the step computes."""
         thread = self._transfer_thread
         assert thread is not None and self.prefills is not None, "caches are registered before the first step"
-        self._consumer, self._idle = plan.consumer, plan.idle
+        self._decode_engine, self._idle = plan.decode_engine, plan.idle
         if plan.nothing and not self.prefills.busy:
             self._copies.idle, self.step_hold.outcome = plan.idle, None
             thread.step_posted()
@@ -264,7 +264,7 @@ class WorkerHalf:
 
     def _cancel_late(self, late: tuple[str, ...]) -> None:
         assert self._transfer_thread is not None
-        self._transfer_thread.post(StepPlan(consumer=self._consumer, cancels=late))
+        self._transfer_thread.post(StepPlan(decode_engine=self._decode_engine, cancels=late))
 
     @property
     def computes_with_loads(self) -> bool:

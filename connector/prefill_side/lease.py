@@ -15,7 +15,7 @@ An *own* read is one that P packs and sends, before the lease or under it. P wai
 that nothing reads the pages: ``Freed`` comes once, when the lease and the last own read have ended. A *peer* read is a
 read by D's kernel over mapped memory. P can neither see nor stop it, so it does not appear here. D must commit it.
 
-The first ask of a consumer fixes which of its ranks must release; the lease ends when one consumer's set is complete.
+The first ask of a decode engine fixes which of its ranks must release; the lease ends when all of one engine have.
 Sets of ranks are numbers, one bit for each rank: a peer names thousands of ranks in a message, and a lease keeps them.
 """
 
@@ -47,14 +47,14 @@ PREEMPTED_SECONDS = 5.0
 blocks of leases that D releases only when it gets such blocks itself: both would wait until D's deadline."""
 GIVEN_UP = "P's engine has given the prompt up"
 NOT_RESUMED = "P's engine has preempted the prompt, and computes it later"
-MAX_CONSUMERS = 64
-"""Consumers of one lease whose votes P counts. A hand-over has one, or a few where D is replaced by another D."""
+MAX_DECODE_ENGINES = 64
+"""Decode engines whose votes P counts for one lease: it has one, or a few where D is replaced by another D."""
 ENDED_TOKENS = 1 << 16
 """Tokens that P remembers after their lease has ended, so that P refuses a late ask at once. P does not grant an ask
 with an unknown token either, but refuses it only after ``ask_hold_seconds``."""
 
-Consumer = bytes
-"""One life of one D engine."""
+DecodeEngine = bytes
+"""The name of one life of a decode engine."""
 Reader = tuple[bytes, int]
 """The identity of a D, and the number of a read."""
 
@@ -98,8 +98,8 @@ class LeaseState(msgspec.Struct, frozen=True):
     """When a Tick changes something: the lease expires, or the reads that wait for a preempted prompt are refused."""
     cap: float = math.inf
     """No renewal moves ``deadline`` past this time."""
-    votes: Mapping[Consumer, int] = {}
-    """Per consumer, the ranks that have not released yet (``rank_set``), of at most ``MAX_CONSUMERS``."""
+    votes: Mapping[DecodeEngine, int] = {}
+    """Per decode engine, the ranks that have not released yet (``rank_set``), of at most ``MAX_DECODE_ENGINES``."""
     reads: int = 0
     """Own reads that have not ended."""
     reason: str = ""
@@ -123,14 +123,14 @@ class LeaseEventKind(enum.Enum):
     BEGUN = "LeaseBegun"
     """The prompt is computed, and from now on the lease holds its blocks."""
     ASKED = "ReadAsked"
-    """A rank of ``consumer`` asks to read. ``expected``: the consumer's ranks that will release the lease here."""
+    """A rank of ``decode_engine`` asks to read. ``expected``: its ranks that will release the lease here."""
     READ_STARTED = "ReadStarted"
     READ_ENDED = "ReadEnded"
     """The last access of an own read to P's pages has ended."""
     RENEWED = "LeaseRenewed"
     """D has sent a renewal, or a read has made progress."""
     RELEASED = "LeaseReleased"
-    """By this ``rank`` of ``consumer``; ``expected`` as in ASKED."""
+    """By this ``rank`` of ``decode_engine``; ``expected`` as in ASKED."""
     REVOKED = "LeaseRevoked"
     """P's engine was paused, or its caches were reset: the lease expires before its time."""
     TICK = "Tick"
@@ -138,13 +138,13 @@ class LeaseEventKind(enum.Enum):
 
 class LeaseEvent(msgspec.Struct, frozen=True):
     kind: LeaseEventKind
+    decode_engine: DecodeEngine = b""
+    rank: int = 0
+    expected: int = 0
     life: int = 0
     tokens: int = 0
     whole: bool = False
     nearly: bool = False
-    consumer: Consumer = b""
-    rank: int = 0
-    expected: int = 0
 
 
 class LeaseEffect(enum.Enum):
@@ -206,9 +206,9 @@ def _begun(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
 
 
 def _asked(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
-    if event.consumer in state.votes or len(state.votes) >= MAX_CONSUMERS:
+    if event.decode_engine in state.votes or len(state.votes) >= MAX_DECODE_ENGINES:
         return state, ()
-    return replace(state, votes={**state.votes, event.consumer: event.expected}), ()
+    return replace(state, votes={**state.votes, event.decode_engine: event.expected}), ()
 
 
 def _read_started(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
@@ -225,13 +225,13 @@ def _renewed(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
 
 
 def _released(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
-    known = state.votes.get(event.consumer)
+    known = state.votes.get(event.decode_engine)
     left = (event.expected if known is None else known) & ~(1 << event.rank)
     if not left:
         return _end(state, _P.RELEASED, "released")
-    if known is None and len(state.votes) >= MAX_CONSUMERS:
+    if known is None and len(state.votes) >= MAX_DECODE_ENGINES:
         return state, ()
-    return replace(state, votes={**state.votes, event.consumer: left}), ()
+    return replace(state, votes={**state.votes, event.decode_engine: left}), ()
 
 
 def _tick(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:

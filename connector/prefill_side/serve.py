@@ -320,7 +320,7 @@ class Producer:
         except KVFerryError as error:
             self.deny(identity, read, "bounds", str(error))
             return
-        self._step(lease, LeaseEvent(_K.ASKED, consumer=ask.consumer, expected=rank_set(ask.expected)), now)
+        self._step(lease, LeaseEvent(_K.ASKED, ask.decode_engine, expected=rank_set(ask.expected)), now)
         if pulls and not lease.granted and lease.blocks is not None:
             lease.readers[identity, read] = lease.blocks
         # Only a D that reads P's pages by itself receives the block ids.
@@ -379,7 +379,7 @@ class Producer:
         lease = self.leases.table.get(release.token)
         if lease is not None and lease.begun:
             expected = rank_set(release.expected)
-            event = LeaseEvent(_K.RELEASED, consumer=release.consumer, rank=release.consumer_rank, expected=expected)
+            event = LeaseEvent(_K.RELEASED, release.decode_engine, release.decode_rank, expected)
             self._step(lease, event, now)
         elif session is None:
             raise ProtocolError("Release of an unknown lease before Hello")
@@ -586,7 +586,7 @@ class EarlyRequests:
         self.asks: FairTable[tuple[bytes, int], EarlyAsk] = FairTable(HELD_SPANS)
         """By identity and number of the read."""
         self.votes: FairTable[tuple[bytes, bytes, int], tuple[messages.Release, float]] = FairTable(EARLY_RANKS)
-        """By token, consumer and its rank; until when each is kept."""
+        """By token, decode engine and its rank; until when each is kept."""
 
     def hold(self, identity: bytes, ask: messages.Ask, now: float) -> list[EarlyAsk]:
         """Keep an ask. Returns the asks that find no room any more: the caller denies them."""
@@ -595,7 +595,7 @@ class EarlyRequests:
 
     def vote(self, identity: bytes, release: messages.Release, now: float) -> None:
         """Keep a release."""
-        key = release.token, release.consumer, release.consumer_rank
+        key = release.token, release.decode_engine, release.decode_rank
         if key not in self.votes:
             self.votes.put(identity, key, (release, now + self._vote_seconds), 1 + len(release.expected))
 
@@ -613,7 +613,7 @@ class EarlyRequests:
         of prompts that P is ``computing``."""
         for release, _ in self.votes.first(lambda vote: now >= vote[1]):
             if release.token not in computing:
-                self.votes.pop((release.token, release.consumer, release.consumer_rank))
+                self.votes.pop((release.token, release.decode_engine, release.decode_rank))
         return self._taken(self.asks.first(lambda early: now >= early.deadline))
 
     def _taken(self, found: list[EarlyAsk]) -> list[EarlyAsk]:

@@ -93,7 +93,8 @@ class PrefillSteps:
                 tokens = part.stop if ended else part.ready if begun else 0
                 total = lease.grant.num_tokens
                 nearly = bool(layers) and not ended and step.nearly and part.stop >= total and lease.intact
-                yield lease, LeaseEvent(_K.ADVANCED, part.life, tokens, tokens >= total, nearly)
+                whole = tokens >= total
+                yield lease, LeaseEvent(_K.ADVANCED, life=part.life, tokens=tokens, whole=whole, nearly=nearly)
                 if ended and part in lease.parts:
                     lease.parts.remove(part)
 

@@ -63,9 +63,9 @@ Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
 """Names one life of one rank; new at every start."""
 ReadNumber = Annotated[int, Meta(ge=0, lt=1 << 32)]
-ConsumerRank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+DecodeRank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 """A rank of D's engine, over all pipeline stages. P keeps one bit for each."""
-ConsumerRanks = Annotated[tuple[ConsumerRank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+DecodeRanks = Annotated[tuple[DecodeRank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 SlotBytes = Annotated[int, Meta(ge=MIN_SLOT_BYTES, le=1 << 31)]
 ChunkBytes = Annotated[int, Meta(ge=MIN_CHUNK_BYTES, le=1 << 31)]
 Text = Annotated[str, Meta(max_length=1024, pattern=PRINTABLE)]
@@ -146,16 +146,16 @@ class AttachRefused(_Message, frozen=True):
 class Ask(_Message, frozen=True):
     """Read ``spans`` under the lease ``token``.
 
-    ``consumer`` names this life of D's engine, the same on all of its ranks. ``expected`` are D's ranks that will
-    release the lease at this P rank (``TpKVTopology.expected_consumers``); the first ask of a consumer fixes them.
+    ``decode_engine`` names this life of D's engine, the same on all of its ranks. ``expected`` are D's ranks that will
+    release the lease at this P rank (``TpKVTopology.expected_consumers``); the first ask of a decode engine fixes them.
     ``chunk_bytes`` bounds one chunk; both sides cut spans by ``spans.cut_span``.
     """
 
     read: ReadNumber
     token: Token
-    consumer: Incarnation
-    consumer_rank: ConsumerRank
-    expected: ConsumerRanks
+    decode_engine: Incarnation
+    decode_rank: DecodeRank
+    expected: DecodeRanks
     spans: Annotated[tuple[Span, ...], Meta(max_length=MAX_SPANS)]
     chunk_bytes: ChunkBytes
 
@@ -260,13 +260,13 @@ class Closing(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """A vote to end the lease: rank ``consumer_rank`` of the D engine ``consumer`` will not read under this token
-    again."""
+    """A vote to end the lease: this rank of this decode engine will not read under this token again. Fields as in
+    ``Ask``."""
 
     token: Token
-    consumer: Incarnation
-    consumer_rank: ConsumerRank
-    expected: ConsumerRanks
+    decode_engine: Incarnation
+    decode_rank: DecodeRank
+    expected: DecodeRanks
 
 
 class Renew(_Message, frozen=True):

@@ -232,7 +232,7 @@ class Load(_OfRequest, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """The work of one engine step.
 
-    ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept leases
+    ``decode_engine`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept leases
     under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
     for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
     handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``queued``: the
@@ -242,7 +242,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     asked for the token; ``left``: requests of earlier plans that do not need their answer any more.
     """
 
-    consumer: bytes = bytes(16)
+    decode_engine: bytes = bytes(16)
     leases: tuple[LeaseGrant, ...] = ()
     keeps: tuple[KeepLease, ...] = ()
     loads: tuple[Load, ...] = ()

@@ -59,13 +59,13 @@ class Honest:
         board = grant_board.BoardAddress(7, token)
         self.attached = messages.Attached(plane="cma", slot_bytes=1 << 20, payload=b"x", board=board, pages=self.pages)
         self.ask = messages.Ask(
-            read=1, token=token, consumer=life, consumer_rank=0, expected=ranks, spans=(span,), chunk_bytes=1 << 16
+            read=1, token=token, decode_engine=life, decode_rank=0, expected=ranks, spans=(span,), chunk_bytes=1 << 16
         )
         self.grant = messages.Grant(read=1, num_tokens=100, chunks=3, digest="ab", block_ids=(pack_ids([1, 2, 9]),))
         self.requests: list[messages.Request] = [
             self.hello, self.ask, messages.Attach(plane="tcp", payload=b"y" * 30), messages.Cancel(read=3),
             messages.Commit(read=3, token=token), messages.Renew(tokens=(token, token)),
-            messages.Release(token=token, consumer=life, consumer_rank=1, expected=ranks),
+            messages.Release(token=token, decode_engine=life, decode_rank=1, expected=ranks),
             messages.Resolve(number=1, name="tx-1", engine_id="e"), messages.LeaveName(number=1),
         ]  # fmt: skip
         self.replies: list[messages.Reply] = [

@@ -59,7 +59,7 @@ def test_before_it_was_scheduled(p: Rank, d: Rank, known: bool) -> None:
     if known:
         grant([p], "req-p", THEIRS, TOKENS, token)
     keep = KeepLease("req-d", token, peer([p]), False)
-    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(UnneededLease("req-d", token),)))
+    d.worker.post(StepPlan(decode_engine=b"c" * 16, keeps=(keep,), releases=(UnneededLease("req-d", token),)))
     if not known:
         assert wait(lambda: any(key[0] == token for key in early_votes(p)), [p, d])
         p.worker.post(lease_plan(token))

@@ -86,7 +86,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     p, d = group.pair(of_p={**PATIENT, "lease_cap_seconds": 1200.0})
     token = leased(p)
     before = deadline(p, token)
-    plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
+    plan = StepPlan(decode_engine=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
     if when == "meanwhile":
         plans_of(d).posted.append(PostedPlan(plan))
     else:
@@ -112,7 +112,7 @@ def test_what_cannot_be_renewed_costs_no_other_lease(group: RankGroup, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(claims, "links", SimpleNamespace(get=link))
-        d.worker.post(StepPlan(consumer=b"c" * 16, keeps=tuple(keeps[::-1])))
+        d.worker.post(StepPlan(decode_engine=b"c" * 16, keeps=tuple(keeps[::-1])))
         assert wait(lambda: len(claims.kept) == 2, [p, d]), "what cannot be never comes in"
         hold_up(d.thread, STOP)
         assert wait(lambda: deadline(p, keeps[0].token) > before, [p, d])

@@ -31,8 +31,8 @@ def hostile(group: RankGroup, pair: Pair) -> RawD:
     return group.raw(*pair)
 
 
-def release(token: bytes, rank: int = 0, consumer: bytes = b"h" * 16, ranks: int = 1) -> messages.Release:
-    return messages.Release(token=token, consumer=consumer, consumer_rank=rank, expected=tuple(range(ranks)))
+def release(token: bytes, rank: int = 0, decode_engine: bytes = b"h" * 16, ranks: int = 1) -> messages.Release:
+    return messages.Release(token=token, decode_engine=decode_engine, decode_rank=rank, expected=tuple(range(ranks)))
 
 
 def test_releases_that_precede_their_lease_are_bounded(group: RankGroup, pair: Pair, hostile: RawD) -> None:
@@ -46,8 +46,8 @@ def test_releases_that_precede_their_lease_are_bounded(group: RankGroup, pair: P
     gate = Gate(p.producer, "serve", lambda now: False)  # P finds all of them at once
     for number in range(400):
         name = number.to_bytes(15, "big")
-        hostile.send(release(b"h" + name, number, consumer=b"h" + name, ranks=4096))
-        stranger.send(release(b"s" + name, number, consumer=b"h" + name, ranks=4096))
+        hostile.send(release(b"h" + name, number, decode_engine=b"h" + name, ranks=4096))
+        stranger.send(release(b"s" + name, number, decode_engine=b"h" + name, ranks=4096))
     gate.open()
     for raw in (hostile, stranger):
         raw.settled()
@@ -65,9 +65,9 @@ def test_consumers_of_one_lease_are_bounded(p: Rank, hostile: RawD) -> None:
     assert wait(lambda: token in leases_of(p))
     before = resident_bytes()
     for number in range(500):
-        hostile.send(release(token, 5, consumer=number.to_bytes(16, "big"), ranks=4096))
+        hostile.send(release(token, 5, decode_engine=number.to_bytes(16, "big"), ranks=4096))
     hostile.settled()
-    assert len(leases_of(p)[token].lifetime.state.votes) == lease.MAX_CONSUMERS
+    assert len(leases_of(p)[token].lifetime.state.votes) == lease.MAX_DECODE_ENGINES
     assert resident_bytes() - before < MOST_BYTES
     hostile.send(release(token))  # complete by itself
     assert wait(lambda: p.sent == {"req-p"}, [p])

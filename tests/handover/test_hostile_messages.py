@@ -34,7 +34,7 @@ def test_any_messages(seed: int) -> None:
         known: dict[str, list[Any]] = {
             "geometry": [d.context.caches.geometry], "model": [dict(d.context.model)], "engine_id": ["engine-d"],
             "token": [*tokens, bytes(16), b"u" * 16], "tokens": [tuple(tokens)], "read": list(range(40)),
-            "consumer": [b"c" * 16, b"d" * 16], "plane": ["shm", "tcp"], "chunk_bytes": [64 << 10, 4 << 20],
+            "decode_engine": [b"c" * 16, b"d" * 16], "plane": ["shm", "tcp"], "chunk_bytes": [64 << 10, 4 << 20],
             "region": [0], "layer": [0, 1], "num_layers": [1, 2, 4], "head": [0], "num_heads": [1, 4],
             "num_tokens": [1, 16, TOKENS], "Span.token": [0, 16], "shard": [ALL_TOKENS],
         }  # fmt: skip

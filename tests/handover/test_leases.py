@@ -1,4 +1,4 @@
-"""Leases that nobody asks for, that end too early, or that a second consumer takes over: nothing stale is loaded."""
+"""Leases that nobody asks for, that end too early, or that a second D takes over: nothing stale is loaded."""
 
 from __future__ import annotations
 

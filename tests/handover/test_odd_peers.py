@@ -215,7 +215,7 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, mo
     real = plane.progress
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes.turns) else False)
     for n in range(8):
-        slow.worker.post(load_plan(f"s{n}", token, peer([p]), OURS, 0, TOKENS, consumer=b"s" * 16))
+        slow.worker.post(load_plan(f"s{n}", token, peer([p]), OURS, 0, TOKENS, decode_engine=b"s" * 16))
     assert wait(lambda: len(pushes.turns) == 8 and any(push.reading for push in list(pushes.turns)), [slow])
     monkeypatch.setattr(loop, "TICK_SECONDS", 3.0)
     begun = time.monotonic()

@@ -34,8 +34,8 @@ def load_again(p: Rank, d: Rank, *, one_plan: bool) -> StepPlan:
     token, cancels = secrets.token_bytes(16), ("req-d",)
     plan = load_plan("req-d", token, peer([p]), OTHERS, 0, TOKENS)
     if not one_plan:
-        d.worker.post(StepPlan(plan.consumer, cancels=cancels))
-    d.worker.post(StepPlan(plan.consumer, keeps=plan.keeps, loads=plan.loads, cancels=cancels if one_plan else ()))
+        d.worker.post(StepPlan(plan.decode_engine, cancels=cancels))
+    d.worker.post(StepPlan(plan.decode_engine, keeps=plan.keeps, loads=plan.loads, cancels=cancels if one_plan else ()))
     return lease_plan(token, "again")
 
 

@@ -50,7 +50,7 @@ def test_many_addresses_do_not_make_many_links(p: Rank, d: Rank, monkeypatch: py
             life = replace(real.ranks[0], host=f"127.0.0.{number + 1}", port=mute.getsockname()[1])
             keep = KeepLease(f"r{number}", bytes([number]) * 16, replace(real, ranks=(life,)), False)
             unneeded = UnneededLease(f"r{number}", keep.token)
-            d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(unneeded,)))
+            d.worker.post(StepPlan(decode_engine=b"c" * 16, keeps=(keep,), releases=(unneeded,)))
         another_works(p, d)
         assert 2 <= len(d.consumer.links) <= 8, "of 31"
 
@@ -107,7 +107,7 @@ def test_renewals_of_many_ranks_are_spread_over_ticks(pair: Pair, monkeypatch: p
 
     monkeypatch.setattr(keeper, "links", SimpleNamespace(get=link))
     monkeypatch.setattr(keeper, "send_renewals", counted)
-    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("r", b"t" * 16, engine, False),)))
+    d.worker.post(StepPlan(decode_engine=b"c" * 16, keeps=(KeepLease("r", b"t" * 16, engine, False),)))
     assert wait(lambda: len(asked) >= 32, [d])
     assert max(ticks) == 3
 

@@ -112,7 +112,7 @@ class HostedRank:
 
         def handled(identity: bytes, request: messages.Request, now: float, address: str) -> None:
             if isinstance(request, messages.Release):
-                self.released.append(request.consumer_rank)
+                self.released.append(request.decode_rank)
             handle(identity, request, now, address)
 
         def ended(reason: str) -> None:
@@ -135,7 +135,9 @@ class HostedRank:
         """``inside``: the step computes with it."""
         span = (0, 1) if self.pairing.model.kind == "state" else (self.pairing.start, self.pairing.tokens)
         load = Load("req-d", token, peer, self.tables, (span,) * len(self.tables), now=inside)
-        self.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer, False),), loads=(load,)))
+        self.worker.post(
+            StepPlan(decode_engine=b"c" * 16, keeps=(KeepLease("req-d", token, peer, False),), loads=(load,))
+        )
 
     def _come_late(self) -> None:
         """Its copies; what is launched after them does not by itself."""

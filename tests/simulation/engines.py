@@ -129,7 +129,7 @@ class Engine:
         for node in self.nodes:
             node.finished, node.freed, node.begun, node.told = self._finished, self._freed, self._begun, self._told
         self.free = list(range(form.blocks))
-        self.consumer = self.timeline.rng.randbytes(16)
+        self.life = self.timeline.rng.randbytes(16)
         self.peer = PeerEngine(name, form.tp_size, 1, settings.lease_seconds, tuple(n.address for n in self.nodes))
         self.prompts: dict[str, Prompt] = {}
         self.requests: dict[int, Request] = {}  # by the identity of the load
@@ -223,7 +223,7 @@ class Engine:
         """A request has come that may load a prompt."""
         request = Request(name, prompt, siblings, others)
         keeps = tuple(KeepLease(name, each.token, each.peer, siblings) for each in (prompt, *others))
-        self.post(StepPlan(consumer=self.consumer, keeps=keeps))
+        self.post(StepPlan(decode_engine=self.life, keeps=keeps))
         self.kept[request] = None
         return request
 
@@ -245,7 +245,7 @@ class Engine:
         )  # fmt: skip
         request.waiting = {node.tp_rank for node in self.nodes}
         self.requests[id(request.load)] = request
-        self.post(StepPlan(consumer=self.consumer, loads=(request.load,)))
+        self.post(StepPlan(decode_engine=self.life, loads=(request.load,)))
         return True
 
     def wait(self, load: Callable[[], bool]) -> None:
@@ -263,13 +263,13 @@ class Engine:
         if not self.alive or request.phase == "ended":
             return
         if request.phase == "loading":
-            self.post(StepPlan(consumer=self.consumer, cancels=(request.name,)))
+            self.post(StepPlan(decode_engine=self.life, cancels=(request.name,)))
             return
         request.phase = "ended"
         del self.kept[request]
         prompts = (request.prompt, *request.others)
         releases = tuple(UnneededLease(request.name, prompt.token) for prompt in prompts)
-        self.post(StepPlan(consumer=self.consumer, releases=releases))
+        self.post(StepPlan(decode_engine=self.life, releases=releases))
         self.outcomes["aborted before the load"] += 1
 
     def _finished(self, node: Node, load: Load, ok: bool) -> None:
@@ -332,7 +332,7 @@ class Engine:
             self._look_at(self.searches[name])
         left = LeftAnswer(name, params.possible_digests(request)) if ended else None
         wanted = PromptLookup(name, host, port, p.name, transfer_id, ended=left)
-        self.post(StepPlan(consumer=self.consumer, lookups=(wanted,)))
+        self.post(StepPlan(decode_engine=self.life, lookups=(wanted,)))
 
     def abort_search(self, name: str, why: str) -> None:
         """The client has gone, or time is over."""
@@ -345,7 +345,7 @@ class Engine:
         name = search.view.request_id
         self._left.add(name)
         left = LeftAnswer(name, params.possible_digests(search.view))
-        self.post(StepPlan(consumer=self.consumer, left=(left,)))
+        self.post(StepPlan(decode_engine=self.life, left=(left,)))
 
     def _told(self, node: Node, name: str, result: LookupResult) -> None:
         """A rank reports P's word."""

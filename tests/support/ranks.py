@@ -187,12 +187,12 @@ def grant(
 
 def load_plan(
     request_id: str, token: bytes, engine: PeerEngine, block_ids: Sequence[int], start: int, stop: int,
-    consumer: bytes = b"c" * 16, watch: bool = True, now: bool = False,
+    decode_engine: bytes = b"c" * 16, watch: bool = True, now: bool = False,
 ) -> StepPlan:  # fmt: skip
     """The plan that makes a D rank fetch tokens [start, stop); ``now``: its step computes with them."""
     load = Load(request_id, token, engine, (pack_ids(list(block_ids)),), ((start, stop),), now=now)
     keeps = (KeepLease(request_id, token, engine, False),) if watch else ()
-    return StepPlan(consumer=consumer, keeps=keeps, loads=(load,))
+    return StepPlan(decode_engine=decode_engine, keeps=keeps, loads=(load,))
 
 
 def wait(condition: Callable[..., bool], ranks: Sequence[Rank] = (), seconds: float = 300.0) -> bool:

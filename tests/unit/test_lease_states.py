@@ -35,12 +35,12 @@ def granted() -> ls.LeaseState:
     return run(new(), BEGUN, now=0)[0]
 
 
-def asked(*expected: int, consumer: bytes = D1) -> ls.LeaseEvent:
-    return ls.LeaseEvent(K.ASKED, consumer=consumer, expected=ls.rank_set(expected))
+def asked(*expected: int, decode_engine: bytes = D1) -> ls.LeaseEvent:
+    return ls.LeaseEvent(K.ASKED, decode_engine, expected=ls.rank_set(expected))
 
 
-def released(rank: int, *expected: int, consumer: bytes = D1) -> ls.LeaseEvent:
-    return ls.LeaseEvent(K.RELEASED, consumer=consumer, rank=rank, expected=ls.rank_set(expected))
+def released(rank: int, *expected: int, decode_engine: bytes = D1) -> ls.LeaseEvent:
+    return ls.LeaseEvent(K.RELEASED, decode_engine, rank, ls.rank_set(expected))
 
 
 # --- the lease --------------------------------------------------------------------------------------------------------
@@ -51,9 +51,9 @@ def released(rank: int, *expected: int, consumer: bytes = D1) -> ls.LeaseEvent:
     [
         ((asked(0, 1), released(0, 0, 1), released(0, 0, 1)), []),
         ((asked(0, 1), released(0, 0, 1), released(1, 0, 1), released(1, 0, 1)), [FREE]),
-        # The first ask fixes the set, and consumers do not mix.
-        ((asked(0, 1), asked(0), released(0, 0), released(0, 0, 1, consumer=D2)), []),
-        ((asked(0, 1), released(0, 0, 1, consumer=D2), released(1, 0, 1, consumer=D2)), [FREE]),
+        # The first ask fixes the set, and decode engines do not mix.
+        ((asked(0, 1), asked(0), released(0, 0), released(0, 0, 1, decode_engine=D2)), []),
+        ((asked(0, 1), released(0, 0, 1, decode_engine=D2), released(1, 0, 1, decode_engine=D2)), [FREE]),
         ((released(0, 0),), [FREE]),  # of a rank that never asked
     ],
 )
@@ -91,12 +91,12 @@ def test_after_a_preemption_tokens_count_from_the_chunk_that_restarts_on() -> No
 
 before_it = st.one_of(
     st.sampled_from([FIRST, AGAIN, PREEMPTED, ABANDONED, BEGUN]),
-    st.builds(ls.LeaseEvent, st.just(K.ADVANCED), st.integers(0, 3), st.integers(0, 100)),
+    st.builds(ls.LeaseEvent, st.just(K.ADVANCED), life=st.integers(0, 3), tokens=st.integers(0, 100)),
 )
 under_it = st.one_of(
-    st.builds(asked, st.sampled_from([0, 1]), consumer=st.sampled_from([D1, D2])),
+    st.sampled_from([asked(*ranks, decode_engine=name) for ranks in ([0], [0, 1]) for name in (D1, D2)]),
     st.sampled_from([READ_STARTED, READ_ENDED, RENEWED, TICK]),
-    st.builds(released, st.integers(0, 1), st.just(0), st.just(1), consumer=st.sampled_from([D1, D2])),
+    st.sampled_from([released(rank, 0, 1, decode_engine=name) for rank in (0, 1) for name in (D1, D2)]),
 )
 
 

@@ -31,7 +31,7 @@ GEOMETRY = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=
 SPAN = Span(0, 0, 2, 0, 8, 0, 100)
 FACTS: Any = {"engine_id": "P-é-1", "incarnation": LIFE, "geometry": GEOMETRY, "model": {"dtype": "bfloat16"}}
 HELLO, ATTACH = m.Hello(**FACTS), m.Attach(plane="ucx", payload=b"\0\xff")
-ASK = m.Ask(read=1, token=TOKEN, consumer=LIFE, consumer_rank=0, expected=(0, 1), spans=(SPAN,), chunk_bytes=1 << 20)
+ASK = m.Ask(read=1, token=TOKEN, decode_engine=LIFE, decode_rank=0, expected=(0, 1), spans=(SPAN,), chunk_bytes=1 << 20)
 CANCEL, RENEW = m.Cancel(read=1), m.Renew(tokens=(TOKEN, LIFE))
 WELCOME = m.Welcome(**FACTS, planes=(m.PlaneOffer("ucx", b"x"),))
 REFUSED = m.Refused(field="dtype", ours="float16", theirs="bfloat16")
@@ -39,7 +39,7 @@ GRANT = m.Grant(read=1, num_tokens=100, chunks=4, block_ids=(struct.pack("<3i", 
 REQUESTS: list[Any] = [
     HELLO, ATTACH, ASK, CANCEL, RENEW,
     m.Commit(read=(1 << 32) - 1, token=TOKEN),
-    m.Release(token=TOKEN, consumer=LIFE, consumer_rank=0, expected=(0,)),
+    m.Release(token=TOKEN, decode_engine=LIFE, decode_rank=0, expected=(0,)),
     m.Resolve(number=7, name="tx-é", engine_id="P-é-1", until="granted"),
     m.LeaveName(number=7),
 ]  # fmt: skip
@@ -154,8 +154,8 @@ FORM, REGION = msgspec.to_builtins(GEOMETRY), msgspec.to_builtins(GROUP)
     [
         (ASK, "read", [-1, 1 << 32, 1.0, "1", True, None]),
         (ASK, "token", [b"short", bytes(17), 5]),
-        (ASK, "consumer", [bytes(15)]),
-        (ASK, "consumer_rank", [1 << 40]),
+        (ASK, "decode_engine", [bytes(15)]),
+        (ASK, "decode_rank", [1 << 40]),
         (ASK, "expected", [[], [0] * 4097, [-1]]),
         (ASK, "spans", [[[0, 0, 2, 0, 8, 0]], [[0, 0, 2, 0, 8, 0, 100, 1]], [[0, 0, 0, 0, 8, 0, 100]],
                         [[0, 0, 2, 0, 8, 0, 1 << 63]], [[0, 0, 2, 0, 8, 0, 1]] * 8193]),

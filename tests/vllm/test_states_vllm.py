@@ -256,7 +256,7 @@ def hand_over(p: list[Rank], d: list[Rank]) -> tuple[int, int]:
     for rank in d:
         load = Load("req-d", token, peer, tuple(map(pack_ids, D_IDS)), ((0, 1), (0, PROMPT)))
         watch = KeepLease("req-d", token, peer, False)
-        rank.worker.post(StepPlan(consumer=b"c" * 16, keeps=(watch,), loads=(load,)))
+        rank.worker.post(StepPlan(decode_engine=b"c" * 16, keeps=(watch,), loads=(load,)))
     received = failed = sent = 0
     end = time.monotonic() + 60
     while (received < len(d) or (sent < len(p) and not failed)) and time.monotonic() < end:
