@@ -12,7 +12,7 @@ from kvferry.connector.decode_side.load_state import TICK
 from kvferry.connector.decode_side.lookup import Lookup, Lookups
 from kvferry.connector.decode_side.read import ActiveLoad, Happening, Reads, SourceRead
 from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
-from kvferry.connector.decode_side.report import EngineResults
+from kvferry.connector.decode_side.report import Results
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 
@@ -24,7 +24,7 @@ class Consumer:
     """D's side of this rank. Used by the transfer thread only. ``now`` of all methods is in seconds of a
     ``RunningClock``."""
 
-    def __init__(self, rank_context: RankContext, results: EngineResults, wake: Callable[[], None]) -> None:
+    def __init__(self, rank_context: RankContext, results: Results, wake: Callable[[], None]) -> None:
         """``wake``: has this thread take another turn; any thread may call it."""
         self._rank_context, self._log = rank_context, rank_context.log
         self._deadlines = deadlines = Deadlines[Waiting](lambda waiting: waiting.due)

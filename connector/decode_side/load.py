@@ -26,7 +26,7 @@ from kvferry.connector.decode_side.load_state import (
 )
 from kvferry.connector.decode_side.read import ActiveLoad, Reads
 from kvferry.connector.decode_side.renew import LeaseRenewals
-from kvferry.connector.decode_side.report import EngineResults, FinishedLoad
+from kvferry.connector.decode_side.report import FinishedLoad, Results
 from kvferry.connector.decode_side.traces import attempt_span, handover_span
 from kvferry.connector.geometry.read_plan import check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
@@ -62,7 +62,7 @@ class Loads:
         links: Links,
         reads: Reads,
         renewals: LeaseRenewals,
-        results: EngineResults,
+        results: Results,
         deadlines: Deadlines[Any],
     ) -> None:
         self._rank_context, self._log = rank_context, rank_context.log

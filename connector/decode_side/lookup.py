@@ -36,7 +36,7 @@ from msgspec.structs import replace
 from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.renew import LeaseRenewals
-from kvferry.connector.decode_side.report import EngineResults
+from kvferry.connector.decode_side.report import Results
 from kvferry.connector.decode_side.traces import lookup_span
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
@@ -293,7 +293,7 @@ class Lookups:
         rank_context: RankContext,
         links: Links,
         renewals: LeaseRenewals,
-        results: EngineResults,
+        results: Results,
         deadlines: Deadlines[Any],
         wake: Callable[[], None],
     ) -> None:

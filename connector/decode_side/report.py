@@ -1,19 +1,20 @@
-"""What a rank of D reports of its loads to the engine."""
+"""What the transfer thread reports to its engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
-from kvferry.connector.wire.metrics import LoadFailure
+from kvferry.connector.step_loads.step_outcome import Check, StepOutcome
 from kvferry.connector.wire.step_plan import Load, LoadEnd, LookupResult
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.channels import Copy
 
-Check = Callable[[], bool | None]
-"""Whether a load stands; ``None`` while its copies are under way. Any thread may call it."""
+T = TypeVar("T")
 
 
 class FinishedLoad(msgspec.Struct, frozen=True):
@@ -24,50 +25,68 @@ class FinishedLoad(msgspec.Struct, frozen=True):
     end: LoadEnd
     estimate: TransferEstimate = UNKNOWN
 
-    @property
-    def ok(self) -> bool:
-        """Whether the load's tokens are in the blocks."""
-        return not self.end.failed
 
+class Results:
+    """What the transfer thread has for its engine. It adds results; one other thread waits for them and takes them,
+    each once."""
 
-class StepLoadListener(Protocol):
-    """Takes what happens to the loads inside one step. The transfer thread calls it. ``layer_order``: as ``ActiveLoad``
-    takes it."""
+    def __init__(self) -> None:
+        self.loads: deque[FinishedLoad] = deque()
+        """That have ended."""
+        self.leases: deque[str] = deque()
+        """The requests whose leased blocks nothing reads any more."""
+        self.lookups: deque[tuple[str, LookupResult]] = deque()
+        """Of requests to which P has told its lease, or that its engine has the prompt; or which must prefill."""
+        self.ready = threading.Event()
+        self.outcomes: list[StepOutcome] = []
+        """Of the steps with loads inside that are not final. Used by the transfer thread only."""
 
-    layer_order: Sequence[str]
+    # --- the transfer thread ------------------------------------------------------------------------------------
 
-    def begun(self, load: Load, stands: Check | None = None, copies: Sequence[Copy] = ()) -> None:
-        """All copies of a load are under way. A load of another step is ignored. ``stands``: whether the copies have
-        ended, without an error, under a lease that stands; any thread may call it. ``copies``: those that have not
-        ended."""
+    def begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
+        """All copies of a load are under way: tell the outcome of its step."""
+        for outcome in self.outcomes:
+            outcome.begun(load, stands, copies)
 
     def moved(self) -> None:
         """A copy that is under way has moved bytes."""
-
-    def ended(self, load: Load, failed: LoadFailure = "") -> None:
-        """A load has ended, and nothing writes its blocks any more. A load of another step is ignored. ``failed``: as
-        in ``LoadEnd``."""
-
-    def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
-        """Wait while the engine's threads have more urgent work, for some milliseconds at most. ``wait``: waits for so
-        many seconds, or until ``wake`` is called; returns whether there is a plan to run, or a control message."""
-
-    @property
-    def final(self) -> bool:
-        """Whether all loads have ended."""
-
-
-class EngineResults(Protocol):
-    """Takes what the engine must know. The transfer thread calls it."""
-
-    def begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
-        """As ``StepLoadListener.begun``; for any load inside a step, unless its copies have ended."""
-
-    def moved(self) -> None:
-        """A copy has moved bytes that was given to ``begun``."""
+        for outcome in self.outcomes:
+            outcome.moved()
 
     def finished(self, finished: FinishedLoad) -> None:
-        """A load has ended."""
+        """A load has ended. The outcome of its step takes that too."""
+        self._add(self.loads, finished)
+        if finished.load.now:
+            for outcome in self.outcomes:
+                outcome.ended(finished.load, finished.end.failed)
+            self.outcomes = [outcome for outcome in self.outcomes if not outcome.final]
+
+    def freed(self, request_id: str) -> None:
+        self._add(self.leases, request_id)
 
     def looked_up(self, request_id: str, result: LookupResult) -> None:
-        """P has told its lease to a request, or that its engine has the prompt; or the request must prefill."""
+        self._add(self.lookups, (request_id, result))
+
+    def _add(self, results: deque[T], result: T) -> None:
+        """``wait`` clears the event before it looks, so it misses no result."""
+        results.append(result)
+        if not self.ready.is_set():
+            self.ready.set()
+
+    # --- the engine's thread ------------------------------------------------------------------------------------
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a result to take."""
+        return bool(self.loads or self.leases or self.lookups)
+
+    def wait(self, timeout: float) -> None:
+        """Block for up to ``timeout`` seconds. Returns early if there is a result to take."""
+        self.ready.clear()
+        if not self.any:  # after the clear: nothing is missed
+            self.ready.wait(timeout)
+
+    @staticmethod
+    def take(results: deque[T]) -> list[T]:
+        """All results of one kind, the oldest first."""
+        return [results.popleft() for _ in range(len(results))]

@@ -23,13 +23,13 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.connector.decode_side.consumer import Consumer
-from kvferry.connector.decode_side.report import Check, FinishedLoad, StepLoadListener
+from kvferry.connector.decode_side.report import Results
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.prefill_side.serve import Producer
-from kvferry.connector.wire.step_plan import LeaseGrant, Load, LookupResult, PrefillStop, StepPlan
-from kvferry.transport.channels import Copy
+from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.wire.step_plan import LeaseGrant, Load, PrefillStop, StepPlan
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
@@ -52,72 +52,6 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 490 ms, at 0.1 ms 180 ms."""
 
 T = TypeVar("T")
-
-
-class Results:
-    """What the transfer thread has for its engine. It adds results; one other thread waits for them and takes them,
-    each once."""
-
-    def __init__(self) -> None:
-        self.loads: deque[FinishedLoad] = deque()
-        """That have ended."""
-        self.leases: deque[str] = deque()
-        """The requests whose leased blocks nothing reads any more."""
-        self.lookups: deque[tuple[str, LookupResult]] = deque()
-        """Of requests to which P has told its lease, or that its engine has the prompt; or which must prefill."""
-        self.ready = threading.Event()
-        self.listeners: list[StepLoadListener] = []
-        """Of the loads inside steps that are not final. Used by the transfer thread only."""
-
-    # --- the transfer thread ------------------------------------------------------------------------------------
-
-    def begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
-        """All copies of a load are under way: tell the listener of its step."""
-        for listener in self.listeners:
-            listener.begun(load, stands, copies)
-
-    def moved(self) -> None:
-        """A copy that is under way has moved bytes."""
-        for listener in self.listeners:
-            listener.moved()
-
-    def finished(self, finished: FinishedLoad) -> None:
-        """A load has ended. The listener of its step takes that too."""
-        self._add(self.loads, finished)
-        if finished.load.now:
-            for listener in self.listeners:
-                listener.ended(finished.load, finished.end.failed)
-            self.listeners = [listener for listener in self.listeners if not listener.final]
-
-    def freed(self, request_id: str) -> None:
-        self._add(self.leases, request_id)
-
-    def looked_up(self, request_id: str, result: LookupResult) -> None:
-        self._add(self.lookups, (request_id, result))
-
-    def _add(self, results: deque[T], result: T) -> None:
-        """``wait`` clears the event before it looks, so it misses no result."""
-        results.append(result)
-        if not self.ready.is_set():
-            self.ready.set()
-
-    # --- the engine's thread ------------------------------------------------------------------------------------
-
-    @property
-    def any(self) -> bool:
-        """Whether there is a result to take."""
-        return bool(self.loads or self.leases or self.lookups)
-
-    def wait(self, timeout: float) -> None:
-        """Block for up to ``timeout`` seconds. Returns early if there is a result to take."""
-        self.ready.clear()
-        if not self.any:  # after the clear: nothing is missed
-            self.ready.wait(timeout)
-
-    @staticmethod
-    def take(results: deque[T]) -> list[T]:
-        """All results of one kind, the oldest first."""
-        return [results.popleft() for _ in range(len(results))]
 
 
 class TransferThread:
@@ -165,29 +99,25 @@ class TransferThread:
         plan: StepPlan,
         event: DeviceEvent | None = None,
         computed: Sequence[DeviceEvent | None] = (),
-        listener: StepLoadListener | None = None,
+        outcome: StepOutcome | None = None,
         step: ComputedStep | None = None,
     ) -> None:
         """Post the work of one step. Where it does not wake the thread, the thread takes it at its next turn.
 
         ``event``: the device must have reached it before the blocks of loads ``behind`` are written. ``computed``: one
-        event per lease; the device must have reached it before the blocks of the lease are read. ``listener``: takes
+        event per lease; the device must have reached it before the blocks of the lease are read. ``outcome``: takes
         the reports of the loads inside the step, from this thread. ``step``: where the step computes
         ``plan.prefill_chunks``.
         """
         self._producer.named.plans_seen += 1
         wakes = plan.wakes_thread
         if wakes or plan.prefill_chunks:
-            self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
+            self._plans.posted.append(PostedPlan(plan, event, computed, outcome, step))
             self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_sleep``
             if not self._stopping:  # a thread that has ended would never restore it
                 self._switch.shorten()
             if wakes:
                 self.wake()
-
-    def step_posted(self) -> None:
-        """In place of ``post``, for a plan that is ``nothing``."""
-        self._producer.named.plans_seen += 1
 
     def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
@@ -323,7 +253,7 @@ class TransferThread:
         self._producer.tick(now)
         self.rank_context.stats.dropped_so_far("listener", self._listener.dropped)
 
-    def _yield_to_engine(self, listener: StepLoadListener) -> None:
+    def _yield_to_engine(self, outcome: StepOutcome) -> None:
         """Meanwhile no end of a copy wakes this thread. A control message does: a peer waits for its answer."""
         poll = self._control_poll()
 
@@ -337,7 +267,7 @@ class TransferThread:
 
         self._yielding = True
         try:
-            listener.yield_to_engine(wait)
+            outcome.yield_to_engine(wait)
         finally:
             self._yielding = False
 
@@ -410,7 +340,7 @@ class PostedPlan(msgspec.Struct, frozen=True):
     plan: StepPlan
     event: DeviceEvent | None = None
     computed: Sequence[DeviceEvent | None] = ()
-    listener: StepLoadListener | None = None
+    outcome: StepOutcome | None = None
     step: ComputedStep | None = None
 
 
@@ -428,7 +358,7 @@ class PostedPlans:
         producer: Producer,
         consumer: Consumer,
         results: Results,
-        yield_to_engine: Callable[[StepLoadListener], None],
+        yield_to_engine: Callable[[StepOutcome], None],
     ) -> None:
         self._rank_context = rank_context
         self._log = rank_context.log
@@ -443,9 +373,9 @@ class PostedPlans:
         loads, renewals, lookups = self._consumer.loads, self._consumer.renewals, self._consumer.lookups
         for _ in range(len(self.posted)):
             posted = self.posted.popleft()
-            plan, listener, step = posted.plan, posted.listener, posted.step
-            if listener is not None:
-                self._results.listeners.append(listener)
+            plan, outcome, step = posted.plan, posted.outcome, posted.step
+            if outcome is not None:
+                self._results.outcomes.append(outcome)
             renewals.decode_engine = plan.decode_engine
             self.computing += zip_longest(plan.leases, posted.computed)
             if plan.queued or plan.prefills or plan.stops:
@@ -468,15 +398,15 @@ class PostedPlans:
             ready = plan.loads if self._copies_wait(posted.event, plan.loads, now) else ()
             alone = len(ready) == 1 and not self.posted
             for load in ready:
-                order = listener.layer_order if listener is not None and load.now else ()
+                order = outcome.layer_order if outcome is not None and load.now else ()
                 begin = partial(loads.begin, load, now, alone=alone, layer_order=order)
                 self._try(load, begin, partial(loads.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
             for release in plan.releases:
                 self._try(release, partial(renewals.release, release.token, release.request_id, now))
-            if listener is not None and not self.posted and not any(p.active for p in self._rank_context.planes):
-                self._yield_to_engine(listener)
+            if outcome is not None and not self.posted and not any(p.active for p in self._rank_context.planes):
+                self._yield_to_engine(outcome)
 
     def _begin_and_stop(self, plan: StepPlan, now: float) -> None:
         """P: queue, begin and stop the prompts of a plan. Those that end free their names for those that begin."""

@@ -220,7 +220,7 @@ class WorkerHalf:
         self._decode_engine, self._idle = plan.decode_engine, plan.idle
         if plan.nothing and not self.prefills.busy:
             self._copies.idle, self.step_hold.outcome = plan.idle, None
-            thread.step_posted()
+            thread.post(plan)
             return
         ours, hold = by_region(plan, self._tables), self.step_hold
         inside = [load for load in ours.loads if load.now]

@@ -18,6 +18,7 @@ from kvferry.connector.wire.step_plan import Load
 from kvferry.transport.channels import Copy
 
 Check = Callable[[], bool | None]
+"""Whether a load stands; ``None`` while its copies are under way. Any thread may call it."""
 LOOK_SECONDS = 0.2
 """How often a thread that waits checks that the transfer thread is alive."""
 POLL_SECONDS = 2e-4
@@ -112,7 +113,8 @@ class StepOutcome:
     # --- the transfer thread ------------------------------------------------------------------------------------
 
     def begun(self, load: Load, stands: Check | None = None, copies: Sequence[Copy] = ()) -> None:
-        """As ``StepLoadListener.begun``."""
+        """All copies of a load are under way. A load of another step is ignored. ``stands``: whether the copies have
+        ended, without an error, under a lease that stands. ``copies``: those that have not ended."""
         with self._changed:
             for ours in self._loads:
                 if ours.load is load:
@@ -125,7 +127,8 @@ class StepOutcome:
             self._changed.notify_all()
 
     def ended(self, load: Load, failed: LoadFailure = "") -> None:
-        """As ``StepLoadListener.ended``."""
+        """A load has ended, and nothing writes its blocks any more. A load of another step is ignored. ``failed``: as
+        in ``LoadEnd``."""
         self._step(load, StepLoadEvent.FAILED if failed else StepLoadEvent.ARRIVED, failed)
 
     def _step(self, load: Load, event: StepLoadEvent, failed: LoadFailure = "") -> None:

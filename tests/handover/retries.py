@@ -43,7 +43,7 @@ class Reports:
         results.finished = self._note
 
     def _note(self, finished: Any) -> None:
-        self.ok.append(finished.ok)
+        self.ok.append(not finished.end.failed)
         self._real(finished)
 
 

@@ -11,12 +11,13 @@ from unittest.mock import patch
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.decode_side.lookup import LookupPhase
-from kvferry.connector.decode_side.report import Check, FinishedLoad
+from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.engine.loop import IDLE_SECONDS, TICK_SECONDS, TransferThread
 from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.step_loads.step_outcome import Check
 from kvferry.connector.wire.step_plan import LOST, Load, LookupResult, RankAddress, StepPlan
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
@@ -156,8 +157,8 @@ class Node:
             # Plans come at any time here. Those without chunks begin no step while one is computed.
             begins = bool(plan.prefill_chunks) or not self.prefills.under_way
             step = self.prefills.begin_step(plan) if begins else None
-            listener = StepLoads(inside, lambda load, stands: self.begun(self, load, stands)) if inside else None
-            self.thread.post(plan, listener=listener, step=step)
+            outcome = StepLoads(inside, lambda load, stands: self.begun(self, load, stands)) if inside else None
+            self.thread.post(plan, outcome=cast(Any, outcome), step=step)
             if plan.wakes_thread:
                 self.wake()
 
@@ -232,7 +233,7 @@ class Node:
             return
         results.ready.clear()
         for finished in results.take(results.loads):
-            self.finished(self, finished.load, finished.ok)
+            self.finished(self, finished.load, not finished.end.failed)
         for request_id in results.take(results.leases):
             self.freed(self, request_id)
         for request_id, result in results.take(results.lookups):
@@ -339,7 +340,7 @@ class Node:
             "sessions": [session.engine_id for session in sessions_of(producer).values()],
             "commands": plans_of(self).posted,
             "leases that are computed": plans_of(self).computing,
-            "loads inside steps": self.thread.results.listeners,
+            "loads inside steps": self.thread.results.outcomes,
             "peers": self.listener.peers,
             "reads of pages": [use for use in self.pages.reads if use.copy is None or not use.copy.done],
             "writes of pages": [use for use in self.pages.writes if use.copy is None or not use.copy.done],

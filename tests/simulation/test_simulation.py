@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.decode_side.lookup import Lookups
-from kvferry.connector.engine.loop import Results
+from kvferry.connector.decode_side.report import Results
 from kvferry.connector.wire.step_plan import LookupResult
 from tests.simulation import run
 from tests.support.streaming_faults import FAULTS
