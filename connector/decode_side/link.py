@@ -25,20 +25,7 @@ from kvferry.connector.geometry.dtypes import converted_pairs
 from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry
 from kvferry.connector.pages.checksums import chosen, described, trailer_bytes
 from kvferry.connector.pages.rank_context import RankContext, check_model
-from kvferry.connector.wire.messages import (
-    Attach,
-    Attached,
-    AttachRefused,
-    Closing,
-    Hello,
-    Refused,
-    Reply,
-    Request,
-    VersionError,
-    Welcome,
-    decode_reply,
-    encode,
-)
+from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
@@ -366,26 +353,26 @@ class Link:
         self._now = now
         self._step(LinkEvent(_K.GREETING_WANTED))
 
-    def send(self, message: Request) -> None:
+    def send(self, message: messages.Request) -> None:
         """Send, or fail the link where the peer cannot be reached. A failed link still carries messages, above all a
         release, as long as its connection stands."""
         self.used = True
-        if self.connection.lost or not self.connection.send(encode(message)):
+        if self.connection.lost or not self.connection.send(messages.encode(message)):
             self._take_closing()
             why = self.connection.reason or "its control connection takes no more messages"
             self.fail(self.connection.failure or "peer_lost", why)
 
-    def serve(self, now: float) -> list[Reply]:
+    def serve(self, now: float) -> list[messages.Reply]:
         """Advance the handshake. Returns the replies that do not belong to it."""
         self._now = now
-        replies: list[Reply] = []
+        replies: list[messages.Reply] = []
         arrived = self.connection.receive()
         if self.phase is LinkPhase.FAILED:
             return replies
         for frames in arrived:
             with self._errors_fail_the_link():
-                reply = decode_reply(frames)
-                if isinstance(reply, Welcome | Refused | Attached | AttachRefused):
+                reply = messages.decode_reply(frames)
+                if isinstance(reply, messages.HandshakeReply):
                     self._on_handshake_reply(reply)
                 elif not self._on_closing(reply):
                     replies.append(reply)
@@ -404,7 +391,7 @@ class Link:
     def _errors_fail_the_link(self) -> Iterator[None]:
         try:
             yield
-        except (IncompatiblePeerError, GeometryError, VersionError) as error:
+        except (IncompatiblePeerError, GeometryError, messages.VersionError) as error:
             self.fail("incompatible", str(error))
         except ProtocolError as error:
             self._rank_context.stats.dropped("malformed reply")
@@ -432,11 +419,11 @@ class Link:
         """Fail the link with the reason that P gave where it closed the connection, if it has given one."""
         for frames in self.connection.receive() if self.phase is not LinkPhase.FAILED else ():
             with suppress(ProtocolError):
-                self._on_closing(decode_reply(frames))
+                self._on_closing(messages.decode_reply(frames))
 
-    def _on_closing(self, reply: Reply) -> bool:
+    def _on_closing(self, reply: messages.Reply) -> bool:
         """Whether a reply is P's last one, which fails the link."""
-        if not isinstance(reply, Closing):
+        if not isinstance(reply, messages.Closing):
             return False
         self.fail("peer_lost", f"the prefill engine has ended its leases: {reply.reason}", "peer")
         return True
@@ -459,7 +446,7 @@ class Link:
             match effect:
                 case _E.HELLO:
                     ours = self._rank_context
-                    hello = Hello(
+                    hello = messages.Hello(
                         engine_id=ours.engine_id, incarnation=ours.incarnation, geometry=ours.caches.geometry,
                         model=dict(ours.model), converts=ours.settings.convert_dtype,
                     )  # fmt: skip
@@ -481,21 +468,21 @@ class Link:
 
     # --- handshake ----------------------------------------------------------------------------------------------
 
-    def _on_handshake_reply(self, reply: Welcome | Refused | Attached | AttachRefused) -> None:
+    def _on_handshake_reply(self, reply: messages.HandshakeReply) -> None:
         match reply:
-            case Refused():
+            case messages.Refused():
                 raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
-            case Welcome():
+            case messages.Welcome():
                 self._check_welcome(reply)
                 self._step(LinkEvent(_K.WELCOMED))
-            case AttachRefused(detached=True):  # the next load, or the next attempt, makes a new link
+            case messages.AttachRefused(detached=True):  # the next load, or the next attempt, makes a new link
                 self.fail("peer_lost", f"the prefill engine has no handshake of ours: {shortened(reply.reason)}")
-            case AttachRefused():
+            case messages.AttachRefused():
                 self._step(LinkEvent(_K.REJECTED, reply.plane, shortened(reply.reason)))
-            case Attached():
+            case messages.Attached():
                 self._on_attached(reply)
 
-    def _on_attached(self, reply: Attached) -> None:
+    def _on_attached(self, reply: messages.Attached) -> None:
         if self.phase is not LinkPhase.ATTACHING or self.plane is None or self.channel is None:
             raise ProtocolError(f"Attached came while {self.phase.value}")
         if reply.plane != self.plane.name:
@@ -536,7 +523,7 @@ class Link:
             self.pages = translate_pages(self.pages, self.theirs, channel.translate)
             self._step(LinkEvent(_K.MAPPED))
 
-    def _check_welcome(self, welcome: Welcome) -> None:
+    def _check_welcome(self, welcome: messages.Welcome) -> None:
         if self.phase is not LinkPhase.GREETING:
             return  # the table refuses it
         self._incarnation = welcome.incarnation
@@ -600,4 +587,4 @@ class Link:
         self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, shown, because)
         self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
         self._step(LinkEvent(_K.CHOSEN, name))
-        self.send(Attach(plane=name, payload=payload, checksum=self.checksum))
+        self.send(messages.Attach(plane=name, payload=payload, checksum=self.checksum))
