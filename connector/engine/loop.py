@@ -29,7 +29,7 @@ from kvferry.connector.pages.copies import DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.prefill_side.serve import Producer
 from kvferry.connector.step_loads.step_outcome import StepOutcome
-from kvferry.connector.wire.step_plan import LeaseGrant, Load, PrefillStop, StepPlan
+from kvferry.connector.wire.step_plan import LeaseGrant, Load, StepPlan
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
@@ -420,7 +420,7 @@ class PostedPlans:
     def _end_leases(self, now: float) -> None:
         """P: end all leases, also those that are not granted yet."""
         ended, self.computing = self.computing, []
-        self._each([grant for grant, _ in ended], self._not_granted, now)
+        self._each([grant for grant, _ in ended], self._producer.refuse, now)
         self._try("the end of all leases", partial(self._producer.end_leases, now))
 
     def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
@@ -441,17 +441,7 @@ class PostedPlans:
         states = [(grant, event, event is None or event.query()) for grant, event in self.computing]
         self.computing = [(grant, event) for grant, event, done in states if not done]
         for grant in [grant for grant, _, done in states if done]:
-            self._try(grant, partial(self._producer.grant, grant, now), partial(self._not_granted, grant, now))
-
-    def _not_granted(self, grant: LeaseGrant, now: float) -> None:
-        """A grant has raised an error, or must not follow any more: the engine gets its blocks back, and no D may wait
-        for them. Where the lease stands all the same, D may read the blocks, and the end of the lease gives them back.
-        """
-        if self._producer.holds(grant.token):
-            return
-        self._producer.lose(grant.token)
-        self._results.freed(grant.request_id)
-        self._producer.stop_prefill(PrefillStop(grant.token, ended=True), now)
+            self._try(grant, partial(self._producer.grant, grant, now), partial(self._producer.refuse, grant, now))
 
     def _each(self, items: Iterable[T], act: Callable[[T, float], object], now: float) -> None:
         for item in items:

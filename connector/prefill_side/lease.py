@@ -199,7 +199,7 @@ def _abandoned(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
 def _begun(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     cap = state.settings.lease_cap_seconds
     deadline = now + min(state.settings.lease_seconds, cap)
-    return replace(state, phase=_P.GRANTED, life=0, computed=0, deadline=deadline, cap=now + cap), ()
+    return replace(state, phase=_P.GRANTED, deadline=deadline, cap=now + cap), ()
 
 
 # --- transitions: who reads, and until when ---------------------------------------------------------------------

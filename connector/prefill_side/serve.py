@@ -90,7 +90,7 @@ class Producer:
 
     def grant(self, grant: LeaseGrant, now: float) -> None:
         """Hold the blocks of a finished prompt. Any D that sends the token may read them. Raises GeometryError where a
-        block id is out of range; then ``lose`` must follow."""
+        block id is out of range; then ``refuse`` must follow."""
         token = grant.token
         ids = list(map(self._rank_context.caches.kernel_ids, count(), map(unpack_ids, grant.block_ids)))
         self.leases.begin(grant, ids, now)
@@ -104,10 +104,17 @@ class Producer:
         if self._early.asks.cost:
             self._serve_held(token, now)
 
-    def holds(self, token: bytes) -> bool:
-        """Whether a lease of this token stands."""
-        lease = self.leases.table.get(token)
-        return lease is not None and lease.begun
+    def refuse(self, grant: LeaseGrant, now: float) -> None:
+        """A grant has raised an error, or must not follow any more: the engine gets its blocks back, and no D may wait
+        for them. Where the lease stands all the same, D may read the blocks, and the end of the lease gives them back.
+        """
+        lease = self.leases.table.get(grant.token)
+        if lease is not None and lease.begun:
+            return
+        if lease is not None and lease.blocks is not None:
+            lease.blocks.lose()
+        self._on_freed(grant.request_id)
+        self.stop_prefill(PrefillStop(grant.token, ended=True), now)
 
     def end_leases(self, now: float) -> None:
         """End all leases: nothing counts that is read, or would be committed, from now on. A read that P sends ends
@@ -137,12 +144,6 @@ class Producer:
             if stop.ended:
                 del self.leases.table[token]
             self._step(lease, LeaseEvent(_K.ABANDONED if stop.ended else _K.PREEMPTED), now)
-
-    def lose(self, token: bytes) -> None:
-        """The lease of a prompt cannot begin: its blocks are the engine's again. ``stop_prefill`` must follow."""
-        lease = self._computing(token)
-        if lease is not None and lease.blocks is not None:
-            lease.blocks.lose()
 
     def plan_step(self, chunks: tuple[PrefillChunk, ...], step: ComputedStep, now: float) -> None:
         """A step begins that computes these chunks. Raises GeometryError where a block id is out of range."""
