@@ -288,7 +288,7 @@ class WorkerHalf:
 
     def _end_with_thread(self) -> None:
         why, level = (ASLEEP, logging.WARNING) if self._asleep else ("the transfer thread has ended", logging.ERROR)
-        logger.log(level, "kvferry: %s; loads that fail: %s", why, self._ledger.stories() or "none")
+        logger.log(level, "kvferry: %s; loads that fail: %s", why, self._ledger.names() or "none")
         self._ledger.thread_ended()
 
     @property

@@ -38,12 +38,11 @@ class PromptBlocks:
             self.lost = True
             self._withdraw()
 
-    def post(self, board: GrantBoard, key: bytes, text: bytes) -> bool:
-        """Post a grant of the blocks, unless they are lost. Returns whether it is posted."""
+    def post(self, board: GrantBoard, key: bytes, text: bytes) -> None:
+        """Post a grant of the blocks, unless they are lost."""
         with self._lock:
             place = None if self.lost else board.post(key, text)
             self.posted = None if place is None else (board, place, text)
-            return place is not None
 
     def take_posted(self, text: bytes) -> int | None:
         """The lease holds the blocks from now on. Returns the place of the grant that was posted, if it is this one;

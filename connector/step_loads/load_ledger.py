@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, StepResults
 
-MAX_STORIES = 8
+MAX_NAMES = 8
 """Loads that stand in one log line."""
 
 
@@ -71,11 +71,11 @@ class LoadLedger:
         """Whether a load or a lease has not ended."""
         return bool(self._loads or self._leases)
 
-    def stories(self) -> str:
+    def names(self) -> str:
         """The loads that have not ended, for a log line."""
         names = list(self._loads)
-        shown = [f"{name} (posted)" for name in names[:MAX_STORIES]]
-        return ", ".join(shown) + (f" and {len(names) - MAX_STORIES} more" if len(names) > MAX_STORIES else "")
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        return ", ".join(names[:MAX_NAMES]) + more
 
     def take_results(self) -> StepResults:
         """The loads beside the steps and the leases that have ended, each returned once."""

@@ -272,10 +272,6 @@ class HandoverStats:
             self._seen.clear()
             self.levels = dict.fromkeys(self.levels, 0)
 
-    def is_empty(self) -> bool:
-        with self._lock:
-            return is_empty(self._figures)
-
     def take(self) -> Figures | None:
         """All counts since the last call, and the levels; ``None`` where there are none. Zeros are reported once."""
         if not (self._reported or any(self._figures.values()) or any(self.levels.values())):

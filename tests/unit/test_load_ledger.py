@@ -15,12 +15,12 @@ def load(request_id: str, *, now: bool = False) -> Load:
     return Load(request_id, b"t" * 16, P, (), (), now=now)
 
 
-def test_a_log_line_has_the_histories_of_some() -> None:
+def test_a_log_line_has_the_names_of_some() -> None:
     ledger = LoadLedger()
     ledger.post([load("a")], ())
-    assert ledger.stories() == "a (posted)"
+    assert ledger.names() == "a"
     ledger.post([load(str(n)) for n in range(10)], ())
-    assert ledger.stories().endswith("6 (posted) and 3 more")
+    assert ledger.names().endswith("6 and 3 more")
 
 
 def test_loads_of_which_the_pages_go_are_cancelled_whether_they_had_ended_or_not() -> None:

@@ -161,7 +161,7 @@ def test_a_question_for_a_prompt_that_waits_is_held_and_told_so(begins: bool, st
     if begins:
         named.begin(prefill("r", "tx", streams=False))
     assert named.ask(1, until="granted") == named.ask(2, "another") == []
-    named.posted_plans += steps
+    named.plans_seen += steps
     told: Any = {answer.number: answer for _, answer in named.take_late(10.0)}
     assert not told[1].final and not told[2].final
     assert (told[1].known, told[2].known) == (bool(steps), False)
