@@ -202,14 +202,14 @@ def test_a_prompt_that_is_loaded_is_not_counted_for_its_other_role(
     scheduler, request = half(produces=False), view(params)
     assert scheduler.num_new_matched_tokens(request, 16) == (tokens, bool(tokens))
     scheduler.after_alloc(request, BLOCKS, tokens)
-    scheduler.loads_finished(["r"])
+    scheduler.loads_finished(["r"], {"r": LoadEnd()})
     assert counted(scheduler) == {count: 1}
 
 
 def test_a_load_that_a_reset_cancels_has_failed() -> None:
     scheduler = allocated(view(GOOD), 49)
     assert not scheduler.reset_caches()
-    scheduler.loads_finished(["r"])
+    scheduler.loads_finished(["r"], {"r": LoadEnd("cancelled")})
     assert counted(scheduler) == {"failed cancelled": 1}
     scheduler.on_new_request(view(GOOD, "offered"))
     assert scheduler.reset_caches() and counted(scheduler) == {"local reset": 1}
