@@ -17,7 +17,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
-from kvferry.router.app import Limits
 from tests.router.stand_ins import PARAMS, Engine, Front, decode_engine, prefill_engine, routed, router_process
 
 SECRET, UNBOUND = "user:secret", ("--host", "a..b")
@@ -77,8 +76,7 @@ def test_openais_client_knows_the_errors(status: int, error: type[openai.APIStat
     async def refuse(request: Request, body: dict[str, Any]) -> Response:
         return JSONResponse({"error": {"message": "planted", "type": "x", "param": None, "code": status}}, status)
 
-    limits = Limits(requests=0) if status == 503 else None
-    with routed(prefill_engine(), Engine(refuse), limits=limits) as front:
+    with routed(prefill_engine(), Engine(refuse)) as front:
         with openais_client(front) as client, pytest.raises(error) as raised:
             client.completions.create(model="m", prompt="x")
         assert raised.value.type is not None

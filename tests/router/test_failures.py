@@ -141,15 +141,18 @@ LONG, SHORT = {"prompt": "x" * 7000}, {"prompt": "x" * 3500}
 BODIES = Limits(body_bytes=8000, all_body_bytes=10_000)
 
 
-def test_more_bytes_of_bodies_than_allowed_get_503() -> None:
+@pytest.mark.parametrize(
+    ("limits", "why"), [(BODIES, "over 10000 bytes"), (Limits(requests=1), "1 requests are in flight")]
+)
+def test_more_requests_or_bytes_of_bodies_than_allowed_get_503(limits: Limits, why: str) -> None:
     go_on = threading.Event()
     p, d = prefill_engine(go_on=go_on), decode_engine()
-    with routed(p, d, limits=BODIES) as front:
+    with routed(p, d, limits=limits) as front:
         client = front.begin(LONG)
         assert p.arrived.wait(60)
         refused = front.ask(SHORT)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-        assert "over 10000 bytes" in refused.json()["error"]["message"]
+        assert why in refused.json()["error"]["message"]
         go_on.set()
         client.result()
         assert front.ask(LONG).status_code == 200
