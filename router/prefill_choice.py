@@ -1,9 +1,11 @@
 """Whether P or D prefills a prompt, by the times that their answers have taken. Pure: no I/O, no clock.
 
 Where P prefills, the first token comes after P's queue, the prefill and the hand-over. Where D prefills, there is no
-hand-over, but the sequences that D decodes wait meanwhile: the stall. D prefills a prompt if that brings its first
-token earlier, and either takes a small share of the time in which D decodes, or saves more than all of these sequences
-lose. Nothing is configured. A prompt of which too little is known is handed over.
+hand-over, but all that D decodes waits meanwhile. D prefills a prompt if its first token then comes earlier by a larger
+share than that by which D's answers come later. That share is D's requests per second times the seconds of the prefill:
+of n answers a second, each S seconds long, D decodes n x S at once (Little's law), and each loses prefill / S.
+
+Nothing is configured. A prompt of which too little is known is handed over.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import combinations
-from math import exp, inf
+from math import inf
 from statistics import median
 from weakref import WeakKeyDictionary
 
@@ -28,12 +30,8 @@ ALIKE = 16.0
 """Sizes that differ by less show D's time for a token badly, because its steps for other sequences differ as much."""
 DRAW_SECONDS = 1.0
 """A line is drawn anew no more often."""
-LOAD_SECONDS = 30.0
-"""Of the mean of a D's load."""
-DECODING_SHARE = 0.05
-"""Of the time in which a D decodes, the part that prompts may take which P could prefill."""
-MOST_UNUSED_SECONDS = 0.5
-"""Of that part, the most that is kept for later. It bounds one stall."""
+ASKED = 16
+"""The last requests to a D, of which their rate is taken."""
 FASTEST = 8.0
 """A D that seems so much faster than P has not computed what the router believes: images, or a cached prompt."""
 FIRST_HANDOVER = (1.1e-3, 25e-6)
@@ -83,14 +81,15 @@ class TimeLine:
 class _Known:
     """Of one engine. ``computing``: a prompt, from its request to the first byte of the answer. Of a D besides,
     ``loading``: a prompt that P has computed, from P's answer on. ``busy_until``: when it should have computed the
-    prompts that were left to it. ``unused``: seconds of the decoding share."""
+    prompts that were left to it. ``asked``: when it got its last requests."""
 
     computing: TimeLine = field(default_factory=TimeLine)
     loading: TimeLine = field(default_factory=TimeLine)
     busy_until: float = -inf
-    load: float = 0.0
-    unused: float = MOST_UNUSED_SECONDS
-    looked: float = -inf
+    asked: deque[float] = field(default_factory=lambda: deque(maxlen=ASKED))
+
+    def requests_per_second(self, now: float) -> float:
+        return len(self.asked) / (now - self.asked[0]) if self.asked and now > self.asked[0] else 0.0
 
 
 class PrefillChoice:
@@ -118,36 +117,20 @@ class PrefillChoice:
         least = handed_over
         for url in near & {least_loaded.url, self.on_d.find(prompt, near)[0]}:
             engine = self._engines.get(url)
-            if engine is not None and (cost := self._cost(engine, prompt, handed_over, now)) < least:
+            if engine is not None and (cost := self._cost(engine, prompt, now)) < least:
                 best, least = engine, cost
-        if best is not None:
-            known, stall = self._of(best), self._stall(best, prompt, now)
-            decoding = min(1.0, max(best.load, known.load))
-            known.unused = max(-MOST_UNUSED_SECONDS, known.unused - decoding * stall)
         return best
 
-    def _cost(self, d: Engine, prompt: PromptPrefix, handed_over: float, now: float) -> float:
-        """Seconds to the first byte where D prefills, and what the stall costs: little where it is short beside the
-        time that a hand-over takes, because those who read an answer hardly see it. Call it once for a prompt."""
-        known = self._of(d)
-        decoding = max(d.load, known.load)
-        if known.looked > -inf:
-            passed, share = now - known.looked, DECODING_SHARE * min(1.0, decoding)
-            known.unused = min(MOST_UNUSED_SECONDS, known.unused + share * passed)
-        known.load += (1 - exp((known.looked - now) / LOAD_SECONDS)) * (d.load - known.load)
-        known.looked = now
-        stall = self._stall(d, prompt, now)
-        fits = min(1.0, decoding) * stall <= known.unused
-        seen = min(1.0, stall / handed_over) ** (3 if fits else 1)
-        return max(0.0, known.busy_until - now) + self._computing(d, now)[0] + stall + decoding * stall * seen
+    def _cost(self, d: Engine, prompt: PromptPrefix, now: float) -> float:
+        """Seconds to the first token where D prefills, longer by the share that D's answers lose."""
+        known, (first, each) = self._of(d), self._computing(d, now)
+        prefill = each * self.missing(d, prompt)
+        wait = max(0.0, known.busy_until - now)
+        return (wait + first + prefill) * (1 + known.requests_per_second(now) * prefill)
 
     def missing(self, d: Engine, prompt: PromptPrefix) -> float:
         """Tokens of the prompt that D does not have."""
         return max(1.0, prompt.tokens - self.on_d.find(prompt, {d.url})[1])
-
-    def _stall(self, d: Engine, prompt: PromptPrefix, now: float) -> float:
-        """At least as long as P computes: a D that decodes shows it less well."""
-        return max(self._computing(d, now)[1], self._of_p[1]) * self.missing(d, prompt)
 
     def _computing(self, d: Engine, now: float) -> Line:
         return self._of(d).computing.get(now, self._of_p[1]) or self._of_p
@@ -166,9 +149,10 @@ class PrefillChoice:
         computes others before."""
         tokens = self.missing(d, prompt)
         self.on_d.note(prompt, d.url)
+        known = self._of(d)
+        known.asked.append(now)
         if not alone:
             return tokens
-        known = self._of(d)
         before = max(0.0, known.busy_until - now)
         known.busy_until = now + before + self._computing(d, now)[1] * tokens
         return 0.0 if before else tokens

@@ -459,7 +459,7 @@ def where_to_prefill() -> str:
     parts = []
     for name, packages, what in (
         ("where_to_prefill", (), "Simulated engines"),
-        ("gpu_where_to_prefill", (*GPU_PACKAGES, "vllm"), "Engines of vLLM on GPUs"),
+        ("gpu_where_to_prefill", (*GPU_PACKAGES, "vllm"), f"Engines of vLLM on GPUs{OLD_CHOICE}"),
         ("cpu_where_to_prefill", CPU_PACKAGES, "Engines of vLLM on a CPU"),
     ):
         if not (RESULTS / f"{name}.json").exists():
@@ -467,14 +467,19 @@ def where_to_prefill() -> str:
         result = load(name)
         parts += [f"{what}. {machine(result, packages) if packages else ''}".strip(), table(result["rows"], _who())]
     return page(
-        "P and D or pairs of them, `benchmarks/router/where_to_prefill.py`. *Always*: P prefills all prompts. *Never*: "
-        "D does. *Decides*: `kvferry router` decides. *Aggregated*: as many engines without hand-overs. TTFT: mean "
-        "time to the first token. Gap: mean time from a token to the next one, and the 99th percentile. Conversations: "
-        "600 requests of Mooncake's trace of them, 13,700 prompt tokens in the mean, sent at another rate. Short "
-        "turns: 60 to 300 tokens. The simulated engines prefill 20,000 tokens/s and take steps of 12 ms and 0.1 ms a "
-        "sequence; hand-overs of 128 KiB a token take what `kvferry plan` says.",
+        "P and D, `benchmarks/router/where_to_prefill.py`. *Always*: P prefills all prompts. *Never*: D does. "
+        "*Decides*: `kvferry router --choose`, and its mean time to the first token (TTFT) divided by the better "
+        "one of always and never. *Aggregated*: as many engines without hand-overs. Gap: mean time from a token to the "
+        "next one, and the 99th percentile. Conversations: 300 requests of a part of Mooncake's trace of them, sent at "
+        "another rate. Turns: short ones of 60 to 300 tokens, long ones of 500 to 3,000. The simulated engines prefill "
+        "20,000 tokens/s and take steps of 12 ms and 0.1 ms a sequence, where the table says nothing else; hand-overs "
+        "of 128 KiB a token take what `kvferry plan` says.",
         *parts,
     )
+
+
+OLD_CHOICE = ", where *decides* is the rule that the router had before"
+USUAL = {None, "NVLink", "one host", "alike"}
 
 
 def _who() -> Columns:
@@ -486,11 +491,12 @@ def _who() -> Columns:
 
     names = {"always": "always", "never": "never", "decide": "decides", "aggregated": "aggregated"}
     return {
-        "load": lambda row: row["load"] + (f", {row['link']}" if row["link"] == "10 Gbit/s" else ""),
-        "P + D": "{pairs} + {pairs}",
+        "load": lambda row: ", ".join([row["load"], *({row.get("link"), row.get("speeds")} - USUAL)]),
+        "P + D": lambda row: row.get("engines", "1 + 1"),
         "requests/s": "{requests_per_second:g}",
         "D prefills": lambda row: f"{row['policies']['decide']['left_to_d']:.0%}",
         **{f"TTFT, ms, {name}": each(policy, "ttft_ms", 0) for policy, name in names.items()},
+        "decides, to the better": "{ttft_to_better:.2f}",
         **{f"gap, ms, {name}": gaps(policy) for policy, name in names.items()},
     }
 

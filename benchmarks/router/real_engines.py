@@ -23,6 +23,7 @@ from tests.support.engines import ServerGroup, free_port, python_path
 from tests.support.server import metric_sum
 from tests.support.tiny_model import ModelSpec, build_model
 
+START_SECONDS = 400
 LEARNING = 16
 """Requests of each load, of which the times do not count."""
 Times = tuple[float, float, int]
@@ -43,13 +44,8 @@ def prompts(trace: Sequence[TracedRequest], shrink: int, vocabulary: int, salt: 
 
 async def ask(client: Any, url: str, prompt: list[int], answer: int) -> Times:
     body = {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": answer,
-        "stream": True,
-        "ignore_eos": True,
-        "temperature": 0,
-    }
+        "model": "model", "prompt": prompt, "max_tokens": answer, "stream": True, "ignore_eos": True, "temperature": 0,
+    }  # fmt: skip
     began, first, last, chunks = time.monotonic(), 0.0, 0.0, 0
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
@@ -74,7 +70,7 @@ async def replay(urls: list[str], trace: Sequence[TracedRequest], words: list[li
 
 
 def of_real(times: list[Times]) -> dict[str, float]:
-    """As of ``Outcome.figures``, but for ``left_to_d``."""
+    """As of ``Simulation.run``, but for ``left_to_d``."""
     gaps = sorted(took / chunks for _, took, chunks in times if chunks)
     tokens = sum(chunks for _, _, chunks in times)
     return {
@@ -118,7 +114,7 @@ PLACES = {
 class Replays:
     """Two engines with KVFerry, two without a connector on the same GPUs or cores, and the routers."""
 
-    def __init__(self, group: ServerGroup, place: Place, folder: Path, start_seconds: float) -> None:
+    def __init__(self, group: ServerGroup, place: Place, folder: Path) -> None:
         self._place = place
         model = build_model(folder / "model", place.model, weights=False)
         arguments = ["--load-format", "dummy", "--disable-uvicorn-access-log", "--max-num-seqs", "256"]
@@ -132,7 +128,7 @@ class Replays:
             for name, connector in (("kvferry", OURS), ("alone", None))
             for number, gpus in enumerate(place.gpus)
         ]  # fmt: skip
-        group.wait_ready(start_seconds)
+        group.wait_ready(START_SECONDS)
         p, d, *alone = self._engines
         options = {"always": ["--prefill", p.url, "--always"], "never": [], "decide": ["--prefill", p.url, "--choose"]}
         self._routers = {}
@@ -163,21 +159,20 @@ class Replays:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     place, everybody = PLACES[args.device], (*POLICIES, "aggregated")
-    seconds, rounds = args.seconds or place.seconds, args.rounds or place.rounds
     with ServerGroup(args.folder / "logs") as group:
-        replays = Replays(group, place, args.folder, args.start_seconds)
-        for policy, load in product(everybody, LOADS):
-            replays.turn(policy, load, min(rate for name, rate in place.loads if name == load) * 2, LEARNING, -1)
+        replays = Replays(group, place, args.folder)
+        for policy, (load, rate) in product(everybody, place.loads):
+            replays.turn(policy, load, rate, LEARNING, -1)
         for number, (load, rate) in enumerate(place.loads):
             times: dict[str, list[Times]] = {policy: [] for policy in everybody}
             before = replays.left_to_d()
-            for turn in range(rounds):
+            for turn in range(place.rounds):
                 for policy in everybody if turn % 2 == 0 else reversed(everybody):
                     salt = 100 * number + 10 * turn + everybody.index(policy)
-                    times[policy] += replays.turn(policy, load, rate, max(4, int(rate * seconds)), salt)
+                    times[policy] += replays.turn(policy, load, rate, int(rate * place.seconds), salt)
                     print(f"{load}, {rate:g}/s, {policy}: {of_real(times[policy])}", flush=True)
             found = {policy: of_real(times[policy]) for policy in everybody}
             left = (replays.left_to_d() - before) / len(times["decide"])
             for policy, share in zip(everybody, (0.0, 1.0, left, 1.0), strict=True):
                 found[policy]["left_to_d"] = round(share, 3)
-            yield {"load": load, "pairs": 1, "requests_per_second": rate, "link": "one host", "policies": found}
+            yield {"load": load, "requests_per_second": rate, "policies": found}

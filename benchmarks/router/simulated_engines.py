@@ -9,9 +9,8 @@ says, and one link of an engine moves one after the other.
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import ceil, inf
@@ -26,8 +25,10 @@ from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffin
 
 HTTP_SECONDS = 0.0005
 """Of a request to an engine, and of its answer."""
-Then = Callable[[float], None]
-"""What happens at a time."""
+Then = Callable[[], None]
+Life = Generator[float | Callable[[Then], None], None, None]
+"""Of a request: it yields the seconds until it goes on, or what is called with how to go on."""
+assert TRACED == 2 * BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -41,245 +42,174 @@ class Speed:
     cache_tokens: int = 400_000
 
 
-@dataclass(eq=False)
-class _Prefill:
-    left: int
-    then: Then
-
-
 class Clock:
     """What happens, in order of time."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[float, int, Then]] = []
-        self._numbers = count()
+        self.now, self._events, self._numbers = 0.0, list[tuple[float, int, Then]](), count()
 
-    def at(self, time: float, then: Then) -> None:
-        heapq.heappush(self._events, (time, next(self._numbers), then))
+    def after(self, seconds: float, then: Then) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), then))
+
+    def until_next(self) -> float:
+        """Seconds."""
+        return self._events[0][0] - self.now if self._events else inf
+
+    def go_on(self, life: Life) -> None:
+        wait = next(life, None)
+        if isinstance(wait, float):
+            self.after(wait, partial(self.go_on, life))
+        elif wait is not None:
+            wait(partial(self.go_on, life))
 
     def run(self) -> None:
         while self._events:
-            now, _, then = heapq.heappop(self._events)
-            then(now)
+            self.now, _, then = heapq.heappop(self._events)
+            then()
 
 
 class SimulatedEngine:
     """``gaps``: seconds of steps, and the tokens of sequences that took so long."""
 
     def __init__(self, clock: Clock, speed: Speed) -> None:
-        self.cache = PrefixCache(speed.cache_tokens // TRACED)
-        self.link_free = -inf
+        self.cache, self.link_free = PrefixCache(speed.cache_tokens // TRACED), -inf
         self.gaps: list[tuple[float, int]] = []
         self._clock, self._speed = clock, speed
-        self._prompts: deque[_Prefill] = deque()
+        self._prompts: list[tuple[list[int], Then]] = []  # each with a list of its tokens that are left
         self._sequences: list[tuple[int, int, Then]] = []  # (the step that is its last, a number, what follows)
-        self._numbers = count()
-        self._steps = self._taking = self._version = 0
-        self._began = self._each = 0.0
-        self._computing: list[tuple[_Prefill, int]] = []
+        self._numbers, self._steps, self._busy = count(), 0, False
 
-    def prefill(self, tokens: int, then: Then, now: float) -> None:
-        self._prompts.append(_Prefill(tokens, then))
-        self._go_on(now)
+    def prefill(self, tokens: int, then: Then) -> None:
+        self._prompts.append(([tokens], then))
+        self._take_steps()
 
-    def decode(self, tokens: int, then: Then, now: float) -> None:
-        """From the next step on."""
-        last = self._steps + min(self._taking, self._under_way(now)) + tokens
-        heapq.heappush(self._sequences, (last, next(self._numbers), then))
-        self._go_on(now)
+    def decode(self, tokens: int, then: Then) -> None:
+        """From the end of a step on."""
+        heapq.heappush(self._sequences, (self._steps + tokens, next(self._numbers), then))
+        self._take_steps()
 
-    def _under_way(self, now: float) -> int:
-        """Steps until the one ends that is under way."""
-        return max(1, ceil((now - self._began) / self._each - 1e-9)) if self._taking else 0
-
-    def _go_on(self, now: float) -> None:
-        """Take the next step, or as many as are equal; end those at the step that is under way."""
-        if self._taking:
-            if (taking := self._under_way(now)) < self._taking:
-                self._taking = taking
-                self._plan_end()
+    def _take_steps(self) -> None:
+        """One; or, where no prompt waits, as many equal ones as end before anything else can happen."""
+        if self._busy or not (self._prompts or self._sequences):
             return
-        room, sequences, self._computing = self._speed.chunk, len(self._sequences), []
-        for prompt in self._prompts:
-            if room:
-                self._computing.append((prompt, min(prompt.left, room)))
-                room -= self._computing[-1][1]
+        room = self._speed.chunk
+        for left, _ in self._prompts:
+            taken = min(left[0], room)
+            left[0], room = left[0] - taken, room - taken
         tokens = self._speed.chunk - room
-        if not sequences and not tokens:
-            return
-        self._taking = 1 if tokens else self._sequences[0][0] - self._steps
-        self._each = self._speed.step + self._speed.per_sequence * sequences + tokens / self._speed.rate
-        self._began = now
-        self._plan_end()
+        each = self._speed.step + self._speed.per_sequence * len(self._sequences) + tokens / self._speed.rate
+        steps = 1
+        if not tokens:
+            steps = min(self._sequences[0][0] - self._steps, max(1, ceil(min(1e9, self._clock.until_next() / each))))
+        self._busy = True
+        self._clock.after(steps * each, partial(self._end, steps, each))
 
-    def _plan_end(self) -> None:
-        self._version += 1
-        self._clock.at(self._began + self._taking * self._each, partial(self._end, self._version))
-
-    def _end(self, version: int, now: float) -> None:
-        if version != self._version:
-            return
-        self.gaps.append((self._each, self._taking * len(self._sequences)))
-        self._steps += self._taking
-        self._taking = 0
-        ended = []
+    def _end(self, steps: int, each: float) -> None:
+        self.gaps.append((each, steps * len(self._sequences)))
+        self._steps += steps
+        over = [then for left, then in self._prompts if not left[0]]
+        self._prompts = [prompt for prompt in self._prompts if prompt[0][0]]
         while self._sequences and self._sequences[0][0] <= self._steps:
-            ended.append(heapq.heappop(self._sequences))
-        for prompt, tokens in self._computing:
-            prompt.left -= tokens
-        done = [prompt for prompt, _ in self._computing if not prompt.left]
-        for prompt in done:
-            self._prompts.remove(prompt)
-        self._computing = []
-        for then in [*(then for _, _, then in ended), *(prompt.then for prompt in done)]:
-            then(now)
-        if not self._taking:
-            self._go_on(now)
+            over.append(heapq.heappop(self._sequences)[2])
+        for then in over:
+            then()
+        self._busy = False
+        self._take_steps()
 
-
-@dataclass
-class Outcome:
-    """Seconds: to the first token, of whole answers. ``left``: prompts that D prefilled. ``gaps``: as of engines."""
-
-    first: list[float] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
-    gaps: list[tuple[float, int]] = field(default_factory=list)
-    left: int = 0
-
-    def figures(self) -> dict[str, float]:
-        gaps, tokens = sorted(self.gaps), sum(number for _, number in self.gaps)
-        rest, p99 = 0.99 * tokens, 0.0
-        for seconds, number in gaps:
-            rest, p99 = rest - number, p99 if rest <= 0 else seconds
-        return {
-            "ttft_ms": round(mean(self.first) * 1e3, 2),
-            "gap_ms": round(sum(seconds * number for seconds, number in gaps) / max(1, tokens) * 1e3, 3),
-            "gap_p99_ms": round(p99 * 1e3, 2),
-            "answer_ms": round(mean(self.whole) * 1e3, 1),
-            "left_to_d": round(self.left / len(self.first), 3),
-        }
+    def hold(self, request: TracedRequest) -> tuple[int, Then]:
+        """The tokens of the prompt that are not in the cache yet; from now on its blocks are, until the call."""
+        shared = shared_blocks(request)
+        missing = max(1, request.input_length - TRACED * self.cache.matched(shared))
+        private = len(request.hash_ids) - len(shared)
+        held = self.cache.lease(shared, private)
+        return missing, partial(self.cache.release, shared, private) if held else lambda: None
 
 
 class Simulation:
     """``policy``: "always", "never" (D prefills), "decide", or "aggregated": as many engines, which all prefill and
-    decode. ``streamed``: the router sees first bytes."""
+    decode. ``speeds``: of a P, and of a D."""
 
-    def __init__(self, policy: str, pairs: int, speed: Speed, handover: Handover, *, streamed: bool = True) -> None:
-        self._policy, self._handover, self._streamed = policy, handover, streamed
-        p = [] if policy == "aggregated" else [f"http://p{number}:1" for number in range(pairs)]
-        d = [f"http://d{number}:1" for number in range(2 * pairs - len(p))]
-        self._pool, self._clock = EnginePool(p, d), Clock()
-        self._affinity, self._choice = PrefixAffinity(), PrefillChoice(self._pool)
-        self._engines = {url: SimulatedEngine(self._clock, speed) for url in (*p, *d)}
-        self.outcome = Outcome()
+    def __init__(self, policy: str, p: int, d: int, speeds: tuple[Speed, Speed], handover: Handover) -> None:
+        p, d = (0, p + d) if policy == "aggregated" else (p, d)
+        urls = [f"http://p{number}:1" for number in range(p)], [f"http://d{number}:1" for number in range(d)]
+        self._policy, self._handover, self._clock = policy, handover, Clock()
+        self._pool, self._affinity = EnginePool(*urls), PrefixAffinity()
+        self._choice = PrefillChoice(self._pool)
+        self._engines = {
+            url: SimulatedEngine(self._clock, speed) for of, speed in zip(urls, speeds, strict=True) for url in of
+        }
+        self._first, self._whole, self._left = list[float](), list[float](), 0
 
-    def run(self, trace: Sequence[TracedRequest]) -> Outcome:
+    def run(self, trace: Sequence[TracedRequest]) -> dict[str, float]:
+        """Means, in ms; ``left_to_d``: the share of prompts that D prefilled."""
         for request in trace:
-            self._clock.at(request.timestamp / 1e3, partial(self._arrive, request))
+            self._clock.after(request.timestamp / 1e3, partial(self._clock.go_on, self._life(request)))
         self._clock.run()
-        self.outcome.gaps = [gap for engine in self._engines.values() for gap in engine.gaps]
-        return self.outcome
+        gaps = sorted(gap for engine in self._engines.values() for gap in engine.gaps)
+        tokens = sum(number for _, number in gaps)
+        rest, p99 = 0.99 * tokens, 0.0
+        for seconds, number in gaps:
+            rest, p99 = rest - number, p99 if rest <= 0 else seconds
+        return {
+            "ttft_ms": round(mean(self._first) * 1e3, 2),
+            "gap_ms": round(sum(seconds * number for seconds, number in gaps) / max(1, tokens) * 1e3, 3),
+            "gap_p99_ms": round(p99 * 1e3, 2),
+            "answer_ms": round(mean(self._whole) * 1e3, 1),
+            "left_to_d": round(self._left / len(trace), 3),
+        }
 
-    def _arrive(self, request: TracedRequest, now: float) -> None:
-        """As ``Router.answer``."""
-        halves = (part for block in _shared(request) for part in (2 * block, 2 * block + 1))
-        prefix = PromptPrefix(float(request.input_length), tuple(halves)[:MAX_BLOCKS])
+    def _choose(self, prefix: PromptPrefix) -> tuple[tuple[Engine, float] | None, Engine | None]:
+        """As ``Legs.choose``: the P and what it has to compute, and the D that is to prefill."""
+        now = self._clock.now
         known = {engine.url for engine in self._pool.of(Role.PREFILL)}
         best = self._pool.best_prefill(prefix.tokens, now, *self._affinity.find(prefix, known))
-        chosen = None
         if self._policy == "decide" and best is not None:
-            chosen = self._choice.decode_engine(prefix, *best, now)
+            return best, self._choice.decode_engine(prefix, *best, now)
         if self._policy == "aggregated":  # the router's rule for a D that has the prompt
-            loads = [engine.load for engine in self._pool]
-            near = {engine.url for engine in self._pool if engine.load <= min(loads) + 1}
-            chosen = self._pool.get(self._choice.on_d.find(prefix, near)[0] or "")
-        if chosen is not None or self._policy in ("never", "aggregated") or best is None:
-            self._leave_to_d(request, prefix, chosen, now)
-        else:
-            self._hand_over(request, prefix, best, now)
+            least = min(engine.load for engine in self._pool)
+            near = {engine.url for engine in self._pool if engine.load <= least + 1}
+            return None, self._pool.get(self._choice.on_d.find(prefix, near)[0] or "")
+        return best if self._policy == "always" else None, None
 
-    def _leave_to_d(self, request: TracedRequest, prefix: PromptPrefix, chosen: Engine | None, arrived: float) -> None:
-        seat = self._pool.take_decode(arrived, chosen=chosen)
-        assert seat is not None
-        tokens = self._choice.asked(seat.engine, prefix, arrived, alone=True)
-        engine, self.outcome.left = self._engines[seat.engine.url], self.outcome.left + 1
-        missing = _begin(engine, request)
-
-        def computed(now: float) -> None:
-            if self._streamed:
-                self._choice.began(seat.engine, tokens, now - arrived, now, alone=True)
-            self._decode(request, seat, arrived, now)
-
-        self._clock.at(arrived + HTTP_SECONDS, lambda now: engine.prefill(missing, computed, now))
-
-    def _hand_over(
-        self, request: TracedRequest, prefix: PromptPrefix, best: tuple[Engine, float], arrived: float
-    ) -> None:
-        seat = Seat(*best, self._pool)
-        p, tokens = self._engines[seat.engine.url], seat.engine.load
-        self._affinity.note(prefix, seat.engine.url)
-        missing = _begin(p, request)
-
-        def answered(now: float) -> None:
+    def _life(self, request: TracedRequest) -> Life:
+        """As ``Router.answer``."""
+        clock, choice, arrived = self._clock, self._choice, self._clock.now
+        halves = (part for block in shared_blocks(request) for part in (2 * block, 2 * block + 1))
+        prefix = PromptPrefix(float(request.input_length), tuple(halves)[:MAX_BLOCKS])
+        best, chosen = self._choose(prefix)
+        alone = best is None or chosen is not None
+        if best is not None and not alone:
+            seat = Seat(*best, self._pool)
+            p, computed = self._engines[seat.engine.url], seat.engine.load
+            self._affinity.note(prefix, seat.engine.url)
+            missing, end_lease = p.hold(request)
+            yield HTTP_SECONDS
+            yield partial(p.prefill, missing)
+            yield HTTP_SECONDS
             seat.release()
-            self._choice.prefilled(seat.engine, tokens, now - arrived, now)
-            self._load(request, prefix, p, arrived, now)
-
-        def computed(now: float) -> None:
-            self._clock.at(now + HTTP_SECONDS, answered)
-
-        self._clock.at(arrived + HTTP_SECONDS, lambda now: p.prefill(missing, computed, now))
-
-    def _load(
-        self, request: TracedRequest, prefix: PromptPrefix, p: SimulatedEngine, arrived: float, asked: float
-    ) -> None:
-        seat = self._pool.take_decode(asked)
-        assert seat is not None
-        tokens = self._choice.asked(seat.engine, prefix, asked, alone=False)
-        d = self._engines[seat.engine.url]
-        moving, beside = self._handover(-(-_begin(d, request) // 64) * 64)
-        p.link_free = d.link_free = max(asked, p.link_free, d.link_free) + moving
-
-        def loaded(now: float) -> None:
-            _end(p, request)
-            d.prefill(1, began, now)
-
-        def began(now: float) -> None:
-            if self._streamed:
-                self._choice.began(seat.engine, tokens, now - asked, now, alone=False)
-            self._decode(request, seat, arrived, now)
-
-        self._clock.at(d.link_free + beside + HTTP_SECONDS, loaded)
-
-    def _decode(self, request: TracedRequest, seat: Seat, arrived: float, began: float) -> None:
-        """The first token is there."""
-        self.outcome.first.append(began - arrived)
-        engine = self._engines[seat.engine.url]
-
-        def ended(now: float) -> None:
-            self.outcome.whole.append(now - arrived)
-            seat.release()
-            _end(engine, request)
-
-        engine.decode(max(1, request.output_length - 1), ended, began)
+            choice.prefilled(seat.engine, computed, clock.now - arrived, clock.now)
+        asked, seat_of_d = clock.now, self._pool.take_decode(clock.now, chosen=chosen)
+        assert seat_of_d is not None
+        tokens = choice.asked(seat_of_d.engine, prefix, asked, alone=alone)
+        d = self._engines[seat_of_d.engine.url]
+        missing, end = d.hold(request)
+        if not alone:
+            moving, beside = self._handover(-(-missing // 64) * 64)
+            p.link_free = d.link_free = max(asked, p.link_free, d.link_free) + moving
+            yield d.link_free - asked + beside
+            end_lease()
+            missing = 1
+        self._left += alone
+        yield HTTP_SECONDS
+        yield partial(d.prefill, missing)
+        choice.began(seat_of_d.engine, tokens, clock.now - asked, clock.now, alone=alone)
+        self._first.append(clock.now - arrived)
+        yield partial(d.decode, max(1, request.output_length - 1))
+        self._whole.append(clock.now - arrived)
+        seat_of_d.release()
+        end()
 
 
-def _shared(request: TracedRequest) -> tuple[int, ...]:
+def shared_blocks(request: TracedRequest) -> tuple[int, ...]:
     """Its full blocks."""
     return request.hash_ids[: request.input_length // TRACED]
-
-
-def _begin(engine: SimulatedEngine, request: TracedRequest) -> int:
-    """Hold the prompt's blocks, and the tokens that are not there yet."""
-    shared = _shared(request)
-    missing = max(1, request.input_length - TRACED * engine.cache.matched(shared))
-    engine.cache.lease(shared, len(request.hash_ids) - len(shared))
-    return missing
-
-
-def _end(engine: SimulatedEngine, request: TracedRequest) -> None:
-    shared = _shared(request)
-    engine.cache.release(shared, len(request.hash_ids) - len(shared))
-
-
-assert TRACED == 2 * BLOCK_TOKENS
