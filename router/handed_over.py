@@ -114,8 +114,8 @@ class HandedOver:
         self._looks = 0 if restarted else self._looks + 1
         if self._several:
             self.degraded, self.known = "", False
-            for counted in (self.prompts, self.reasons, self.tokens, self._done):
-                counted.clear()
+            for counts in (self.prompts, self.reasons, self.tokens, self._done):
+                counts.clear()
             raise ValueError("counters rise and fall: several engines seem to answer at this URL; name each of them")
         grown = Counter({key: n for key, now in page.items() if (n := now - (0 if restarted else before[key]))})
         for key, count in grown.items():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from kvferry.router import router
+from kvferry.router import legs, router
 from kvferry.router.identities import CALM_ANSWERS, IDENTITY, Identity
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.router.stand_ins import PUSH, Served, answer_of_p, gone, leave_after
@@ -111,7 +111,7 @@ def test_a_client_that_leaves_while_ds_leg_is_ended_leaves_no_lease(
     other = PUSH | {"remote_engine_id": "p-1"}
     at_once.p.answer = lambda body: answer_of_p(other)
     at_once.d.held = True
-    ending, end = threading.Event(), router.ended
+    ending, end = threading.Event(), legs.ended
 
     async def slowly(leg: asyncio.Task[Any]) -> None:
         if not ending.is_set():
