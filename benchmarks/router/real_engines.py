@@ -106,7 +106,7 @@ PLACES = {
     "cuda": Place(
         LLAMA_8B, GPU.gpus, GPU.block, shrink=4, longest=32768, batched=8192,
         loads=(("conversations", 2.0), ("conversations", 8.0), ("short turns", 5.0), ("short turns", 40.0)),
-        seconds=15.0, rounds=1,
+        seconds=12.0, rounds=1,
     ),
 }  # fmt: skip
 
@@ -122,7 +122,7 @@ class Replays:
         self._engines = [
             group.engine(
                 f"{name}-{number}", model, connector=connector, dtype=place.model.dtype, block_size=place.block,
-                max_model_len=place.longest, gpus=gpus, kv_bytes=False, arguments=arguments, kv_cache_bytes=20 << 30,
+                max_model_len=place.longest, gpus=gpus, kv_bytes=False, arguments=arguments, kv_cache_bytes=14 << 30,
                 graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128), environment={"PYTHONPATH": python_path()},
             )
             for name, connector in (("kvferry", OURS), ("alone", None))
