@@ -124,6 +124,7 @@ any_event = st.sampled_from(["ask", "alloc", "decline", "report", "reset", "answ
 def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(leg: str, script: list[str]) -> None:
     """Whatever happens in whatever order: and a question to P is answered or left, a load cancelled once at most."""
     scheduler, request, plans = half(), view(LEGS[leg]), list[StepPlan]()
+    scheduler.take_stats()  # of an engine that was idle before
     scheduler.on_new_request(request)
     offered = decided = asks = False
     for event in script:
