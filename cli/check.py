@@ -21,40 +21,41 @@ PROMPT_TOKENS = 512
 TOKEN_IDS = range(100, 228)
 """Each vocabulary has these. A prompt of random ones is in no prefix cache."""
 ELSE_TO_DO = "look at /health of the router, and at docs/troubleshooting.md"
-AGAIN = "check again"
+AGAIN = "no fault if it is rare: check again"
 TO_DO = {
-    "wrong_role": "start the decode engine with kv_role kv_both or kv_consumer",
-    "no_p_named": "the prefill engine handed nothing over: its log has a line 'no hand-over of ...' that says why",
+    "no_p_named": "the prefill engine gave no parameters (`no hand-over of` in its log), or the router lost them",
     "no_kvferry_params": "the prefill engine runs another connector, or the router dropped a part of its parameters",
-    "malformed": "the router changed the prefill engine's kv_transfer_params; it must send them unchanged",
-    "other_release": "run the same KVFerry release on both engines",
-    "loopback": "set side_channel_host (KVFERRY_SIDE_CHANNEL_HOST) on the prefill engine to an address of its host",
+    "no_params": "the router must send `kv_transfer_params`, unless it lets the decode engine prefill: docs/routers.md",
+    "wrong_role": "the router sends an engine what its `kv_role` does not allow: start that engine with `kv_both`",
+    "malformed": "the router must send the prefill engine's `kv_transfer_params` unchanged",
+    "other_release": "run the same KVFerry release on both engines: finish the upgrade, or go back",
     "other_prompt": "the router changes the prompt between the engines, or tokenizers or chat templates differ",
     "other_adapter": "load the same LoRA adapter on both engines under this name",
-    "embeddings": "a prompt of embeddings is never handed over",
-    "window": "use the same --block-size on both engines",
-    "no_answer": "the prefill engine has not computed the prompt in time: look at its queue and its log",
-    "no_lease": "the prefill leg failed, or the decode leg came after lease_seconds: look at the prefill engine's log",
-    "unreachable": "set side_channel_host on the prefill engine, open its port; kvferry doctor --peer HOST:PORT",
-    "key": "give both engines the same key_file (KVFERRY_KEY_FILE)",
-    "not_allowed": "add the prefill engine's network to allowed_peers (KVFERRY_ALLOWED_PEERS) of the decode engine",
-    "reset": f"the caches of an engine were reset meanwhile; {AGAIN}",
-    "cached": f"the decode engine had the prompt in its own cache; {AGAIN}",
-    "whole_prompt": "the decode engine had to compute all of the prompt, as for prompt_logprobs",
-    "other_connector": "another connector below MultiConnector comes first: list KVFerryConnector before it",
-    "ended": f"the request ended before; {AGAIN}",
-    "cancelled": f"the load was cancelled; {AGAIN}",
-    "timeout": "the prefill engine or the network is too slow: look at its load, and at handover_timeout_seconds",
-    "expired": "the lease ended before all was read: look at lease_seconds, and at the decode engine's queue",
-    "denied": "the prefill engine refused: its log says why",
-    "incompatible": "model, dtype, cache or release differ: the decode engine's log names the field and both values",
+    "embeddings": "a prompt of embeddings is never handed over; nothing to do",
+    "window": "use the same `--block-size` on both engines",
+    "loopback": "set `side_channel_host` (`KVFERRY_SIDE_CHANNEL_HOST`) on the prefill engine to an address of its host",
+    "key": "give both engines the same `key_file` (`KVFERRY_KEY_FILE`), or each other's `peer_keys`",
+    "not_allowed": "add the prefill engine's network to `allowed_peers` (`KVFERRY_ALLOWED_PEERS`) of the decode engine",
+    "unreachable": "set `side_channel_host` on the prefill engine, open its port; `kvferry doctor --peer HOST:PORT`",
+    "no_answer": "the prefill engine has not got or not computed this prompt in time: look at its queue and its log",
+    "no_lease": "the prefill leg failed, or the decode leg came after `lease_seconds`: see the prefill engine's log",
+    "expired": "the decode leg came after `lease_seconds`, or waited for blocks beyond `lease_cap_seconds`",
+    "incompatible": "model, dtype, caches or release differ: the decode engine's log names the field and both values",
+    "plane": "no data plane works, or none of `require_plane`: the decode engine's log says why; run `kvferry doctor`",
+    "timeout": "the prefill engine hangs, or the network is too slow: see `handover_timeout_seconds`, and its load",
     "peer_lost": "the prefill engine ended, or the connection to it broke: look at its log",
-    "plane": "the data plane failed: kvferry doctor on both hosts, or set another plane",
-    "data": "the decode engine refused what it was sent: its log says why",
+    "data": "the prefill engine sent what does not fit: the decode engine's log says why; if often, test the hardware",
     "checksum": "bytes changed on the way: look for faulty memory, network cards or switches",
-    "internal": "a fault of KVFerry: the decode engine's log has it; kvferry doctor --share makes a report",
+    "denied": "the prefill engine refused: its log says why",
+    "internal": "a fault of KVFerry: the decode engine's log has it; `kvferry doctor --share` makes a report",
+    "reset": f"the caches of an engine were reset meanwhile; {AGAIN}",
+    "cancelled": f"the load was cancelled, as the client left or the engine slept; {AGAIN}",
+    "cached": "no fault: the decode engine had the prompt in its own cache",
+    "whole_prompt": "no fault: the decode engine had to compute all of the prompt, as for `prompt_logprobs`",
+    "other_connector": "another connector below MultiConnector loaded it: no fault, or list KVFerryConnector before it",
+    "ended": "no fault: the client left before",
 }
-"""What to do, by the reason that the decode engine gives."""
+"""What to do, by the reason that the decode engine gives, in Markdown; docs/troubleshooting.md shows it."""
 
 
 class DecodeReport(msgspec.Struct):
@@ -204,7 +205,7 @@ def of_answer(headers: Mapping[str, str], answer: Any, tokens: int) -> CheckResu
         else:
             how = "could not load the prompt from" if report.result == "failed" else "did not ask for the prompt at"
             result.said = f"not handed over: {d} {how} {p}: {_plain(report.reason)}"
-            result.todo = TO_DO.get(report.reason, ELSE_TO_DO)
+            result.todo = TO_DO.get(report.reason, ELSE_TO_DO).replace("`", "")
     elif alone:
         result.said, result.todo = f"not handed over: {alone}", "look at its log, and at /health of the router"
     else:

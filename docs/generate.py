@@ -25,7 +25,9 @@ import doctor_output
 from settings_table import settings_table
 
 from benchmarks.harness import pages, runs
+from kvferry.cli.check import TO_DO
 from kvferry.connector.geometry.dtypes import CONVERTIBLE
+from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.connector.wire.series import series_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +51,14 @@ def error_table() -> str:
     return "\n".join(rows)
 
 
+def reasons() -> str:
+    """Why D loaded a prompt from no P, by the label in the metrics, and what to do, as ``kvferry check`` says it."""
+    rows = ["| reason | result | cause, or what to do |", "|---|---|---|"]
+    for reason, todo in TO_DO.items():
+        rows.append(f"| `{reason}` | {' or '.join(end for end, why in PROMPT_ENDS if why == reason)} | {todo} |")
+    return "\n".join(rows)
+
+
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "end-to-end": pages.end_to_end,
@@ -63,6 +73,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/commands.md": {"commands": commands_table.commands},
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
+    "docs/troubleshooting.md": {"reasons": reasons},
     "docs/library.md": {"binding": binding_table.markdown},
     "docs/planning.md": {"where-to-prefill": pages.where_to_prefill, "accuracy": pages.plan_accuracy},
     "docs/promises.md": {
