@@ -23,7 +23,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     site = [file for file in files if file.src_dir is None or not Path(file.src_dir).is_relative_to(docs)]
     waiting = [
         "README.md",
-        *config.extra_css,
+        *(style for style in config.extra_css if (root / style).is_file()),  # plug-ins make theirs later
         *(path.relative_to(root).as_posix() for path in sorted(docs.glob("*.md"))),
     ]
     found = set(waiting)

@@ -180,13 +180,13 @@ class AttentionGroup:
     ``b * kernel_block_stride + j``. While the stride is 0 it is the number of kernel blocks in a manager block; binding
     a packed cache sets it."""
 
-    backend: Any
-    layer_names: list[str]
-    kv_cache_spec: Any
-    kv_cache_group_id: int
+    backend: Any  # The class of their attention backend
+    layer_names: list[str]  # Changed where a layer joins
+    kv_cache_spec: Any  # ``AttentionSpec``, or the engine's own
+    kv_cache_group_id: int  # The number of the KV cache group
     kernel_block_size: int | None = None
     kernel_block_stride: int = 0
-    metadata_builders: list[Any] = field(default_factory=list)
+    metadata_builders: list[Any] = field(default_factory=list)  # One for each micro-batch
 
     def create_metadata_builders(
         self, config: Any, device: torch.device, kernel_block_size: int | None = None, num_metadata_builders: int = 1
@@ -244,7 +244,7 @@ class AttentionGroup:
         return kv_cache.as_strided(shape, (page_stride, *kv_cache.stride()[1:]))
 
     def map_kv_cache_to_manager_blocks(self, kv_cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """The inverse, for ``num_blocks`` manager blocks."""
+        """The inverse, ``[B, 1, N, C]`` of ``num_blocks`` manager blocks. Raises GeometryError: there is no stride."""
         if not self.kernel_block_stride:
             raise GeometryError("the cache was not mapped to kernel blocks, there is nothing to undo")
         rows = int(self.kv_cache_spec.get_num_kernel_states(self.kv_cache_spec.block_size))

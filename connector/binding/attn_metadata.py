@@ -48,28 +48,28 @@ class AttentionCGSupportInfo:
 @dataclass
 class CommonAttentionMetadata:
     """A batch of R requests and T tokens as the builders of one KV cache group get it; vLLM's names of the fields.
-    ``_cpu``: on the host. ``_cpu_upper_bound``: on the host, at least the value."""
+    A name with ``_cpu`` is the same on the host, and with ``_upper_bound`` at least that."""
 
     query_start_loc: torch.Tensor  # [R + 1], the first query token of each request, and the end
-    query_start_loc_cpu: torch.Tensor
+    query_start_loc_cpu: torch.Tensor  # [R + 1]
     seq_lens: torch.Tensor  # [R], tokens of each request, those of this step included
-    num_reqs: int
+    num_reqs: int  # R
     num_actual_tokens: int  # T, padding included
-    max_query_len: int
+    max_query_len: int  # the most query tokens of a request
     max_seq_len: int  # at least the tokens of the longest request
     block_table_tensor: torch.Tensor  # [R, blocks], block ids of each request
     slot_mapping: torch.Tensor  # [T], the slot in the cache that each token is written to
     causal: bool | torch.Tensor = True  # whether a token sees earlier tokens only; per request where a tensor [R]
-    logits_indices_padded: torch.Tensor | None = None  # of fast prefill: the tokens whose logits are needed
+    logits_indices_padded: torch.Tensor | None = None  # [tokens], of fast prefill: whose logits are needed
     num_logits_indices: int | None = None  # how many they are, without padding
     max_logits_per_req: int | None = None  # the most of them in one request
     encoder_seq_lens: torch.Tensor | None = None  # [R], of cross-attention: encoder tokens of each request
-    encoder_seq_lens_cpu: Any = None
+    encoder_seq_lens_cpu: Any = None  # [R]
     dcp_local_seq_lens: torch.Tensor | None = None  # [R], the tokens of each request on this rank
-    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None  # [R]
     positions: torch.Tensor | None = None  # [T], of each token in its request
     is_prefilling: torch.Tensor | None = None  # [R], whether a request still has prompt tokens to compute
-    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None  # [R]
     req_idx: Any = None  # the number of each row's request in the engine's table; [R]
     mm_req_doc_ranges: Mapping[int, list[tuple[int, int]]] | None = None
     """By request, the ranges (first, last) of token positions that see each other both ways."""

@@ -48,7 +48,7 @@ class KVBlockZeroer:
         num_blocks: int,
         runner_only_attn_layers: Container[str] | None = None,
     ) -> None:
-        self.device = device
+        self._device = device
         self._num_blocks = num_blocks
         sizes: dict[tuple[int, int], int] = {}
         for name, group in _layers(attn_groups_iter, kernel_block_sizes, runner_only_attn_layers or ()):
@@ -69,6 +69,7 @@ class KVBlockZeroer:
             np.array([stride for _, stride in sizes], dtype=np.int64),
             np.array(list(sizes.values()), dtype=np.int64),
         )
+        """Of one block, in bytes."""
 
     def zero_block_ids(self, block_ids: Sequence[int]) -> None:
         """Zero these manager blocks, in one kernel launch on the current stream. Raises GeometryError: an id out of
@@ -77,7 +78,7 @@ class KVBlockZeroer:
         bad = ids[(ids < 0) | (ids >= self._num_blocks)]
         if bad.size:
             raise GeometryError(f"block id {int(bad[0])} is outside 0..{self._num_blocks - 1} of this cache")
-        zero_blocks(self.segments, ids, device=self.device)
+        zero_blocks(self.segments, ids, device=self._device)
 
     def warmup(self, num_kv_blocks: int) -> None:
         """Compile the kernel before the first request, on block 0, whose content is lost."""

@@ -23,6 +23,8 @@ class MultiModalBudget:
     the processor's ``info.get_mm_max_tokens_per_item`` returns ``None``, items of its ``get_dummy_mm_inputs`` are
     counted. ``cache``: the processor's cache of inputs, or ``None``."""
 
+    max_model_len: int  # Tokens of a request at most
+    max_num_reqs: int  # Requests of a step at most
     encoder_compute_budget: int  # Encoder tokens of a step; 0 where no modality is in use
     encoder_cache_size: int  # Encoder tokens that the cache holds; 0 where no modality is in use
     mm_limits: Mapping[str, int]  # Items of each modality in a prompt, as the processor allows

@@ -126,9 +126,9 @@ def initialize_kv_cache_for_kv_sharing(
     runner_only_attn_layers: set[str] | None = None,
 ) -> None:
     """Let layers without a cache use another layer's: the same tensor, and membership in its groups. Raises
-    GeometryError: a target without a cache or a group; nothing is changed then. ``kv_caches``: by layer name; the
-    sharing layers are added. ``attn_groups``: where given, a sharing layer joins its target's attention group. The
-    others as in ``add_kv_sharing_layers_to_kv_cache_groups``."""
+    GeometryError: a target without a cache or a group; nothing is changed then. ``kv_caches``: ``[B, H, N, C]``, by
+    layer name; the sharing layers are added. ``attn_groups``: where given, a sharing layer joins its target's attention
+    group. The others as in ``add_kv_sharing_layers_to_kv_cache_groups``."""
     homes = {name: group for groups in attn_groups or () for group in groups for name in group.layer_names}
     for name, target in shared_kv_cache_layers.items():
         _check_target(name, target, kv_caches)
@@ -171,9 +171,9 @@ def bind_kv_cache(
 ) -> None:
     """Give each layer its cache, and the runner all of them in the order of layer numbers. Layers of one number (self-
     and cross-attention of a decoder layer) follow each other as ``kv_caches`` has them. Raises GeometryError: the
-    runner's list is not empty, a layer is unknown, or its name has no number; nothing is bound. ``kv_caches``,
-    ``forward_context``: by layer name. ``num_attn_module``: see ``extract_layer_index``. ``layer_kv_caches``: what the
-    layers get instead, where kernels see other blocks than block ids number."""
+    runner's list is not empty, a layer is unknown, or its name has no number; nothing is bound. ``kv_caches``:
+    ``[B, H, N, C]`` by layer name, as ``forward_context``. ``num_attn_module``: see ``extract_layer_index``.
+    ``layer_kv_caches``: what the layers get instead, where kernels see other blocks than block ids number."""
     if runner_kv_caches:
         raise GeometryError(f"runner_kv_caches holds {len(runner_kv_caches)} caches already, expected an empty list")
     by_index: defaultdict[int, list[str]] = defaultdict(list)

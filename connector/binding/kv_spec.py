@@ -44,7 +44,7 @@ class KVCacheLayout(enum.Enum):
 class MultipleOf:
     """A kernel takes any block size that is a multiple of ``base`` tokens."""
 
-    base: int
+    base: int  # Tokens
 
 
 class CacheSpec(Protocol):
@@ -66,9 +66,9 @@ class AttentionSpec:
     """One attention layer's cache."""
 
     block_size: int  # Tokens of a manager block
-    num_kv_heads: int
+    num_kv_heads: int  # Of this rank
     head_size: int  # Elements of a key
-    dtype: torch.dtype
+    dtype: torch.dtype  # Of the elements
     head_size_v: int | None = None  # Elements of a value, by default as of a key; MLA has none: 0
     page_size_padded: int | None = None  # Bytes of a page with padding at its end
     num_head_slots: int | None = None  # H, where a backend packs heads in its own way
@@ -76,7 +76,7 @@ class AttentionSpec:
     tokens_per_state: int | Fraction = 1
     """Tokens that one stored state stands for, a fraction where a token has several."""
     block_stride_alignment: int | None = None  # Bytes
-    encoder_only: bool = False
+    encoder_only: bool = False  # The layer keeps no cache
 
     @property
     def num_heads(self) -> int:
@@ -108,9 +108,11 @@ class AttentionSpec:
         return int(kernel_block_size // self.tokens_per_state)
 
     def get_block_stride_alignment(self) -> int:
+        """Bytes, of which the distance of two blocks is a multiple."""
         return self.block_stride_alignment or 1
 
     def copy_with_new_block_size(self, block_size: int) -> AttentionSpec:
+        """The same with blocks of ``block_size`` tokens."""
         return replace(self, block_size=block_size)
 
 
@@ -143,14 +145,14 @@ class KVCacheTensor:
 class KVCacheGroupSpec:
     """Layers that share one block table."""
 
-    layer_names: list[str]
-    kv_cache_spec: Any
+    layer_names: list[str]  # Changed where a layer joins
+    kv_cache_spec: Any  # ``AttentionSpec``, ``UniformTypeKVCacheSpecs``, or the engine's own
 
 
 @dataclass
 class KVCacheConfig:
-    """Groups of layers, and their places in one allocation of ``num_blocks`` blocks. Groups may overlay each other:
-    a block belongs to one group at a time."""
+    """``kv_cache_groups`` of layers, their places (``kv_cache_tensors``) in one allocation of ``num_blocks`` blocks.
+    Groups may overlay each other: a block belongs to one group at a time."""
 
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor] = field(default_factory=list)

@@ -45,8 +45,11 @@ UNKNOWN_WORKER = -1
 class ConnectorOutput:
     """The ``kv_connector_output`` of an engine that has no type of its own for it.
 
-    A set of finished requests is ``None`` where it would be empty. ``failed_recving``: those of ``finished_recving``
-    that at least one worker did not load. ``load_ends``: of the loads that workers have reported in this step.
+    ``finished_sending``, ``finished_recving``: the requests whose lease or load has ended on all workers, ``None``
+    where there are none. ``failed_recving``: those of ``finished_recving`` that at least one worker did not load.
+    ``load_ends``: of the loads that workers have reported in this step.
+    ``expected_finished_count``: how many workers report each request; 0 where it stays. The other fields are those of
+    other connectors: ``kv_connector_stats``, ``kv_cache_events``, ``kv_connector_worker_meta``, ``invalid_block_ids``.
     """
 
     finished_sending: set[str] | None = None

@@ -42,14 +42,14 @@ NULL_BLOCK = 0
 class EngineFacts:
     """One engine, and the plan of its next step."""
 
-    settings: Settings
+    settings: Settings  # As ``load_settings`` gives them
     engine_id: str
     """By which its log lines and its peers name it."""
     tables: Sequence[BlockTable]
     """The block tables of a request whose contents are handed over."""
     _: KW_ONLY
-    tp_size: int
-    pp_size: int
+    tp_size: int  # Tensor-parallel ranks of a stage
+    pp_size: int  # Pipeline stages
     produces: bool
     """It hands prompts over, as P."""
     consumes: bool

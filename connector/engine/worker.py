@@ -92,6 +92,7 @@ class WorkerHalf:
         """Of all lives of this rank."""
         more_patience = settings.ask_hold_seconds if loads_fail_requests else 0.0
         self.step_hold = StepHold(self.stats, more_patience, self._cancel_late)
+        """The wait of a step for the loads that it computes with."""
 
     # --- start and end ------------------------------------------------------------------------------------------
 
@@ -175,8 +176,8 @@ class WorkerHalf:
 
     def restore(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
         """Serve again, after ``unregister``. Peers know nothing of this life of the rank: the scheduler half must get
-        the new ``address``. ``kv_caches``: where they are not the tensors that ``register`` got. Raises as
-        ``register``. Idempotent."""
+        the new ``address``. ``kv_caches``: ``[B, H, N, C]`` or ``[B, N, C]``, where they are not the tensors that
+        ``register`` got. Raises as ``register``. Idempotent."""
         if not self._asleep:
             return
         assert self._registered is not None
@@ -192,6 +193,7 @@ class WorkerHalf:
 
     @property
     def rank_context(self) -> RankContext | None:
+        """What the parts of this rank share; ``None`` before ``register``."""
         return None if self._transfer_thread is None else self._transfer_thread.rank_context
 
     @property

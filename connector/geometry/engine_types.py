@@ -54,9 +54,9 @@ class BlockTable:
 class ScheduledTokens:
     """The tokens of one request that the engine computes in one step."""
 
-    request_id: str
+    request_id: str  # Of its ``RequestView``
     start: int  # The number of the first one
-    count: int
+    count: int  # Their number
     block_ids: Sequence[Sequence[int]]  # Per block table, the blocks that the request got since its last step
     all_blocks: bool = False
     """They are all that it has, as in its first step, and in the first one after the engine has preempted it."""
@@ -64,7 +64,8 @@ class ScheduledTokens:
 
 @dataclass(frozen=True, slots=True)
 class CacheDtype:
-    """The meaning of a layer group's cache elements; see ``RegionGeometry``. Scales of K and V by layer."""
+    """The meaning of a layer group's cache elements: their ``dtype`` by torch's name; how many elements of each (head,
+    token) are ``keys``, the others are values; the ``scales`` of K and V by layer."""
 
     dtype: str
     keys: int | None = None
@@ -73,17 +74,17 @@ class CacheDtype:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind and head count under one block table; see ``RegionGeometry``. Raises GeometryError: no kind
+    """Layers of one ``kind`` and head count under one block table, as ``RegionGeometry``. Raises GeometryError: no kind
     has this name."""
 
     kind: CacheKind
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # Names of the layers of this rank
     block_size: int  # Tokens of a block on one rank: only those that ``sharding`` gives the rank
-    total_heads: int
-    window: int = 0
-    packing: str = ""
+    total_heads: int  # KV heads of one layer, on all ranks together
+    window: int = 0  # As the block table has it
+    packing: str = ""  # The backend's own order of content, by name; P and D must have the same one
     table: int = 0  # The number of the block table
-    sharding: TokenSharding = UNSHARDED[0]
+    sharding: TokenSharding = UNSHARDED[0]  # As the block table has it
     cache_dtype: CacheDtype | None = None  # Without it the tensors define the dtype
     sections: tuple[Section, ...] = ()
     """Of each page of a state. Each has a head count of its own, which replaces ``total_heads``."""
@@ -101,13 +102,13 @@ class LayerGroup:
 class RankInfo:
     """This rank's place in its engine, and the model it runs. ``model``: facts that must agree with a peer's."""
 
-    engine_id: str
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
+    engine_id: str  # By which log lines and peers name the engine
+    tp_rank: int  # Tensor-parallel
+    tp_size: int  # Tensor-parallel ranks of a stage
+    pp_rank: int  # Pipeline stage
+    pp_size: int  # Pipeline stages
     model: Mapping[str, str]
-    dp_rank: int = 0
+    dp_rank: int = 0  # Data-parallel: engines of one model on one host have different ones
 
     @property
     def port_offset(self) -> int:
@@ -119,11 +120,11 @@ class RankInfo:
 class RequestView:
     """The data of an engine's request that the scheduler half reads."""
 
-    request_id: str
-    params: Mapping[str, Any] | None
-    prompt_token_ids: Sequence[int] | None
-    num_prompt_tokens: int
-    num_computed_tokens: int
+    request_id: str  # Of no other request that the engine has
+    params: Mapping[str, Any] | None  # Its ``kv_transfer_params``
+    prompt_token_ids: Sequence[int] | None  # Without them, as of embeddings, nothing is handed over
+    num_prompt_tokens: int  # Tokens of its prompt
+    num_computed_tokens: int  # Tokens whose KV its blocks hold
     extra: tuple[str, ...] = ()  # The inputs of its KV beside its tokens
     adapter: str = ""  # A digest of its LoRA adapter; empty where there is none, or it is unknown
     rejected: bool = False

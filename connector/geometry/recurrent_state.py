@@ -36,7 +36,7 @@ class Section:
     """A part of every page. Byte c of (head, row) lies at byte ``offset + head * head_stride + row * row_stride + c``
     of the page."""
 
-    name: str
+    name: str  # Of no other section of the page
     total_heads: int  # Different heads of all ranks
     heads: int  # Of one rank
     rows: int  # Of a head
@@ -44,7 +44,7 @@ class Section:
     offset: int
     head_stride: int
     row_stride: int
-    dtype: str
+    dtype: str  # By torch's name
     packing: str  # The order of the content; P and D must have the same one (``RegionGeometry``)
 
     @property

@@ -16,6 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
 
 from kvferry.connector.config import load_settings
 from kvferry.connector.engine.prefill_events import PrefillEvents
@@ -33,14 +41,6 @@ from kvferry.transport.errors import ConfigError, KVFerryError
 from kvferry.transport.host import host_id
 from kvferry.transport.registry import MemoryKind
 from kvferry.transport.tracing import open_tracer
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
-from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,8 +13,6 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from kvferry.connector.vllm.from_vllm import cache_kind, first_spec, shardings, transfer_group_ids
-from kvferry.transport.errors import ConfigError
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorWorkerMetadata
@@ -24,6 +22,9 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
+
+from kvferry.connector.vllm.from_vllm import cache_kind, first_spec, shardings, transfer_group_ids
+from kvferry.transport.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.request import RequestStatus
 
 from kvferry.connector.geometry import model_identity, packing
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
@@ -27,10 +31,6 @@ from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.vllm.lora_content import lora_content
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.tracing import sampled_traceparent
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
-from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
 from kvferry.connector.wire import metrics
 from kvferry.connector.wire.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, Samples, Total
 from kvferry.connector.wire.series import PREFIX, SERIES, STAGES
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 
 @dataclass

@@ -18,12 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.outputs import KVConnectorOutput
+
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.worker_meta import standing_loads
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, unpack_ids
 from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
-from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger("vllm.kvferry.adapter")
 

@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """The address at which one rank of an engine listens, and the incarnation of that rank. ``key``: the fingerprint of
-    its public key."""
+    """Where one rank of an engine listens: ``pp_rank``, ``tp_rank``, at ``host`` and ``port``, in this ``incarnation``.
+    ``key``: the fingerprint of its public key."""
 
     pp_rank: int
     tp_rank: int
@@ -232,7 +232,8 @@ class Load(_OfRequest, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """The work of one engine step.
 
-    ``decode_engine`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept leases
+    ``decode_engine`` names this life of this engine to P. ``leases``: of prompts that P has computed. ``keeps``: leases
+    that D needs. ``loads``: what D loads. ``cancels``: loads to cancel. ``releases``: kept leases
     under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
     for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
     handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``queued``: the
@@ -273,7 +274,8 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 class LoadEnd(msgspec.Struct, frozen=True):
     """D: the end of a load on one rank, or on several. ``failed``: why its tokens are not in the blocks; empty where
-    they are. ``milliseconds``: from the request to the last byte. ``peer``: the first characters of P's engine id."""
+    they are. ``plane``: the data plane. ``milliseconds``: from the request to the last byte. ``peer``: the first
+    characters of P's engine id."""
 
     failed: LoadFailure = ""
     plane: str = ""

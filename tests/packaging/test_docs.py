@@ -22,7 +22,7 @@ from kvferry.transport.registry import plane_names, preferred_planes
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("connector", "cli", "transport", "kernels", "router")
 LIMITS = {
-    "README.md": 150, "CONTRIBUTING.md": 60, "docs/architecture.md": 64, "docs/glossary.md": 40, "docs/testing.md": 100,
+    "README.md": 150, "CONTRIBUTING.md": 60, "docs/architecture.md": 64, "docs/glossary.md": 52, "docs/testing.md": 100,
     "docs/faults.md": 70, "connector/README.md": 30, "cli/README.md": 30, "transport/README.md": 30,
     "router/README.md": 30,
 }  # fmt: skip
@@ -80,6 +80,7 @@ def in_source(quoted: str) -> bool:
 def test_pages_are_short_and_reached_from_the_readme() -> None:
     assert [page for page, most in LIMITS.items() if len(read(page).splitlines()) > most] == []
     linked = {link.partition("#")[0] for link in LINK.findall(read("README.md"))}
+    linked |= {f"docs/{link}" for link in LINK.findall(read("docs/library.md"))}
     assert {page for page in PAGES if page.startswith("docs/")} <= linked
 
 
