@@ -197,7 +197,8 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     """Heads of a cache over all tensor-parallel ranks; 1 where every rank holds the same.
 
     vLLM tells those of a rank: the model's over the ranks, and one where there are more ranks than heads. Then the
-    configuration has the number, and where it has more than one that fits, the heads count as not replicated.
+    configuration has the number; where layers differ, as in Gemma 4, that of the layers with heads of this size. Where
+    more than one fits, the heads count as not replicated; a peer of another size then counts others, and is refused.
     """
     shards = getattr(spec, "max_tp_shards", None)  # 0.32
     ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -210,6 +211,9 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     named = {int(model.get_total_num_kv_heads())}
     config = vars(model.hf_text_config) if hasattr(model.hf_text_config, "__dict__") else {}
     named |= {value for name, value in config.items() if "key_value_heads" in name and isinstance(value, int)}
+    arch = getattr(model, "model_arch_config", None)  # 0.32
+    layers = [arch[number] for number, _ in enumerate(getattr(arch, "per_layer_overrides", None) or ())]
+    named = {one.total_num_kv_heads for one in layers if one.head_size == getattr(spec, "head_size", 0)} or named
     fitting = {heads for heads in named if max(1, heads // ranks) == held}
     return fitting.pop() if len(fitting) == 1 else held * ranks
 

@@ -27,6 +27,7 @@ if not hasattr(kvi, "KVCacheLayout"):
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
 from kvferry.connector.vllm.from_vllm import block_tables, layer_groups  # noqa: E402
+from tests.support.families import Family  # noqa: E402
 from tests.vllm.releases import get_kv_cache_config_from_groups, project_kv_cache_groups_to_worker  # noqa: E402
 
 LAYOUTS = list(kvi.KVCacheLayout)
@@ -167,6 +168,36 @@ def engine_of(heads: int, tp: int = 1, **config: int) -> Any:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_where_layers_differ_in_their_heads_each_group_has_its_own_number(tp: int) -> None:
+    """Gemma 4, by the configuration classes of transformers and of vLLM: fewer KV heads, and larger ones, in its layers
+    of full attention. A model whose heads are all of one size has a number that only its own size of an engine has."""
+    convertor = pytest.importorskip("vllm.transformers_utils.model_arch_config_convertor")
+
+    def totals(size_of_full: int) -> list[int]:
+        config = Family(
+            "Gemma4TextConfig", "Gemma4ForCausalLM",
+            {"num_attention_heads": 16, "num_key_value_heads": 8, "attention_k_eq_v": True, "head_dim": 32,
+             "num_global_key_value_heads": 2, "global_head_dim": size_of_full,
+             "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+        ).configuration()  # fmt: skip
+        arch = convertor.ModelArchConfigConvertorBase(config, config).convert()
+        ours = [arch[layer] for layer in (0, 2)]
+        assert [(layer.total_num_kv_heads, layer.head_size) for layer in ours] == [(8, 32), (2, size_of_full)]
+        specs = [
+            kind(heads=max(1, layer.total_num_kv_heads // tp), size=layer.head_size)
+            for kind, layer in zip((window, full), ours, strict=True)
+        ]
+        groups = [kvi.KVCacheGroupSpec([name], spec) for name, spec in zip("ab", specs, strict=True)]
+        engine = engine_of(arch.total_num_kv_heads, tp)
+        engine.model_config.model_arch_config, engine.model_config.hf_text_config = arch, config
+        found = layer_groups(engine, kvi.KVCacheConfig(PAGES, kv_cache_tensors=[], kv_cache_groups=groups))
+        return [group.total_heads for group in found]
+
+    assert totals(64) == [8, 2]
+    assert totals(32) == [8, 2] if tp <= 2 else [max(8, tp), tp] if tp != 4 else [8, 4]
 
 
 def test_layers_of_one_table_that_differ_are_regions_of_their_own() -> None:
