@@ -30,7 +30,7 @@ from tests.support.server import Server
 from tests.support.tiny_model import ModelSpec, build_model
 
 TARGET = Path(__file__).with_name("observability") / "router.png"
-WIDTH, HEIGHT = 1060, 760
+WIDTH, HEIGHT = 1060, 1250
 SHARED_TOKENS = 256
 """Of the prompts of one conversation, so that P is chosen by prefix."""
 
