@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.decode_side import load
+from kvferry.connector.engine import planning
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.transport.control.keys import new_secret
@@ -239,16 +240,25 @@ def test_lines_beyond_a_rate_have_the_level_debug(
     group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "DONE_LINES", 2)
-    monkeypatch.setattr(load, "RateLimitedLog", partial(RateLimitedLog, clock=lambda: 0.0))
+    for module in (load, planning):
+        monkeypatch.setattr(module, "FAILED_LINES", 2)
+        monkeypatch.setattr(module, "RateLimitedLog", partial(RateLimitedLog, clock=lambda: 0.0))
     logging.getLogger("vllm.kvferry").setLevel(logging.DEBUG)
     lines.setLevel(logging.DEBUG)
     p, d = group.pair()
-    for seed in range(5):
+    for seed in range(4):
         hand_over(p, d, prompt(40, seed))
-    settle(p, d)
-    eventually(lambda: len(lines("hand-over of", " done: ")) == 5)
-    said = [record.levelname for record in lines.records if " done: " in record.getMessage()]
-    assert said == ["INFO"] * 2 + ["DEBUG"] * 3
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        for seed in range(10, 14):
+            d.finish(d.add(prompt(40, 50 + seed), p.prefill(prompt(40, seed))), beside=[p])
+            params = p.prefill(prompt(40, seed))
+            params["kvferry"]["ranks"][0][3] = taken.getsockname()[1]
+            d.finish(d.add(prompt(40, seed), params), beside=[p])
+    for words, level in ((" done: ", "INFO"), ("prefills locally", "WARNING"), ("tokens not loaded", "WARNING")):
+        eventually(lambda words=words: len(lines(words)) == 4)
+        said = [record.levelname for record in lines.records if words in record.getMessage()]
+        assert said == [level] * 2 + ["DEBUG"] * 2, words
 
 
 # --- planes that are good enough ----------------------------------------------------------------------------------
