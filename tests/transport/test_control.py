@@ -116,9 +116,7 @@ def test_names_that_lead_nowhere_are_one_line(connect, monkeypatch):
 
     for host in ("::1%\x00", "::1%\udc80", "\x00"):
         unchecked = connect(1, host)
-        assert until(lambda unchecked=unchecked: unchecked.lost) and unchecked.reason.endswith(
-            "it is no name of a host"
-        )
+        assert until(lambda unchecked=unchecked: unchecked.lost) and unchecked.reason and "\n" not in unchecked.reason
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     connection = connect(1, "no-such-host.invalid")
     assert until(lambda: connection.lost)
