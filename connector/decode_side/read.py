@@ -475,7 +475,7 @@ class Reads:
             if load.digest and grant.digest != load.digest:
                 self._renewals.disown(load.token, load.request_id)
                 return read.failed(
-                    "denied", "the prefill engine's lease is of another prompt than the request's parameters name"
+                    "other_prompt", "the prefill engine's lease is of another prompt than the request's parameters name"
                 )
             self.check_grant(read, grant)
             event = read.take_grant(now)

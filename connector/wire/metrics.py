@@ -64,8 +64,8 @@ class Figures(TypedDict):
 
 
 FailureKind = Literal[
-    "cancelled", "timeout", "expired", "denied", "incompatible", "unreachable", "key", "not_allowed", "peer_lost",
-    "plane", "data", "checksum", "internal",
+    "cancelled", "timeout", "expired", "denied", "other_prompt", "incompatible", "unreachable", "key", "not_allowed",
+    "peer_lost", "plane", "data", "checksum", "internal",
 ]  # fmt: skip
 """Why a hand-over failed, as a label from a short list, without a peer's name."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
@@ -89,6 +89,7 @@ PROMPT_ENDS: tuple[tuple[PromptResult, str], ...] = (
     ("plain", "no_params"),
 )
 """Each result with each of its reasons."""
+PLAIN = "plain no_params"
 LEASE_ENDS = ("released", "expired", "cap", "reset")
 SENT_WHEN = ("computes", "leased")
 PeerCount = Literal["done", "retried", "failed", "bytes", "microseconds"]
@@ -140,6 +141,11 @@ def levels(figures: Figures) -> dict[str, int]:
 
 def reduce(figures: Figures) -> dict[str, int | float]:
     """A few representative numbers for vLLM's log line. 1 MB is 2**20 bytes."""
+    prompts: dict[str, int | float] = {
+        f"Prompts {end.replace(' ', ': ')}": n for end, n in sorted(figures["prompts"].items())
+    }
+    if figures["prompts"].keys() == {PLAIN} and not any(figures[name] for name in figures if name != "prompts"):
+        return prompts
     all_samples = figures["finished"].values()
     times = [t for samples in all_samples for t in samples["microseconds"]]
     count, microseconds, nbytes, tokens = (
@@ -156,7 +162,7 @@ def reduce(figures: Figures) -> dict[str, int | float]:
         }
     line["Num failed hand-overs"] = sum(figures["failed"].values())
     line |= {f"Failed ({kind})": n for kind, n in sorted(figures["failed"].items())}
-    line |= {f"Prompts {end.replace(' ', ': ')}": n for end, n in sorted(figures["prompts"].items())}
+    line |= prompts
     line["Num retries"] = sum(figures["retried"].values())
     line["Num plane changes"] = sum(figures["planes_changed"].values())
     line["Num leases released"] = figures["leases"].get("released", 0)

@@ -84,4 +84,4 @@ def test_what_was_pushed_is_loaded_only_with_its_grant(group: RankGroup, plane: 
         late.come()
         d.thread.wake()
         assert wait(lambda name=name: f"{name}-d" in d.received, [p, d])
-    assert d.failed == {"b-d"} and reason_of(d) == "denied"
+    assert d.failed == {"b-d"} and reason_of(d) == "other_prompt"

@@ -167,6 +167,19 @@ def test_the_log_line():
     }
 
 
+def test_the_log_line_of_an_engine_that_hands_nothing_over_is_short():
+    stats = HandoverStats()
+    stats.prompt("plain", "no_params")
+    data = stats.take()
+    assert data is not None and metrics.reduce(data) == {"Prompts plain: no_params": 1}
+    stats.prompt("plain", "no_params")
+    stats.prompt("local", "key")
+    data = stats.take()
+    assert data is not None
+    line = metrics.reduce(data)
+    assert line["Prompts plain: no_params"] == line["Prompts local: key"] == 1 and line["Num failed hand-overs"] == 0
+
+
 def test_counting_is_cheap():
     stats, costs = HandoverStats(), []
     for _ in range(1000):
