@@ -459,7 +459,7 @@ def where_to_prefill() -> str:
     parts = []
     for name, packages, what in (
         ("where_to_prefill", (), "Simulated engines"),
-        ("gpu_where_to_prefill", (*GPU_PACKAGES, "vllm"), f"Engines of vLLM on GPUs"),
+        ("gpu_where_to_prefill", (*GPU_PACKAGES, "vllm"), "Engines of vLLM on GPUs"),
         ("cpu_where_to_prefill", CPU_PACKAGES, "Engines of vLLM on a CPU"),
     ):
         if not (RESULTS / f"{name}.json").exists():

@@ -407,15 +407,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 def check_early() -> None:
     """Refuse before vLLM loads the weights what would be refused after: vLLM imports this module for the first time in
     the constructor of its configuration. What it refuses, the halves and ranks would refuse, too, at their start.
+    A worker may import it while a model runner loads its model: too late, and ranks that all try their ports would
+    refuse each other.
 
     Raises:
-        KVFerryError: a setting, the key file, the named data plane or a port cannot be used; one line.
+        KVFerryError: a setting, the key file, a data plane that is named or a port cannot be used, or MultiConnector
+            has several KVFerryConnectors; one line.
     """
-    if (found := hooks.find_config()) is None:
+    if (found := hooks.find_config()) is None or hooks.find_model_runner() is not None:
         return
     config, transfer = found
     try:
         settings = load_settings(transfer.kv_connector_extra_config)
+        compat.check_children(config)
         compat.check_options(config)
         ranks = compat.ranks_here(config)
         if ranks is not None:

@@ -92,6 +92,14 @@ def ranks_here(vllm_config: VllmConfig) -> int | None:
     return 0 if several or getattr(parallel, "_api_process_count", 1) > 1 else int(parallel.world_size)
 
 
+def check_children(vllm_config: VllmConfig) -> None:
+    """Refuse KVFerry twice below MultiConnector, which dies when both answer for one request. Raises ConfigError."""
+    children = vllm_config.kv_transfer_config.kv_connector_extra_config.get("connectors", ())
+    ours = sum(isinstance(child, dict) and child.get("kv_connector") == "KVFerryConnector" for child in children)
+    if ours > 1:
+        raise ConfigError(f"connectors of MultiConnector: {ours} are KVFerryConnector, expected one")
+
+
 def check_options(vllm_config: VllmConfig) -> None:
     """Refuse what cannot be served with any model, at start-up and in one line.
 

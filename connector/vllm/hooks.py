@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -43,9 +43,11 @@ def find_config() -> tuple[VllmConfig, Any] | None:
     frame: FrameType | None = sys._getframe(1)
     transfer = None
     while frame is not None:
-        transfer = transfer or frame.f_locals.get("kv_transfer_config")
+        if isinstance(local := frame.f_locals.get("kv_transfer_config"), KVTransferConfig):
+            transfer = transfer or local
         if isinstance(owner := frame.f_locals.get("self"), VllmConfig):
-            return owner, transfer or owner.kv_transfer_config
+            transfer = transfer or owner.kv_transfer_config
+            return None if transfer is None else (owner, transfer)
         frame = frame.f_back
     return None
 

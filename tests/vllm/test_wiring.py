@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.plugins import load_plugins_by_group
 
-from kvferry.connector.vllm import compat, plugin
+from kvferry.connector.vllm import compat, hooks, plugin
 from kvferry.connector.vllm.adapter import KVFerryConnector
 from kvferry.transport.errors import ConfigError
 from tests.support.inside import scheduler_half, worker_half
@@ -160,3 +161,14 @@ def test_figures_pass_through_multiconnector(group: EngineGroup) -> None:
     hand_over(p, d, IDS)
     settle(p, d)
     assert "KVFerryConnector" in log_line(d)
+
+
+def test_a_local_of_another_kind_is_no_configuration() -> None:
+    owner = VllmConfig.__new__(VllmConfig)
+    object.__setattr__(owner, "kv_transfer_config", None)
+
+    def looks_for(self: VllmConfig, kv_transfer_config: object) -> object:
+        return hooks.find_config()
+
+    ours = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
+    assert looks_for(owner, {"kv_role": "kv_both"}) is None and looks_for(owner, ours) == (owner, ours)
