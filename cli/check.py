@@ -29,7 +29,7 @@ TO_DO = {
     "wrong_role": "the router sends an engine what its `kv_role` does not allow: start that engine with `kv_both`",
     "malformed": "the router must send the prefill engine's `kv_transfer_params` unchanged",
     "other_release": "run the same KVFerry release on both engines: finish the upgrade, or go back",
-    "other_prompt": "the router changes the prompt or mixes parameters of two requests, or tokenizers or templates differ",
+    "other_prompt": "the router changes the prompt or mixes two requests' parameters, or tokenizers, templates differ",
     "other_adapter": "load the same LoRA adapter on both engines under this name",
     "embeddings": "a prompt of embeddings is never handed over; nothing to do",
     "window": "use the same `--block-size` on both engines",

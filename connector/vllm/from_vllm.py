@@ -211,8 +211,9 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     named = {int(model.get_total_num_kv_heads())}
     config = vars(model.hf_text_config) if hasattr(model.hf_text_config, "__dict__") else {}
     named |= {value for name, value in config.items() if "key_value_heads" in name and isinstance(value, int)}
-    arch = getattr(model, "model_arch_config", None)  # 0.32
-    layers = [arch[number] for number, _ in enumerate(getattr(arch, "per_layer_overrides", None) or ())]
+    arch = getattr(model, "model_arch_config", None)
+    overrides = getattr(arch, "per_layer_overrides", None)  # 0.32
+    layers = [arch[number] for number, _ in enumerate(overrides or ())] if arch is not None else []
     named = {one.total_num_kv_heads for one in layers if one.head_size == getattr(spec, "head_size", 0)} or named
     fitting = {heads for heads in named if max(1, heads // ranks) == held}
     return fitting.pop() if len(fitting) == 1 else held * ranks

@@ -144,7 +144,7 @@ def reduce(figures: Figures) -> dict[str, int | float]:
     prompts: dict[str, int | float] = {
         f"Prompts {end.replace(' ', ': ')}": n for end, n in sorted(figures["prompts"].items())
     }
-    if figures["prompts"].keys() == {PLAIN} and not any(figures[name] for name in figures if name != "prompts"):
+    if figures["prompts"].keys() == {PLAIN} and not any(value for name, value in figures.items() if name != "prompts"):
         return prompts
     all_samples = figures["finished"].values()
     times = [t for samples in all_samples for t in samples["microseconds"]]

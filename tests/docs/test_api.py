@@ -54,8 +54,8 @@ def faults(found: Found) -> Iterator[str]:
     said = "".join(each.value for each in (own, parent and parent.is_class and parent.docstring) if each)
     if not own and not (found.is_attribute and re.search(rf"``[^`\n]*\b{found.name}\b[^`\n]*``", said)):
         yield "all"
-    annotations = [found.annotation] if found.is_attribute else []
-    if found.is_function:
+    annotations = [found.annotation] if isinstance(found, griffe.Attribute) else []
+    if isinstance(found, griffe.Function):
         annotations = [found.returns, *(each.annotation for each in found.parameters)]
         raised = (node.exc for node in ast.walk(ast.parse(dedent(found.source))) if isinstance(node, ast.Raise))
         names = {ast.unparse(error.func) for error in raised if isinstance(error, ast.Call)}
