@@ -16,6 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 LAST_PROMPTS = 20
 """Where of so many prompts in a row none was loaded, something is wrong with this D, or with what it is sent."""
+FIRST_PROMPTS = 3
+"""As many are enough where a P has never handed one over."""
+NO_PARAMS = (
+    "no kv_transfer_params in its answer: it runs without KVFerry's connector ('no KVConnector found' in its log), or "
+    "as kv_consumer"
+)
 FEW_LOOKS = 6
 """No engine is started twice within so many."""
 MAX_PAIRS, MAX_NAMES = 32, 64
@@ -89,10 +95,9 @@ class HandedOver:
     def prefilled(self, params: dict[str, Any] | None) -> None:
         """P has answered a prompt with these parameters for D."""
         self._sent = self._sent + 1 if params is None else 0
-        self.degraded = "" if self._sent < LAST_PROMPTS else (
-            f"none of its last {self._sent} answers had kv_transfer_params: it runs without KVFerry's connector, or as "
-            "kv_consumer; its log says why"
-        )  # fmt: skip
+        self.known |= params is not None
+        few = self._sent < (LAST_PROMPTS if self.known else FIRST_PROMPTS)
+        self.degraded = "" if few else f"{NO_PARAMS}, nor in its last {self._sent} ones"
 
     def sent(self, prefill: str, params: dict[str, Any]) -> None:
         """D has answered a prompt with these parameters of the P at this URL."""
@@ -149,15 +154,19 @@ class HandedOver:
         if prompts >= LAST_PROMPTS:
             self.degraded = f"none of the last {prompts} prompts was handed over, for this reason: {why}"
 
-    def status(self) -> dict[str, Any]:
+    def status(self, *, of_d: bool = True) -> dict[str, Any]:
         """For ``/router/status``."""
-        return {
-            "known": self.known,
-            "prompts": {result: self.prompts[result] for result in RESULTS},
-            "reasons": dict(self.reasons),
-            "tokens": {name: self.tokens[name] for name in SOURCES.values()},
-            "degraded": self.degraded or None,
-        }
+        return (
+            {"degraded": self.degraded or None}
+            if not of_d
+            else {
+                "known": self.known,
+                "prompts": {result: self.prompts[result] for result in RESULTS},
+                "reasons": dict(self.reasons),
+                "tokens": {name: self.tokens[name] for name in SOURCES.values()},
+                "degraded": self.degraded or None,
+            }
+        )
 
     def loaded_by_pair(self) -> dict[str, int | None]:
         """By the URL of P: the prompts that D loaded from it, also those of other routers; None: D has the same name

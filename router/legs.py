@@ -15,6 +15,7 @@ import msgspec
 from xxhash import xxh3_64
 
 from kvferry.router.engines import Engine, EnginePool, Role, Seat
+from kvferry.router.handed_over import NO_PARAMS
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
@@ -237,7 +238,7 @@ class Legs:
             params = told.kv_transfer_params or None
             if self.choice is not None and is_estimate_of(asked.prefix.tokens, told.usage):
                 self.choice.prefilled(engine, tokens, asked.prefilled_at - began, asked.prefilled_at)
-        asked.alone = "" if params else f"prefill engine {url} handed nothing over: no kv_transfer_params in its answer"
+        asked.alone = "" if params else f"prefill engine {url} handed nothing over: {NO_PARAMS}"
         if asked.alone:
             log.info("%s: %s", asked.name, asked.alone)
         engine.identity.learn(params)

@@ -74,7 +74,8 @@ class Metrics:
                 {
                     "url": engine.url, "role": engine.role, "state": engine.state, "requests": engine.requests,
                     "load": round(engine.load, 1), "passed_over": engine.passed_over_until > now,
-                } | ({"handed_over": engine.handed_over.status()} if engine.role is Role.DECODE else {})
+                    "handed_over": engine.handed_over.status(of_d=engine.role is Role.DECODE),
+                }
                 for engine in self._engines
             ],
             "pairs": [
@@ -158,7 +159,7 @@ class StatusHistory:
         """One sample of a status at this time. An engine that left takes nothing of what it counted with it."""
         counts = {("requests", ""): sum(status["requests"].values())}
         for engine in status["engines"]:
-            if said := engine.get("handed_over"):
+            if "tokens" in (said := engine.get("handed_over", {})):
                 prompts, tokens, url = said["prompts"], said["tokens"], engine["url"]
                 counts["prompts", url], counts["prompts_loaded", url] = sum(prompts.values()), prompts["loaded"]
                 counts["tokens_computed", url], counts["tokens_loaded", url] = tokens["computed"], tokens["loaded"]

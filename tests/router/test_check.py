@@ -93,7 +93,7 @@ def test_there_is_something_to_do_about_every_reason() -> None:
         (gone, "failed: no connection"),
         (lambda: RawEngine("prefill", b"HTTP/1.1 200 OK\r\nno header\r\n\r\n"), "failed: "),  # several lines of aiohttp
         (lambda: prefill_engine(status=500), "answered 500"),
-        (lambda: prefill_engine(params=None), "no kv_transfer_params in its answer"),
+        (lambda: prefill_engine(params=None), "start it with KVFerryConnector, as kv_both or kv_producer"),
     ],
 )
 def test_p_hands_nothing_over(p: Any, words: str) -> None:

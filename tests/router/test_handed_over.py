@@ -10,7 +10,16 @@ from starlette.exceptions import HTTPException
 
 from kvferry.router import health
 from kvferry.router.engines import EnginePool, Role
-from kvferry.router.handed_over import FEW_LOOKS, LAST_PROMPTS, MAX_NAMES, MAX_PAIRS, Counts, HandedOver, counts_of
+from kvferry.router.handed_over import (
+    FEW_LOOKS,
+    FIRST_PROMPTS,
+    LAST_PROMPTS,
+    MAX_NAMES,
+    MAX_PAIRS,
+    Counts,
+    HandedOver,
+    counts_of,
+)
 from kvferry.router.health import Checks
 from tests.router.stand_ins import PARAMS, decode_engine, prefill_engine, routed
 from tests.support.served import eventually
@@ -203,12 +212,20 @@ def test_one_warning_health_metrics_and_status_and_the_end_of_it(caplog: pytest.
 def test_a_p_that_hands_nothing_over(caplog: pytest.LogCaptureFixture) -> None:
     p, d = prefill_engine(params=None), decode_engine()
     with routed(p, d, checks=FAST) as front:
-        for number in range(LAST_PROMPTS):
+        for number in range(FIRST_PROMPTS):
+            assert front.get("/health").json()["status"] == "ok"
             front.ask({"prompt": str(number)})
         assert "kv_transfer_params" in front.get("/health").json()["handed_over"][front.p[0]]
+        assert "kv_consumer" in front.get("/router/status").json()["engines"][0]["handed_over"]["degraded"]
         eventually(lambda: "as kv_consumer" in caplog.text, "it is logged")
-        front.router.engines.of(Role.PREFILL)[0].handed_over.prefilled(PARAMS)
+        handed_over = front.router.engines.of(Role.PREFILL)[0].handed_over
+        handed_over.prefilled(PARAMS)
         assert front.get("/health").json()["status"] == "ok"
+        for _ in range(LAST_PROMPTS - 1):  # one that has handed over has some prompts that need no hand-over
+            handed_over.prefilled(None)
+        assert not handed_over.degraded
+        handed_over.prefilled(None)
+        assert handed_over.degraded
 
 
 SERIES = "vllm:kvferry_prompts_total"
