@@ -159,7 +159,7 @@ class StatusHistory:
         """One sample of a status at this time. An engine that left takes nothing of what it counted with it."""
         counts = {("requests", ""): sum(status["requests"].values())}
         for engine in status["engines"]:
-            if "tokens" in (said := engine.get("handed_over", {})):
+            if "tokens" in (said := engine.get("handed_over") or {}):
                 prompts, tokens, url = said["prompts"], said["tokens"], engine["url"]
                 counts["prompts", url], counts["prompts_loaded", url] = sum(prompts.values()), prompts["loaded"]
                 counts["tokens_computed", url], counts["tokens_loaded", url] = tokens["computed"], tokens["loaded"]
