@@ -208,8 +208,6 @@ def of_answer(headers: Mapping[str, str], answer: Any, tokens: int) -> CheckResu
             result.todo = TO_DO.get(report.reason, ELSE_TO_DO).replace("`", "")
     elif alone:
         result.said, result.todo = f"not handed over: {alone}", "look at its log, and at /health of the router"
-        if "no kv_transfer_params" in alone:
-            result.todo = "start it with KVFerryConnector, as kv_both or kv_producer"
     else:
         result.said = f"not handed over: the answer of {d} says nothing of it"
         result.todo = "start it with KVFerryConnector in --kv-transfer-config, and with this release of KVFerry"

@@ -19,8 +19,8 @@ LAST_PROMPTS = 20
 FIRST_PROMPTS = 3
 """As many are enough where a P has never handed one over."""
 NO_PARAMS = (
-    "no kv_transfer_params in its answer: it runs without KVFerry's connector ('no KVConnector found' in its log), or "
-    "as kv_consumer"
+    "it runs without KVFerry's connector ('no KVConnector found' in its log), or as kv_consumer: start it with "
+    "KVFerryConnector, as kv_both or kv_producer"
 )
 FEW_LOOKS = 6
 """No engine is started twice within so many."""
@@ -62,11 +62,12 @@ def counts_of(lines: str) -> Counts:
 
 
 class HandedOver:
-    """The prompts of one D. ``known``: D's page has said it. ``degraded``: none of the last prompts was handed over,
-    and why; empty where one was, or where nobody knows. A P has only this. ``logged``: it is in the log;
-    ``unreadable``: likewise, that its page is no page of metrics. ``prompts``: with parameters of a P, by what D did;
-    ``reasons``: of those that it did not load, also where it had them already. ``tokens``: of all its prompts.
-    ``pairs``: by the URL of a P, the names that D has for it, which has another one after each start."""
+    """The prompts of one D. ``known``: D's page has said it; or a P has handed a prompt over. ``degraded``: none of the
+    last prompts was handed over, and why; empty where one was, or where nobody knows. A P has only these two.
+    ``logged``: it is in the log; ``unreadable``: likewise, that its page is no page of metrics. ``prompts``: with
+    parameters of a P, by what D did; ``reasons``: of those that it did not load, also where it had them already.
+    ``tokens``: of all its prompts. ``pairs``: by the URL of a P, the names that D has for it, which has another one
+    after each start."""
 
     def __init__(self) -> None:
         self.degraded, self.known, self.logged, self.unreadable = "", False, False, False
@@ -97,7 +98,7 @@ class HandedOver:
         self._sent = self._sent + 1 if params is None else 0
         self.known |= params is not None
         few = self._sent < (LAST_PROMPTS if self.known else FIRST_PROMPTS)
-        self.degraded = "" if few else f"{NO_PARAMS}, nor in its last {self._sent} ones"
+        self.degraded = "" if few else f"none of its last {self._sent} answers had kv_transfer_params: {NO_PARAMS}"
 
     def sent(self, prefill: str, params: dict[str, Any]) -> None:
         """D has answered a prompt with these parameters of the P at this URL."""
@@ -156,17 +157,12 @@ class HandedOver:
 
     def status(self, *, of_d: bool = True) -> dict[str, Any]:
         """For ``/router/status``."""
-        return (
-            {"degraded": self.degraded or None}
-            if not of_d
-            else {
-                "known": self.known,
-                "prompts": {result: self.prompts[result] for result in RESULTS},
-                "reasons": dict(self.reasons),
-                "tokens": {name: self.tokens[name] for name in SOURCES.values()},
-                "degraded": self.degraded or None,
-            }
-        )
+        said: dict[str, Any] = {"degraded": self.degraded or None}
+        if of_d:
+            said |= {"known": self.known, "reasons": dict(self.reasons)}
+            said["prompts"] = {result: self.prompts[result] for result in RESULTS}
+            said["tokens"] = {name: self.tokens[name] for name in SOURCES.values()}
+        return said
 
     def loaded_by_pair(self) -> dict[str, int | None]:
         """By the URL of P: the prompts that D loaded from it, also those of other routers; None: D has the same name

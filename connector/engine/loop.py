@@ -110,6 +110,8 @@ class TransferThread:
         ``plan.prefill_chunks``.
         """
         self._producer.named.plans_seen += 1
+        if plan.nothing:
+            return
         wakes = plan.wakes_thread
         if wakes or plan.prefill_chunks:
             self._plans.posted.append(PostedPlan(plan, event, computed, outcome, step))
