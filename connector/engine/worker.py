@@ -222,7 +222,7 @@ class WorkerHalf:
         self._decode_engine, self._idle = plan.decode_engine, plan.idle
         if plan.nothing and not self.prefills.busy:
             self._copies.idle, self.step_hold.outcome = plan.idle, None
-            thread.post(plan)
+            thread.step_posted()
             return
         ours, hold = by_region(plan, self._tables), self.step_hold
         inside = [load for load in ours.loads if load.now]
@@ -230,13 +230,14 @@ class WorkerHalf:
         if inside:
             wake, order = thread.waker.wake, hold.layer_order
             hold.outcome = outcome = StepOutcome(inside, lambda: thread.alive, wake, layer_order=order)
-        self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
+        beside = [load for load in ours.loads if not load.now] if inside else ours.loads
+        self._ledger.post(beside, [lease.request_id for lease in plan.leases])
         if (plan.lookups or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(left.request_id for left in plan.left)
             self._awaited.update(wanted.request_id for wanted in plan.lookups if wanted.ended is None)
         self._copies.idle = plan.idle
         event = self._record_event(plan)
-        computed = [self._computed(lease.step) for lease in plan.leases]
+        computed = [self._computed(lease.step) for lease in plan.leases] if plan.leases else ()
         step = self.prefills.begin_step(ours) if ours.prefill_chunks or self.prefills.busy else None
         thread.post(ours, event, computed, outcome, step)
         if outcome is not None:

@@ -249,7 +249,7 @@ def test_what_the_router_sees_is_enough_to_choose() -> None:
             front.ask({"prompt": "x" * 50, "stream": True})
         assert counted(front) == {"serial": ENOUGH}
         clock = front.router.clock
-        front.router.clock = lambda: clock() + 2
+        front.router.clock = lambda: clock() + 50  # few requests a second: the stand-ins answer in some milliseconds
         front.ask({"prompt": "x" * 50, "stream": True})
         assert counted(front) == {"serial": ENOUGH, "left_to_d": 1}
 
