@@ -280,6 +280,9 @@ def router(
     always: Annotated[
         bool, typer.Option("--always/--choose", help="hand all prompts over, or those where it should pay")
     ] = True,
+    prefix_reads: Annotated[
+        bool, typer.Option("--prefix-reads", help="tell P which engine should have the beginning of a prompt")
+    ] = False,
     connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
     prefill_timeout: Annotated[
         float, typer.Option(help="seconds for the prefill engine's answer, then decode only")
@@ -302,6 +305,7 @@ def router(
         raise UsageError(f"the router needs {error.name}: pip install 'kvferry[router]'") from None
     command.router(
         prefill or (), decode or (), engines_file, host=host, port=port, serial=serial, always=always,
+        prefix_reads=prefix_reads,
         timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
         max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
         otlp_traces_endpoint=otlp_traces_endpoint,

@@ -87,6 +87,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "the steps, which takes about three steps more; 0: all do"
         ),
     ] = 0.01
+    prefix_reads: Annotated[
+        bool,
+        _doc(
+            "other engines may read prefixes of prompts that this engine has in its KV cache, and requests may name "
+            "engines (`sources`) from which this engine reads a prefix"
+        ),
+    ] = False
+    prefix_wait_seconds: Annotated[
+        _Seconds, _doc("how long a request waits at most for a source to say how much of its prompt it has")
+    ] = 0.02
     lease_seconds: Annotated[_Seconds, _doc("how long P holds the blocks of a prompt if no message from D arrives")] = (
         30.0
     )

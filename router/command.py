@@ -31,7 +31,8 @@ _ENDPOINT = re.compile(r"(https?|grpc)://([^@/\s]*@)?(\[[0-9a-fA-F:.]+\]|[^@/:\[
 
 def router(
     prefill: Sequence[str], decode: Sequence[str], engines_file: Path | None, *, host: str, port: int, serial: bool,
-    always: bool, timeouts: tuple[float, float, float], health_interval: float, max_requests: int, max_body_mib: int,
+    always: bool, prefix_reads: bool, timeouts: tuple[float, float, float],
+    health_interval: float, max_requests: int, max_body_mib: int,
     admin_token_file: Path | None, otlp_traces_endpoint: str,
 ) -> None:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C; requests in flight end first. Raises UsageError: an argument is not usable."""
@@ -63,7 +64,9 @@ def router(
     except ConfigError as error:
         raise UsageError(str(error)) from None
     app = App(
-        Router(engines, LegTimeouts(*timeouts), serial=serial, always=always, tracer=tracer),
+        Router(
+            engines, LegTimeouts(*timeouts), serial=serial, always=always, prefix_reads=prefix_reads, tracer=tracer
+        ),
         limits=limits_of(max_requests, max_body_mib << 20), checks=Checks(health_interval, timeout=health_interval),
         sources=sources, admin_token=token,
     )  # fmt: skip

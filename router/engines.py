@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvferry.router.handed_over import HandedOver
@@ -59,6 +60,8 @@ class Engine:
     passed_over_until: float = 0.0
     last_taken: int = 0
     refused: set[int] = field(default_factory=set)
+    source: dict[str, Any] | None = None
+    """Where other engines can read a prefix from it, as it says; empty where they cannot, None before it was asked."""
     identity: Identity = field(init=False)
     handed_over: HandedOver = field(default_factory=HandedOver)
 

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultEr
 from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefill_choice import PrefillChoice
-from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
-from kvferry.router.request_bodies import NOT_JSON, Body, is_estimate_of, pieces_of, prefill_body
+from kvferry.router.prefix_affinity import BLOCK_TOKENS, PrefixAffinity, PromptPrefix, prompt_prefix
+from kvferry.router.request_bodies import NOT_JSON, Body, is_estimate_of, pieces_of, prefill_body, source_body
 from kvferry.router.spans import DECODE, PREFILL, LegSpan
 from kvferry.transport.tracing import OpenSpan, Tracer
 
@@ -79,6 +79,7 @@ class ClientRequest:
     alone: str = ""
     prefix: PromptPrefix = field(init=False)
     seats: list[Seat] = field(default_factory=list)
+    sources: dict[str, Any] = field(default_factory=dict)  # Of a prefix, in the parameters of P's leg
     _holders: int = 0
 
     def __post_init__(self) -> None:
@@ -159,15 +160,17 @@ class Decoded:
 
 class Legs:
     """Sends the legs. ``http`` is open while the app is up. ``serial``: D is asked after P. ``always``: P prefills all
-    prompts. ``tracer``: makes spans of requests and legs."""
+    prompts. ``prefix_reads``: P is told which other engine should have a prefix. ``tracer``: makes spans."""
 
     def __init__(
         self, engines: EnginePool, timeouts: LegTimeouts | None = None, *, serial: bool = False,
-        always: bool = True, clock: Callable[[], float] = time.monotonic, tracer: Tracer | None = None,
+        always: bool = True, prefix_reads: bool = False, clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.engines, self.timeouts, self.clock, self.tracer = engines, timeouts or LegTimeouts(), clock, tracer
         self.serial = serial
-        self.affinity = PrefixAffinity()
+        self.affinity, self.on_d = PrefixAffinity(), PrefixAffinity()
+        self.prefix_reads = prefix_reads
         self.choice = None if always else PrefillChoice(engines)
         self.http = HttpClient()
         self.metrics = Metrics(engines)
@@ -192,10 +195,40 @@ class Legs:
         url, cached = self.affinity.find(asked.prefix, known)
         seat = self.engines.take_prefill(asked.prefix.tokens, now, cached_on=url, cached=cached, but=but)
         if seat is not None:
+            if self.prefix_reads:
+                asked.sources = self._sources(asked.prefix, seat.engine)
             self.affinity.note(asked.prefix, seat.engine.url)
             self.metrics.affinity(url, seat.engine.url)
             asked.seats.append(seat)
         return seat
+
+    def _sources(self, prefix: PromptPrefix, p: Engine) -> dict[str, Any]:
+        """What P is told of the engines that should have so much more of a prompt than itself that a read pays, the
+        best one first. The D of the last turn has its answer, too, which counts as one block."""
+        _, cached = self.affinity.find(prefix, {p.url})
+        found: list[tuple[float, dict[str, Any]]] = []
+        for affinity, role in ((self.on_d, Role.DECODE), (self.affinity, Role.PREFILL)):
+            others = {each.url: each.source for each in self.engines.usable(role, self.clock(), (p,)) if each.source}
+            url, tokens = affinity.find(prefix, set(others))
+            tokens += BLOCK_TOKENS if role is Role.DECODE else 0
+            if url is not None and tokens >= cached + BLOCK_TOKENS and (source := others[url]):
+                found.append((tokens, source))
+        found.sort(key=lambda each: -each[0])
+        return {"sources": [source for _, source in found]} if found else {}
+
+    async def _learn_source(self, asked: ClientRequest, engine: Engine) -> None:
+        """Where other engines can read from one that has just answered. It is asked once, and again after a failure."""
+        engine.source = {}
+        try:
+            async with asyncio.timeout(self.timeouts.abandoned_prefill):
+                body, progress = source_body(asked.body), RequestProgress()
+                how: dict[str, Any] = {"headers": asked.headers, "progress": progress, "connect": self.timeouts.connect}
+                answer = await self.http.send("POST", engine.url, "/v1/completions", body=body, **how)
+                with closing(answer):
+                    params = _PREFILLED.decode(await answer.body()).kv_transfer_params or {}
+            engine.source = source if isinstance(source := params.get("source"), dict) else {}
+        except (HttpError, TimeoutError, *NOT_JSON) as error:
+            log.info("%s has not said where others can read from it: %s", engine.url, why(error))
 
     def start_prefill(self, asked: ClientRequest, seat: Seat, leg: Body) -> asyncio.Task[Prefilled]:
         """P's answer to this body. It may outlive the request."""
@@ -247,6 +280,7 @@ class Legs:
 
     def _failed(self, engine: Engine, error: Exception) -> None:
         if not isinstance(error, OwnFaultError):
+            engine.source = None  # another engine may answer there next
             self.metrics.failed_legs[engine.role] += 1
             self.engines.failed(engine, self.clock())
 
@@ -255,6 +289,8 @@ class Legs:
         if status >= 500:
             self.metrics.failed_legs[engine.role] += 1
             request = asked.digest()
+        elif self.prefix_reads and status == 200 and engine.source is None:
+            self.start(self._learn_source(asked, engine), asked)
         self.engines.answered(engine, status, request, self.clock())
 
     async def abandon(
@@ -332,6 +368,8 @@ class Legs:
                     params = body.get("kv_transfer_params")
                     if params is not None and decoded.answer.status == 200:
                         seat.engine.handed_over.sent(asked.seats[-1].engine.url, params)
+                    if self.prefix_reads and decoded.answer.status == 200:
+                        self.on_d.note(asked.prefix, seat.engine.url)
                     asked.loaded()
                     return decoded
                 decoded.close()

@@ -108,6 +108,13 @@ def prefill_body(body: Body, path: str = "", params: dict[str, Any] = PREFILL_TA
     return leg | {"max_tokens": tokens, "n": 1}
 
 
+def source_body(body: Body) -> Body:
+    """A request of one token, of the model of ``body``, whose answer says where other engines can read from the one
+    that answers."""
+    model = {name: body[name] for name in ("model",) if name in body}
+    return {**model, "prompt": [1], "max_tokens": 1, "kv_transfer_params": {"sources": []}}
+
+
 def can_hand_over(body: Body, path: str) -> bool:
     """Whether D's engine would take a prompt from P: the request holds one prompt, whose log probabilities nobody
     wants, and D's server would not refuse it before."""

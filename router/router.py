@@ -131,7 +131,7 @@ class Router(Legs):
         identity = None if self.serial else seat.engine.identity.get()
         if identity is not None:
             return await self._at_once(asked, reply, seat, identity)
-        leg = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path))
+        leg = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path, PREFILL_TAG | asked.sources))
         prefilled = await self._until(asked, leg)
         return None if prefilled.failed else await self._decode(asked, reply, prefilled.params)
 
@@ -170,7 +170,7 @@ class Router(Legs):
         """D's answer, where D is asked while P computes. Raises HttpError."""
         name = {"transfer_id": uuid.uuid4().hex}
         place = {"do_remote_prefill": True, "do_remote_decode": False, **identity, "remote_request_id": asked.id}
-        p = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path, PREFILL_TAG | name))
+        p = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path, PREFILL_TAG | asked.sources | name))
         progress = RequestProgress()
         tried: list[Engine] = []
         body = asked.decode_body(place | name)

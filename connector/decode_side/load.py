@@ -92,7 +92,8 @@ class Loads:
         sources = self._sources(load, now)
         peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
         count = len(sources) if isinstance(sources, list) else 1
-        state = first_attempt(count, peers, planes, self._rank_context.settings, now, inside=load.now)
+        once = bool(load.prefix)  # the engine computes it sooner than another attempt would bring it
+        state = first_attempt(count, peers, planes, self._rank_context.settings, now, inside=load.now, once=once)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         alone = alone and not load.now
         active_load = ActiveLoad(load, load, Lifetime(LOAD, state, now), started, ids, alone, layer_order)

@@ -139,11 +139,12 @@ Outcome = tuple[LoadState, tuple[LoadEffect, ...]]
 
 
 def first_attempt(
-    sources: int, peers: int, planes: int, settings: Settings, now: float, *, inside: bool = False
+    sources: int, peers: int, planes: int, settings: Settings, now: float, *, inside: bool = False, once: bool = False
 ) -> LoadState:
-    """A new load. ``peers``: P engines that it names; ``planes``: data planes that this rank has."""
+    """A new load. ``peers``: P engines that it names; ``planes``: data planes that this rank has. ``once``: no other
+    attempt follows the first one, as for a load inside a step."""
     end = now + settings.handover_timeout_seconds
-    left, planes = ((0,) * peers, 0) if inside else ((ATTEMPTS_PER_PEER,) * peers, planes - 1)
+    left, planes = ((0,) * peers, 0) if inside or once else ((ATTEMPTS_PER_PEER,) * peers, planes - 1)
     deadline = min(now + settings.handshake_timeout_seconds, end)
     everyone = frozenset(range(sources))
     return LoadState(LoadPhase.HANDSHAKING, sources, everyone, deadline, end, settings, left, planes, inside)

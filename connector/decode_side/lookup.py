@@ -18,6 +18,8 @@ lease at once. Where P does not know the prompt yet, P may have it already in it
 
 No link to P can be made before the answer, because a link is made to one life of one rank, and that life is part of the
 answer.
+
+A question for a prefix (``PromptLookup.prefix``) goes the same way: P answers at once, as if its grant were posted.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -517,10 +519,15 @@ class Lookups:
         self.asked = lookup.number = (self.asked + 1) % (1 << 32)
         self.by_number[lookup.number] = lookup
         wanted, connection = lookup.wanted, lookup.contact.connection
-        question = messages.Resolve(
-            number=lookup.number, name=wanted.name, engine_id=wanted.engine_id,
-            until="granted" if lookup.lifetime.state.phase is LookupPhase.AWAITING_GRANT else "begun",
-        )  # fmt: skip
+        question: messages.Request
+        if wanted.prefix:
+            number, engine_id = lookup.number, wanted.engine_id
+            question = messages.FindPrefix(number=number, digests=wanted.prefix, engine_id=engine_id)
+        else:
+            until: Literal["begun", "granted"] = "begun"
+            if lookup.lifetime.state.phase is LookupPhase.AWAITING_GRANT:
+                until = "granted"
+            question = messages.Resolve(number=lookup.number, name=wanted.name, engine_id=wanted.engine_id, until=until)
         if connection.send(messages.encode(question)):
             lookup.reason = "no_lease"  # if P says no
             return ()
@@ -581,14 +588,17 @@ class Lookups:
         answer = lookup.answer
         assert answer is not None
         streams = not answer.granted
-        found, step_tokens = (answer.found, answer.step_tokens) if streams else (0, 0)
+        found = answer.found if streams or lookup.wanted.prefix else 0
+        step_tokens = answer.step_tokens if streams else 0
         result = LookupResult(answer.params, streams=streams, found=found, step_tokens=step_tokens)
         self._results.looked_up(lookup.wanted.request_id, result)
 
     def _release_unneeded(self, lookup: Lookup, now: float) -> None:
         """Release the lease for all ranks of D, unless it is another prompt's, or another request of the same prompt
-        needs it (``n > 1``)."""
+        needs it (``n > 1``). Of a prefix there is none yet."""
         wanted = lookup.wanted
+        if wanted.prefix:
+            return
         if any(other.wanted.name == wanted.name for other in self.open.values()):
             return
         assert lookup.answer is not None and wanted.ended is not None

@@ -403,6 +403,8 @@ class Reads:
             read.asked(0, "posted", now)
             return self.take_grant(read, grant, now)
         load, failure = read.active_load.load, None
+        if load.prefix:
+            read.link.send(messages.LendPrefix(token=load.token, digests=load.prefix))
         read.link.send(
             messages.Ask(
                 read=read.number,

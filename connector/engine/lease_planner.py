@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.connector.engine.params import (
     TRANSFER_ID,
@@ -26,7 +27,8 @@ from kvferry.connector.engine.params import (
     wants_prefill,
 )
 from kvferry.connector.engine.planning import EngineFacts, covers, first_held, logger, used_blocks
-from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
+from kvferry.connector.engine.prefixes import OfferedBlocks
+from kvferry.connector.geometry.engine_types import KVContent, RequestView, ScheduledTokens
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.wire.step_plan import (
     ID_BYTES,
@@ -100,6 +102,8 @@ class LeasePlanner(EngineFacts):
         self._held = HeldBlocks(self.clock)  # the leases that some rank holds
         self._draining = False
         self._paused_at: float | None = None
+        self._offered = OfferedBlocks(self.prefix_seed, self.tables[0].block_size) if self.prefix_seed else None
+        self._told: PeerEngine | None = None  # what the ranks know of this engine
 
     @property
     def ranks(self) -> tuple[RankAddress, ...]:
@@ -112,6 +116,8 @@ class LeasePlanner(EngineFacts):
         shardings = tuple(sorted({table.sharding for table in self.tables}))
         seconds = self.settings.lease_seconds
         self._us = PeerEngine(self.engine_id, self.tp_size, self.pp_size, seconds, ordered, self.host_id, shardings)
+        if self._offered is not None:  # the ranks may be new, and have no offer
+            self._offered.clear()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -214,6 +220,32 @@ class LeasePlanner(EngineFacts):
             return True
         ours, theirs = first.prompt_token_ids, view.prompt_token_ids
         return ours is not theirs and list(ours or ()) != list(theirs or ())
+
+    # --- prefixes -----------------------------------------------------------------------------------------------
+
+    def offer_prefix(self, content: KVContent, block_ids: Sequence[int]) -> None:
+        """A request has ended by itself, and its blocks are still its own: other engines may read its KV until the
+        engine reuses a block. ``content``: what the blocks hold, without tokens whose KV is not computed yet; where
+        step outputs come in order, the device has computed it on all ranks."""
+        if self._offered is None or self._us is None or not self.streams():
+            return
+        new = self._offered.offer(content, block_ids)
+        if new is None:
+            return
+        offer, blocks = new
+        if self._told is not self._us:
+            self._told = self._us
+            params = msgspec.msgpack.encode(to_transfer_params(RemotePrompt(bytes(16), 1, "", self._us)))
+            offer = replace(offer, params=params)
+        self._plan.parts.offers.append(offer)
+        self.watch_blocks(blocks)
+
+    def block_reused(self, block_id: int) -> None:
+        """The engine gives a block to another request, or has reset its prefix cache. The ranks learn of it before they
+        get the work of the next step."""
+        if self._offered is not None and self._offered.reused(block_id):
+            self._plan.parts.reused.append(block_id)
+            self._plan.urgent = True
 
     # --- drain, pause, reset ------------------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ a load beside the steps, vLLM sees the end at the launch of a step, and schedule
 from __future__ import annotations
 
 import enum
+import math
 import re
+import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +20,10 @@ from msgspec.structs import replace
 from kvferry.connector.engine import params
 from kvferry.connector.engine.params import RemotePrompt, UnusablePromptError
 from kvferry.connector.engine.planning import EngineFacts, first_held, used_blocks
+from kvferry.connector.engine.prefixes import LEAST_GAIN, prefix_digests, sources_of
 from kvferry.connector.geometry.engine_types import RequestView
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
+from kvferry.connector.wire.messages import DIGEST_BYTES, PREFIX_TOKENS
 from kvferry.connector.wire.metrics import LocalReason, PromptReason, PromptResult
 from kvferry.connector.wire.states import Moves, Phases
 from kvferry.connector.wire.step_plan import (
@@ -119,6 +123,9 @@ class AwaitedPrompt:
     deadline: float
     """By the scheduler half's clock. Each time P says that its engine has the prompt, it begins anew, up to ``end``."""
     end: float
+    sources: tuple[PromptLookup, ...] | None = None
+    """Of a prefix: those of the sources that the request names which have not been asked. The first is asked once D
+    knows what it has itself; the next one where that has too little."""
     known: bool = False
     """P has said so."""
     result: LookupResult = field(default_factory=LookupResult)
@@ -151,6 +158,11 @@ class EngineRequest:
     """What became of its prompt, as ``HANDED_OVER`` has it; empty until that is known."""
     traceparent: str = ""
 
+    @property
+    def is_prefix(self) -> bool:
+        """Whether it names sources of a prefix of its prompt, and no P that was to compute it."""
+        return self.awaited is not None and self.awaited.sources is not None
+
 
 @dataclass(eq=False)
 class LoadPlanner(EngineFacts):
@@ -181,7 +193,12 @@ class LoadPlanner(EngineFacts):
             return
         try:
             wanted = params.lookup_of(request.request_id, request.params)
-            if wanted is not None:
+            if request.content is not None and not params.wants_load(request.params):
+                if not params.wants_prefill(request.params):
+                    self._stats.prompt("plain", "no_params")
+                    self._quiet = False
+                self._new_prefix(entry, request)
+            elif wanted is not None:
                 wanted = replace(wanted, traceparent=request.traceparent)
                 end = now + MAX_PATIENCE * self._timeout
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout, end)
@@ -195,6 +212,55 @@ class LoadPlanner(EngineFacts):
                     self._settle(entry, "plain", "no_params")
         except ProtocolError as error:
             self._refuse(entry, error)
+
+    def _new_prefix(self, entry: EngineRequest, request: RequestView) -> None:
+        """A request names sources of a prefix of its prompt. Raises ProtocolError: they cannot be asked."""
+        nobody = PromptLookup(request.request_id, "", 0, "", "")
+        entry.awaited = AwaitedPrompt(request, nobody, math.inf, math.inf, sources=())
+        entry.awaited.sources = sources_of(request.request_id, request.params)
+        if entry.awaited.sources:
+            self._advance(entry, RequestEvent.AWAITED)
+        else:
+            entry.awaited = None
+            self._advance(entry, RequestEvent.NOTHING)
+
+    def _ask_first(self, entry: EngineRequest, awaited: AwaitedPrompt) -> None:
+        """Ask how much of the prompt a source has. Raises ProtocolError: that would gain too little."""
+        request = awaited.request
+        assert request.content is not None
+        if request.whole_prompt:
+            raise UnusablePromptError("whole_prompt", "the engine computes all of its prompt")
+        if request.num_prompt_tokens - 1 - entry.start < LEAST_GAIN:
+            raise UnusablePromptError("cached", f"this engine has {entry.start} tokens of it")
+        awaited.deadline = awaited.end = self.clock() + self.settings.prefix_wait_seconds
+        self._ask_source(awaited, prefix_digests(self.prefix_seed, request.content))
+
+    def _ask_source(self, awaited: AwaitedPrompt, digests: bytes) -> bool:
+        """Ask the next source. Returns whether there is one."""
+        if not awaited.sources:
+            return False
+        awaited.wanted = replace(awaited.sources[0], prefix=digests, traceparent=awaited.request.traceparent)
+        awaited.sources = awaited.sources[1:]
+        self._plan.parts.lookups.append(awaited.wanted)
+        return True
+
+    def _take_prefix(self, entry: EngineRequest, awaited: AwaitedPrompt) -> None:
+        """A source has so much of the prompt. From here on it is a prompt that a P holds, under a token that the ranks
+        of D send with the digests. Raises ProtocolError: it is too little, or D cannot use it."""
+        digests, result = awaited.wanted.prefix, awaited.result
+        count = min(result.found // PREFIX_TOKENS, len(digests) // DIGEST_BYTES)
+        tokens = count * PREFIX_TOKENS
+        if tokens - entry.start < LEAST_GAIN:
+            text = f"the source has {tokens} tokens of it, this engine {entry.start}"
+            raise UnusablePromptError("cached" if tokens > LEAST_GAIN else "no_lease", text)
+        peer = params.prompt_of_answer(result.params, self.max_sizes).peer
+        params.check_reachable(peer, self.host_id)
+        awaited.wanted = replace(awaited.wanted, prefix=digests[: count * DIGEST_BYTES])
+        token, digest = secrets.token_bytes(16), awaited.wanted.prefix[-DIGEST_BYTES:]
+        entry.remote_prompt = RemotePrompt(token, tokens, digest.hex(), peer)
+        entry.leases = (RemoteLease(token, peer),)
+        self._plan.parts.keeps.append(KeepLease(entry.request_id, token, peer, siblings=False))
+        self._advance(entry, RequestEvent.OFFERED)
 
     def _offer(self, entry: EngineRequest, request: RequestView, remote_prompt: RemotePrompt) -> None:
         """Keep the leases of a request's prompt, if D can use it. Raises ProtocolError: it cannot. Such a lease may be
@@ -233,22 +299,35 @@ class LoadPlanner(EngineFacts):
                 if result.error:
                     raise UnusablePromptError(result.reason, result.error)
                 awaited.result = result
+                if awaited.sources is not None:
+                    self._take_prefix(entry, awaited)
+                    continue
                 self._offer(entry, awaited.request, params.prompt_of_answer(result.params, self.max_sizes))
                 if awaited.request.whole_prompt:  # the engine computes it, and does not ask again
                     self._advance(entry, RequestEvent.DECLINED)
                     self._settle(entry, "local", "whole_prompt")
             except ProtocolError as error:
-                self._refuse(entry, error)
+                if awaited.sources is None or not self._ask_source(awaited, awaited.wanted.prefix):
+                    self._refuse(entry, error)
 
     def _awaits(self, entry: EngineRequest) -> bool:
         """Whether a request waits for P's answer. Ends the wait when it has lasted long enough."""
         if entry.life.phase is not RequestPhase.AWAITED or entry.awaited is None:
             return False
+        if entry.is_prefix and not entry.awaited.wanted.prefix:
+            try:
+                self._ask_first(entry, entry.awaited)
+            except ProtocolError as error:
+                self._refuse(entry, error)
+                return False
         wanted, deadline = entry.awaited.wanted, entry.awaited.deadline
         if self.clock() < deadline:
             return True
         name = quoted(wanted.name)
-        if deadline == entry.awaited.end:
+        if entry.is_prefix:
+            wait = self.settings.prefix_wait_seconds
+            text = f"the source at {wanted.host}:{wanted.port} has not answered in {wait:g} s"
+        elif deadline == entry.awaited.end:
             patience = MAX_PATIENCE * self._timeout
             text = (
                 f"the prefill engine at {wanted.host}:{wanted.port} has had {name} for {patience:g} s, and "
@@ -264,9 +343,13 @@ class LoadPlanner(EngineFacts):
         return False
 
     def _loads_itself(self, request_id: str) -> bool:
-        """Whether tokens of a request come from a load, or may."""
+        """Whether tokens of a request come from a load that may still fail, or may come from one."""
         entry = self._requests.get(request_id)
-        return entry is not None and (entry.remote_prompt is not None or entry.awaited is not None)
+        if entry is None:
+            return False
+        if entry.is_prefix:  # the engine computes the rest once this is settled
+            return entry.remote_prompt is not None and entry.handed_over.get("result") != "loaded"
+        return entry.remote_prompt is not None or entry.awaited is not None
 
     # --- phases -------------------------------------------------------------------------------------------------
 
@@ -277,8 +360,12 @@ class LoadPlanner(EngineFacts):
         self._phases[before] -= 1
         self._phases[after] += 1
         if before is RequestPhase.AWAITED and after not in (RequestPhase.AWAITED, RequestPhase.OFFERED):
-            assert entry.awaited is not None
-            self._plan.leave(LeftAnswer(entry.request_id, params.possible_digests(entry.awaited.request)))
+            awaited = entry.awaited
+            assert awaited is not None
+            if awaited.wanted.prefix:
+                self._plan.leave(LeftAnswer(entry.request_id))
+            elif awaited.sources is None:
+                self._plan.leave(LeftAnswer(entry.request_id, params.possible_digests(awaited.request)))
         elif before is RequestPhase.OFFERED and after is not before and event not in (_E.BESIDE, _E.INSIDE):
             parts.releases += [UnneededLease(entry.request_id, lease.token) for lease in entry.leases]
         elif before is RequestPhase.LOADING and event in (_E.REFUSED, _E.ENDED):
@@ -290,6 +377,10 @@ class LoadPlanner(EngineFacts):
         self._advance(entry, RequestEvent.REFUSED)
         reason: LocalReason = why.reason if isinstance(why, UnusablePromptError) else "malformed"
         self._settle(entry, "local", reason)
+        if entry.is_prefix:  # any client may name sources
+            text = "kvferry: nothing is read for %s from the source that it names: %s"
+            self._log.info("no prefix", text, entry.request_id, why)
+            return
         text = "kvferry: %s prefills locally: %s; the request: %s"
         self._failed.warning(reason, text, entry.request_id, why, entry.life.story())
 
@@ -306,6 +397,7 @@ class LoadPlanner(EngineFacts):
     def _matched_tokens(self, request: RequestView, num_local: int) -> tuple[int | None, bool]:
         """As ``SchedulerHalf.num_new_matched_tokens``, of a request of the engine."""
         entry = self._requests[request.request_id]
+        entry.start = num_local
         if self._awaits(entry):
             return (0 if request.whole_prompt else None), False
         remote_prompt = entry.remote_prompt
@@ -313,7 +405,7 @@ class LoadPlanner(EngineFacts):
             return 0, False
         prompt = request.num_prompt_tokens
         stop = min(remote_prompt.num_tokens, prompt - max(self.lookahead, 0 if self._whole else 1))
-        entry.start, entry.in_step = num_local, False
+        entry.in_step = False
         entry.cached = min(stop, prompt - 1) <= num_local
         if entry.cached or request.whole_prompt:
             return 0, False
@@ -363,7 +455,7 @@ class LoadPlanner(EngineFacts):
         start, stop = entry.start, entry.start + num_external
         steps = self.steps
         tables = list(zip(self.tables, block_ids, strict=True))
-        result = LookupResult() if entry.awaited is None else entry.awaited.result
+        result = LookupResult() if entry.awaited is None or entry.is_prefix else entry.awaited.result
         written = (block_id for table, ids in tables for block_id in ids[start // table.block_size :])
         return Load(
             request_id=entry.request_id,
@@ -380,6 +472,7 @@ class LoadPlanner(EngineFacts):
             found=result.found,
             step_tokens=result.step_tokens,
             traceparent=entry.traceparent,
+            prefix=entry.awaited.wanted.prefix if entry.awaited is not None else b"",
         )
 
     def loads_finished(
@@ -426,7 +519,10 @@ class LoadPlanner(EngineFacts):
         if entry.handed_over:
             return
         self._quiet = False
-        self._stats.prompt(result, reason)
+        if entry.is_prefix and result != "plain":
+            self._stats.prefix(result, reason)
+        else:
+            self._stats.prompt(result, reason)
         end = end or LoadEnd()
         entry.handed_over = {
             "result": result, "reason": reason, "tokens": entry.tokens if result == "loaded" else 0,
@@ -440,11 +536,11 @@ class LoadPlanner(EngineFacts):
         if entry is None:
             return None
         awaited = entry.awaited if entry.life.phase is RequestPhase.AWAITED else None
-        unanswered = awaited is not None and not awaited.known and not request.rejected
+        unanswered = awaited is not None and not (awaited.known or request.rejected or entry.is_prefix)
         self._advance(entry, RequestEvent.ENDED)
         if not entry.handed_over and entry.tokens:
             self._unreported[request.request_id] = entry
-        elif params.wants_load(request.params):
+        elif params.wants_load(request.params) or entry.is_prefix:
             self._settle(entry, "local", "no_answer" if unanswered else "ended")
         return entry.handed_over or None if params.wants_report(request.params) else None
 

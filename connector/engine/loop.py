@@ -78,7 +78,7 @@ class TransferThread:
         self._consumer = Consumer(rank_context, self.results, self.wake)
         self._producer = Producer(rank_context, listener, self.results.freed)
         self._plans = PostedPlans(rank_context, self._producer, self._consumer, self.results, self._yield_to_engine)
-        self._steps = self._producer.steps
+        self._steps, self.prefixes = self._producer.steps, self._producer.prefixes
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
 
@@ -223,6 +223,8 @@ class TransferThread:
                 self._plans.run(now)
             if self._steps.flights:
                 self._producer.look(now)
+            if self.prefixes.lost:
+                self._producer.end_lost(now)
             if self._plans.computing:
                 self._plans.grant_computed(now)
         finally:

@@ -274,15 +274,23 @@ def lookup_of(request_id: str, params: Mapping[str, Any] | None) -> PromptLookup
     if params.get("remote_block_ids"):  # of vLLM's NIXL connector, whose ranks answer no question of ours
         return None
     field = "remote_request_id" if params.get(TRANSFER_ID) is None else TRANSFER_ID
-    host, port, engine_id = (params.get(key) for key in ("remote_host", "remote_port", "remote_engine_id"))
     named = params.get(field)
     if named is None:
         return None
+    host, port, engine_id, key = address_of(params)
+    _check_names({field: named})
+    return PromptLookup(request_id, host, port, engine_id, str(named), key)
+
+
+def address_of(params: Mapping[str, Any]) -> tuple[str, int, str, str]:
+    """The host and the port of a rank, its engine's id, and the fingerprint of its key; each of the last two is empty
+    where ``params`` do not have it. Raises ProtocolError: they cannot be used; one line."""
+    host, port, engine_id = (params.get(key) for key in ("remote_host", "remote_port", "remote_engine_id"))
     if isinstance(port, str) and port.isascii() and port.isdigit():
         port = int(port[:6])
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= MAX_PORT:
         raise ProtocolError(f"kv_transfer_params: remote_port is {quoted(port)}, expected a number 1 to {MAX_PORT}")
-    _check_names({"remote_host": host, field: named})
+    _check_names({"remote_host": host})
     if engine_id is not None and not usable_name(engine_id):
         raise ProtocolError(
             f"kv_transfer_params: remote_engine_id is {quoted(engine_id)}, expected the engine id of the prefill engine"
@@ -290,7 +298,7 @@ def lookup_of(request_id: str, params: Mapping[str, Any] | None) -> PromptLookup
     key = params.get("remote_key") or ""
     if not isinstance(key, str) or not _FINGERPRINT.fullmatch(key):
         raise ProtocolError(f"kv_transfer_params: remote_key is {quoted(key)}, expected the 12 digits of a fingerprint")
-    return PromptLookup(request_id, str(host), port, engine_id or "", str(named), key)
+    return str(host), port, engine_id or "", key
 
 
 def _by_page(request_id: str, params: Mapping[str, Any]) -> PromptLookup:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -25,10 +25,12 @@ from kvferry.connector.wire.step_plan import (
     Prefill,
     PrefillChunk,
     PrefillStop,
+    PrefixOffer,
     PromptLookup,
     QueuedPrompt,
     StepPlan,
     UnneededLease,
+    pack_ids,
 )
 from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 
@@ -73,6 +75,10 @@ class EngineFacts:
     computes."""
     is_paused: Callable[[], bool] = lambda: False
     """Whether the engine begins no new request. Once this has lasted ``PAUSE_SECONDS``, leases end."""
+    prefix_seed: bytes = b""
+    """A digest of the model, by which prefixes are told from those of others; empty where none is offered or read."""
+    watch_blocks: Callable[[Iterable[int]], None] = lambda blocks: None
+    """Has the engine call ``block_reused`` when it gives one of these blocks to another request."""
     clock: Callable[[], float] = time.monotonic
     """Seconds, never going back."""
 
@@ -99,6 +105,8 @@ class PlanParts:
     stops: list[PrefillStop] = field(default_factory=list)
     lookups: list[PromptLookup] = field(default_factory=list)
     left: list[LeftAnswer] = field(default_factory=list)
+    offers: list[PrefixOffer] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
 
 
 class StepPlanBuilder:
@@ -133,6 +141,7 @@ class StepPlanBuilder:
         if not (after_prefill or self.ends_leases or any(vars(self.parts).values())):  # as in most steps
             return self._nothing[idle]
         parts: dict[str, Any] = {name: tuple(found) for name, found in vars(self.parts).items()}
+        parts["reused"] = pack_ids(self.parts.reused)
         plan = StepPlan(
             decode_engine=self._decode_engine, idle=idle, step=self.step, after_prefill=after_prefill,
             ends_leases=self.ends_leases, **parts,

@@ -12,6 +12,7 @@ from typing import Any
 from kvferry.connector.engine.lease_planner import LeasePlanner
 from kvferry.connector.engine.load_planner import ACTIVE, LoadPlanner, RequestPhase
 from kvferry.connector.engine.params import HANDED_OVER, wants_load, wants_prefill
+from kvferry.connector.engine.prefixes import SOURCE, names_sources, source_params
 from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
 from kvferry.connector.wire.metrics import Figures, HandoverStats
 from kvferry.connector.wire.step_plan import StepPlan
@@ -72,7 +73,10 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
         length), not by abort or error."""
         handed_over = self._end_load(request)
         held, params = self._end_prompt(request, block_ids, completed=completed)
-        return held, params if handed_over is None else {**(params or {}), HANDED_OVER: handed_over}
+        more = {} if handed_over is None else {HANDED_OVER: handed_over}
+        if completed and self.prefix_seed and self.ranks and names_sources(request.params):
+            more[SOURCE] = source_params(self.engine_id, self.ranks[0])
+        return held, {**(params or {}), **more} if more else params
 
     # --- resets -------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class WorkerHalf:
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = False
         self._awaited: set[str] = set()  # requests whose P this rank asks for their lease
+        self._prefix_step = -1  # the last step whose plan has changed which prefixes D may read
         self.prefills: PrefillEvents | None = None
         """What the engine says about prompts that it computes; ``None`` before ``register``."""
         self.stats = rank_stats(f"pp{info.pp_rank} tp{info.tp_rank}")
@@ -224,6 +225,8 @@ class WorkerHalf:
             self._copies.idle, self.step_hold.outcome = plan.idle, None
             thread.step_posted()
             return
+        if plan.offers or plan.reused:
+            self._update_prefixes(plan)
         ours, hold = by_region(plan, self._tables), self.step_hold
         inside = [load for load in ours.loads if load.now]
         hold.outcome = outcome = None
@@ -244,10 +247,21 @@ class WorkerHalf:
             hold.wait_begun()
 
     def take_back(self, plan: StepPlan) -> None:
-        """The engine takes blocks back from prompts that it computes (``plan.stops``). Must come before the device gets
-        work on these blocks; ``post`` may come too late for that."""
+        """The engine takes blocks back, of prompts that it computes (``plan.stops``) and of prefixes that D may read
+        (``plan.reused``). Must come before the device gets work on these blocks; ``post`` may come too late for that.
+        """
         if self.prefills is not None:
             self.prefills.take_back(plan)
+        if plan.reused:
+            self._update_prefixes(plan)
+
+    def _update_prefixes(self, plan: StepPlan) -> None:
+        """Once for each plan."""
+        thread = self._transfer_thread
+        if plan.step != self._prefix_step and thread is not None:
+            self._prefix_step = plan.step
+            if thread.prefixes.update(plan):
+                thread.wake()
 
     def _record_event(self, plan: StepPlan) -> DeviceEvent | None:
         """The work that the device was given before this step, where a load of the plan waits for it, or a lease of

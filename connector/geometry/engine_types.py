@@ -117,6 +117,16 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class KVContent:
+    """All that the KV of a request depends on, beside the model."""
+
+    token_ids: Sequence[int]
+    scope: tuple[str, ...] = ()  # Of all tokens: the cache salt, and the LoRA adapter's name and content
+    inputs: tuple[tuple[int, int, str], ...] = ()
+    """Of each multi-modal input, in their order: its first token, how many it takes, and its identifier."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestView:
     """The data of an engine's request that the scheduler half reads."""
 
@@ -132,3 +142,4 @@ class RequestView:
     whole_prompt: bool = False
     """D computes all of its prompt, for its log-probabilities, so nothing of it is loaded."""
     traceparent: str = ""  # The span that its spans belong to; empty where it is not traced
+    content: KVContent | None = None  # Where a prefix of it may be read from another engine

@@ -7,9 +7,12 @@
                                  ▼
                               GRANTED ──▶ RELEASED, EXPIRED    (P holds the blocks)
 
+    LENT ──▶ RELEASED, EXPIRED    (nobody holds the blocks)
+
 While P's engine computes the prompt, the blocks are the engine's. It may take them back at any time, and then says so.
 Blocks have a life, which ends when the engine takes them back; what a step of an earlier life has computed counts no
-more. A prompt that nobody reads before its lease is WAITING until then.
+more. A prompt that nobody reads before its lease is WAITING until then. A prefix in blocks that nobody holds is LENT:
+it is computed, and the engine may take the blocks back, by which it ends.
 
 An *own* read is one that P packs and sends, before the lease or under it. P waits for it, because only its end proves
 that nothing reads the pages: ``Freed`` comes once, when the lease and the last own read have ended. A *peer* read is a
@@ -65,13 +68,15 @@ class LeasePhase(enum.Enum):
     PREEMPTED = "preempted"
     ABANDONED = "abandoned"
     GRANTED = "granted"
+    LENT = "lent"
     RELEASED = "released"
     EXPIRED = "expired"
 
 
 _P = LeasePhase
 _COMPUTED = (_P.WAITING, _P.COMPUTING, _P.PREEMPTED)
-_LIVE = (*_COMPUTED, _P.GRANTED)
+_READABLE = (_P.GRANTED, _P.LENT)
+_LIVE = (*_COMPUTED, *_READABLE)
 _OVER = (_P.RELEASED, _P.EXPIRED)
 WHY_STOPPED = {_P.ABANDONED: GIVEN_UP, _P.PREEMPTED: NOT_RESUMED}
 """Why own reads are stopped in a phase, in the refusal."""
@@ -132,7 +137,8 @@ class LeaseEventKind(enum.Enum):
     RELEASED = "LeaseReleased"
     """By this ``rank`` of ``decode_engine``; ``expected`` as in ASKED."""
     REVOKED = "LeaseRevoked"
-    """P's engine was paused, or its caches were reset: the lease expires before its time."""
+    """P's engine was paused, or its caches were reset, or it reuses the blocks of a lent prefix: the lease expires
+    before its time."""
     TICK = "Tick"
 
 
@@ -200,6 +206,12 @@ def _begun(state: LeaseState, event: LeaseEvent, now: float) -> Outcome:
     cap = state.settings.lease_cap_seconds
     deadline = now + min(state.settings.lease_seconds, cap)
     return replace(state, phase=_P.GRANTED, deadline=deadline, cap=now + cap), ()
+
+
+def lent_at(settings: Settings, now: float, tokens: int) -> LeaseState:
+    """A new lease of a prefix of ``tokens`` tokens in blocks that nobody holds."""
+    begun, _ = _begun(LeaseState(settings), LeaseEvent(_K.BEGUN), now)
+    return replace(begun, phase=_P.LENT, computed=tokens)
 
 
 # --- transitions: who reads, and until when ---------------------------------------------------------------------
@@ -275,10 +287,10 @@ LEASE: TransitionTable[LeaseState, LeaseEvent, LeaseEffect] = TransitionTable(
         (_LIVE, (_K.ASKED,), _asked),
         (_LIVE, (_K.READ_STARTED,), _read_started),
         ((*_LIVE, _P.ABANDONED), (_K.READ_ENDED,), _read_ended),
-        ((_P.GRANTED,), (_K.RENEWED,), _renewed),
-        ((_P.GRANTED,), (_K.RELEASED,), _released),
-        ((_P.GRANTED,), (_K.REVOKED,), lambda state, event, now: _end(state, _P.EXPIRED, "reset")),
-        ((_P.GRANTED,), (_K.TICK,), _tick),
+        (_READABLE, (_K.RENEWED,), _renewed),
+        (_READABLE, (_K.RELEASED,), _released),
+        (_READABLE, (_K.REVOKED,), lambda state, event, now: _end(state, _P.EXPIRED, "reset")),
+        (_READABLE, (_K.TICK,), _tick),
         ((*_OVER, _P.ABANDONED), (_K.READ_STARTED,), _read_too_late),
         (_OVER, (_K.READ_ENDED,), _last_read_ended),
         # A step that was under way when the blocks were lost; what concerns the lease before it; all after the end.
@@ -325,6 +337,8 @@ class Lease:
     """As of the ``LeaseGrant``."""
     sent: list[RecordedSpan] = field(default_factory=list)
     """The spans of its reads, where the request is traced."""
+    lent: bool = False
+    """It is of a prefix in blocks that nobody holds, and of no request."""
 
     @property
     def granted(self) -> bool:
@@ -343,9 +357,10 @@ class Lease:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the prompt lies in the blocks, which are not lost, before the lease."""
+        """Whether all of the prompt lies in the blocks, which are not lost, and which P does not hold."""
         state = self.lifetime.state
-        return state.phase is _P.COMPUTING and state.computed >= self.grant.num_tokens and self.intact
+        readable = state.phase in (_P.COMPUTING, _P.LENT)
+        return readable and state.computed >= self.grant.num_tokens and self.intact
 
     def span(self, reason: str, end: float) -> RecordedSpan:
         """The span of the lease, which has ended."""
@@ -372,8 +387,8 @@ class Leases:
     """All prompts and leases of this rank, by token, until nothing reads the blocks. Used by the transfer thread only.
 
     Attributes:
-        held: how many leases have begun and have not been freed.
-        ended: tokens that no lease holds any more, or never will.
+        held: how many leases have begun and have not been freed, lent prefixes too.
+        ended: tokens that no lease holds any more, or never will; and prefixes that are not lent.
         board: where the grants are posted, if ``posts_grants``.
     """
 
@@ -420,6 +435,17 @@ class Leases:
         self.table[token] = lease
         self.held += 1
         self.step(lease, LeaseEvent(_K.BEGUN), now)
+
+    def lend(self, grant: LeaseGrant, ids: list[Ids], life: PromptBlocks, now: float) -> None:
+        """Let D read a prefix in blocks that nobody holds, while their ``life`` lasts. ``ids``: as of ``begin``."""
+        state = lent_at(self._rank_context.settings, now, grant.num_tokens)
+        begun_at, lifetime = self._rank_context.clock(), Lifetime(LEASE, state, now)
+        lease = Lease(grant, ids, grant.block_ids, lifetime, life, begun_at=begun_at, lent=True)
+        if self.posts_grants:
+            life.post(self.board, grant.token, messages.encode_grant(lease.answer(0, 0, lease.block_ids)))
+        self.table[grant.token] = lease
+        self.held += 1
+        self._deadlines.note(grant.token, state.deadline)
 
     def step(self, lease: Lease, event: LeaseEvent, now: float) -> tuple[LeaseEffect, ...]:
         """Give a lease an event. Returns the effects that the caller must perform."""

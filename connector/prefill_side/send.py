@@ -96,7 +96,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
         assert not self.stopped and self.sent < self.begun
         self.sent += 1
         self.nbytes += nbytes
-        if not self.lease.begun:
+        if not (self.lease.begun or self.lease.lent):
             self.early += nbytes
 
     @property

@@ -28,11 +28,13 @@ from kvferry.connector.prefill_side.lease import (
     rank_set,
 )
 from kvferry.connector.prefill_side.lookup import Answer, NamedPrompts
+from kvferry.connector.prefill_side.prefixes import PrefixIndex
 from kvferry.connector.prefill_side.send import OutgoingRead, Sends
 from kvferry.connector.prefill_side.session import Session, Sessions, refusal
 from kvferry.connector.prefill_side.stream import PrefillSteps
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, unpack_ids
+from kvferry.connector.wire.messages import PREFIX_TOKENS
+from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, pack_ids, unpack_ids
 from kvferry.transport.control.listener import Delivery, Listener
 from kvferry.transport.errors import KVFerryError, ProtocolError
 from kvferry.transport.fair_table import FairTable
@@ -82,6 +84,9 @@ class Producer:
         self.steps = PrefillSteps(rank_context.caches)
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
         self.named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
+        view = next(iter(rank_context.caches.views), None)  # a pipeline stage may hold no layer
+        pages = (view.num_pages, max(1, view.page_tokens // PREFIX_TOKENS)) if view else (1, 1)
+        self.prefixes = PrefixIndex(*pages)
         self.arrived: deque[tuple[bytes, list[bytes], str]] = deque()
         """The messages that ``serve`` has not answered yet."""
         self._next_sign = 0.0
@@ -154,6 +159,13 @@ class Producer:
         """Look at the steps that the device has not ended."""
         for lease, event in self.steps.look():
             self._step(lease, event, now)
+
+    def end_lost(self, now: float) -> None:
+        """The engine reuses blocks of prefixes that are lent."""
+        for token in self.prefixes.take_lost():
+            if (lease := self.leases.table.get(token)) is not None:
+                self._rank_context.stats.prefix("lent", "reused")
+                self._step(lease, LeaseEvent(_K.REVOKED), now)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
@@ -274,12 +286,16 @@ class Producer:
                 self.answer(self.named.resolve(identity, request, now))
             case messages.LeaveName():
                 self.named.leave(identity, request.number)
+            case messages.FindPrefix():
+                self._replies.send(identity, self._find_prefix(request))
             case _ if session is None:
                 if (reply := refusal(request)) is not None:  # it lets D start a new handshake
                     self._replies.send(identity, reply)
                 raise ProtocolError(f"{type(request).__name__} before Hello")
             case messages.Attach():
                 self._replies.send(identity, self._sessions.attach(session, request))
+            case messages.LendPrefix():
+                self._lend(request, now)
             case messages.Ask():
                 self._ask(session, request, now)
             case messages.Cancel():
@@ -295,8 +311,42 @@ class Producer:
                 self._end_session(session, now)
         self._replies.send(identity, refused or self._sessions.begin(identity, hello, address, now))
 
+    def _find_prefix(self, wanted: messages.FindPrefix) -> messages.Resolved | messages.Unresolved:
+        ours, prefixes = self._rank_context.engine_id, self.prefixes
+        if wanted.engine_id not in ("", ours):
+            return messages.Unresolved(number=wanted.number, final=True, detail=f"this is engine {ours[:256]}")
+        if not prefixes.params:
+            return messages.Unresolved(number=wanted.number, final=True, detail="this engine has no prefix to read")
+        found = prefixes.find(wanted.digests) * PREFIX_TOKENS
+        return messages.Resolved(number=wanted.number, params=prefixes.params, granted=True, found=found)
+
+    def _lend(self, wanted: messages.LendPrefix, now: float) -> None:
+        """D is about to read a prefix. Where it does not lie here any more, the ask that follows is refused."""
+        token, digests = wanted.token, wanted.digests
+        if token in self.leases.table or token in self.leases.ended or token in self.named:
+            return  # another rank of D has asked
+        lent = self.prefixes.lend(token, digests)
+        if lent is None:
+            self._rank_context.stats.prefix("lent", "gone")
+            self.leases.remember_end(token)
+            return
+        life, blocks = lent
+        caches = self._rank_context.caches
+        tokens, packed = len(digests) // messages.DIGEST_BYTES * PREFIX_TOKENS, pack_ids(blocks)
+        try:
+            ids = [caches.kernel_ids(region, unpack_ids(packed)) for region in range(len(caches.views))]
+            digest = digests[-messages.DIGEST_BYTES :].hex()
+            self.leases.lend(LeaseGrant("a prefix", token, tokens, (packed,) * len(ids), digest), ids, life, now)
+        except Exception:
+            self.prefixes.end(token)
+            self.leases.remember_end(token)
+            raise
+
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
         identity, read, lease = session.identity, ask.read, self.leases.table.get(ask.token)
+        if lease is not None and lease.lent and not lease.intact:
+            self.deny(identity, read, "expired")
+            return
         # A D that reads P's pages by itself waits until all is computed.
         if lease is None or not (lease.begun or session.sender is not None or self._may_read(lease)):
             preempted = lease is not None and lease.lifetime.state.phase is LeasePhase.PREEMPTED
@@ -378,7 +428,7 @@ class Producer:
         if release.token in self.leases.ended:
             return
         lease = self.leases.table.get(release.token)
-        if lease is not None and lease.begun:
+        if lease is not None and (lease.begun or lease.lent):
             expected = rank_set(release.expected)
             event = LeaseEvent(_K.RELEASED, release.decode_engine, release.decode_rank, expected)
             self._step(lease, event, now)
@@ -437,6 +487,13 @@ class Producer:
         del self.leases.table[token]
         self.leases.held -= 1
         self.leases.remember_end(token)
+        if lease.lent:  # the engine knows nothing of it
+            assert lease.blocks is not None
+            self.prefixes.end(token)
+            lease.blocks.lose()
+            if reason != "reset":
+                self._rank_context.stats.prefix("lent", "read" if reason == "released" else "expired")
+            return
         self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(request_id)
         if answers := self.named.end(token, now):

@@ -141,7 +141,7 @@ def holds(lease: Lease, region: int, layer: int, num_layers: int, stop: int) -> 
     """Whether the KV of all tokens before ``stop`` lies in the blocks, for ``num_layers`` layers of a region from
     number ``layer`` on."""
     state = lease.lifetime.state
-    if state.phase is not LeasePhase.COMPUTING:
+    if state.phase not in (LeasePhase.COMPUTING, LeasePhase.LENT):
         return state.phase is LeasePhase.GRANTED
     stop = min(stop, lease.grant.num_tokens)
     if stop <= state.computed:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,8 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
-from kvferry.connector.config import load_settings
+from kvferry.connector.config import Settings, load_settings
 from kvferry.connector.engine.prefill_events import PrefillEvents
+from kvferry.connector.engine.prefixes import model_seed, names_sources, with_hints
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.engine.worker_setup import check_before_caches
@@ -85,6 +86,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._recovery: StepLoadRecovery | None = None
         self._steps: StepsInFlight | None = None
         self._bootstrap: BootstrapServer | None = None
+        self._block_pool: Any = None
         if role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self.alone = self.stepping_alone(parallel)
@@ -118,6 +120,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # Below MultiConnector, another connector may load tokens, and these may prove to be missing.
                 streams=lambda: getattr(scheduler, "connector", None) is self,
                 is_paused=lambda: compat.is_paused(scheduler),
+                prefix_seed=self._prefix_seed(vllm_config, settings),
+                watch_blocks=self._watch_blocks,
             )
             if fits and not recovers:
                 self._scheduler.stats.total("missing_hooks")
@@ -145,6 +149,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads_fail_requests=from_vllm.loads_fail_requests(vllm_config),
                 tracer=open_tracer(vllm_config.observability_config.otlp_traces_endpoint, name),
             )
+
+    def _prefix_seed(self, vllm_config: VllmConfig, settings: Settings) -> bytes:
+        """As ``SchedulerHalf`` takes it."""
+        if not settings.prefix_reads:
+            return b""
+        compat.check_prefix_reads(vllm_config, self._config)
+        return model_seed(from_vllm.model_identity_of(vllm_config, settings.model_tag))
 
     @staticmethod
     def stepping_alone(parallel: Any) -> bool:
@@ -175,6 +186,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if count and view.prompt_token_ids is not None:
             compat.truncate_prompt(request, count)
             view = from_vllm.request_view(request)
+        if (hints := getattr(request, "kv_hints", None)) is not None:
+            view = replace(view, params=with_hints(view.params, hints))
+        if self._scheduling.prefix_seed and names_sources(view.params):
+            view = replace(view, content=from_vllm.kv_content(request, request.num_prompt_tokens))
         self._scheduling.on_new_request(view)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -229,8 +244,23 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._steps is not None:
             self._steps.freed(block_id for ids in block_ids for block_id in ids)
-        view, ids = from_vllm.request_view(request), self._select(block_ids)
-        return self._scheduling.request_finished(view, ids, completed=from_vllm.completed(request))
+        view, ids, completed = from_vllm.request_view(request), self._select(block_ids), from_vllm.completed(request)
+        if completed and self._scheduling.prefix_seed:
+            # The KV of the last token is not computed.
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            if (content := from_vllm.kv_content(request, computed)) is not None:
+                self._scheduling.offer_prefix(content, ids[0])
+        return self._scheduling.request_finished(view, ids, completed=completed)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """0.32 calls this also where it binds the manager of the KV cache."""
+        self._block_pool = gpu_block_pool
+
+    def _watch_blocks(self, block_ids: Iterable[int]) -> None:
+        """The blocks are a request's, and stay as they are: only the callback is new."""
+        blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
+        self._block_pool.touch(blocks)
+        self._block_pool.unpin_blocks(blocks, lambda block: self._scheduling.block_reused(block.block_id))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """MultiConnector tells all its children what the first of them had to tell."""
@@ -288,7 +318,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for a new request, and more for a long one."""
         metadata = scheduler_output.kv_connector_metadata
         if isinstance(metadata, KVFerryMetadata) and not metadata.plan.nothing:
-            if metadata.plan.stops:
+            if metadata.plan.stops or metadata.plan.reused:
                 self._working.take_back(metadata.plan)
             # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.
             if not any(load.behind for load in metadata.plan.loads):

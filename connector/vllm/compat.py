@@ -19,11 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.vllm.from_vllm import cache_kind, first_spec, shardings, transfer_group_ids
+from kvferry.connector.wire.messages import PREFIX_TOKENS
 from kvferry.transport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -157,6 +159,30 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             f"vLLM {vllm.__version__} dies when a load fails with {len(groups)} KV cache groups; "
             "start it with --disable-hybrid-kv-cache-manager"
         )
+
+
+def check_prefix_reads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Check that prefixes of this engine can be read, and that it can read them. Raises ConfigError."""
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    block_size = groups[0].kv_cache_spec.block_size if groups else 0
+    kinds = {cache_kind(first_spec(group.kv_cache_spec))[0] for group in groups}
+    if not hasattr(BlockPool, "unpin_blocks"):
+        why = f"vLLM {vllm.__version__} does not tell when it reuses a block; run vLLM 0.32"
+    elif len(groups) != 1 or not kinds <= {"full", "mla"}:
+        found = f"{len(groups)} KV cache groups, {', '.join(sorted(kinds))}"
+        why = f"the model has {found}, expected one of full attention or MLA"
+    elif parallel.decode_context_parallel_size > 1:
+        why = f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, expected 1"
+    elif block_size % PREFIX_TOKENS:
+        why = f"blocks hold {block_size} tokens, expected a multiple of {PREFIX_TOKENS}"
+    elif vllm_config.speculative_config is not None:
+        why = "speculative decoding is on"
+    elif vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        why = f"kv_load_failure_policy is {policy!r}, expected 'recompute': a prefix may be gone when it is read"
+    else:
+        return
+    raise ConfigError(f"prefix_reads: {why}; or leave prefix_reads out")
 
 
 def speaks_for_engine(connector: KVConnectorBase_V1) -> bool:

@@ -23,7 +23,14 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.geometry import model_identity, packing
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
-from kvferry.connector.geometry.engine_types import BlockTable, LayerGroup, RankInfo, RequestView, ScheduledTokens
+from kvferry.connector.geometry.engine_types import (
+    BlockTable,
+    KVContent,
+    LayerGroup,
+    RankInfo,
+    RequestView,
+    ScheduledTokens,
+)
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
@@ -311,6 +318,21 @@ def request_view(request: Request) -> RequestView:
         # vLLM leaves them out where --otlp-traces-endpoint is not set.
         traceparent=sampled_traceparent(getattr(request, "trace_headers", None)),
     )
+
+
+def kv_content(request: Request, tokens: int) -> KVContent | None:
+    """What the KV of the first ``tokens`` tokens of a request depends on; ``None`` where that cannot be told."""
+    if getattr(request, "prompt_embeds", None) is not None or request.prompt_token_ids is None:
+        return None
+    lora = request.lora_request
+    scope: tuple[str, ...] = (request.cache_salt or "",)
+    if lora is not None:
+        scope = (*scope, lora.lora_name, lora_content(lora.lora_path) or lora.lora_path)
+    inputs = tuple(
+        (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
+        for feature in getattr(request, "mm_features", None) or ()
+    )
+    return KVContent(request.all_token_ids[:tokens], scope, inputs)
 
 
 def scheduled_tokens(

@@ -104,9 +104,10 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for kind, name in _COUNTS.items():
             for label, count in figures[kind].items():  # type: ignore[literal-required]
                 child(name, engine_idx, label).inc(count)
-        for end, count in figures["prompts"].items():
-            result, _, reason = end.partition(" ")
-            child("prompts", engine_idx, result, reason).inc(count)
+        for counts, name in ((figures["prompts"], "prompts"), (figures["prefixes"], "prefix_reads")):
+            for end, count in counts.items():
+                result, _, reason = end.partition(" ")
+                child(name, engine_idx, result, reason).inc(count)
         for end, count in figures["leases"].items():
             if end == "released":
                 child("num_released_leases", engine_idx).inc(count)

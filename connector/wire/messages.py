@@ -12,6 +12,9 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
                                     ◀── Attached | AttachRefused      (once per pair of ranks)
     Resolve(number, name)           ──▶ held until P begins, or grants, a prompt of this name
                                     ◀── Resolved(number, params) | Unresolved
+    FindPrefix(number, digests)     ──▶
+                                    ◀── Resolved(number, params, found) | Unresolved
+    LendPrefix(token, digests)      ──▶                               (before an Ask of the prefix)
     Renew(tokens)                   ──▶                               (any time while D waits)
     Ask(read, token, spans)         ──▶ held if the lease is not there yet
                                     ◀── Grant(read, chunks) | Deny
@@ -70,6 +73,12 @@ SlotBytes = Annotated[int, Meta(ge=MIN_SLOT_BYTES, le=1 << 31)]
 ChunkBytes = Annotated[int, Meta(ge=MIN_CHUNK_BYTES, le=1 << 31)]
 Text = Annotated[str, Meta(max_length=1024, pattern=PRINTABLE)]
 PlanePayload = Annotated[bytes, Meta(max_length=64 << 10)]
+PREFIX_TOKENS = 16
+"""Tokens between two prefixes that have a digest."""
+DIGEST_BYTES = 16
+MAX_DIGESTS = 1 << 15
+"""Digests of one message; of a prompt of 512 K tokens."""
+PrefixDigests = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=MAX_DIGESTS * DIGEST_BYTES)]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True):
@@ -174,10 +183,27 @@ class Resolve(_Message, frozen=True):
     until: Literal["begun", "granted"] = "begun"
 
 
+class FindPrefix(_Message, frozen=True):
+    """D asks how many leading tokens of a prompt P has now. Needs no handshake, and P answers at once. ``digests``: of
+    the prompt's prefixes (``engine/prefixes.py``), one behind the other. ``engine_id``: as in ``Resolve``."""
+
+    number: ReadNumber
+    digests: PrefixDigests
+    engine_id: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)] = ""
+
+
+class LendPrefix(_Message, frozen=True):
+    """D is about to ask for the prefix with the last of these digests, under a token that D has drawn."""
+
+    token: Token
+    digests: PrefixDigests
+
+
 class Resolved(_Message, frozen=True):
     """P's answer: ``params`` are the ``kv_transfer_params`` of the lease, in MessagePack. ``streams``, ``found`` and
     ``step_tokens``: as in ``step_plan.Prefill``. ``granted``: the lease is granted, or P has computed the
-    prompt and has posted the grant; ``streams`` is false then."""
+    prompt and has posted the grant; ``streams`` is false then. To ``FindPrefix``: ``found`` leading tokens of the
+    prompt are here, and ``params`` name P's ranks, but no lease."""
 
     number: ReadNumber
     params: Annotated[bytes, Meta(max_length=MAX_PARAMS_BYTES)]
@@ -273,7 +299,7 @@ class Renew(_Message, frozen=True):
     tokens: Annotated[tuple[Token, ...], Meta(max_length=MAX_RENEWED)]
 
 
-Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew | Resolve | LeaveName
+Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew | Resolve | LeaveName | FindPrefix | LendPrefix
 HandshakeReply = Welcome | Refused | Attached | AttachRefused
 Reply = HandshakeReply | Grant | Deny | Stopped | Committed | Closing | Resolved | Unresolved
 Message = Request | Reply

@@ -54,6 +54,9 @@ class Figures(TypedDict):
     milliseconds for which D held them until the load ended."""
     prompts: dict[str, int]
     """What became of prompts on D, once for each request of the engine: by result and reason, as ``PROMPT_ENDS``."""
+    prefixes: dict[str, int]
+    """What became of requests that name sources of a prefix, and on P of prefixes that were lent: by result and reason,
+    as ``PREFIX_ENDS``."""
     totals: dict[str, int]
     """What has no label, by ``Total``."""
     peers: dict[str, dict[str, int]]
@@ -90,6 +93,16 @@ PROMPT_ENDS: tuple[tuple[PromptResult, str], ...] = (
 )
 """Each result with each of its reasons."""
 PLAIN = "plain no_params"
+PrefixResult = Literal["loaded", "local", "failed", "lent"]
+"""``lent``: on a rank of P."""
+LentEnd = Literal["read", "reused", "expired", "gone"]
+"""``reused``: P's engine gave a block to another request while D read. ``gone``: it had before D began."""
+PREFIX_ENDS: tuple[tuple[PrefixResult, str], ...] = (
+    ("loaded", ""),
+    *(("local", reason) for reason in get_args(LocalReason)),
+    *(("failed", kind) for kind in FAILURE_KINDS),
+    *(("lent", end) for end in get_args(LentEnd)),
+)
 LEASE_ENDS = ("released", "expired", "cap", "reset")
 SENT_WHEN = ("computes", "leased")
 PeerCount = Literal["done", "retried", "failed", "bytes", "microseconds"]
@@ -101,14 +114,16 @@ engine's thread has waited for loads inside steps. ``thread_delay_us``: for how 
 whose scheduler could not be wrapped."""
 OTHER = "other"
 
-_Counter = Literal["failed", "retried", "planes_changed", "leases", "sent", "dropped", "streamed", "prompts", "totals"]
+_Counter = Literal[
+    "failed", "retried", "planes_changed", "leases", "sent", "dropped", "streamed", "prompts", "prefixes", "totals"
+]
 _COUNTERS: tuple[_Counter, ...] = get_args(_Counter)
 
 
 def no_figures() -> Figures:
     return Figures(
         finished={}, failed={}, retried={}, planes_changed={}, leases={}, sent={}, dropped={}, streamed={},
-        prompts={}, totals={}, peers={}, levels={},
+        prompts={}, prefixes={}, totals={}, peers={}, levels={},
     )  # fmt: skip
 
 
@@ -163,6 +178,7 @@ def reduce(figures: Figures) -> dict[str, int | float]:
     line["Num failed hand-overs"] = sum(figures["failed"].values())
     line |= {f"Failed ({kind})": n for kind, n in sorted(figures["failed"].items())}
     line |= prompts
+    line |= {f"Prefixes {end.replace(' ', ': ')}": n for end, n in sorted(figures["prefixes"].items())}
     line["Num retries"] = sum(figures["retried"].values())
     line["Num plane changes"] = sum(figures["planes_changed"].values())
     line["Num leases released"] = figures["leases"].get("released", 0)
@@ -231,6 +247,10 @@ class HandoverStats:
     def prompt(self, result: PromptResult, reason: PromptReason = "") -> None:
         """Count what became of a prompt. The pair is one of ``PROMPT_ENDS``."""
         self._add("prompts", f"{result} {reason}".rstrip())
+
+    def prefix(self, result: PrefixResult, reason: PromptReason | LentEnd = "") -> None:
+        """Count what became of the prefix of a request, or of one that was lent. The pair is one of ``PREFIX_ENDS``."""
+        self._add("prefixes", f"{result} {reason}".rstrip())
 
     def total(self, name: Total, by: int = 1) -> None:
         """Add to a count without a label."""

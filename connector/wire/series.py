@@ -13,6 +13,7 @@ from kvferry.connector.wire.metrics import (
     MAX_PEERS,
     OTHER,
     PEER_RESULTS,
+    PREFIX_ENDS,
     PROMPT_ENDS,
     SENT_WHEN,
 )
@@ -47,6 +48,12 @@ SERIES = (
         "on D: what became of the prompt of each request, counted once for an engine: `loaded` from a P, computed here "
         "(`local`) though the request names a P, `failed` on the way, or `plain`: the request names no P",
         ("result", "reason"), PROMPT_ENDS,
+    ),
+    Series(
+        "prefix_reads", "counter",
+        "what became of each request that names `sources` of its prefix: `loaded` from one, not begun (`local`), or "
+        "`failed` on the way; and on each rank that was read, how a prefix was `lent`",
+        ("result", "reason"), PREFIX_ENDS,
     ),
     Series(
         "handover_time_seconds", "histogram", "on D: time of a hand-over, from the request to the report",

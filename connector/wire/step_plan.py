@@ -133,6 +133,21 @@ class PrefillStop(msgspec.Struct, frozen=True):
         return f"PrefillStop(ended={self.ended})"
 
 
+class PrefixOffer(msgspec.Struct, frozen=True):
+    """P: the blocks of a request that has ended. D may read its tokens there, until a block is among the plan's
+    ``reused``. ``digests``: of the prefixes from number ``first`` on. ``block_ids``: those that these prefixes end in,
+    in their order, packed by ``pack_ids``. ``params``: the ``kv_transfer_params`` that name this engine's ranks, in
+    MessagePack; empty where the ranks know them."""
+
+    first: int
+    block_ids: bytes
+    digests: bytes
+    params: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"PrefixOffer({self.first})"
+
+
 class LeftAnswer(msgspec.Struct, frozen=True):
     """D: a request that does not need P's answer any more. ``digests``: those that its prompt may have at P. A
     name may be another prompt's too: D releases only a lease of one of these."""
@@ -141,14 +156,14 @@ class LeftAnswer(msgspec.Struct, frozen=True):
     digests: tuple[str, ...] = ()
 
 
-class PromptLookup(msgspec.Struct, frozen=True):
+class PromptLookup(_OfRequest, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
     when it knows a prompt of this ``name``. Where ``port`` is 0, ``host`` is the URL of P's bootstrap page, which tells
     the address of that rank. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of P's public
     key; empty where it is that of D. ``ended``: of a request that has ended; D asks so that the lease is released.
-    ``traceparent``: as of ``LeaseGrant``."""
+    ``traceparent``: as of ``LeaseGrant``. ``prefix``: D asks how much P has of the prompt with these digests, of which
+    there is no lease and no ``name``."""
 
-    request_id: str
     host: str
     port: int
     engine_id: str
@@ -156,11 +171,13 @@ class PromptLookup(msgspec.Struct, frozen=True):
     key: str = ""
     ended: LeftAnswer | None = None
     traceparent: str = ""
+    prefix: bytes = b""
 
 
 class LookupResult(msgspec.Struct, frozen=True):
     """D: the end of a lookup. ``params``: the ``kv_transfer_params`` of P's lease, in MessagePack. ``streams``: P
-    computes the prompt, and sends it meanwhile; then ``found`` and ``step_tokens`` are as in ``Prefill``. ``error``:
+    computes the prompt, and sends it meanwhile; then ``found`` and ``step_tokens`` are as in ``Prefill``. Of a prefix,
+    ``found`` is how many of its tokens P has, and ``params`` name no lease. ``error``:
     why D must prefill; empty where it need not; ``reason``: in one word. ``known``: this is not the end, P's engine has
     the prompt now."""
 
@@ -213,7 +230,7 @@ class Load(_OfRequest, frozen=True):
     loaded tokens in the step of this plan. ``behind``: a step in flight may still use the blocks, so the copies wait
     for the work that the device was given before this step. ``alternatives``: where to load from if ``peer`` fails.
     ``found`` and ``step_tokens``: as in ``Prefill``, where P still computes the prompt; else 0. ``traceparent``: as of
-    ``LeaseGrant``.
+    ``LeaseGrant``. ``prefix``: the digests of a prefix that P must lend under ``token``, which D has drawn; else empty.
     """
 
     token: bytes
@@ -227,6 +244,7 @@ class Load(_OfRequest, frozen=True):
     found: int = 0
     step_tokens: int = 0
     traceparent: str = ""
+    prefix: bytes = b""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -240,7 +258,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     prompts that wait to be computed, each in one plan. ``prefills``, ``prefill_chunks`` and ``stops``: of the prompts
     that P computes; where several concern one prompt, prefills come before stops, stops before chunks, chunks before
     leases. ``ends_leases``: all leases end now, those of this plan too. ``lookups``: requests of D whose P must be
-    asked for the token; ``left``: requests of earlier plans that do not need their answer any more.
+    asked for the token; ``left``: requests of earlier plans that do not need their answer any more. ``offers``: what D
+    may read from now on; ``reused``: the blocks that the engine has given to other requests since the last plan, of
+    these offers too, packed by ``pack_ids``.
     """
 
     decode_engine: bytes = bytes(16)
@@ -261,11 +281,13 @@ class StepPlan(msgspec.Struct, frozen=True):
     lookups: tuple[PromptLookup, ...] = ()
     left: tuple[LeftAnswer, ...] = ()
     ends_leases: bool = False
+    offers: tuple[PrefixOffer, ...] = ()
+    reused: bytes = b""
 
     @property
     def wakes_thread(self) -> bool:
         """Whether the transfer thread is woken for it: it has other work than ``prefill_chunks``, of which
-        nothing leaves before the step advances."""
+        nothing leaves before the step advances, and than ``offers`` and ``reused``, which the engine's thread takes."""
         return bool(
             self.leases or self.keeps or self.loads or self.cancels or self.releases
             or self.queued or self.prefills or self.stops or self.lookups or self.left or self.ends_leases

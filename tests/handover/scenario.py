@@ -192,15 +192,19 @@ class RawD:
         """Also where the queue is full at the moment."""
         assert wait(lambda: self.connection.send(messages.encode(message)))
 
-    def answer(self, kind: type[ReplyT]) -> ReplyT:
-        """The next reply; it must be of that kind."""
+    def reply(self) -> Any:
+        """The next one."""
 
         def arrived() -> bool:
             self._replies.extend(messages.decode_reply(frames) for frames in self.connection.receive())
             return bool(self._replies)
 
-        assert wait(arrived, [self._p]), f"no {kind.__name__} came"
-        reply = self._replies.pop(0)
+        assert wait(arrived, [self._p]), "no reply came"
+        return self._replies.pop(0)
+
+    def answer(self, kind: type[ReplyT]) -> ReplyT:
+        """The next reply; it must be of that kind."""
+        reply = self.reply()
         assert isinstance(reply, kind), reply
         return reply
 

@@ -243,7 +243,7 @@ class Front(Site):
 @contextmanager
 def routed(
     p: Any, d: Any, timeouts: LegTimeouts | None = None, *, cool_down: float = 5.0, serial: bool = False,
-    always: bool = True, tracer: Any = None, **app: Any,
+    always: bool = True, prefix_reads: bool = False, tracer: Any = None, **app: Any,
 ) -> Iterator[Front]:  # fmt: skip
     """A router before ``p`` and ``d``, each an ``Engine``, a ``RawEngine``, a URL, or several of these."""
     with ExitStack() as stack:
@@ -253,8 +253,9 @@ def routed(
             for stands in (p, d)
         ]  # fmt: skip
         router = make_router(
-            urls[0], urls[1], timeouts, cool_down=cool_down, serial=serial, always=always, tracer=tracer
-        )
+            urls[0], urls[1], timeouts, cool_down=cool_down, serial=serial, always=always, prefix_reads=prefix_reads,
+            tracer=tracer,
+        )  # fmt: skip
         yield Front(stack.enter_context(served(App(router, **app))), router, *urls)
 
 

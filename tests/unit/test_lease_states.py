@@ -3,6 +3,8 @@ the end; and before the lease nothing of a life of blocks that is over counts.""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,13 @@ def granted() -> ls.LeaseState:
     return run(new(), BEGUN, now=0)[0]
 
 
+def lent() -> ls.LeaseState:
+    return ls.lent_at(new().settings, 0, tokens=64)
+
+
+BOTH = pytest.mark.parametrize("begin", [granted, lent])
+
+
 def asked(*expected: int, decode_engine: bytes = D1) -> ls.LeaseEvent:
     return ls.LeaseEvent(K.ASKED, decode_engine, expected=ls.rank_set(expected))
 
@@ -46,6 +55,7 @@ def released(rank: int, *expected: int, decode_engine: bytes = D1) -> ls.LeaseEv
 # --- the lease --------------------------------------------------------------------------------------------------------
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("events", "freed"),
     [
@@ -58,14 +68,15 @@ def released(rank: int, *expected: int, decode_engine: bytes = D1) -> ls.LeaseEv
     ],
 )
 def test_freed_when_one_consumers_full_set_has_released(
-    events: tuple[ls.LeaseEvent, ...], freed: list[ls.LeaseEffect]
+    begin: Callable[[], ls.LeaseState], events: tuple[ls.LeaseEvent, ...], freed: list[ls.LeaseEffect]
 ) -> None:
-    state, effects = run(granted(), *events)
-    assert effects == freed and state.phase is (PHASE.RELEASED if freed else PHASE.GRANTED)
+    state, effects = run(begin(), *events)
+    assert effects == freed and state.phase is (PHASE.RELEASED if freed else begin().phase)
 
 
-def test_renewal_extends_up_to_the_cap() -> None:
-    state, _ = ls.LEASE.step(granted(), RENEWED, 20)
+@BOTH
+def test_renewal_extends_up_to_the_cap(begin: Callable[[], ls.LeaseState]) -> None:
+    state, _ = ls.LEASE.step(begin(), RENEWED, 20)
     assert ls.LEASE.step(state, TICK, 49)[1] == ()
     ended, effects = ls.LEASE.step(state, TICK, 50)
     assert (ended.reason, effects) == ("expired", (FREE,))
@@ -74,6 +85,15 @@ def test_renewal_extends_up_to_the_cap() -> None:
     assert ls.LEASE.step(state, TICK, 99.9)[1] == ()
     ended, effects = ls.LEASE.step(state, TICK, 100)
     assert (ended.reason, effects) == ("cap", (FREE,))
+
+
+@BOTH
+def test_what_is_taken_back_ends_after_its_reads(begin: Callable[[], ls.LeaseState]) -> None:
+    revoked = ls.LeaseEvent(K.REVOKED)
+    state, effects = run(begin(), READ_STARTED, revoked)
+    assert effects == [STOP] and state.phase is PHASE.EXPIRED
+    assert run(state, READ_ENDED)[1] == [FREE]
+    assert run(begin(), revoked, revoked)[1] == [FREE]
 
 
 # --- before the lease -------------------------------------------------------------------------------------------------
@@ -100,9 +120,14 @@ under_it = st.one_of(
 )
 
 
-@given(st.booleans(), st.lists(st.tuples(st.one_of(before_it, under_it), st.floats(0, 40)), max_size=60))
-def test_freed_once_and_never_under_a_read(leased: bool, script: list[tuple[ls.LeaseEvent, float]]) -> None:
-    state, now, freed, reads, over = granted() if leased else new(), 0.0, 0, 0, False
+@given(
+    st.sampled_from([granted, lent, new]),
+    st.lists(st.tuples(st.one_of(before_it, under_it), st.floats(0, 40)), max_size=60),
+)
+def test_freed_once_and_never_under_a_read(
+    begin: Callable[[], ls.LeaseState], script: list[tuple[ls.LeaseEvent, float]]
+) -> None:
+    state, now, freed, reads, over = begin(), 0.0, 0, 0, False
     for event, seconds in script:
         now += seconds
         if event is READ_STARTED:
@@ -116,7 +141,7 @@ def test_freed_once_and_never_under_a_read(leased: bool, script: list[tuple[ls.L
         state, effects = ls.LEASE.step(state, event, now)
         freed += effects.count(FREE)
         assert not (freed and reads) and state.reads == reads
-        assert not (over and state.phase is PHASE.GRANTED), "a lease that ended came back"
+        assert not (over and state.phase in (PHASE.GRANTED, PHASE.LENT)), "a lease that ended came back"
         over = over or state.phase in (PHASE.RELEASED, PHASE.EXPIRED, PHASE.ABANDONED)
     assert freed == (state.phase in (PHASE.RELEASED, PHASE.EXPIRED) and not reads)
 

@@ -91,6 +91,7 @@ def test_every_series_of_the_list_is_exported(registry, series):
     stats = busy()
     stats.levels |= dict.fromkeys(("leases", "lease_blocks", "sending", *STAGES), 3)
     stats.failed("plane", "peer")
+    stats.prefix("lent", "read")
     for total in get_args(Total):
         stats.total(total, 10**6)
     series.observe(drain(stats).data)

@@ -555,6 +555,8 @@ class Engine:
         self.stats: list[Any] = []
         self.prompts: Counter[str] = Counter()
         """What became of prompts, as the front end was told with the answers."""
+        self.prefixes: Counter[str] = Counter()
+        """Likewise of prefixes."""
         self.to_count = 0
         """Requests that ``prompts`` must have in the end."""
         self.baseline = self.free_blocks
@@ -586,6 +588,7 @@ class Engine:
         rejected: bool = False,
         priority: int = 0,
         lora: LoRARequest | None = None,
+        salt: str | None = None,
         **sampling: Any,
     ) -> str:
         """Submit a prompt; the request's id. ``params`` are its kv_transfer_params.
@@ -600,6 +603,7 @@ class Engine:
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **sampling),
             pooling_params=None,
             lora_request=lora,
+            cache_salt=salt,
             block_hasher=self._hasher,
             priority=priority,
             abort_immediately=rejected,
@@ -698,6 +702,7 @@ class Engine:
         for client in self.scheduler.update_from_output(step, merged).values():
             told = client.scheduler_stats.kv_connector_stats if client.scheduler_stats else None
             self.prompts.update((told or {}).get("prompts", {}))
+            self.prefixes.update((told or {}).get("prefixes", {}))
             for output in client.outputs:
                 self.answers[output.request_id].take(output.request_id, output)
 

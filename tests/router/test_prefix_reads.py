@@ -1,0 +1,93 @@
+"""With ``--prefix-reads`` P is told which other engine should have the beginning of a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvferry.router.engines import EngineState
+from tests.router.stand_ins import PARAMS, Engine, routed
+from tests.support.served import eventually
+
+TURN = 2000
+"""Bytes of one turn of a user: some blocks of the router's affinity."""
+
+
+def engine(name: str, params: dict[str, Any], source: Any = None) -> Engine:
+    """One that says where others can read from it, where it is asked."""
+    answered: dict[str, Any] = {"remote_host": name, "remote_port": 5600} if source is None else source
+
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        asked = (body.get("kv_transfer_params") or {}).get("sources") == []
+        told = {"source": answered} if asked else params
+        return JSONResponse({"kv_transfer_params": told, "choices": [], "text": "from D"})
+
+    return Engine(answer)
+
+
+def legs(stand: Engine) -> list[dict[str, Any]]:
+    """Its requests, without those of the router itself."""
+    return [body for body, _, _ in stand.seen if body["prompt"] != [1]]
+
+
+def asked_of_itself(stand: Engine) -> int:
+    return sum(body["prompt"] == [1] for body, _, _ in stand.seen)
+
+
+def history(turns: int) -> str:
+    return "".join(chr(ord("a") + turn) * TURN for turn in range(turns))
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_p_is_told_of_the_d_that_answered_the_last_turn(serial: bool) -> None:
+    p, d = engine("p", PARAMS), engine("d", {})
+    with routed(p, d, prefix_reads=True, serial=serial) as front:
+        front.ask({"prompt": history(1), "model": "m"})
+        front.idle()
+        eventually(lambda: asked_of_itself(p) == asked_of_itself(d) == 1, "both have said where they are")
+        front.ask({"prompt": history(3), "model": "m"})
+        front.ask({"prompt": "z" * TURN, "model": "m"})
+        first, second, other = legs(p)
+    assert "sources" not in first["kv_transfer_params"] and "sources" not in other["kv_transfer_params"]
+    assert second["kv_transfer_params"]["sources"] == [{"remote_host": "d", "remote_port": 5600}], "it has the answer"
+    assert all("sources" not in (leg.get("kv_transfer_params") or {}) for leg in legs(d))
+
+
+def test_a_p_that_is_gone_is_no_source() -> None:
+    p, q, d = engine("p", PARAMS), engine("q", PARAMS), engine("d", {})
+    with routed([p, q], d, prefix_reads=True) as front:
+        for turns in (1, 2):
+            front.ask({"prompt": history(turns), "model": "m"})
+            front.idle()
+        had, other = (p, q) if legs(p) else (q, p)
+        front.ask({"prompt": "z" * TURN, "model": "m"})  # the other one is asked, too
+        front.idle()
+        assert legs(other)
+        gone = next(each for each in front.router.engines if each.url == front.p[[p, q].index(had)])
+        front.router.engines.move(gone, EngineState.DRAINING)
+        front.ask({"prompt": history(3), "model": "m"})
+        front.idle()
+        told = legs(other)[-1]["kv_transfer_params"]
+    assert told["sources"] == [{"remote_host": "d", "remote_port": 5600}]
+
+
+@pytest.mark.parametrize("source", [{}, 7, "x"])
+def test_engines_that_read_no_prefixes(source: Any) -> None:
+    p, d = engine("p", PARAMS, source), engine("d", {}, source)
+    with routed(p, d, prefix_reads=True) as front:
+        for turns in (1, 2):
+            assert front.ask({"prompt": history(turns), "model": "m"}).status_code == 200
+            front.idle()
+        assert asked_of_itself(p) == asked_of_itself(d) == 1
+        assert all("sources" not in leg["kv_transfer_params"] for leg in legs(p))
+
+
+def test_nothing_changes_without_the_option() -> None:
+    p, d = engine("p", PARAMS), engine("d", {})
+    with routed(p, d) as front:
+        for turns in (1, 2):
+            front.ask({"prompt": history(turns), "model": "m"})
+        assert not asked_of_itself(p) and not asked_of_itself(d)

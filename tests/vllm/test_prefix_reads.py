@@ -1,0 +1,272 @@
+"""A prefix of a prompt that another engine has in its KV cache, read from there: no P has handed it over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.wire.messages import Ask, FindPrefix, LendPrefix
+from kvferry.transport.errors import ConfigError
+from tests.vllm.labelled import prompt
+from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of
+from tests.vllm.releases import RELEASE
+from tests.vllm.stepped import PREFILL, ROOM, Engine, EngineGroup, Pair, loaded, run, settle
+from tests.vllm.test_lora import adapter
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(RELEASE < (0, 32), reason="not for vLLM 0.26: it does not tell when it reuses a block"),
+]
+READS: dict[str, Any] = {**ROOM, "prefix_reads": True, "prefix_wait_seconds": 600.0}
+
+
+def source(*engines: Engine, **more: Any) -> dict[str, Any]:
+    """The parameters of a request that names these sources."""
+    addresses = [(engine.engine_id, engine.address) for engine in engines]
+    return {
+        "sources": [
+            {"remote_host": address.host, "remote_port": address.port, "remote_engine_id": engine_id, **more}
+            for engine_id, address in addresses
+        ]
+    }
+
+
+def counted(engine: Engine) -> Counter[str]:
+    """What became of prefixes."""
+    settle(engine)
+    return engine.prefixes
+
+
+def turn(engine: Engine, ids: list[int], new: int = 20, **options: Any) -> list[int]:
+    """One turn of a conversation, to its end; the history after it, with what the user says next."""
+    answer = engine.finish(engine.add(ids, max_tokens=20, **options))
+    settle(engine)  # the ranks learn of its blocks in a step after the last one
+    return [*ids, *answer.tokens, *prompt(new, len(ids))]
+
+
+def both(group: EngineGroup, of_a: dict[str, Any] | None = None, **options: Any) -> Pair:
+    extra = READS | options.pop("extra", {})
+    return group.engine(0, extra=extra, **options | (of_a or {})), group.engine(1, extra=extra, **options)
+
+
+@pytest.mark.parametrize("plane", ["cma", "shm", "tcp"])
+def test_the_next_turn_is_read(group: EngineGroup, plane: str, runner: str) -> None:
+    """The source takes no step meanwhile, and nothing of it is held. D computes what is new."""
+    a, b = both(group, extra={"plane": plane}, runner=runner)
+    history = turn(a, prompt(100))
+    free = a.free_blocks
+    name = b.add(history, source(a), max_tokens=8)
+    b.finish(name)
+    assert b.origins[name].theirs == 112, "of 119 tokens with KV, those up to the last boundary"
+    assert a.free_blocks == free == a.baseline
+    assert counted(b) == {"loaded": 1}
+    run([a], lambda: counted(a) == {"lent read": 1})
+
+
+@pytest.mark.parametrize(
+    ("edit", "common"),
+    [
+        (lambda ids: [*ids[:50], 7, *ids[50:]], 48),
+        (lambda ids: [*ids[:64], *ids[65:]], 64),
+        (lambda ids: [*ids[:100], *ids[120:]], 96),
+        (lambda ids: [*ids, 7], 112),
+        (lambda ids: [8, *ids], 0),
+    ],
+    ids=["inserted", "removed", "thinking dropped", "appended", "before all"],
+)
+def test_of_an_edited_history_only_what_is_common(group: EngineGroup, edit: Any, common: int) -> None:
+    a, b = both(group)
+    history = edit(turn(a, prompt(100)))
+    name = b.add(history, source(a), max_tokens=8)
+    b.finish(name)
+    assert b.origins[name].theirs == common
+    assert counted(b) == ({"loaded": 1} if common else {"local no_lease": 1})
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("what", ["salt", "adapter"])
+def test_two_tenants_share_nothing(group: EngineGroup, tmp_path: Path, what: str, alike: bool) -> None:
+    a, b = both(group)
+    of_a: dict[str, Any] = {"salt": "one"}
+    of_b: dict[str, Any] = {"salt": "one" if alike else "two"}
+    if what == "adapter":
+        of_a = {"lora": LoRARequest("helper", 1, adapter(tmp_path / "a"))}
+        of_b = {"lora": LoRARequest("helper", 1, adapter(tmp_path / "b", rank=8 if alike else 16))}
+    history = turn(a, prompt(100), **of_a)
+    for options in ({}, of_b):
+        name = b.add(history, source(a), max_tokens=8, **options)
+        b.finish(name)
+        assert b.origins[name].theirs == (112 if options and alike else 0)
+        settle(b)
+
+
+@pytest.mark.parametrize("plane", ["cma", "shm"])
+def test_blocks_that_are_reused_in_the_middle_of_the_read(group: EngineGroup, plane: str) -> None:
+    """The source's next request gets them, and writes into them; D computes the prompt itself."""
+    a, b = both(group, {"num_blocks": 20}, extra={"plane": plane})
+    history = turn(a, prompt(200))
+    paused = PausedTransfer(a, reader=b, chunks=1)
+    name = b.add(history, source(a), max_tokens=8)
+    run([b], lambda: job_of(b, name) is not None)
+    in_phase(b, name, LoadPhase.MOVING, lambda job: job.nbytes > 0)
+    a.finish(a.add(prompt(250, 1)))
+    paused.open()
+    b.finish(name)
+    assert b.origins[name].theirs == 0
+    assert counted(b) == {"failed expired": 1}
+    assert counted(a)["lent reused"] == 1
+
+
+def test_blocks_that_are_reused_between_the_answer_and_the_read(group: EngineGroup) -> None:
+    a, b = both(group, {"num_blocks": 20})
+    history = turn(a, prompt(200))
+    paused = PausedTransfer(a, LendPrefix, Ask)
+    name = b.add(history, source(a), max_tokens=8)
+    run([b], lambda: job_of(b, name) is not None)
+    a.finish(a.add(prompt(250, 1)))
+    paused.open()
+    b.finish(name)
+    assert b.origins[name].theirs == 0 and counted(b) == {"failed expired": 1}
+
+
+@pytest.mark.parametrize(
+    "of_a", [{"tp": 2}, {"block": 32}, {"block": 64, "tp": 2}, {"layout": "NHD"}, {"ahead": 1}], ids=str
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_unequal_engines(group: EngineGroup, of_a: dict[str, Any], swapped: bool) -> None:
+    pair = both(group, of_a)
+    a, b = reversed(pair) if swapped else pair
+    history = turn(a, prompt(100))
+    name = b.add(history, source(a), max_tokens=8)
+    b.finish(name)
+    assert b.origins[name].theirs == 112
+    settle(a, b)
+
+
+def test_a_chain_of_three_and_back(group: EngineGroup) -> None:
+    """What an engine has read is there for the next one; two read from each other."""
+    a, b = both(group)
+    c = group.engine(0, extra=READS)
+    history = turn(a, prompt(100))
+    for reader, other in ((b, a), (c, b), (b, c), (a, b)):
+        name = reader.add(history, source(other), max_tokens=20)
+        answer = reader.finish(name)
+        assert reader.computed[name] <= 20 + 20 + 2 * 16, "the new tokens, and less than a block more"
+        settle(reader)
+        history = [*history, *answer.tokens, *prompt(20, len(history))]
+    assert [counted(engine)["loaded"] for engine in (a, b, c)] == [1, 2, 1]
+
+
+def test_p_reads_its_prefix_from_d(group: EngineGroup) -> None:
+    """The next turn's prefill leg: P computes what is new, and hands all of it over."""
+    p, d = both(group)
+    history = turn(d, prompt(100))
+    params = p.prefill(history, PREFILL | source(d))
+    other = group.engine(1, extra=READS)
+    name = other.add(history, params, max_tokens=8)
+    run([p, other], lambda: other.answers[name].finish is not None)
+    (name,) = p.computed
+    assert p.computed[name] == len(history) - 112 and counted(p)["loaded"] == 1
+    settle(other)
+
+
+def test_what_p_has_read_streams_on_with_what_it_computes(group: EngineGroup) -> None:
+    """Both legs of the next turn are sent at once; P computes what is new in several steps."""
+    p, d = both(group, extra={"plane": "shm"}, max_batched=32)
+    other = group.engine(1, extra=READS | {"plane": "shm"})
+    history = turn(d, prompt(100), 100)
+    p.add(history, PREFILL | source(d) | {"transfer_id": "tx"})
+    name = other.add(history, p.named(transfer_id="tx"), max_tokens=8)
+    run([p, other], lambda: other.answers[name].finish is not None)
+    assert name in other.streamed_loads and other.computed[name] == 8, "the last prompt token, and its answer"
+    settle(p, other)
+    assert counted(p)["loaded"] == 1
+
+
+@pytest.mark.parametrize("gone", ["closed", "another engine", "no such prompt", "reset"])
+def test_a_source_that_has_nothing(group: EngineGroup, gone: str) -> None:
+    a, b = both(group)
+    history = turn(a, prompt(100))
+    named = source(a)
+    if gone == "closed":
+        group.engines.remove(a)
+        a.close()
+    elif gone == "another engine":
+        named = source(a, remote_engine_id="another")
+    elif gone == "no such prompt":
+        history = prompt(150, 3)
+    else:
+        assert a.scheduler.reset_prefix_cache() and a.connector.has_pending_push_work()
+        a.step()
+    name = b.add(history, named, max_tokens=8)
+    b.finish(name)
+    assert b.origins[name].theirs == 0
+    assert set(counted(b)) <= {"local no_lease", "local no_answer", "local unreachable"}
+
+
+def test_a_source_that_restarts_under_its_address(group: EngineGroup) -> None:
+    a, b = both(group)
+    history = turn(a, prompt(100))
+    loaded_once = b.add(history, source(a), max_tokens=8)
+    b.finish(loaded_once)
+    settle(b)
+    named, port = source(a), a.address.port
+    group.engines.remove(a)
+    a.close()
+    again = group.engine(0, extra={**READS, "side_channel_port": port}, engine_id=a.engine_id)
+    turn(again, prompt(60, 5))
+    history = [*history, *prompt(105, 6)]
+    for expected in (0, 240):
+        name = b.add(history, named, max_tokens=8, salt="other life")
+        b.finish(name)
+        assert b.origins[name].theirs == expected
+        settle(b)
+        assert b.scheduler.reset_prefix_cache()
+        turn(again, history, salt="other life")
+
+
+def test_a_source_that_answers_late(group: EngineGroup) -> None:
+    a, b = both(group, extra={"prefix_wait_seconds": 0.02})
+    history = turn(a, prompt(100))
+    paused = PausedTransfer(a, FindPrefix)
+    name = b.add(history, source(a), max_tokens=8)
+    b.finish(name)
+    paused.open()
+    assert b.origins[name].theirs == 0 and counted(b) == {"local no_answer": 1}
+
+
+def test_nothing_changes_without_the_setting(group: EngineGroup) -> None:
+    a, b = group.engine(0), group.engine(1)
+    history = turn(a, prompt(100))
+    name = b.add(history, source(a), max_tokens=8)
+    b.finish(name)
+    assert b.origins[name].theirs == 0 and not counted(b) and not counted(a)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"policy": "fail"}, "kv_load_failure_policy is 'fail'"),
+        ({"window": 32}, "2 KV cache groups"),
+        ({"drafts": 2}, "speculative decoding is on"),
+    ],
+    ids=["policy", "window", "drafts"],
+)
+def test_what_cannot_be_read_is_refused(group: EngineGroup, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"prefix_reads: .*{why}"):
+        group.engine(0, extra=READS, **options)
+
+
+def test_a_hand_over_beside_it(group: EngineGroup) -> None:
+    """The same engines hand a prompt over as ever."""
+    a, b = both(group)
+    turn(a, prompt(100))
+    ids = prompt(90, 4)
+    name = b.add(ids, a.prefill(ids))
+    loaded(a, b, name)
+    settle(a, b)
