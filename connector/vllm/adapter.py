@@ -255,9 +255,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """0.32 calls this also where it binds the manager of the KV cache."""
         self._block_pool = gpu_block_pool
+        if self._scheduling.prefix_seed and not hasattr(gpu_block_pool, "unpin_blocks"):
+            compat.tell_of_reuse(gpu_block_pool, self._scheduling.block_reused)
 
     def _watch_blocks(self, block_ids: Iterable[int]) -> None:
         """The blocks are a request's, and stay as they are: only the callback is new."""
+        if not hasattr(self._block_pool, "unpin_blocks"):
+            return  # the pool tells of all blocks
         blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
         self._block_pool.touch(blocks)
         self._block_pool.unpin_blocks(blocks, lambda block: self._scheduling.block_reused(block.block_id))

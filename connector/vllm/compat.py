@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -30,6 +30,8 @@ from kvferry.transport.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -166,9 +168,7 @@ def check_prefix_reads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     block_size = groups[0].kv_cache_spec.block_size if groups else 0
     kinds = {cache_kind(first_spec(group.kv_cache_spec))[0] for group in groups}
-    if not hasattr(BlockPool, "unpin_blocks"):
-        why = f"vLLM {vllm.__version__} does not tell when it reuses a block; run vLLM 0.32"
-    elif len(groups) != 1 or not kinds <= {"full", "mla"}:
+    if len(groups) != 1 or not kinds <= {"full", "mla"}:
         found = f"{len(groups)} KV cache groups, {', '.join(sorted(kinds))}"
         why = f"the model has {found}, expected one of full attention or MLA"
     elif parallel.decode_context_parallel_size > 1:
@@ -183,6 +183,26 @@ def check_prefix_reads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     else:
         return
     raise ConfigError(f"prefix_reads: {why}; or leave prefix_reads out")
+
+
+def tell_of_reuse(pool: BlockPool, reused: Callable[[int], None]) -> None:
+    """Have ``reused`` called with the id of each block that a pool hands out, and of all of them when its prefix cache
+    has been reset. For 0.26, whose pool has no ``unpin_blocks``."""
+    hand_out, reset = pool.get_new_blocks, pool.reset_prefix_cache
+
+    def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
+        blocks: list[KVCacheBlock] = hand_out(num_blocks)
+        for block in blocks:
+            reused(block.block_id)
+        return blocks
+
+    def reset_prefix_cache() -> bool:
+        done: bool = reset()
+        for block in pool.blocks if done else ():
+            reused(block.block_id)
+        return done
+
+    pool.get_new_blocks, pool.reset_prefix_cache = get_new_blocks, reset_prefix_cache
 
 
 def speaks_for_engine(connector: KVConnectorBase_V1) -> bool:

@@ -29,6 +29,9 @@ TESTS_026 = {
     "test_preempted_on_p": "preempts as 0.32 does",
     "test_figures_pass_through_multiconnector": "MultiConnector of 0.32",
     "test_figures_reach_vllms_log_line_and_prometheus": "0.26's statistics have another form",
+    "test_of_an_edited_history_only_what_is_common": "0.26's statistics have another form",
+    "test_a_source_that_answers_late": "0.26's statistics have another form",
+    "test_what_cannot_be_read_is_refused": "0.26 refuses some of these engines itself",
 }
 """What does not fit 0.26, by test."""
 

@@ -14,14 +14,10 @@ from kvferry.connector.wire.messages import Ask, FindPrefix, LendPrefix
 from kvferry.transport.errors import ConfigError
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of
-from tests.vllm.releases import RELEASE
 from tests.vllm.stepped import PREFILL, ROOM, Engine, EngineGroup, Pair, loaded, run, settle
 from tests.vllm.test_lora import adapter
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(RELEASE < (0, 32), reason="not for vLLM 0.26: it does not tell when it reuses a block"),
-]
+pytestmark = pytest.mark.vllm
 READS: dict[str, Any] = {**ROOM, "prefix_reads": True, "prefix_wait_seconds": 600.0}
 
 
