@@ -146,6 +146,7 @@ bench: install
 	$(BIN)/python benchmarks/planes/planes.py --pairs checksum --json $(RESULTS)/checksum.json
 	$(BIN)/python benchmarks/planes/planes.py --pairs encrypt --json $(RESULTS)/encrypted_planes.json
 	$(BIN)/python benchmarks/router/where_to_prefill.py --device cpu --json $(RESULTS)/cpu_where_to_prefill.json
+	$(BIN)/python benchmarks/engines/prefix_reads.py --device cpu --json $(RESULTS)/prefix_reads.json
 	$(BIN)/python tests/engine/wrong_tokens/run.py --json $(RESULTS)/wrong_tokens.json
 	$(BIN)/python tests/engine/wrong_tokens/both_legs.py --json $(RESULTS)/both_legs.json
 	$(BIN)/python benchmarks/engines/wrong_answers.py --json $(RESULTS)/wrong_answers.json
@@ -155,6 +156,7 @@ bench-gpu:
 	$(ON_GPUS) benchmarks/planes/planes.py --json $(RESULTS)/gpu_planes.json
 	$(ON_GPUS) benchmarks/engines/busy.py --json $(RESULTS)/gpu_busy.json
 	$(ON_GPUS) benchmarks/engines/streaming.py --json $(RESULTS)/gpu_streaming.json
+	$(ON_GPUS) benchmarks/engines/prefix_reads.py --json $(RESULTS)/gpu_prefix_reads.json
 	$(ON_GPUS) benchmarks/engines/quiet_step.py --json $(RESULTS)/quiet_step.json
 	$(ON_GPUS) benchmarks/router/where_to_prefill.py --device cuda --json $(RESULTS)/gpu_where_to_prefill.json
 

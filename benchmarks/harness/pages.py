@@ -8,6 +8,7 @@ results again, ``make bench-gpu`` with the same option the GPU results.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -370,6 +371,63 @@ def streaming(name: str, packages: Iterable[str], how: str) -> str:
     )
 
 
+def both(row: Row, one: str, other: str) -> str:
+    """Two figures; empty where there is none."""
+    found = [row[name] for name in (one, other) if row[name] is not None]
+    return " / ".join(f"{value:.1f}" for value in found)
+
+
+def of_way(way: str) -> Callable[[Row], str]:
+    return lambda row: both(row, f"{way}_ms", f"{way}_p99_ms")
+
+
+def of_gaps(which: str) -> Callable[[Row], str]:
+    return lambda row: both(row, f"{which}_p50_ms", f"{which}_p99_ms")
+
+
+PREFIX_TURNS: Columns = {
+    "source decodes": "{sequences}", "prefix tokens": "{tokens}", "samples": "{samples}", "missed": "{missed}",
+    "computed, ms": of_way("computed"), "own prefix cache, ms": of_way("own"), "read, ms": of_way("read"),
+    "read over own, ms": lambda row: "" if row["over_own_ms"] is None else f"{row['over_own_ms']:.1f}",
+    "gaps beside reads, ms": of_gaps("gap"), "quiet, ms": of_gaps("quiet"),
+}  # fmt: skip
+PREFIX_REPLAYS: Columns = {
+    "conversation": "{form}", "source named": lambda row: "yes" if row["named"] else "no", "turns": "{turns}",
+    "prompt tokens": "{prompt:.0f}", "new": "{new:.0f}", "computed": "{computed:.0f}",
+    "computed but not new, most": "{most_over_new}", "TTFT, ms": "{ttft_ms:.1f}",
+}  # fmt: skip
+
+
+def prefix_reads() -> str:
+    """Turns by where their prefix comes from, and an agent's conversations."""
+    parts = []
+    for name, packages, what in (
+        ("gpu_prefix_reads", (*GPU_PACKAGES, "vllm"), "Llama-8B's shape on two GPUs, CUDA graphs, `cuda_ipc`"),
+        ("prefix_reads", CPU_PACKAGES, "A tiny model on a CPU"),
+    ):
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        result = load(name)
+        crossover = result["figures"].get("crossover_tokens")
+        sooner = f"from {crossover} tokens on" if crossover else "at no length that was measured"
+        parts += [
+            f"{what}, settings `{json.dumps(result['kv_config'])}`. {machine(result, packages)} On idle engines a read "
+            f"takes less than computing {sooner}.",
+            table(result["rows"], PREFIX_TURNS),
+            table(result["replays"], PREFIX_REPLAYS),
+        ]
+    return page(
+        policy_sentence("recompute"),
+        "Two vLLM engines with `prefix_reads`, `benchmarks/engines/prefix_reads.py`. Time to first token of a turn, "
+        "in the engine's process, median / 99th percentile: its prefix is computed, is in the engine's own prefix "
+        "cache, or is read from the other engine, the source; new tokens behind it. Reads that did not come are "
+        "*missed*. Gaps of the sequences that the source decodes, median / 99th percentile. Conversations of an agent "
+        "grow by 632 tokens a turn in the median: turns alternate between the engines, or P computes them and D "
+        "answers; *new* has no KV on any engine, *computed* is what vLLM counts on the engine that computes the turn.",
+        *parts,
+    )
+
+
 # --- all tokens -------------------------------------------------------------------------------------------------------
 
 
@@ -642,6 +700,7 @@ MORE: dict[str, Callable[[], str]] = {
     "encrypted": encrypted,
     "cpu-checksum": checksums,
     "keys": keys,
+    "prefix-reads": prefix_reads,
     "router-cost": router_cost,
     "cpu-wrong-tokens": wrong_tokens,
     "cpu-both-legs": both_legs,

@@ -33,6 +33,25 @@ def test_every_cell_of_busy_has_its_samples(tmp_path: Path) -> None:
         assert any("in the step" in rows[sequences, tokens]["ways"] for tokens in (97, 385)), rows
 
 
+def test_every_turn_of_prefix_reads_has_its_samples(tmp_path: Path) -> None:
+    """The engine that computes a turn computes what is new and less than a block more, where the source is named."""
+    patient = ["--kv-config", json.dumps(PATIENT | {"prefix_wait_seconds": 10})]
+    result = run_benchmark("benchmarks/engines/prefix_reads.py", tmp_path, *HOW, "--small", *patient)
+    rows = {(row["sequences"], row["tokens"]): row for row in result["rows"]}
+    assert rows.keys() == {(sequences, tokens) for sequences in (0, 2) for tokens in (96, 192)}
+    for (sequences, _), row in rows.items():
+        assert row["samples"] == 1 and row["missed"] == 0 and row["read_ms"] > 0 and row["own_ms"] > 0
+        assert (row["computed_ms"] is None) == (row["gaps"] > 0) == (row["quiet_gaps"] > 0) == (sequences > 0)
+    replays = {(row["form"], row["named"]): row for row in result["replays"]}
+    assert len(replays) == 4
+    for (form, named), row in replays.items():
+        assert row["turns"] == 2
+        if named:
+            assert 0 <= row["most_over_new"] < 16
+            assert row["computed"] < replays[form, False]["computed"]
+    assert result["prefix_reads"]["reader"]["loaded"] > 0 and result["prefix_reads"]["source"]["lent read"] > 0
+
+
 @pytest.mark.root
 def test_every_way_of_streaming_has_its_samples(tmp_path: Path) -> None:
     if reason := shaped_link.why_not():

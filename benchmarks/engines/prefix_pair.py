@@ -1,0 +1,282 @@
+"""Two engines of ``prefix_reads.py``: the source, which computes prefixes, and the reader, which is asked for the next
+turn; and what is measured on them."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.busy_turns import (
+    ATTEMPTS,
+    BACKGROUND_TOKENS,
+    Background,
+    Marks,
+    Steps,
+    collect_notes,
+    gaps_between,
+    unsteady,
+)
+from benchmarks.engines.engine_pair import body
+from kvferry.router.request_bodies import PREFILL_TAG
+from tests.support.server import PATIENCE_SECONDS, EngineError, Server, metric_sum
+
+WAYS = ("computed", "own", "read")
+"""Where the prefix of a turn comes from: the engine computes it, has it in its prefix cache, or reads it."""
+ALTERNATE, P_AND_D = "turns alternate", "P and D"
+"""Who computes a conversation: both engines in turn; or the source as P, while the reader as D decodes all answers."""
+
+
+@dataclass
+class Sample:
+    """One prefix. ``ttft``: milliseconds by way, in the engine's process; without ``read`` where nothing was read.
+    ``gaps``: of the source's ``sequences``, in ms, from the arrival of the read on, for a period."""
+
+    sequences: int
+    tokens: int
+    ttft: dict[str, float]
+    gaps: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Turn:
+    """A turn of a conversation but its first. ``new``: tokens whose KV no engine has; ``computed``: by the engine that
+    computes the turn, as vLLM counts them. ``named``: the engine of the last answer was named as a source."""
+
+    form: str
+    named: bool
+    prompt: int
+    new: int
+    computed: int
+    ttft: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """``start``: tokens of the first turn. ``growth``: by how many a turn grows, the median, its answer among them."""
+
+    conversations: int
+    start: int
+    turns: int
+    growth: int = 632
+    answer: int = 96
+
+
+@dataclass
+class PrefixPair:
+    """``notes``: what each engine's scheduler writes. ``new``: tokens of a turn behind its prefix. ``chunk``: the most
+    that a step computes of a prompt. ``settle``: seconds after an answer, before another engine is asked to read."""
+
+    source: Server
+    reader: Server
+    notes: tuple[Path, Path]
+    rng: random.Random
+    vocabulary: int
+    longest: int
+    new: int
+    chunk: int
+    settle: float
+    addresses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    quiet: dict[int, list[float]] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    ways: dict[str, int] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)
+    followed: int = 0
+    _read: list[int] = field(default_factory=lambda: [0, 0])
+
+    @property
+    def engines(self) -> tuple[Server, Server]:
+        return self.source, self.reader
+
+    def words(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(2, self.vocabulary) for _ in range(tokens)]
+
+    def turn_of(self, prefix: list[int]) -> list[int]:
+        """Other tokens behind it each time."""
+        return [*prefix, *self.words(self.new)]
+
+    def introduce(self) -> None:
+        """Have both engines say how they are named as a source."""
+        for engine in self.engines:
+            answer = engine.post("/v1/completions", body(self.words(64)) | {"kv_transfer_params": {"sources": []}})
+            self.addresses[engine.name] = answer["kv_transfer_params"]["source"]
+
+    def ask(
+        self, engine: Server, prompt: list[int], params: dict[str, Any] | None = None, answer: int = 1
+    ) -> tuple[str, dict[str, Any]]:
+        """The name of the request, and the answer."""
+        self.followed += 1
+        name = f"fg-{self.followed}"
+        request = body(prompt) | {"max_tokens": answer, "ignore_eos": True, "return_token_ids": answer > 1}
+        request |= {"kv_transfer_params": params} if params else {}
+        return name, engine.post("/v1/completions", request, headers={"X-Request-Id": name})
+
+    def read(self, prompt: list[int]) -> str:
+        """Ask the reader for a turn whose prefix the source has; the name of the request."""
+        return self.ask(self.reader, prompt, {"sources": [self.addresses[self.source.name]]})[0]
+
+    def collect(self) -> tuple[dict[str, Marks], Steps]:
+        """What both engines noted of requests, and the steps of the source. Prefix caches are empty behind it."""
+        marks: dict[str, Marks] = {}
+        steps: list[Steps] = []
+        for number, (engine, notes) in enumerate(zip(self.engines, self.notes, strict=True)):
+            found, made, self._read[number] = collect_notes(engine, notes, self._read[number], "fresh")
+            marks |= found
+            steps.append(made)
+        return marks, steps[0]
+
+    # --- turns by length ----------------------------------------------------------------------------------------
+
+    def idle(self, lengths: list[int], count: int, *, keep: bool = True) -> None:
+        """For each prefix: the source computes it, the reader reads it, and has it then."""
+        self.collect()
+        asked: list[tuple[int, dict[str, str]]] = []
+        for tokens in [tokens for _ in range(count) for tokens in lengths]:
+            prefix = self.words(tokens)
+            names = {"computed": self.ask(self.source, self.turn_of(prefix))[0]}
+            time.sleep(self.settle)
+            names["read"] = self.read(self.turn_of(prefix))
+            names["own"] = self.ask(self.reader, self.turn_of(prefix))[0]
+            asked.append((tokens, names))
+        marks, _ = self.collect()
+        if keep:
+            self.samples += [Sample(0, tokens, self.times_of(tokens, names, marks)) for tokens, names in asked]
+
+    def busy(self, lengths: list[int], count: int, sequences: int, period: float, *, keep: bool = True) -> None:
+        """The source has computed the prefixes, and decodes ``sequences``. The reader reads each, and has it then.
+
+        Raises:
+            EngineError: the source did not decode all the while, in each attempt.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            samples, quiet, why = self._busy(lengths, count, sequences, period)
+            if why is None:
+                break
+            self.repeated.append(why)
+            print(f"measured again: {why}", flush=True)
+            if attempt == ATTEMPTS:
+                raise EngineError(f"the source does not decode {sequences} sequences steadily: {why}")
+        if keep:
+            self.samples += samples
+            self.quiet.setdefault(sequences, []).extend(quiet)
+
+    def _busy(
+        self, lengths: list[int], count: int, sequences: int, period: float
+    ) -> tuple[list[Sample], list[float], str | None]:
+        """One attempt: samples, quiet gaps, and why they do not count."""
+        self.collect()
+        prefixes = [self.words(tokens) for _ in range(count) for tokens in lengths]
+        for prefix in prefixes:
+            self.source.post("/v1/completions", body(self.turn_of(prefix)))
+        background = Background(self.source, [self.words(BACKGROUND_TOKENS) for _ in range(sequences)], self.longest)
+        asked: list[tuple[int, dict[str, str]]] = []
+        try:
+            background.start()
+            begin = time.monotonic()
+            time.sleep(len(prefixes) * period)
+            end = time.monotonic()
+            for prefix in prefixes:
+                names = {}
+                for way in ("read", "own"):
+                    began, turn = time.monotonic(), self.turn_of(prefix)
+                    names[way] = self.read(turn) if way == "read" else self.ask(self.reader, turn)[0]
+                    time.sleep(max(0.0, began + period - time.monotonic()))
+                asked.append((len(prefix), names))
+        finally:
+            background.stop()
+        marks, steps = self.collect()
+        samples = []
+        for tokens, names in asked:
+            times, arrived = self.times_of(tokens, names, marks), marks[names["read"]]["arrived"]
+            window = max(period, times.get("read", 0.0) / 1e3)
+            samples.append(Sample(sequences, tokens, times, gaps_between(steps, arrived, arrived + window)))
+        last = max(marks[name]["token"] for _, names in asked for name in names.values())
+        why = unsteady(sequences, [step for step in steps if step[0] >= begin], end, last)
+        return samples, gaps_between(steps, begin, end), why
+
+    def times_of(self, tokens: int, names: dict[str, str], marks: dict[str, Marks]) -> dict[str, float]:
+        """Times to first token by way, in ms; without a read of which not all came.
+
+        Raises:
+            EngineError: the prefix came from elsewhere than it should.
+        """
+        times = {}
+        for way, name in names.items():
+            of_one = marks.get(name, {})
+            whole = tokens + self.new
+            expected = (0, min(whole, self.chunk)) if way == "computed" else (tokens * (way == "read"), self.new)
+            found = of_one.get("external", 0), of_one.get("computed")
+            if "token" in of_one and found == expected:
+                times[way] = (of_one["token"] - of_one["arrived"]) * 1e3
+                if way == "read":
+                    self.ways[of_one["way"]] = self.ways.get(of_one["way"], 0) + 1
+            elif way != "read" or "token" not in of_one:
+                raise EngineError(f"{tokens} tokens, {way}: {expected} were to be loaded and computed, but {of_one}")
+            else:
+                print(f"nothing read: {tokens} tokens, {of_one}", flush=True)
+        return times
+
+    # --- conversations ------------------------------------------------------------------------------------------
+
+    def replay(self, form: str, named: bool, shape: Replay) -> None:
+        """Conversations of an agent, one after the other."""
+        for _ in range(shape.conversations):
+            turns = self._conversation(form, named, shape)
+            marks, _ = self.collect()
+            for name, turn in turns:
+                turn.ttft = (marks[name]["token"] - marks[name]["arrived"]) * 1e3
+                self.turns.append(turn)
+
+    def _conversation(self, form: str, named: bool, shape: Replay) -> list[tuple[str, Turn]]:
+        """Its turns but the first, each with the name of the request that computes it."""
+        self.collect()
+        history, known, turns = self.words(shape.start), 0, []
+        for number in range(shape.turns):
+            place = number % 2 if form == ALTERNATE else 0
+            engine, last = self.engines[place], self.engines[1 - place]
+            sources = {"sources": [self.addresses[last.name]]} if named and number else {}
+            before = by_source(engine)
+            params = PREFILL_TAG | sources if form == P_AND_D else sources
+            name, answer = self.ask(engine, history, params, 1 if form == P_AND_D else shape.answer)
+            computed = grown(engine, before, len(history))["local_compute"]
+            if form == P_AND_D:
+                _, answer = self.ask(self.reader, history, answer["kv_transfer_params"], shape.answer)
+            if number:
+                turn = Turn(form, named, len(history), len(history) - known, int(computed), 0.0)
+                turns.append((name, turn))
+            tokens = answer["choices"][0]["token_ids"]
+            known = len(history) + len(tokens) - 1  # the KV of the last token is not computed
+            growth = shape.growth * min(2.0, math.exp(self.rng.gauss(0, 0.5)))
+            history = [*history, *tokens, *self.words(max(self.new, round(growth) - len(tokens)))]
+            time.sleep(self.settle)
+        return turns
+
+
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+
+
+def by_source(engine: Server) -> dict[str, float]:
+    """Prompt tokens that an engine has counted, by where their KV came from."""
+    samples = engine.metrics()
+    return {name: metric_sum(samples, "vllm:prompt_tokens_by_source_total", source=name) or 0.0 for name in SOURCES}
+
+
+def grown(engine: Server, before: dict[str, float], tokens: int) -> dict[str, float]:
+    """By how much ``by_source`` grew with a prompt of ``tokens``, which the engine may count after its answer.
+
+    Raises:
+        EngineError: another number of tokens was counted.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        after = by_source(engine)
+        found = {name: after[name] - before[name] for name in SOURCES}
+        if sum(found.values()) == tokens:
+            return found
+        if sum(found.values()) > tokens or time.monotonic() > deadline:
+            raise EngineError(f"{engine.name} counted {found} of a prompt of {tokens} tokens")
+        time.sleep(0.02)
