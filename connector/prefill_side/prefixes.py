@@ -7,8 +7,12 @@ request. What D has read counts only where that life had not ended after the rea
 
 from __future__ import annotations
 
+import secrets
 import threading
 from array import array
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.wire.messages import DIGEST_BYTES
@@ -16,9 +20,8 @@ from kvferry.connector.wire.step_plan import PrefixOffer, StepPlan, unpack_ids
 
 MAX_LENT = 1024
 """Prefixes that are lent at one time. Peers ask for them."""
-FOUND_AT_ONCE = 1024
-"""Prefixes that are found while the engine's thread may have to wait: half a millisecond."""
 NOTHING = bytes(DIGEST_BYTES)
+_WORD = (1 << 64) - 1
 
 
 class PrefixIndex:
@@ -36,7 +39,8 @@ class PrefixIndex:
         self._num_blocks, self._per_block = num_blocks, per_block
         self._lock = threading.Lock()
         self.lent: dict[bytes, tuple[PromptBlocks, frozenset[int]]] = {}
-        self._size = 1  # a power of two, as many as there are places at least
+        self._bits = 0  # of the number of a chain
+        self._factor = secrets.randbits(64) | 1  # nobody can choose prompts whose digests lie in one chain
         self._heads = self._next = array("i")  # a hash table of chains of places
         self._digests = bytearray()  # by place
         self.params = b""
@@ -66,8 +70,8 @@ class PrefixIndex:
     def _offer(self, offer: PrefixOffer) -> None:
         if not self._digests:
             places = self._num_blocks * self._per_block
-            self._size = 1 << (places - 1).bit_length()
-            self._heads, self._next = array("i", [-1]) * self._size, array("i", [-1]) * places
+            self._bits = places.bit_length()
+            self._heads, self._next = array("i", [-1]) * (1 << self._bits), array("i", [-1]) * places
             self._digests = bytearray(places * DIGEST_BYTES)
         blocks, first = unpack_ids(offer.block_ids).tolist(), offer.first - offer.first % self._per_block
         for number in range(len(offer.digests) // DIGEST_BYTES):
@@ -78,11 +82,14 @@ class PrefixIndex:
     def _at(self, place: int) -> bytes:
         return bytes(self._digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES])
 
+    def _chain(self, digest: bytes) -> int:
+        return (int.from_bytes(digest[:8], "little") * self._factor & _WORD) >> (64 - self._bits)
+
     def _put(self, place: int, digest: bytes) -> None:
         if self._at(place) == digest:
             return
         self._forget(place)
-        chain = hash(digest) & (self._size - 1)
+        chain = self._chain(digest)
         self._next[place], self._heads[chain] = self._heads[chain], place
         self._digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES] = digest
 
@@ -90,7 +97,7 @@ class PrefixIndex:
         digest = self._at(place)
         if not digest or digest == NOTHING:
             return
-        chain = hash(digest) & (self._size - 1)
+        chain = self._chain(digest)
         before, after = -1, self._heads[chain]
         while after != place:
             before, after = after, self._next[after]
@@ -104,20 +111,14 @@ class PrefixIndex:
 
     def find(self, digests: bytes) -> int:
         """How many of a prompt's prefixes lie here, from the first one on."""
-        count, part = 0, FOUND_AT_ONCE * DIGEST_BYTES
-        for at in range(0, len(digests), part):
-            with self._lock:
-                found = len(self._places(digests[at : at + part]))
-            count += found
-            if found < FOUND_AT_ONCE:
-                break
-        return count
+        with self._lock:
+            return len(self._places(digests))
 
     def lend(self, token: bytes, digests: bytes) -> tuple[PromptBlocks, list[int]] | None:
         """The begin of a life of the prefix with the last of these digests, and its blocks; ``None`` where it does not
         lie here, or too many are lent."""
         with self._lock:
-            places, per_block = self._places(digests), self._per_block
+            places, per_block = self._places(digests).tolist(), self._per_block
             if len(places) * DIGEST_BYTES != len(digests) or len(self.lent) >= MAX_LENT:
                 return None
             # A block in which a prefix ends has the tokens before, too. Another may have the same.
@@ -128,19 +129,21 @@ class PrefixIndex:
             self.lent[token] = life, frozenset(blocks)
             return life, blocks
 
-    def _places(self, digests: bytes) -> list[int]:
-        found: list[int] = []
-        if not self._digests:
-            return found
-        for at in range(0, len(digests) - DIGEST_BYTES + 1, DIGEST_BYTES):
-            digest = digests[at : at + DIGEST_BYTES]
-            place = self._heads[hash(digest) & (self._size - 1)] if digest != NOTHING else -1
-            while place >= 0 and self._at(place) != digest:
-                place = self._next[place]
-            if place < 0:
-                break
-            found.append(place)
-        return found
+    def _places(self, digests: bytes) -> NDArray[np.int32]:
+        """The places of the first of these digests, up to one that lies nowhere. A long prompt has thousands, and the
+        engine's thread may wait for the lock."""
+        whole = len(digests) // DIGEST_BYTES * DIGEST_BYTES
+        if not (self._digests and whole):
+            return np.empty(0, np.int32)
+        wanted = np.frombuffer(digests[:whole], "<u8").reshape(-1, 2)
+        known = np.frombuffer(self._digests, "<u8").reshape(-1, 2)
+        heads, following = np.frombuffer(self._heads, np.int32), np.frombuffer(self._next, np.int32)
+        chains = wanted[:, 0] * np.uint64(self._factor) >> np.uint64(64 - self._bits)
+        places = heads[chains.astype(np.intp)]
+        while (others := np.flatnonzero((places >= 0) & (known[places] != wanted).any(axis=1))).size:
+            places[others] = following[places[others]]
+        missing = np.flatnonzero(places < 0)
+        return places[: missing[0]] if missing.size else places
 
     def take_lost(self) -> list[bytes]:
         """The tokens of the prefixes that were lost since the last call."""
