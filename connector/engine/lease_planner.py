@@ -223,13 +223,16 @@ class LeasePlanner(EngineFacts):
 
     # --- prefixes -----------------------------------------------------------------------------------------------
 
-    def offer_prefix(self, content: KVContent, block_ids: Sequence[int]) -> None:
+    def offer_prefix(
+        self, content: KVContent, block_ids: Sequence[int], asked: tuple[KVContent, bytes] | None = None
+    ) -> None:
         """A request has ended by itself, and its blocks are still its own: other engines may read its KV until the
         engine reuses a block. ``content``: what the blocks hold, without tokens whose KV is not computed yet; where
-        step outputs come in order, the device has computed it on all ranks."""
+        step outputs come in order, the device has computed it on all ranks. ``asked``: as in ``OfferedBlocks.offer``.
+        """
         if self._offered is None or self._us is None or not self.streams():
             return
-        new = self._offered.offer(content, block_ids)
+        new = self._offered.offer(content, block_ids, asked)
         if new is None:
             return
         offer, blocks = new

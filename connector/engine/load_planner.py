@@ -21,7 +21,7 @@ from kvferry.connector.engine import params
 from kvferry.connector.engine.params import RemotePrompt, UnusablePromptError
 from kvferry.connector.engine.planning import EngineFacts, first_held, used_blocks
 from kvferry.connector.engine.prefixes import LEAST_GAIN, prefix_digests, sources_of
-from kvferry.connector.geometry.engine_types import RequestView
+from kvferry.connector.geometry.engine_types import KVContent, RequestView
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
 from kvferry.connector.wire.messages import DIGEST_BYTES, PREFIX_TOKENS
 from kvferry.connector.wire.metrics import LocalReason, PromptReason, PromptResult
@@ -126,6 +126,8 @@ class AwaitedPrompt:
     sources: tuple[PromptLookup, ...] | None = None
     """Of a prefix: those of the sources that the request names which have not been asked. The first is asked once D
     knows what it has itself; the next one where that has too little."""
+    digests: bytes = b""
+    """Of a prefix: of all prefixes of the prompt, once a source is asked."""
     known: bool = False
     """P has said so."""
     result: LookupResult = field(default_factory=LookupResult)
@@ -233,21 +235,31 @@ class LoadPlanner(EngineFacts):
         if request.num_prompt_tokens - 1 - entry.start < LEAST_GAIN:
             raise UnusablePromptError("cached", f"this engine has {entry.start} tokens of it")
         awaited.deadline = awaited.end = self.clock() + self.settings.prefix_wait_seconds
-        self._ask_source(awaited, prefix_digests(self.prefix_seed, request.content))
+        awaited.digests = prefix_digests(self.prefix_seed, request.content)
+        self._ask_source(awaited)
 
-    def _ask_source(self, awaited: AwaitedPrompt, digests: bytes) -> bool:
+    def _ask_source(self, awaited: AwaitedPrompt) -> bool:
         """Ask the next source. Returns whether there is one."""
         if not awaited.sources:
             return False
-        awaited.wanted = replace(awaited.sources[0], prefix=digests, traceparent=awaited.request.traceparent)
+        traceparent = awaited.request.traceparent
+        awaited.wanted = replace(awaited.sources[0], prefix=awaited.digests, traceparent=traceparent)
         awaited.sources = awaited.sources[1:]
         self._plan.parts.lookups.append(awaited.wanted)
         return True
 
+    def asked_prefixes(self, request_id: str) -> tuple[KVContent, bytes] | None:
+        """The content of a prompt and the digests of its prefixes, where they are known as a source was asked."""
+        entry = self._requests.get(request_id)
+        awaited = None if entry is None else entry.awaited
+        if awaited is None or awaited.request.content is None or not awaited.digests:
+            return None
+        return awaited.request.content, awaited.digests
+
     def _take_prefix(self, entry: EngineRequest, awaited: AwaitedPrompt) -> None:
         """A source has so much of the prompt. From here on it is a prompt that a P holds, under a token that the ranks
         of D send with the digests. Raises ProtocolError: it is too little, or D cannot use it."""
-        digests, result = awaited.wanted.prefix, awaited.result
+        digests, result = awaited.digests, awaited.result
         count = min(result.found // PREFIX_TOKENS, len(digests) // DIGEST_BYTES)
         tokens = count * PREFIX_TOKENS
         if tokens - entry.start < LEAST_GAIN:
@@ -307,7 +319,7 @@ class LoadPlanner(EngineFacts):
                     self._advance(entry, RequestEvent.DECLINED)
                     self._settle(entry, "local", "whole_prompt")
             except ProtocolError as error:
-                if awaited.sources is None or not self._ask_source(awaited, awaited.wanted.prefix):
+                if awaited.sources is None or not self._ask_source(awaited):
                     self._refuse(entry, error)
 
     def _awaits(self, entry: EngineRequest) -> bool:

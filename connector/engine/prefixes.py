@@ -133,9 +133,12 @@ class OfferedBlocks:
         self._prefixes = array("i")  # by block id: the number of prefixes up to the last one in it; 0: none is offered
         self._digests = bytearray()  # of that last one
 
-    def offer(self, content: KVContent, block_ids: Sequence[int]) -> tuple[PrefixOffer, list[int]] | None:
+    def offer(
+        self, content: KVContent, block_ids: Sequence[int], asked: tuple[KVContent, bytes] | None = None
+    ) -> tuple[PrefixOffer, list[int]] | None:
         """A request has ended, and these blocks hold the KV of ``content``. Returns what the ranks must learn, and the
-        blocks that are offered from now on; ``None`` where they know all of it."""
+        blocks that are offered from now on; ``None`` where they know all of it. ``asked``: the content of its prompt
+        with digests, which need not be computed again."""
         per_block = self._per_block
         stop = min(len(content.token_ids) // PREFIX_TOKENS, len(block_ids) * per_block, MAX_DIGESTS)
         first, before = 0, b""
@@ -147,7 +150,9 @@ class OfferedBlocks:
                 break
         if first >= stop:
             return None
-        digests = prefix_digests(self._seed, content, first, before)[: (stop - first) * DIGEST_BYTES]
+        known = asked[1][first * DIGEST_BYTES : stop * DIGEST_BYTES] if asked and content.begins_with(asked[0]) else b""
+        done, before = first + len(known) // DIGEST_BYTES, known[-DIGEST_BYTES:] or before
+        digests = (known + prefix_digests(self._seed, content, done, before))[: (stop - first) * DIGEST_BYTES]
         blocks = list(block_ids[first // per_block : -(-stop // per_block)])
         missing = max(blocks) + 1 - len(self._prefixes)
         if missing > 0:

@@ -125,6 +125,11 @@ class KVContent:
     inputs: tuple[tuple[int, int, str], ...] = ()
     """Of each multi-modal input, in their order: its first token, how many it takes, and its identifier."""
 
+    def begins_with(self, other: KVContent) -> bool:
+        """Whether the KV of ``other`` is the first of this content."""
+        same = self.scope == other.scope and self.inputs == other.inputs
+        return same and list(self.token_ids[: len(other.token_ids)]) == list(other.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestView:

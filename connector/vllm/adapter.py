@@ -249,7 +249,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # The KV of the last token is not computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             if (content := from_vllm.kv_content(request, computed)) is not None:
-                self._scheduling.offer_prefix(content, ids[0])
+                self._scheduling.offer_prefix(content, ids[0], self._scheduling.asked_prefixes(view.request_id))
         return self._scheduling.request_finished(view, ids, completed=completed)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:

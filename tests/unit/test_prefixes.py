@@ -108,7 +108,9 @@ class Pool:
             self.holds[block] = part
             new.append(block)
             blocks.append(block)
-        found = self.offered.offer(KVContent(ids), blocks)
+        asked = ids[: self.random.randrange(len(ids) + 1)] if self.random.random() < 0.5 else self.history()
+        prompt = KVContent(asked), prefix_digests(SEED, KVContent(asked))
+        found = self.offered.offer(KVContent(ids), blocks, prompt)
         if found is not None:
             self.offers.append(found[0])
             self.post()
