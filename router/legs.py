@@ -197,20 +197,21 @@ class Legs:
         if seat is not None:
             if self.prefix_reads:
                 asked.sources = self._sources(asked.prefix, seat.engine)
-            self.affinity.note(asked.prefix, seat.engine.url)
+            self.affinity.note(asked.prefix, seat.engine.url, asked.prefix.tokens)
             self.metrics.affinity(url, seat.engine.url)
             asked.seats.append(seat)
         return seat
 
-    def _sources(self, prefix: PromptPrefix, p: Engine) -> dict[str, Any]:
-        """What P is told of the engines that should have so much more of a prompt than itself that a read pays, the
-        best one first. The D of the last turn has its answer, too, which counts as one block."""
-        _, cached = self.affinity.find(prefix, {p.url})
+    def _sources(self, prefix: PromptPrefix, engine: Engine) -> dict[str, Any]:
+        """What an engine is told of others that should have so much more of a prompt than itself that a read pays, the
+        best one first."""
+        had = (self.on_d, Role.DECODE), (self.affinity, Role.PREFILL)
+        cached = max(affinity.find(prefix, {engine.url})[1] for affinity, _ in had)
         found: list[tuple[float, dict[str, Any]]] = []
-        for affinity, role in ((self.on_d, Role.DECODE), (self.affinity, Role.PREFILL)):
-            others = {each.url: each.source for each in self.engines.usable(role, self.clock(), (p,)) if each.source}
+        for affinity, role in had:
+            usable = self.engines.usable(role, self.clock(), (engine,))
+            others = {each.url: each.source for each in usable if each.source}
             url, tokens = affinity.find(prefix, set(others))
-            tokens += BLOCK_TOKENS if role is Role.DECODE else 0
             if url is not None and tokens >= cached + BLOCK_TOKENS and (source := others[url]):
                 found.append((tokens, source))
         found.sort(key=lambda each: -each[0])
@@ -349,7 +350,9 @@ class Legs:
             if self.choice is not None:
                 tokens = self.choice.asked(seat.engine, asked.prefix, began, alone=alone)
             try:
-                decoded = await self._ask_one_decode(asked, seat, body, progress)
+                sources = self._sources(asked.prefix, seat.engine) if alone and self.prefix_reads else {}
+                sent = body | {"kv_transfer_params": sources} if sources else body
+                decoded = await self._ask_one_decode(asked, seat, sent, progress)
             except HttpError as error:
                 self._failed(seat.engine, error)
                 log.error("%s: decode at %s failed: %s", asked.name, seat.engine.url, why(error))
@@ -368,8 +371,6 @@ class Legs:
                     params = body.get("kv_transfer_params")
                     if params is not None and decoded.answer.status == 200:
                         seat.engine.handed_over.sent(asked.seats[-1].engine.url, params)
-                    if self.prefix_reads and decoded.answer.status == 200:
-                        self.on_d.note(asked.prefix, seat.engine.url)
                     asked.loaded()
                     return decoded
                 decoded.close()
@@ -402,6 +403,11 @@ class Legs:
             seat.release()
             raise
         return Decoded(seat.engine, answer, None, pieces, seat, span, first)
+
+    def gave(self, asked: ClientRequest, decoded: Decoded, tokens: float) -> None:
+        """The client has D's whole answer, of about so many tokens, and D has the KV of it."""
+        if self.prefix_reads and decoded.answer.status == 200:
+            self.on_d.note(asked.prefix, decoded.engine.url, asked.prefix.tokens + tokens)
 
     def broke_off(self, asked: ClientRequest, decoded: Decoded, error: HttpError) -> str:
         """Why an answer ends that D did not end."""

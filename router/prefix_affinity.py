@@ -51,20 +51,22 @@ class PrefixAffinity:
 
     def __init__(self, remembered: int = REMEMBERED_BLOCKS) -> None:
         self._remembered = remembered
-        self._by_block: OrderedDict[int, str] = OrderedDict()
+        self._by_block: OrderedDict[int, tuple[str, float]] = OrderedDict()
 
     def find(self, prefix: PromptPrefix, known: set[str]) -> tuple[str | None, float]:
         """The P, one of ``known``, that took the longest part of this prefix, and the tokens of that part."""
         for count in range(len(prefix.blocks), 0, -1):
-            url = self._by_block.get(prefix.blocks[count - 1])
+            url, tokens = self._by_block.get(prefix.blocks[count - 1], (None, 0.0))
             if url in known:
-                return url, min(float(count * BLOCK_TOKENS), prefix.tokens)
+                return url, min(tokens, prefix.tokens)
         return None, 0.0
 
-    def note(self, prefix: PromptPrefix, url: str) -> None:
-        """This P takes a prompt with this prefix."""
-        for block in prefix.blocks:
-            self._by_block[block] = url
+    def note(self, prefix: PromptPrefix, url: str, tokens: float = 0.0) -> None:
+        """This P takes a prompt with this prefix. ``tokens``: it has so many, with those behind the whole blocks."""
+        for count, block in enumerate(prefix.blocks, 1):
+            self._by_block[block] = url, float(count * BLOCK_TOKENS)
             self._by_block.move_to_end(block)
+        if prefix.blocks and tokens:
+            self._by_block[prefix.blocks[-1]] = url, tokens
         while len(self._by_block) > self._remembered:
             self._by_block.popitem(last=False)

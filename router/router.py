@@ -21,6 +21,7 @@ from kvferry.router.engines import Engine, Seat
 from kvferry.router.http_client import Answer, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.identities import identity_of
 from kvferry.router.legs import ClientRequest, Decoded, Legs, NoEngineError, Prefilled, ended, log
+from kvferry.router.prefix_affinity import BYTES_PER_TOKEN
 from kvferry.router.request_bodies import PREFILL_TAG, can_hand_over, error_of, prefill_body
 
 OWN_HEADERS = {
@@ -63,16 +64,19 @@ class Reply:
             if self._begun is None and decoded.body is not None:
                 self.first = self._router.clock()
                 headers = kept_headers(decoded.answer, **self._own)
+                self._router.gave(asked, decoded, len(decoded.body) / BYTES_PER_TOKEN)
                 return web.Response(body=decoded.body, status=decoded.answer.status, headers=headers)
             if decoded.body is not None:
                 return await self.fail(decoded.answer.status, decoded.body.decode(errors="replace"))
-            piece, self.first = decoded.first, self._router.clock()
+            piece, self.first, events = decoded.first, self._router.clock(), 0
             while not decoded.answer.whole:
+                events += piece.count(b"data: ")
                 await self.comment(decoded.answer, piece)
                 last = piece[-2:] or last
                 piece = await anext(decoded.pieces, b"")
             begun = await self._begin(decoded.answer)
             await begun.write_eof(piece)
+            self._router.gave(asked, decoded, events)
             return begun
         except HttpError as error:  # too late for a status: say it in the stream, and end it without [DONE]
             said = self._router.broke_off(asked, decoded, error)

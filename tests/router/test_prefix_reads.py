@@ -6,24 +6,27 @@ from typing import Any
 
 import pytest
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvferry.router.engines import EngineState
-from tests.router.stand_ins import PARAMS, Engine, routed
+from tests.router.stand_ins import PARAMS, Engine, prefill_engine, routed
 from tests.support.served import eventually
 
 TURN = 2000
 """Bytes of one turn of a user: some blocks of the router's affinity."""
+LONG = "an answer that pays " * 80
 
 
-def engine(name: str, params: dict[str, Any], source: Any = None) -> Engine:
+def engine(name: str, params: dict[str, Any], source: Any = None, text: str = LONG) -> Engine:
     """One that says where others can read from it, where it is asked."""
     answered: dict[str, Any] = {"remote_host": name, "remote_port": 5600} if source is None else source
 
     async def answer(request: Request, body: dict[str, Any]) -> Response:
         asked = (body.get("kv_transfer_params") or {}).get("sources") == []
         told = {"source": answered} if asked else params
-        return JSONResponse({"kv_transfer_params": told, "choices": [], "text": "from D"})
+        if body.get("stream"):
+            return StreamingResponse(f'data: {{"text": "{word}"}}\n\n' for word in text.split())
+        return JSONResponse({"kv_transfer_params": told, "choices": [], "text": text})
 
     return Engine(answer)
 
@@ -39,6 +42,32 @@ def asked_of_itself(stand: Engine) -> int:
 
 def history(turns: int) -> str:
     return "".join(chr(ord("a") + turn) * TURN for turn in range(turns))
+
+
+def told(stand: Engine) -> list[Any]:
+    """The sources in each of its requests."""
+    return [(leg.get("kv_transfer_params") or {}).get("sources") for leg in legs(stand)]
+
+
+@pytest.mark.parametrize(("text", "named"), [("a short answer", False), (LONG, True)])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_is_computed_sooner_than_read_is_no_reason(text: str, named: bool, stream: bool) -> None:
+    """P has all but the answer; D's share is worth one block of the router's affinity, or nothing."""
+    p, d = engine("p", PARAMS), engine("d", {}, text=text)
+    with routed(p, d, prefix_reads=True) as front:
+        for turns in (1, 2):
+            front.ask({"prompt": history(turns), "model": "m", "stream": stream})
+            front.idle()
+    assert [bool(sources) for sources in told(p)] == [False, named]
+
+
+def test_a_d_that_prefills_is_told_of_the_d_that_has_the_prefix() -> None:
+    p, both = prefill_engine(status=503), [engine("d", {}), engine("d", {})]
+    with routed(p, both, prefix_reads=True) as front:
+        for turns in (1, 3):
+            front.ask({"prompt": history(turns), "model": "m"})
+            front.idle()
+    assert sorted(map(told, both), key=repr) == [[None], [[{"remote_host": "d", "remote_port": 5600}]]]
 
 
 @pytest.mark.parametrize("serial", [True, False])
