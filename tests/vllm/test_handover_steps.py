@@ -279,8 +279,7 @@ def test_out_of_blocks_on_both_sides(pair: Pair) -> None:
 
 
 @AHEAD
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("where", ["p", "d", "pd"])
+@pytest.mark.parametrize(("where", "drafts"), [("p", 3), ("d", 0), ("pd", 0), ("pd", 3)])
 def test_out_of_blocks_while_it_decodes(group: EngineGroup, where: str, drafts: int, ahead: int) -> None:
     """vLLM preempts by itself. What P hands over are the blocks that the prompt has in the end; a loaded prompt that is
     preempted is prefilled by D: the lease is over, and nothing is loaded twice."""

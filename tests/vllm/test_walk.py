@@ -10,7 +10,7 @@ from tests.vllm.stepped import EngineGroup, Lines, as_release_of
 from tests.vllm.walk import PLANES, Case, Walk, draw, one_by_one
 
 pytestmark = pytest.mark.vllm
-SEED, TURNS = 5, 250
+SEED, TURNS = 5, 120
 FAULTY = (3, 6, 1, 12, 28, 36, 5, 59)
 """Cases in which copies of P are late, and urgent requests take blocks."""
 SEEN_SOON = ("no fence", "before its event", "any prompt")
