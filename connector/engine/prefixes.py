@@ -93,6 +93,13 @@ def source_params(engine_id: str, first: RankAddress) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def next_turn_params(request_id: str, source: dict[str, Any]) -> dict[str, Any]:
+    """What D answers to a hand-over: a router for NIXL's ``bidirectional_kv_xfer`` sends it to P with the next turn.
+    What D has is found by content, and not by blocks: one stands there because such routers look for some."""
+    of_d = {"do_remote_prefill": False, "do_remote_decode": True, "remote_request_id": request_id}
+    return {**of_d, "remote_block_ids": [[0]], **source}
+
+
 def sources_of(request_id: str, params: Mapping[str, Any] | None) -> tuple[PromptLookup, ...]:
     """The engines to ask for a prefix of a request's prompt, the best one first; none where it names none.
 

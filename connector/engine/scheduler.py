@@ -12,7 +12,7 @@ from typing import Any
 from kvferry.connector.engine.lease_planner import LeasePlanner
 from kvferry.connector.engine.load_planner import ACTIVE, LoadPlanner, RequestPhase
 from kvferry.connector.engine.params import HANDED_OVER, wants_load, wants_prefill
-from kvferry.connector.engine.prefixes import SOURCE, names_sources, source_params
+from kvferry.connector.engine.prefixes import SOURCE, names_sources, next_turn_params, source_params
 from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
 from kvferry.connector.wire.metrics import Figures, HandoverStats
 from kvferry.connector.wire.step_plan import StepPlan
@@ -74,8 +74,12 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
         handed_over = self._end_load(request)
         held, params = self._end_prompt(request, block_ids, completed=completed)
         more = {} if handed_over is None else {HANDED_OVER: handed_over}
-        if completed and self.prefix_seed and self.ranks and names_sources(request.params):
-            more[SOURCE] = source_params(self.engine_id, self.ranks[0])
+        if completed and self.prefix_seed and self.ranks:
+            source = source_params(self.engine_id, self.ranks[0])
+            if names_sources(request.params):
+                more[SOURCE] = source
+            elif wants_load(request.params):
+                more |= next_turn_params(request.request_id, source)
         return held, {**(params or {}), **more} if more else params
 
     # --- resets -------------------------------------------------------------------------------------------------

@@ -171,6 +171,20 @@ def test_p_reads_its_prefix_from_d(group: EngineGroup) -> None:
     settle(other)
 
 
+def test_a_router_for_nixl_sends_p_what_d_answered(group: EngineGroup) -> None:
+    """P has the prompt, and reads what D has said."""
+    p, d = both(group)
+    ids = prompt(100)
+    name = d.add(ids, p.prefill(ids), max_tokens=40)
+    answer = d.finish(name, beside=[p])
+    settle(p, d)
+    history = [*ids, *answer.tokens, *prompt(20, 7)]
+    params = p.prefill(history, answer.params)
+    d.finish(d.add(history, params), beside=[p])
+    settle(p, d)
+    assert counted(p)["loaded"] == 1 and list(p.computed.values())[-1] == len(history) - 128
+
+
 def test_what_p_has_read_streams_on_with_what_it_computes(group: EngineGroup) -> None:
     """Both legs of the next turn are sent at once; P computes what is new in several steps."""
     p, d = both(group, extra={"plane": "shm"}, max_batched=32)
