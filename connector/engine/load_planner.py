@@ -371,6 +371,9 @@ class LoadPlanner(EngineFacts):
         after = entry.life.phase
         self._phases[before] -= 1
         self._phases[after] += 1
+        if before is RequestPhase.AWAITED and after is not before and entry.awaited and entry.awaited.digests:
+            waited = self.settings.prefix_wait_seconds - (entry.awaited.deadline - self.clock())
+            self._stats.total("prefix_wait_us", round(waited * 1e6))
         if before is RequestPhase.AWAITED and after not in (RequestPhase.AWAITED, RequestPhase.OFFERED):
             awaited = entry.awaited
             assert awaited is not None
@@ -533,6 +536,8 @@ class LoadPlanner(EngineFacts):
         self._quiet = False
         if entry.is_prefix and result != "plain":
             self._stats.prefix(result, reason)
+            if result != "local":
+                self._stats.total("prefix_read" if result == "loaded" else "prefix_wasted", entry.tokens)
         else:
             self._stats.prompt(result, reason)
         end = end or LoadEnd()

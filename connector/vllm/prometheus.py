@@ -57,6 +57,9 @@ _TOTALS: dict[Total, tuple[str, float]] = {
     "thread_delay_us": ("thread_delay_seconds", 1e6),
     "lease_block_ms": ("lease_block_seconds", 1e3),
     "missing_hooks": ("num_missing_hooks", 1),
+    "prefix_read": ("prefix_tokens_read", 1),
+    "prefix_wasted": ("prefix_tokens_wasted", 1),
+    "prefix_wait_us": ("prefix_wait_seconds", 1e6),
 }
 """By count, its series, and how many of the count make one there."""
 _LEVELS = {"leases": ("leases",), "lease_blocks": ("lease_blocks",), "sending": ("reads_sending",)} | {

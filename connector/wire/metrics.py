@@ -107,11 +107,15 @@ LEASE_ENDS = ("released", "expired", "cap", "reset")
 SENT_WHEN = ("computes", "leased")
 PeerCount = Literal["done", "retried", "failed", "bytes", "microseconds"]
 PEER_RESULTS: tuple[PeerCount, ...] = ("done", "retried", "failed")
-Total = Literal["stale_reads", "step_wait_us", "thread_delay_us", "lease_block_ms", "missing_hooks"]
+Total = Literal[
+    "stale_reads", "step_wait_us", "thread_delay_us", "lease_block_ms", "missing_hooks", "prefix_read", "prefix_wasted",
+    "prefix_wait_us",
+]  # fmt: skip
 """``stale_reads``: reads on D that were complete, of which the lease had ended. ``step_wait_us``: for how long the
 engine's thread has waited for loads inside steps. ``thread_delay_us``: for how long the transfer thread could not run.
 ``lease_block_ms``: the sum over P's blocks of the milliseconds for which leases held them. ``missing_hooks``: engines
-whose scheduler could not be wrapped."""
+whose scheduler could not be wrapped. ``prefix_read``: tokens of prefixes from other engines; ``prefix_wasted``: of
+those whose read failed. ``prefix_wait_us``: for how long requests waited for the answers of sources."""
 OTHER = "other"
 
 _Counter = Literal[

@@ -55,6 +55,9 @@ SERIES = (
         "`failed` on the way; and on each rank that was read, how a prefix was `lent`",
         ("result", "reason"), PREFIX_ENDS,
     ),
+    Series("prefix_tokens_read", "counter", "tokens of prefixes that were read from other engines"),
+    Series("prefix_tokens_wasted", "counter", "tokens of prefixes whose read failed"),
+    Series("prefix_wait_seconds", "counter", "for how long requests waited for the answers of sources"),
     Series(
         "handover_time_seconds", "histogram", "on D: time of a hand-over, from the request to the report",
         ("plane",), buckets=TIME_BUCKETS,

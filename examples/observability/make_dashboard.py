@@ -91,6 +91,22 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel("Tokens loaded", "ops", {"{{plane}}": f"sum by (plane) ({rate('kvferry_tokens_total')})"}),
         Panel(
+            "Prefixes of prompts", "ops",
+            {"{{result}} {{reason}}": f"sum by (result, reason) ({rate('kvferry_prefix_reads_total')}) > 0"},
+            "Of requests that name engines which have one, and of those that other engines read here (lent).",
+        ),
+        Panel(
+            "Tokens of prefixes", "ops",
+            {
+                "read": f"sum({rate('kvferry_prefix_tokens_read_total')})",
+                "read in vain": f"sum({rate('kvferry_prefix_tokens_wasted_total')})",
+            },
+        ),
+        Panel(
+            "Requests that wait for a source", "short",
+            {"{{instance}}": f"sum by (instance) ({rate('kvferry_prefix_wait_seconds_total')}) > 0"},
+        ),
+        Panel(
             "Plane changes and stale reads", "ops",
             {
                 "left {{plane}}": f"sum by (plane) ({rate('kvferry_num_plane_changes_total')})",

@@ -33,7 +33,7 @@ def test_series_of_queries_exist_and_all_of_ours_are_in_a_panel():
     asked = {name for _, text in queries() for name in re.findall(r"vllm:\w+", text)}
     assert asked <= OURS.keys() | of_vllm | {"vllm:prompt_tokens_by_source_total"}  # which the recorded pages leave out
     shown = {OURS[name].name for name in asked & OURS.keys()}
-    without = {"num_streamed_handovers", "peer_bytes", "num_missing_hooks", "prefix_reads"}
+    without = {"num_streamed_handovers", "peer_bytes", "num_missing_hooks"}
     assert {series.name for series in SERIES} - shown == without
 
 

@@ -556,7 +556,8 @@ class Engine:
         self.prompts: Counter[str] = Counter()
         """What became of prompts, as the front end was told with the answers."""
         self.prefixes: Counter[str] = Counter()
-        """Likewise of prefixes."""
+        self.totals: Counter[str] = Counter()
+        """Likewise of prefixes, and counts without a label."""
         self.to_count = 0
         """Requests that ``prompts`` must have in the end."""
         self.baseline = self.free_blocks
@@ -703,6 +704,7 @@ class Engine:
             told = client.scheduler_stats.kv_connector_stats if client.scheduler_stats else None
             self.prompts.update((told or {}).get("prompts", {}))
             self.prefixes.update((told or {}).get("prefixes", {}))
+            self.totals.update((told or {}).get("totals", {}))
             for output in client.outputs:
                 self.answers[output.request_id].take(output.request_id, output)
 
