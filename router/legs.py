@@ -20,7 +20,7 @@ from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultEr
 from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefill_choice import PrefillChoice
-from kvferry.router.prefix_affinity import BLOCK_TOKENS, PrefixAffinity, PromptPrefix, prompt_prefix
+from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import NOT_JSON, Body, is_estimate_of, pieces_of, prefill_body, source_body
 from kvferry.router.spans import DECODE, PREFILL, LegSpan
 from kvferry.transport.tracing import OpenSpan, Tracer
@@ -36,6 +36,8 @@ _COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
 _OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n)*")
 """What vLLM's server says of a response before its engine has the request."""
 MAX_BODY_BYTES = 1 << 20  # A longer answer goes to the client as it comes
+WORTH_READING = 512
+"""Tokens of a prefix that an 8B model on an H100 computes as soon as it reads them: gpu_prefix_reads.json."""
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -212,7 +214,7 @@ class Legs:
             usable = self.engines.usable(role, self.clock(), (engine,))
             others = {each.url: each.source for each in usable if each.source}
             url, tokens = affinity.find(prefix, set(others))
-            if url is not None and tokens >= cached + BLOCK_TOKENS and (source := others[url]):
+            if url is not None and tokens >= cached + WORTH_READING and (source := others[url]):
                 found.append((tokens, source))
         found.sort(key=lambda each: -each[0])
         return {"sources": [source for _, source in found]} if found else {}

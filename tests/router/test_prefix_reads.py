@@ -14,7 +14,7 @@ from tests.support.served import eventually
 
 TURN = 2000
 """Bytes of one turn of a user: some blocks of the router's affinity."""
-LONG = "an answer that pays " * 80
+LONG = "an answer that pays " * 140
 
 
 def engine(name: str, params: dict[str, Any], source: Any = None, text: str = LONG) -> Engine:
@@ -55,7 +55,7 @@ def test_an_answer_that_is_computed_sooner_than_read_is_no_reason(text: str, nam
     """P has all but the answer; D's share is worth one block of the router's affinity, or nothing."""
     p, d = engine("p", PARAMS), engine("d", {}, text=text)
     with routed(p, d, prefix_reads=True) as front:
-        for turns in (1, 2):
+        for turns in (1, 3):
             front.ask({"prompt": history(turns), "model": "m", "stream": stream})
             front.idle()
     assert [bool(sources) for sources in told(p)] == [False, named]
