@@ -99,6 +99,18 @@ class RemotePrompt(msgspec.Struct, frozen=True):
     """As in ``RequestView``."""
 
 
+def from_p2p(params: Any) -> Any:
+    """``kv_transfer_params`` as they are; those of llm-d's ``p2p`` connector, which name a prompt and P's place, in our
+    form (llm-d/llm-d-router, pkg/sidecar/proxy/connector_p2p.go)."""
+    legs = [params.get(key) for key in ("remote_decoder", "remote_prefiller")] if isinstance(params, Mapping) else []
+    for leg, of_d in zip(legs, (False, True), strict=False):
+        if isinstance(leg, Mapping):
+            place = {key: leg.get(key) for key in ("remote_host", "remote_port")} if of_d else {}
+            role = {"do_remote_prefill": of_d, "do_remote_decode": not of_d}
+            return {**params, **role, TRANSFER_ID: leg.get("kv_request_id"), **place}
+    return params
+
+
 # --- P: what goes out ---------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from kvferry.connector.engine.params import from_p2p
 from kvferry.connector.geometry import model_identity, packing
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
 from kvferry.connector.geometry.engine_types import (
@@ -306,7 +307,7 @@ def request_view(request: Request) -> RequestView:
         adapter = lora_content(request.lora_request.lora_path) if request.kv_transfer_params else ""
     return RequestView(
         request_id=request.request_id,
-        params=request.kv_transfer_params,
+        params=from_p2p(request.kv_transfer_params),
         # Beside embeddings there are ids that stand for them, alike for all.
         prompt_token_ids=None if getattr(request, "prompt_embeds", None) is not None else request.prompt_token_ids,
         num_prompt_tokens=request.num_prompt_tokens,

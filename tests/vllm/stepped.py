@@ -49,7 +49,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvferry.connector.engine.params import wants_load, wants_prefill
+from kvferry.connector.engine.params import from_p2p, wants_load, wants_prefill
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
@@ -620,7 +620,8 @@ class Engine:
     def _counts(self, params: object) -> bool:
         """Whether KVFerry counts what becomes of the prompt of a request with these parameters."""
         transfer = self.config.kv_transfer_config
-        prefills, loads = wants_prefill(params), wants_load(params)  # type: ignore[arg-type]
+        params = from_p2p(params)
+        prefills, loads = wants_prefill(params), wants_load(params)
         return loads or (not transfer.is_kv_producer if prefills else transfer.is_kv_consumer)
 
     def abort(self, request_id: str) -> None:

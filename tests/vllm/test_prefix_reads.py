@@ -171,6 +171,19 @@ def test_p_reads_its_prefix_from_d(group: EngineGroup) -> None:
     settle(other)
 
 
+def test_the_legs_of_llm_ds_p2p_sidecar(group: EngineGroup) -> None:
+    """As its connector_p2p.go makes them (llm-d/llm-d-router at 0545789098a6): P's leg to its end, then D's."""
+    p, d = both(group)
+    other = group.engine(1, extra=READS)
+    history, name = turn(d, prompt(100)), {"kv_request_id": "0d6c6c4e-5d4f-4d8c-9b0e-1c1a2f3b4c5d"}
+    source = {"kv_request_id": "another", "remote_host": d.address.host, "remote_port": d.address.port}
+    p.finish(p.add(history, {"remote_decoder": name, "remote_kv_source": source}))
+    leg = {"remote_prefiller": name | {"remote_host": p.address.host, "remote_port": p.address.port}}
+    other.finish(other.add(history, leg), beside=[p])
+    settle(p, other)
+    assert counted(p)["loaded"] == 1 and other.prompts == {"loaded": 1}
+
+
 def test_a_router_for_nixl_sends_p_what_d_answered(group: EngineGroup) -> None:
     """P has the prompt, and reads what D has said."""
     p, d = both(group)
