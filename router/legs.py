@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from xxhash import xxh3_64
 
-from kvferry.router.engines import Engine, EnginePool, Role, Seat
+from kvferry.router.engines import Engine, EnginePool, EngineState, Role, Seat
 from kvferry.router.handed_over import NO_PARAMS
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.identities import identity_of
@@ -36,6 +36,7 @@ _COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
 _OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n)*")
 """What vLLM's server says of a response before its engine has the request."""
 MAX_BODY_BYTES = 1 << 20  # A longer answer goes to the client as it comes
+_DRAINING = EngineState.DRAINING
 WORTH_READING = 512
 """Tokens of a prefix that an 8B model on an H100 computes as soon as it reads them: gpu_prefix_reads.json."""
 
@@ -206,13 +207,13 @@ class Legs:
 
     def _sources(self, prefix: PromptPrefix, engine: Engine) -> dict[str, Any]:
         """What an engine is told of others that should have so much more of a prompt than itself that a read pays, the
-        best one first."""
+        best one first. One that is drained has its cache still."""
         had = (self.on_d, Role.DECODE), (self.affinity, Role.PREFILL)
         cached = max(affinity.find(prefix, {engine.url})[1] for affinity, _ in had)
         found: list[tuple[float, dict[str, Any]]] = []
         for affinity, role in had:
-            usable = self.engines.usable(role, self.clock(), (engine,))
-            others = {each.url: each.source for each in usable if each.source}
+            there = [each for each in self.engines.of(role) if each.usable(self.clock()) or each.state is _DRAINING]
+            others = {each.url: each.source for each in there if each.source and each is not engine}
             url, tokens = affinity.find(prefix, set(others))
             if url is not None and tokens >= cached + WORTH_READING and (source := others[url]):
                 found.append((tokens, source))

@@ -85,7 +85,8 @@ def test_p_is_told_of_the_d_that_answered_the_last_turn(serial: bool) -> None:
     assert all("sources" not in (leg.get("kv_transfer_params") or {}) for leg in legs(d))
 
 
-def test_a_p_that_is_gone_is_no_source() -> None:
+@pytest.mark.parametrize("state", [EngineState.DOWN, EngineState.DRAINING])
+def test_a_p_that_is_gone_is_no_source_and_one_that_is_drained_is(state: EngineState) -> None:
     p, q, d = engine("p", PARAMS), engine("q", PARAMS), engine("d", {})
     with routed([p, q], d, prefix_reads=True) as front:
         for turns in (1, 2):
@@ -96,11 +97,12 @@ def test_a_p_that_is_gone_is_no_source() -> None:
         front.idle()
         assert legs(other)
         gone = next(each for each in front.router.engines if each.url == front.p[[p, q].index(had)])
-        front.router.engines.move(gone, EngineState.DRAINING)
+        front.router.engines.move(gone, state)
         front.ask({"prompt": history(3), "model": "m"})
         front.idle()
         told = legs(other)[-1]["kv_transfer_params"]
-    assert told["sources"] == [{"remote_host": "d", "remote_port": 5600}]
+    drained = [gone.source] if state is EngineState.DRAINING else []
+    assert told["sources"] == [{"remote_host": "d", "remote_port": 5600}, *drained]
 
 
 @pytest.mark.parametrize("source", [{}, 7, "x"])
