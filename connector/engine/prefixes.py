@@ -157,9 +157,9 @@ class OfferedBlocks:
                 break
         if first >= stop:
             return None
-        known = asked[1][first * DIGEST_BYTES : stop * DIGEST_BYTES] if asked and content.begins_with(asked[0]) else b""
-        done, before = first + len(known) // DIGEST_BYTES, known[-DIGEST_BYTES:] or before
-        digests = (known + prefix_digests(self._seed, content, done, before))[: (stop - first) * DIGEST_BYTES]
+        had = asked[1][first * DIGEST_BYTES : stop * DIGEST_BYTES] if asked and content.begins_with(asked[0]) else b""
+        done, before = first + len(had) // DIGEST_BYTES, had[-DIGEST_BYTES:] or before
+        digests = (had + prefix_digests(self._seed, content, done, before))[: (stop - first) * DIGEST_BYTES]
         blocks = list(block_ids[first // per_block : -(-stop // per_block)])
         missing = max(blocks) + 1 - len(self._prefixes)
         if missing > 0:

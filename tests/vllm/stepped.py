@@ -620,8 +620,8 @@ class Engine:
     def _counts(self, params: object) -> bool:
         """Whether KVFerry counts what becomes of the prompt of a request with these parameters."""
         transfer = self.config.kv_transfer_config
-        params = from_p2p(params)
-        prefills, loads = wants_prefill(params), wants_load(params)
+        ours: Any = from_p2p(params)
+        prefills, loads = wants_prefill(ours), wants_load(ours)
         return loads or (not transfer.is_kv_producer if prefills else transfer.is_kv_consumer)
 
     def abort(self, request_id: str) -> None:
