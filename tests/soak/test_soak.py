@@ -18,8 +18,8 @@ class Slice(Soak):
 
 
 class Leaking(Slice):
-    """Without further restarts: each one moves the bound, and a slow host has more of them for as many loads. Until what
-    leaks has been seen to grow, for on a slow host most loads may come before the warm-up ends."""
+    """Without further restarts: each one moves the bound, and a slow host has more of them for as many loads. It lasts
+    until what leaks has been seen to grow, for on a slow host most loads may come before the warm-up ends."""
 
     least_loaded, bursts_each = 150, 0
     next_look, at_most = 0.0, 600.0
