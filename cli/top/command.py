@@ -87,11 +87,12 @@ def table(rows: Sequence[EngineRow]) -> Group:
 
 def _loaded_cells(engine: EngineRow) -> tuple[str, str]:
     """Since the start of the engine: prompts that it loaded, of those with parameters of a P, and the share of all
-    prompt tokens that it need not compute for that."""
+    prompt tokens that it need not compute for that. ``plain``: it had only prompts without."""
     asked = sum(engine.prompts.get(result, 0) for result in ("loaded", *NOT_LOADED))
     loaded, tokens = engine.prompts.get("loaded", 0), sum(engine.tokens.values())
+    none = ("plain" if engine.prompts else "-") if engine.kvferry else "[red]no-kvferry[/]"
     share = f"{engine.tokens.get('external_kv_transfer', 0) / tokens:.1%}" if tokens else "-"
-    return f"{loaded}/{asked}" if asked else "-", share
+    return f"{loaded}/{asked}" if asked else none, share
 
 
 def _plane_cells(plane: PlaneRates | None) -> tuple[str, ...]:

@@ -108,6 +108,8 @@ class EngineFigures:
     """The figures of one page. Dictionaries are by plane or by reason."""
 
     models: set[str] = field(default_factory=set)
+    kvferry: bool = False
+    """The page has a series of KVFerry: the engine was started with its connector."""
     kv_cache_usage: float | None = None
     """The share of the KV blocks that requests and leases hold, 0 to 1; ``None`` where the page does not have it."""
     seconds: dict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
@@ -129,6 +131,7 @@ class EngineFigures:
         figures = cls()
         for sample in page:
             name, labels, value = sample.name.removeprefix(PREFIX), sample.labels, sample.value
+            figures.kvferry |= name != sample.name
             if name in _SERIES:
                 table, key, label = _SERIES[name]
                 counts: Counter[str] = getattr(figures, table)
@@ -161,12 +164,14 @@ class PlaneRates(msgspec.Struct, frozen=True):
 
 class EngineRow(msgspec.Struct, frozen=True):
     """One engine in the table. ``down``: why there are no figures; empty where there are. ``deferred``: waiting
-    requests whose KV cache is being loaded, or that wait for another resource. ``failed``, ``retried`` and
+    requests whose KV cache is being loaded, or that wait for another resource. ``kvferry``: it runs with KVFerry's
+    connector. ``failed``, ``retried`` and
     ``not_loaded``, by reason, ``handovers`` (of each rank), ``prompts``, by what D did, ``tokens``, of prompts by
     source, and leases count from the start of the engine."""
 
     engine: str
     down: str = ""
+    kvferry: bool = False
     model: str = ""
     running: int = 0
     waiting: int = 0
@@ -195,7 +200,7 @@ def row(engine: str, first: EngineFigures, before: EngineFigures, now: EngineFig
         planes.append(PlaneRates(plane, count / seconds, rate, p50, p95))
     released = now.leases["released"]
     return EngineRow(
-        engine=engine, model=", ".join(sorted(now.models)), running=now.requests["running"],
+        engine=engine, kvferry=now.kvferry, model=", ".join(sorted(now.models)), running=now.requests["running"],
         waiting=now.requests["waiting"], deferred=now.requests["deferred"], planes=tuple(planes),
         failed=_not_zero(now.failed), retried=_not_zero(now.retried), not_loaded=_not_zero(now.reasons),
         handovers=int(sum(histogram.count for histogram in now.seconds.values())),

@@ -75,6 +75,18 @@ def test_one_hand_over_is_seen_at_once_and_a_prompt_that_was_not_loaded_with_its
     assert " 1/3 " in shown and " 97.6% " in shown and "other_prompt 2" in shown
 
 
+def test_an_engine_without_kvferry_and_one_whose_prompts_name_no_p_are_marked(serve):
+    page = recorded("decode_1")
+    without = "\n".join(line for line in page.splitlines() if "kvferry_" not in line)
+    plain = page.replace('reason="no_params",result="plain"} 0', 'reason="no_params",result="plain"} 3')
+    plain = plain.replace('result="loaded"} 1', 'result="loaded"} 0')
+    pages = [serve(text) for text in (without, plain)]
+    shown = [line.split()[4] for line in invoke(*(page.url for page in pages), *ONCE).stdout.splitlines()[1:]]
+    assert shown == ["no-kvferry", "plain"]
+    found = json.loads(invoke(*(page.url for page in pages), *ONCE, "--json").stdout)
+    assert [engine["kvferry"] for engine in found] == [False, True]
+
+
 def test_an_engine_that_comes_back_begins_anew(serve):
     server = serve(recorded("decode_2"), 503, recorded("decode_1"))
     engines = Engines([metrics_url(server.url)])
