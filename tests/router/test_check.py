@@ -72,7 +72,13 @@ def test_where_both_legs_are_sent_at_once(at_once: Served) -> None:
     assert (at_once.d.params[-1] or {})["transfer_id"]
 
 
-@pytest.mark.parametrize("reason", ["wrong_role", "key", "one of a later release"])
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "key", "wrong_role", "no_p_named", "incompatible", "other_release", "plane", "unreachable", "timeout",
+        "not_allowed", "expired", "one of a later release",
+    ],
+)  # fmt: skip
 def test_each_reason_of_d_is_named_with_what_to_do(reason: str) -> None:
     result = "failed" if reason in FAILURE_KINDS else "local"
     with routed(prefill_engine(), reporting(LOADED | {"result": result, "reason": reason})) as front:

@@ -218,6 +218,9 @@ def test_a_p_that_hands_nothing_over(caplog: pytest.LogCaptureFixture) -> None:
         assert "kv_transfer_params" in front.get("/health").json()["handed_over"][front.p[0]]
         assert "kv_consumer" in front.get("/router/status").json()["engines"][0]["handed_over"]["degraded"]
         eventually(lambda: "as kv_consumer" in caplog.text, "it is logged")
+        metrics = front.get("/metrics").text
+        assert f'kvferry_router_engine_degraded{{role="prefill",url="{front.p[0]}"}} 1.0' in metrics
+        assert f'kvferry_router_decode_legs_total{{how="decode_only"}} {FIRST_PROMPTS}.0' in metrics
         handed_over = front.router.engines.of(Role.PREFILL)[0].handed_over
         handed_over.prefilled(PARAMS)
         assert front.get("/health").json()["status"] == "ok"

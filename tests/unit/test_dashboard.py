@@ -12,6 +12,8 @@ import yaml
 from kvferry.cli.top.figures import samples
 from kvferry.connector.wire.metrics import PROMPT_ENDS, LocalReason
 from kvferry.connector.wire.series import PREFIX, SERIES
+from kvferry.router.engines import EnginePool
+from kvferry.router.metrics import Metrics
 from tests.support.monitored import DASHBOARD, EXAMPLES, ROOT, queries
 from tests.top.pages import recorded
 
@@ -54,17 +56,23 @@ NO_FAULT = ("cached", "whole_prompt", "other_connector", "ended")
 def test_alerts_ask_for_what_is_counted_and_name_what_to_do():
     (group,) = yaml.safe_load((EXAMPLES / "alerts.yml").read_text())["groups"]
     assert "alerts.yml" in yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())["rule_files"]
-    assert len(group["rules"]) == 2 and get_args(LocalReason)[-4:] == NO_FAULT
-    results = {result for result, _ in PROMPT_ENDS}
+    assert get_args(LocalReason)[-4:] == NO_FAULT
+    results, of_router = {result for result, _ in PROMPT_ENDS}, Metrics(EnginePool(["http://p:1"], ["http://d:1"]))
+    of_router.decode_legs.update(("serial", "at_once", "decode_only"))
+    page_of_router = of_router.text().decode()
     for rule in group["rules"]:
         text = " ".join(rule["expr"].split())
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert f"\n### {rule['alert']}\n" in (ROOT / page).read_text() and anchor == rule["alert"].lower()
+        if series := re.findall(r"kvferry_router_\w+", text):
+            ways = [f'how="{way}"' for ways in re.findall(r'how=~?"(.*?)"', text) for way in ways.split("|")]
+            assert "vllm:" not in text and all(name in page_of_router for name in (*series, *ways))
+            continue
         assert {*re.findall(r"vllm:\w+", text)} == {"vllm:kvferry_prompts_total"} and text.count("(") == text.count(")")
         assert {*re.findall(r'(\w+)(?:=~|!~|=|!=)"', text)} == {"result", "reason"}
         assert {*re.findall(r'reason!~"(.*?)"', text)} == {"|".join(NO_FAULT)}
         asked = {each for group in re.findall(r'result=~?"(.*?)"', text) for each in group.split("|")}
         assert asked <= results - {"plain"} and "loaded" in asked
-        page, _, anchor = rule["annotations"]["runbook"].partition("#")
-        assert f"\n### {rule['alert']}\n" in (ROOT / page).read_text() and anchor == rule["alert"].lower()
     assert "|".join(NO_FAULT) in DASHBOARD.read_text()
 
 
