@@ -22,8 +22,8 @@ from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix
 
 ENOUGH = 8
 """Times of an engine that are needed to predict one."""
-SIZES, KEPT = 24, 17
-"""So many times are kept of each of so many sizes of prompts, which are powers of two."""
+KEPT = 17
+"""So many times are kept of each size of prompts; sizes are powers of two, and bodies are bounded."""
 OLD_SECONDS = 600.0
 """Times that are older do not count: then prompts are handed over, and measured anew."""
 ALIKE = 16.0
@@ -52,7 +52,7 @@ class TimeLine:
 
     def add(self, tokens: float, seconds: float, now: float) -> None:
         """A prompt of so many tokens took so long."""
-        size = min(int(tokens).bit_length(), SIZES)
+        size = int(tokens).bit_length()
         self._seen.setdefault(size, deque(maxlen=KEPT)).append((now, tokens, seconds))
 
     def get(self, now: float, slope: float | None = None) -> Line | None:

@@ -16,7 +16,6 @@ from kvferry.router.prefill_choice import (
     ENOUGH,
     KEPT,
     OLD_SECONDS,
-    SIZES,
     PrefillChoice,
     TimeLine,
 )
@@ -205,8 +204,8 @@ def learned(p: Any, d: Any, **options: Any) -> Iterator[Front]:
     with routed(p, d, always=False, **options) as front:
         choice, engines, now = front.router.choice, front.router.engines, front.router.clock()
         assert choice is not None
-        for number in range(SIZES * KEPT):
-            tokens = 2.0 ** (number % SIZES)
+        for number in range(24 * KEPT):
+            tokens = 2.0 ** (number % 24)
             for engine in engines.of(Role.PREFILL):
                 choice.prefilled(engine, tokens, STEP + TOKEN * tokens, now)
             for engine in engines.of(Role.DECODE):
