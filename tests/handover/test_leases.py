@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.connector.config import Settings
+from kvferry.connector.prefill_side import serve
 from kvferry.connector.wire.metrics import no_figures
 from kvferry.connector.wire.step_plan import StepPlan
+from kvferry.transport.wake import RateLimitedLog
 from tests.handover.scenario import (
     OURS,
     PATIENT,
@@ -56,6 +59,21 @@ def test_a_late_ask_is_refused(group: RankGroup) -> None:
     load_from(p, d, token)
     assert not ended(p, d) and reason_of(d) == "expired"
     assert is_wiped(d, -1)
+
+
+def test_lines_of_expired_leases_beyond_a_rate_have_the_level_debug(
+    group: RankGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "FAILED_LINES", 2)
+    monkeypatch.setattr(serve, "RateLimitedLog", partial(RateLimitedLog, clock=lambda: 0.0))
+    caplog.set_level("DEBUG", "vllm.kvferry")
+    p = group.rank(engine_id="engine-p")
+    for name in "abcd":
+        leased(p, name)
+    let_time_pass(p, 10_000)
+    assert wait(lambda: len(p.sent) == 4, [p])
+    said = [record.levelname for record in caplog.records if " expired: " in record.getMessage()]
+    assert said == ["WARNING"] * 2 + ["DEBUG"] * 2
 
 
 def test_the_commit_is_a_fence(group: RankGroup) -> None:
