@@ -18,6 +18,7 @@ MODULES_026 = {
     "test_digest_vllm": "the configuration of 0.32's models",
     "test_families_vllm": "the caches of 0.32's models",
     "test_kv_postprocess_vllm": "0.26's functions take another layout",
+    "test_prefix_histories": "0.26's statistics have another form",
     "test_walk": "preempts as 0.32 does, which drops the outputs in flight",
     "test_step_loads": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
     "test_prometheus": "0.26's statistics have another form",

@@ -264,7 +264,8 @@ class Worker:
     def make_caches(self) -> dict[str, torch.Tensor]:
         engine = self.engine
         inner = (len(self.heads), engine.block) if engine.layout == "HND" else (engine.block, len(self.heads))
-        made = {name: torch.full((engine.num_blocks, *inner, CONTENT), -1.0) for name in engine.layers}
+        shape = engine.num_blocks, *inner, CONTENT
+        made = {name: torch.full(shape, -1.0, dtype=engine.dtype) for name in engine.layers}
         return {name: cache if engine.layout == "HND" else cache.transpose(1, 2) for name, cache in made.items()}
 
     @contextmanager
@@ -456,6 +457,7 @@ class Engine:
         interleave: int = 1,
         layout: str = "HND",
         engine_id: str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """``policy`` is that of failed loads. ``ahead``: steps that are scheduled and run before the output of the
         first is looked at, as with async scheduling, vLLM's default on GPUs. ``drafts``: tokens of speculative
@@ -463,7 +465,7 @@ class Engine:
         ``window``: the last layer attends to as many tokens only, and has a block table of its own. ``dcp``:
         tensor-parallel ranks that hold the same heads and share tokens out, ``interleave`` each in turn. ``layout``:
         whether heads or tokens come first in a block."""
-        self.tp, self.runner, self.num_blocks, self.layout = tp, runner, num_blocks, layout
+        self.tp, self.runner, self.num_blocks, self.layout, self.dtype = tp, runner, num_blocks, layout, dtype
         self.dcp, self.interleave, self.block, self.window = dcp, interleave, block, window
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
         transfer = KVTransferConfig(
@@ -495,7 +497,7 @@ class Engine:
             config.parallel_config.data_parallel_index = dp_rank
         config.cache_config.num_gpu_blocks = num_blocks
         form = {
-            "block_size": block, "num_kv_heads": max(1, HEADS // tp), "head_size": HEAD_SIZE, "dtype": torch.float32,
+            "block_size": block, "num_kv_heads": max(1, HEADS // tp), "head_size": HEAD_SIZE, "dtype": dtype,
         }  # fmt: skip
         groups = [KVCacheGroupSpec(self.layers, FullAttentionSpec(**form))]
         if window is not None:

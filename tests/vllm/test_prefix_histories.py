@@ -1,0 +1,30 @@
+"""A short slice of ``prefix_histories.py``, and that it sees each guard that is switched off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.prefix_histories import FAULTS, SEEN_AS, play, switched_off
+
+pytestmark = pytest.mark.vllm
+SEED = 1
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_no_token_and_no_kv_is_wrong(tiny: Any, number: int) -> None:
+    events, failure = play(tiny, SEED, number)
+    assert not failure, failure
+    assert events["prefixes loaded"] and events["prefixes lent read"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_guard_that_is_off_is_seen(tiny: Any, fault: str) -> None:
+    with switched_off(fault):
+        for number in range(20):
+            _, failure = play(tiny, SEED, number)
+            if failure:
+                assert any(text in failure for text in SEEN_AS), failure
+                return
+    pytest.fail("no history has seen it")
