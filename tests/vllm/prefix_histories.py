@@ -55,7 +55,8 @@ from tests.vllm.stepped import PATIENT, ROOM, EngineGroup, Lines, run, settle, t
 HISTORIES, UNDER_WAY, LONGEST = 10, 4, 400
 """Histories of a case, turns at a time, and tokens of a prompt, at most."""
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
-PLANES = ("cma", "cma", "shm", "tcp", "zmq")
+SALTS = (None, None, "one", "two")
+PLANES = ("auto", "auto", "shm", "tcp", "zmq")
 EDITS = ("append", "append", "append", "change", "insert", "remove", "drop thinking", "salt", "go back")
 FACTORS = torch.tensor([random.Random(n).getrandbits(62) | 1 for n in range(LAYERS * HEADS * CONTENT)])
 """[L*H*C]: one for each element of a token."""
@@ -108,14 +109,12 @@ class Forward(stepped.Forward):
         for name, places in self._bad.items():
             text = f"{name}: wrong KV at positions {sorted(places)} of {self.turns[name].start}"
             self.engine.wrong.append((name, set(self.tables[name][0]), text))
-        self.engine.compared += sum(turn.start for turn in self.turns.values())
 
 
 class Engine(stepped.Engine):
-    """One life of an engine. ``held``: salt and tokens of what its blocks may hold, of requests that have ended.
-    ``compared``: tokens whose KV was read by a forward, and right."""
+    """One life of an engine. ``held``: salt and tokens of what its blocks may hold, of requests that have ended."""
 
-    forward_class, compared, alive = Forward, 0, True
+    forward_class, alive = Forward, True
 
     def __init__(self, *args: Any, tag: str, planned: Callable[[Engine, Any], None], **kwargs: Any) -> None:
         self.tag, self._planned = tag, planned
@@ -183,10 +182,8 @@ class Case:
         self._paused: list[PausedTransfer] = []
         self.engines = [self._start(slot) for slot in range(rng.choice((2, 3, 3)))]
         texts = [[5 + rng.randrange(3), *prompt(rng.choice((20, 60, 110)))] for _ in range(4)]
-        salts = (None, None, "one", "two")
-        self.histories = [
-            History(rng.choice(salts), rng.choice(texts), rng.randint(1, 6)) for _ in range(HISTORIES)
-        ]  # fmt: skip
+        drawn = [(rng.choice(SALTS), rng.choice(texts), rng.randint(1, 6)) for _ in range(HISTORIES)]
+        self.histories = [History(*each) for each in drawn]
 
     def _start(self, slot: int) -> Engine:
         rng = self.rng
@@ -235,7 +232,6 @@ class Case:
 
     def _count(self, engine: Engine) -> None:
         self.events.update({f"prefixes {what}": count for what, count in engine.prefixes.items()})
-        self.events["tokens compared"] += engine.compared
 
     def _edit(self, history: History) -> None:
         """What comes before the next turn."""
@@ -245,7 +241,7 @@ class Case:
         if how == "drop thinking":
             at, count = history.answer_at, rng.choice((4, 12))
         elif how == "salt":
-            history.salt = rng.choice((None, "one", "two"))
+            history.salt = rng.choice(SALTS)
         elif how == "go back" and history.versions:
             ids = [*rng.choice(history.versions)]
         ids[at : at + count] = new
@@ -319,11 +315,9 @@ class Case:
         elif dice < 0.30:
             self.events["resets"] += rng.choice(self.engines).scheduler.reset_prefix_cache()
         elif dice < 0.305:
-            history = rng.choice(self.histories)
-            if history.engine is not None:
+            if (history := rng.choice(self.histories)).engine is not None:
                 history.engine.abort(history.request)
                 history.engine = None
-                self.events["aborts"] += 1
         else:
             for _ in range(rng.randint(1, 4)):
                 self._step(rng.choice(self.engines))
