@@ -55,8 +55,12 @@ from tests.vllm.stepped import PATIENT, ROOM, EngineGroup, Lines, run, settle, t
 HISTORIES, UNDER_WAY, LONGEST = 10, 4, 400
 """Histories of a case, turns at a time, and tokens of a prompt, at most."""
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
+<<<<<<< HEAD
 SALTS = (None, None, "one", "two")
 PLANES = ("auto", "auto", "shm", "tcp", "zmq")
+=======
+PLANES = ("cma", "cma", "shm", "tcp", "zmq")
+>>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
 EDITS = ("append", "append", "append", "change", "insert", "remove", "drop thinking", "salt", "go back")
 FACTORS = torch.tensor([random.Random(n).getrandbits(62) | 1 for n in range(LAYERS * HEADS * CONTENT)])
 """[L*H*C]: one for each element of a token."""
@@ -109,12 +113,23 @@ class Forward(stepped.Forward):
         for name, places in self._bad.items():
             text = f"{name}: wrong KV at positions {sorted(places)} of {self.turns[name].start}"
             self.engine.wrong.append((name, set(self.tables[name][0]), text))
+<<<<<<< HEAD
 
 
 class Engine(stepped.Engine):
     """One life of an engine. ``held``: salt and tokens of what its blocks may hold, of requests that have ended."""
 
     forward_class, alive = Forward, True
+=======
+        self.engine.compared += sum(turn.start for turn in self.turns.values())
+
+
+class Engine(stepped.Engine):
+    """One life of an engine. ``held``: salt and tokens of what its blocks may hold, of requests that have ended.
+    ``compared``: tokens whose KV was read by a forward, and right."""
+
+    forward_class, compared, alive = Forward, 0, True
+>>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
 
     def __init__(self, *args: Any, tag: str, planned: Callable[[Engine, Any], None], **kwargs: Any) -> None:
         self.tag, self._planned = tag, planned
@@ -182,8 +197,15 @@ class Case:
         self._paused: list[PausedTransfer] = []
         self.engines = [self._start(slot) for slot in range(rng.choice((2, 3, 3)))]
         texts = [[5 + rng.randrange(3), *prompt(rng.choice((20, 60, 110)))] for _ in range(4)]
+<<<<<<< HEAD
         drawn = [(rng.choice(SALTS), rng.choice(texts), rng.randint(1, 6)) for _ in range(HISTORIES)]
         self.histories = [History(*each) for each in drawn]
+=======
+        salts = (None, None, "one", "two")
+        self.histories = [
+            History(rng.choice(salts), rng.choice(texts), rng.randint(1, 6)) for _ in range(HISTORIES)
+        ]  # fmt: skip
+>>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
 
     def _start(self, slot: int) -> Engine:
         rng = self.rng
@@ -232,6 +254,10 @@ class Case:
 
     def _count(self, engine: Engine) -> None:
         self.events.update({f"prefixes {what}": count for what, count in engine.prefixes.items()})
+<<<<<<< HEAD
+=======
+        self.events["tokens compared"] += engine.compared
+>>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
 
     def _edit(self, history: History) -> None:
         """What comes before the next turn."""
@@ -241,7 +267,11 @@ class Case:
         if how == "drop thinking":
             at, count = history.answer_at, rng.choice((4, 12))
         elif how == "salt":
+<<<<<<< HEAD
             history.salt = rng.choice(SALTS)
+=======
+            history.salt = rng.choice((None, "one", "two"))
+>>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
         elif how == "go back" and history.versions:
             ids = [*rng.choice(history.versions)]
         ids[at : at + count] = new
@@ -315,9 +345,17 @@ class Case:
         elif dice < 0.30:
             self.events["resets"] += rng.choice(self.engines).scheduler.reset_prefix_cache()
         elif dice < 0.305:
+<<<<<<< HEAD
             if (history := rng.choice(self.histories)).engine is not None:
                 history.engine.abort(history.request)
                 history.engine = None
+=======
+            history = rng.choice(self.histories)
+            if history.engine is not None:
+                history.engine.abort(history.request)
+                history.engine = None
+                self.events["aborts"] += 1
+>>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
         else:
             for _ in range(rng.randint(1, 4)):
                 self._step(rng.choice(self.engines))
