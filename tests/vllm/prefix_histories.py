@@ -41,6 +41,7 @@ from benchmarks.harness import report  # noqa: E402
 from kvferry.connector.decode_side import link  # noqa: E402
 from kvferry.connector.engine import load_planner, prefixes  # noqa: E402
 from kvferry.connector.engine.lease_planner import LeasePlanner  # noqa: E402
+from kvferry.connector.pages.computed_steps import PromptBlocks  # noqa: E402
 from kvferry.connector.prefill_side import session  # noqa: E402
 from kvferry.connector.prefill_side.prefixes import PrefixIndex  # noqa: E402
 from kvferry.connector.vllm import adapter, from_vllm  # noqa: E402
@@ -191,7 +192,7 @@ class Case:
         self.events: Counter[str] = Counter()
         PORTS.extend(port_pair() for _ in range(3 - len(PORTS)))
         self._plane, self._runner = rng.choice(PLANES), rng.choice(("v1", "v2", "v2 eager"))
-        self._tags, self._wait = rng.choice((("",), ("",), ("", "tuned"))), rng.choice((600.0, 600.0, 600.0, 0.02))
+        self._tags, self._wait = rng.choice((("",), ("", "tuned"))), rng.choice((600.0, 600.0, 600.0, 0.02))
         self._lives: dict[bytes, Engine] = {}
         self._alive: dict[str, bool] = {}  # by request: whether the source of its load was alive when it was planned
         self._paused: list[PausedTransfer] = []
@@ -309,7 +310,7 @@ class Case:
             held.finish(held.add(ids))
             held.held.append((None, ids))
             self.events["evictions"] += 1
-        elif others and rng.random() < 0.05:
+        elif others and rng.random() < 0.1:
             self._restart(self.engines.index(rng.choice(others)), [history])
 
     def _step(self, engine: Engine) -> None:
@@ -390,11 +391,6 @@ class Case:
 # --- guards that are switched off: each takes the product's function, and the arguments of a call -----------------
 
 
-def _keeps_lending(update: Any, index: PrefixIndex, plan: Any) -> Any:
-    with mock.patch.object(index, "lent", {}):
-        return update(index, plan)
-
-
 def _alone(digests: Any, seed: bytes, content: Any, first: int = 0, before: bytes = b"") -> bytes:
     ids = content.token_ids
     parts = [ids[at : at + 16] for at in range(16 * first, len(ids) // 16 * 16, 16)]
@@ -403,7 +399,9 @@ def _alone(digests: Any, seed: bytes, content: Any, first: int = 0, before: byte
 
 FAULTS: Mapping[str, Sequence[tuple[Any, str, Callable[..., Any]]]] = {
     "reuse is not said": [(LeasePlanner, "block_reused", lambda *args: None)],
-    "no revocation in a read": [(PrefixIndex, "update", _keeps_lending)],
+    "no revocation": [
+        (PromptBlocks, "lose", lambda *args: None), (PrefixIndex, "take_lost", lambda *args: []),
+    ],
     "no salt": [(from_vllm, "kv_content", lambda content, *args: replace(content(*args), scope=()))],
     "digests are not chained": [(prefixes, "prefix_digests", _alone), (load_planner, "prefix_digests", _alone)],
     "any model": [
