@@ -10,8 +10,8 @@ from tests.vllm.prefix_histories import SEEN_AS, play, switched_off
 
 pytestmark = pytest.mark.vllm
 SEED = 1
-SEEN_SOON = ("reuse is not said", "no revocation", "no salt", "digests are not chained", "any engine")
-"""The others take more cases: ``prefix_histories.py --fault``."""
+SEEN_SOON = ("reuse is not said", "no revocation", "no salt", "digests are not chained", "any model", "any engine")
+"""Another takes more cases: ``prefix_histories.py --fault``."""
 
 
 @pytest.mark.parametrize("number", range(3))
