@@ -56,12 +56,8 @@ from tests.vllm.stepped import PATIENT, ROOM, EngineGroup, Lines, run, settle, t
 HISTORIES, UNDER_WAY, LONGEST = 10, 4, 400
 """Histories of a case, turns at a time, and tokens of a prompt, at most."""
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
-<<<<<<< HEAD
 SALTS = (None, None, "one", "two")
 PLANES = ("auto", "auto", "shm", "tcp", "zmq")
-=======
-PLANES = ("cma", "cma", "shm", "tcp", "zmq")
->>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
 EDITS = ("append", "append", "append", "change", "insert", "remove", "drop thinking", "salt", "go back")
 FACTORS = torch.tensor([random.Random(n).getrandbits(62) | 1 for n in range(LAYERS * HEADS * CONTENT)])
 """[L*H*C]: one for each element of a token."""
@@ -114,23 +110,12 @@ class Forward(stepped.Forward):
         for name, places in self._bad.items():
             text = f"{name}: wrong KV at positions {sorted(places)} of {self.turns[name].start}"
             self.engine.wrong.append((name, set(self.tables[name][0]), text))
-<<<<<<< HEAD
 
 
 class Engine(stepped.Engine):
     """One life of an engine. ``held``: salt and tokens of what its blocks may hold, of requests that have ended."""
 
     forward_class, alive = Forward, True
-=======
-        self.engine.compared += sum(turn.start for turn in self.turns.values())
-
-
-class Engine(stepped.Engine):
-    """One life of an engine. ``held``: salt and tokens of what its blocks may hold, of requests that have ended.
-    ``compared``: tokens whose KV was read by a forward, and right."""
-
-    forward_class, compared, alive = Forward, 0, True
->>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
 
     def __init__(self, *args: Any, tag: str, planned: Callable[[Engine, Any], None], **kwargs: Any) -> None:
         self.tag, self._planned = tag, planned
@@ -192,21 +177,15 @@ class Case:
         self.events: Counter[str] = Counter()
         PORTS.extend(port_pair() for _ in range(3 - len(PORTS)))
         self._plane, self._runner = rng.choice(PLANES), rng.choice(("v1", "v2", "v2 eager"))
+        self._held = rng.random() < 0.5  # loads go beside the steps, and some are held up: a step would wait for them
         self._tags, self._wait = rng.choice((("",), ("", "tuned"))), rng.choice((600.0, 600.0, 600.0, 0.02))
         self._lives: dict[bytes, Engine] = {}
         self._alive: dict[str, bool] = {}  # by request: whether the source of its load was alive when it was planned
         self._paused: list[PausedTransfer] = []
         self.engines = [self._start(slot) for slot in range(rng.choice((2, 3, 3)))]
         texts = [[5 + rng.randrange(3), *prompt(rng.choice((20, 60, 110)))] for _ in range(4)]
-<<<<<<< HEAD
         drawn = [(rng.choice(SALTS), rng.choice(texts), rng.randint(1, 6)) for _ in range(HISTORIES)]
         self.histories = [History(*each) for each in drawn]
-=======
-        salts = (None, None, "one", "two")
-        self.histories = [
-            History(rng.choice(salts), rng.choice(texts), rng.randint(1, 6)) for _ in range(HISTORIES)
-        ]  # fmt: skip
->>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
 
     def _start(self, slot: int) -> Engine:
         rng = self.rng
@@ -214,6 +193,7 @@ class Case:
         extra: dict[str, Any] = PATIENT | ROOM | {
             "prefix_reads": True, "prefix_wait_seconds": self._wait, "plane": self._plane, "convert_dtype": True,
             "side_channel_port": PORTS[slot], "model_tag": tag or None,
+            "step_hold_seconds": 0.0 if self._held else 0.01,
         }  # fmt: skip
         engine = Engine(
             self._model, 0, extra=extra, tag=tag, planned=self._planned, runner=self._runner, ahead=rng.choice((0, 1)),
@@ -255,10 +235,6 @@ class Case:
 
     def _count(self, engine: Engine) -> None:
         self.events.update({f"prefixes {what}": count for what, count in engine.prefixes.items()})
-<<<<<<< HEAD
-=======
-        self.events["tokens compared"] += engine.compared
->>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
 
     def _edit(self, history: History) -> None:
         """What comes before the next turn."""
@@ -268,11 +244,7 @@ class Case:
         if how == "drop thinking":
             at, count = history.answer_at, rng.choice((4, 12))
         elif how == "salt":
-<<<<<<< HEAD
             history.salt = rng.choice(SALTS)
-=======
-            history.salt = rng.choice((None, "one", "two"))
->>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
         elif how == "go back" and history.versions:
             ids = [*rng.choice(history.versions)]
         ids[at : at + count] = new
@@ -293,7 +265,7 @@ class Case:
             known[0] = known[0] | {"remote_engine_id": "another"}
         history.sources = [each for n, each in enumerate(known) if each not in known[:n]][: rng.choice((1, 2, 4))]
         others = [each for each in self.engines if each.place in history.sources and each is not engine]
-        held = rng.choice(others) if others and not self._paused and rng.random() < 0.4 else None
+        held = rng.choice(others) if others and self._held and not self._paused and rng.random() < 0.8 else None
         if held is not None:
             kinds, chunks = rng.choice((((), 0), ((), 1), ((LendPrefix, Ask), None)))
             self._paused.append(PausedTransfer(held, *kinds, chunks=chunks, reader=engine))
@@ -346,17 +318,9 @@ class Case:
         elif dice < 0.30:
             self.events["resets"] += rng.choice(self.engines).scheduler.reset_prefix_cache()
         elif dice < 0.305:
-<<<<<<< HEAD
             if (history := rng.choice(self.histories)).engine is not None:
                 history.engine.abort(history.request)
                 history.engine = None
-=======
-            history = rng.choice(self.histories)
-            if history.engine is not None:
-                history.engine.abort(history.request)
-                history.engine = None
-                self.events["aborts"] += 1
->>>>>>> ff3a41d (tests/vllm/prefix_histories.py: conversations at random between engines that read prefixes from each other; each guard switched off)
         else:
             for _ in range(rng.randint(1, 4)):
                 self._step(rng.choice(self.engines))
