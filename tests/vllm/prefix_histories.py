@@ -79,9 +79,11 @@ class Forward(stepped.Forward):
 
     engine: Engine
 
-    def __init__(self, engine: Engine, worker: stepped.Worker, turns: dict[str, stepped.Turn]) -> None:
+    def __init__(self, engine: stepped.Engine, worker: stepped.Worker, turns: dict[str, stepped.Turn]) -> None:
         super().__init__(engine, worker, turns)
-        self._right, self._places, self._bad = {}, {}, {}
+        assert isinstance(engine, Engine)
+        self._right, self._places = {}, {}
+        self._bad: dict[str, set[int]] = {}
         for name, turn in turns.items():
             scope = engine.tag, engine.scheduler.requests[name].cache_salt
             self._right[name] = content_labels(worker.heads, scope, turn.ids).transpose(1, 2)  # [L,T,H,C]
