@@ -47,8 +47,7 @@ def test_every_turn_of_prefix_reads_has_its_samples(tmp_path: Path) -> None:
     for (form, named), row in replays.items():
         assert row["turns"] == 2
         if named:
-            assert 0 <= row["most_over_new"] < 16
-            assert row["computed"] < replays[form, False]["computed"]
+            assert 0 <= row["most_over_new"] < 16 <= replays[form, False]["most_over_new"]
     assert result["prefix_reads"]["reader"]["loaded"] > 0 and result["prefix_reads"]["source"]["lent read"] > 0
 
 
