@@ -82,15 +82,16 @@ for capability in (80, 90):
         print(capability, of, to, *narrowest, "ftz" in code)
 """
 OF_THE_HOST = re.compile("consecutive|descending|layers-anywhere|gap-between|nhd-to-nhd|prime|one-layer|unpack-hnd")
-"""Cases that differ for the host implementation alone, and twins of others: a program in the interpreter takes long."""
+"""Cases that differ for the host implementation alone, and twins of others: a program in the interpreter takes long, so
+it gets every other case. On a GPU all are run."""
 STORES = {16: "st.global.v2.b64", 8: "st.global.b64", 4: "st.global.b32", 2: "st.global.b16", 1: "st.global.b8"}
 
 
 @pytest.mark.parametrize(
     ("stem", "function", "names"),
     [
-        ("paged_copy", "copy_pages", [name for name in paged_copy_cases.CASES if not OF_THE_HOST.search(name)]),
-        ("convert", "unpack_converted", [name for name in convert_cases.CASES if "more-than" not in name]),
+        ("paged_copy", "copy_pages", [name for name in paged_copy_cases.CASES if not OF_THE_HOST.search(name)][::2]),
+        ("convert", "unpack_converted", [name for name in convert_cases.CASES if "more-than" not in name][::2]),
         ("zero_blocks", "zero_blocks", [*zero_blocks_cases.CASES]),
     ],
 )

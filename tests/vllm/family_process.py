@@ -91,7 +91,7 @@ def hand_over(
 ) -> dict[str, Any]:
     """One prompt from P to D; what D found at its first forward. ``shared`` tokens are those of all that share any.
     ``at_once``: D asks for it by name, before P computes it."""
-    name, said = f"{tokens}-{shared}-{p.origin}-{at_once}", 40 if tokens in FEW_LENGTHS[:2] else 6
+    name, said = f"{tokens}-{shared}-{p.origin}-{at_once}", 40 if tokens == FEW_LENGTHS[1] and not at_once else 6
     own = 2 * tokens + p.origin + 5000 * at_once
     ids = [(position * 37 + (own if position >= shared else 0)) % 280 + 2 for position in range(tokens)]
     if at_once:
