@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import os
 import random
 import socket
@@ -36,11 +37,13 @@ if __name__ == "__main__":  # vLLM reads this when it is imported
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
 from benchmarks.harness import report  # noqa: E402
 from kvferry.connector.decode_side import link  # noqa: E402
 from kvferry.connector.engine import load_planner, prefixes  # noqa: E402
 from kvferry.connector.engine.lease_planner import LeasePlanner  # noqa: E402
+from kvferry.connector.engine.params import HANDED_OVER  # noqa: E402
 from kvferry.connector.pages.computed_steps import PromptBlocks  # noqa: E402
 from kvferry.connector.prefill_side import session  # noqa: E402
 from kvferry.connector.prefill_side.prefixes import PrefixIndex  # noqa: E402
@@ -57,7 +60,7 @@ HISTORIES, UNDER_WAY, LONGEST = 10, 4, 400
 """Histories of a case, turns at a time, and tokens of a prompt, at most."""
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 SALTS = (None, None, "one", "two")
-PLANES = ("auto", "auto", "shm", "tcp", "zmq")
+PLANES = ("auto", "auto", "shm", "tcp", *(() if current_platform.is_cuda() else ("zmq",)))
 EDITS = ("append", "append", "append", "change", "insert", "remove", "drop thinking", "salt", "go back")
 FACTORS = torch.tensor([random.Random(n).getrandbits(62) | 1 for n in range(LAYERS * HEADS * CONTENT)])
 """[L*H*C]: one for each element of a token."""
@@ -168,6 +171,8 @@ def port_pair() -> int:
 
 
 PORTS: list[int] = []
+PART = 10
+"""Cases that a process plays at a time."""
 
 
 class Case:
@@ -273,7 +278,7 @@ class Case:
             self._paused.append(PausedTransfer(held, *kinds, chunks=chunks, reader=engine))
             self.events["held reads"] += 1
         history.request, history.engine = f"turn-{self.events['turns']}", engine
-        params, tokens = {"sources": history.sources}, rng.choice((1, 8, 24))
+        params, tokens = {"sources": history.sources, "report": True}, rng.choice((1, 8, 24))
         engine.add(history.ids, params, request_id=history.request, max_tokens=tokens, salt=history.salt)
         self.events["turns"] += 1
         for _ in range(rng.randrange(4) if others else 0):  # asked, answered, planned
@@ -296,8 +301,9 @@ class Case:
     def _ended(self, history: History, engine: Engine) -> None:
         answer, name = engine.answers[history.request], history.request
         assert answer.finish == "length", f"{name}: {answer.finish}"
-        failed = name in engine.failed | engine.fallen_loads
-        assert failed or self._alive.get(name, True), f"{name} has loaded from a source whose life was over"
+        told = (answer.params or {}).get(HANDED_OVER) or {}
+        loaded = told.get("result") == "loaded"
+        assert not loaded or self._alive.get(name, True), f"{name} has loaded from a source whose life was over"
         history.answer_at, history.ids = len(history.ids), [*history.ids, *answer.tokens]
         engine.held.append((history.salt, history.ids[:-1]))
         history.places = [*history.places, engine.place][-4:]
@@ -411,30 +417,43 @@ def play(model: Any, seed: int, number: int) -> tuple[Counter[str], str]:
     return events, failure
 
 
+def _play_all(job: tuple[int, Sequence[int], str]) -> list[tuple[int, Counter[str], str]]:
+    """Some cases in this process, up to one in which a fault is seen that is planted."""
+    seed, numbers, fault = job
+    torch.set_num_threads(1)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    done = []
+    with tempfile.TemporaryDirectory() as folder, switched_off(fault):
+        model = tiny_model(Path(folder) / "tiny")
+        for number in numbers:
+            done.append((number, *play(model, seed, number)))
+            if done[-1][2] and fault:
+                break
+    return done
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000, help="histories")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     parser.add_argument("--case", type=int, help="this one only, by its number")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--fault", choices=FAULTS, default="", help="switch a guard off, until that is seen")
     parser.add_argument("--json", type=Path, help="write the counts and versions to this file")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    cases = range(options.count // HISTORIES) if options.case is None else [options.case]
+    cases = range(options.count // HISTORIES) if options.case is None else range(options.case, options.case + 1)
     events, failed, began = Counter[str](), list[str](), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, switched_off(options.fault):
-        model = tiny_model(Path(folder) / "tiny")
-        for number in cases:
-            happened, failure = play(model, options.seed, number)
-            events += happened
-            if failure:
-                failed.append(f"case {number}: {failure[:300]}")
-                print(f"FAILED {failure}\nrepeat: {sys.argv[0]} --seed {options.seed} --case {number}", flush=True)
-            if failure and options.fault:
+    parts = [(options.seed, cases[at : at + PART], options.fault) for at in range(0, len(cases), PART)]
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        for done in pool.imap_unordered(_play_all, parts):
+            for number, happened, failure in done:
+                events += happened
+                if failure:
+                    failed.append(f"case {number}: {failure[:300]}")
+                    print(f"FAILED {failure}\nrepeat: {sys.argv[0]} --seed {options.seed} --case {number}", flush=True)
+            print(f"{events['cases'] * HISTORIES} histories, {len(failed)} cases failed", flush=True)
+            if failed and options.fault:
                 break
-            if number % 50 == 49:
-                print(f"{events['cases'] * HISTORIES} histories, {len(failed)} cases failed", flush=True)
     histories, seconds = events["cases"] * HISTORIES, round(time.monotonic() - began)
     figures = {"histories": histories, "failed_cases": len(failed), "seconds": seconds}
     print(f"seed {options.seed}: {figures}\n" + "; ".join(f"{count} {what}" for what, count in events.most_common()))
