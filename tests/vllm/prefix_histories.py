@@ -49,7 +49,6 @@ from kvferry.connector.prefill_side import session  # noqa: E402
 from kvferry.connector.prefill_side.prefixes import PrefixIndex  # noqa: E402
 from kvferry.connector.vllm import adapter, from_vllm  # noqa: E402
 from kvferry.connector.wire.messages import Ask, LendPrefix  # noqa: E402
-from tests.support.engines import free_port  # noqa: E402
 from tests.support.inside import consumer_of, leases_of, prompts_of, sends_of  # noqa: E402
 from tests.vllm import stepped  # noqa: E402
 from tests.vllm.labelled import CONTENT, HEADS, LAYERS, prompt  # noqa: E402
@@ -161,15 +160,24 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def port_pair() -> int:
-    """A port of this process, whose successor is free: for one rank or two."""
+def six_ports() -> list[int]:
+    """Three ports of this process, the successor of each is free: for one rank or two. A seventh, which is kept open,
+    keeps other processes from them."""
     while True:
-        port = free_port()
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port + 1)):
-                return port
+        first, guard = 20_000 + 7 * random.SystemRandom().randrange(1_500), socket.socket()
+        try:
+            guard.bind(("127.0.0.1", first + 6))
+            for port in range(first, first + 6):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            guard.close()
+            continue
+        GUARDS.append(guard)
+        return [first, first + 2, first + 4]
 
 
+GUARDS: list[socket.socket] = []
 PORTS: list[int] = []
 PART = 10
 """Cases that a process plays at a time."""
@@ -182,7 +190,7 @@ class Case:
         self.rng = rng = random.Random(f"{seed} {number}")
         self._group, self._model, self._name = group, model, f"{seed}-{number}"
         self.events: Counter[str] = Counter()
-        PORTS.extend(port_pair() for _ in range(3 - len(PORTS)))
+        PORTS.extend(() if PORTS else six_ports())
         self._plane, self._runner = rng.choice(PLANES), rng.choice(("v1", "v2", "v2 eager"))
         self._held = rng.random() < 0.5  # loads go beside the steps, and some are held up: a step would wait for them
         self._tags, self._wait = rng.choice((("",), ("", "tuned"))), rng.choice((600.0, 600.0, 600.0, 0.02))
