@@ -20,7 +20,7 @@ from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultEr
 from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefill_choice import PrefillChoice
-from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
+from kvferry.router.prefix_affinity import BLOCK_TOKENS, PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import NOT_JSON, Body, is_estimate_of, pieces_of, prefill_body, source_body
 from kvferry.router.spans import DECODE, PREFILL, LegSpan
 from kvferry.transport.tracing import OpenSpan, Tracer
@@ -200,7 +200,7 @@ class Legs:
         if seat is not None:
             if self.prefix_reads:
                 asked.sources = self._sources(asked.prefix, seat.engine)
-            self.affinity.note(asked.prefix, seat.engine.url, asked.prefix.tokens)
+            self.affinity.note(asked.prefix, seat.engine.url)
             self.metrics.affinity(url, seat.engine.url)
             asked.seats.append(seat)
         return seat
@@ -410,7 +410,8 @@ class Legs:
     def gave(self, asked: ClientRequest, decoded: Decoded, tokens: float) -> None:
         """The client has D's whole answer, of about so many tokens, and D has the KV of it."""
         if self.prefix_reads and decoded.answer.status == 200:
-            self.on_d.note(asked.prefix, decoded.engine.url, asked.prefix.tokens + tokens)
+            hashed = (len(asked.prefix.blocks) + 1) * BLOCK_TOKENS  # of a long prompt only the first blocks are known
+            self.on_d.note(asked.prefix, decoded.engine.url, min(asked.prefix.tokens, hashed) + tokens)
 
     def broke_off(self, asked: ClientRequest, decoded: Decoded, error: HttpError) -> str:
         """Why an answer ends that D did not end."""
