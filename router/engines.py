@@ -225,6 +225,8 @@ class EnginePool:
         engine.failed_checks = 0 if passed else engine.failed_checks + 1
         if passed or engine.failed_checks >= threshold:
             self.move(engine, EngineState.UP if passed else EngineState.DOWN)
+        if engine.state is not before:
+            engine.source = None  # it may be another engine
         return engine.state is not before
 
 

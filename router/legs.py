@@ -222,7 +222,7 @@ class Legs:
 
     async def _learn_source(self, asked: ClientRequest, engine: Engine) -> None:
         """Where other engines can read from one that has just answered. It is asked once, and again after a failure."""
-        engine.source = {}
+        engine.source, source = {}, None
         try:
             async with asyncio.timeout(self.timeouts.abandoned_prefill):
                 body, progress = source_body(asked.body), RequestProgress()
@@ -230,9 +230,12 @@ class Legs:
                 answer = await self.http.send("POST", engine.url, "/v1/completions", body=body, **how)
                 with closing(answer):
                     params = _PREFILLED.decode(await answer.body()).kv_transfer_params or {}
-            engine.source = source if isinstance(source := params.get("source"), dict) else {}
+                if answer.status == 200:
+                    source = params["source"] if isinstance(params.get("source"), dict) else {}
         except (HttpError, TimeoutError, *NOT_JSON) as error:
             log.info("%s has not said where others can read from it: %s", engine.url, why(error))
+        finally:
+            engine.source = source
 
     def start_prefill(self, asked: ClientRequest, seat: Seat, leg: Body) -> asyncio.Task[Prefilled]:
         """P's answer to this body. It may outlive the request."""
@@ -272,7 +275,9 @@ class Legs:
         params: dict[str, Any] | None = None
         with suppress(*NOT_JSON):
             told = _PREFILLED.decode(content)
-            params = told.kv_transfer_params or None
+            params = {
+                name: value for name, value in (told.kv_transfer_params or {}).items() if name != "source"
+            } or None
             if self.choice is not None and is_estimate_of(asked.prefix.tokens, told.usage):
                 self.choice.prefilled(engine, tokens, asked.prefilled_at - began, asked.prefilled_at)
         asked.alone = "" if params else f"prefill engine {url} handed nothing over: {NO_PARAMS}"

@@ -68,6 +68,8 @@ class PrefixIndex:
             return bool(lost)
 
     def _offer(self, offer: PrefixOffer) -> None:
+        if not self._num_blocks:  # of a pipeline stage without layers
+            return
         if not self._digests:
             places = self._num_blocks * self._per_block
             self._bits = places.bit_length()

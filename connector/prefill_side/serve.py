@@ -85,7 +85,7 @@ class Producer:
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
         self.named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
         view = next(iter(rank_context.caches.views), None)  # a pipeline stage may hold no layer
-        pages = (view.num_pages, max(1, view.page_tokens // PREFIX_TOKENS)) if view else (1, 1)
+        pages = (view.num_pages, max(1, view.page_tokens // PREFIX_TOKENS)) if view else (0, 1)
         self.prefixes = PrefixIndex(*pages)
         self.arrived: deque[tuple[bytes, list[bytes], str]] = deque()
         """The messages that ``serve`` has not answered yet."""

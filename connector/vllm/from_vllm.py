@@ -321,6 +321,10 @@ def request_view(request: Request) -> RequestView:
     )
 
 
+_ADAPTERS: dict[tuple[int, str], str] = {}
+"""The content of each adapter at its first request."""
+
+
 def kv_content(request: Request, tokens: int) -> KVContent | None:
     """What the KV of the first ``tokens`` tokens of a request depends on; ``None`` where that cannot be told."""
     if getattr(request, "prompt_embeds", None) is not None or request.prompt_token_ids is None:
@@ -328,7 +332,10 @@ def kv_content(request: Request, tokens: int) -> KVContent | None:
     lora = request.lora_request
     scope: tuple[str, ...] = (request.cache_salt or "",)
     if lora is not None:
-        scope = (*scope, lora.lora_name, lora_content(lora.lora_path) or lora.lora_path)
+        content = lora_content(lora.lora_path)
+        if not content or content != _ADAPTERS.setdefault((lora.lora_int_id, lora.lora_path), content):
+            return None  # vLLM has loaded another adapter than the one that lies there now
+        scope = (*scope, lora.lora_name, content)
     inputs = tuple(
         (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
         for feature in getattr(request, "mm_features", None) or ()

@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvferry.router.engines import EngineState
+from kvferry.router.engines import EngineState, Role
 from tests.router.stand_ins import PARAMS, Engine, prefill_engine, routed
 from tests.support.served import eventually
 
@@ -114,6 +114,24 @@ def test_engines_that_read_no_prefixes(source: Any) -> None:
             front.idle()
         assert asked_of_itself(p) == asked_of_itself(d) == 1
         assert all("sources" not in leg["kv_transfer_params"] for leg in legs(p))
+
+
+def test_an_engine_that_could_not_say_is_asked_again() -> None:
+    refused: list[int] = []
+
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        if (body.get("kv_transfer_params") or {}).get("sources") == [] and not refused:
+            refused.append(1)
+            return JSONResponse({"error": {"message": "busy"}}, 429)
+        return JSONResponse({"kv_transfer_params": {"source": {"remote_port": 1}}, "choices": []})
+
+    p, d = Engine(answer), engine("d", {})
+    with routed(p, d, prefix_reads=True) as front:
+        for _ in range(2):
+            front.ask({"prompt": history(1), "model": "m"})
+            front.idle()
+        assert asked_of_itself(p) == 2 and front.router.engines.of(Role.PREFILL)[0].source == {"remote_port": 1}
+    assert legs(d)[0].get("kv_transfer_params") is None, "P has told where it can be read, and handed nothing over"
 
 
 def test_nothing_changes_without_the_option() -> None:

@@ -101,6 +101,18 @@ def test_two_tenants_share_nothing(group: EngineGroup, tmp_path: Path, what: str
         settle(b)
 
 
+def test_of_an_adapter_that_was_replaced_on_disk_nothing_is_read(group: EngineGroup, tmp_path: Path) -> None:
+    """The source still runs the one before."""
+    a, b = both(group)
+    before = LoRARequest("helper", 11, adapter(tmp_path))
+    turn(a, prompt(60), lora=before)
+    adapter(tmp_path, rank=16)
+    history = turn(a, prompt(100), lora=before)
+    name = b.add(history, source(a), max_tokens=8, lora=LoRARequest("helper", 12, str(tmp_path)))
+    b.finish(name)
+    assert b.origins[name].theirs == 0
+
+
 @pytest.mark.parametrize("plane", ["cma", "shm"])
 def test_blocks_that_are_reused_in_the_middle_of_the_read(group: EngineGroup, plane: str) -> None:
     """The source's next request gets them, and writes into them; D computes the prompt itself."""
