@@ -106,9 +106,9 @@ def test_of_an_adapter_that_was_replaced_on_disk_nothing_is_read(group: EngineGr
     a, b = both(group)
     before = LoRARequest("helper", 11, adapter(tmp_path))
     turn(a, prompt(60), lora=before)
-    adapter(tmp_path, rank=16)
-    history = turn(a, prompt(100), lora=before)
-    name = b.add(history, source(a), max_tokens=8, lora=LoRARequest("helper", 12, str(tmp_path)))
+    after = LoRARequest("helper", 12, adapter(tmp_path, rank=16))
+    history = turn(a, prompt(100, 5), lora=before)
+    name = b.add(history, source(a), max_tokens=8, lora=after)
     b.finish(name)
     assert b.origins[name].theirs == 0
 
