@@ -392,7 +392,6 @@ FAULTS: Mapping[str, Sequence[tuple[Any, str, Callable[..., Any]]]] = {
         (load_planner, "sources_of",
          lambda of, *args: tuple(msgspec.structs.replace(each, engine_id="") for each in of(*args))),
     ],
-    "any life": [(link.Link, "check_addressed", lambda *args: None)],
 }  # fmt: skip
 SEEN_AS = ("wrong KV", "in common with its source", "whose life was over")
 
