@@ -30,7 +30,7 @@ from kvferry.connector.step_loads.step_hold import StepHold
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
 from kvferry.connector.wire.metrics import Figures, rank_stats
-from kvferry.connector.wire.step_plan import LookupResult, RankAddress, StepPlan, StepResults, by_region
+from kvferry.connector.wire.step_plan import LookupResult, PromptLookup, RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import TransportError
@@ -338,6 +338,17 @@ class WorkerHalf:
         told = dict(results.take(results.lookups))
         self._awaited.difference_update([name for name, result in told.items() if not result.known])
         return told
+
+    def look_up(self, wanted: PromptLookup) -> dict[str, LookupResult] | None:
+        """Ask at once, and wait for the answer as a step does that computes nothing. Returns what ``take_lookups``
+        does; ``None``: there is nobody who asks."""
+        thread = self._transfer_thread
+        if thread is None or not thread.alive:
+            return None
+        self._awaited.add(wanted.request_id)
+        thread.post(StepPlan(decode_engine=self._decode_engine, lookups=(wanted,)))
+        thread.results.wait(IDLE_WAIT_SECONDS)
+        return self.take_lookups()
 
     def take_results(self) -> StepResults:
         """What ended since the last call."""

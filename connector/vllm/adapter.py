@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -36,7 +37,7 @@ from kvferry.connector.vllm import compat, from_vllm, hooks
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
-from kvferry.connector.wire.step_plan import LoadEnd, RankAddress, StepPlan, StepResults
+from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PromptLookup, RankAddress, StepPlan, StepResults
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
 from kvferry.transport.errors import ConfigError, KVFerryError
 from kvferry.transport.host import host_id
@@ -122,6 +123,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 is_paused=lambda: compat.is_paused(scheduler),
                 prefix_seed=self._prefix_seed(vllm_config, settings),
                 watch_blocks=self._watch_blocks,
+                look_up=self._look_up if parallel.world_size == 1 else lambda wanted: None,
             )
             if fits and not recovers:
                 self._scheduler.stats.total("missing_hooks")
@@ -265,6 +267,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
         self._block_pool.touch(blocks)
         self._block_pool.unpin_blocks(blocks, lambda block: self._scheduling.block_reused(block.block_id))
+
+    @staticmethod
+    def _look_up(wanted: PromptLookup) -> dict[str, LookupResult] | None:
+        """vLLM runs the only rank of an engine in the scheduler's process, and in its thread."""
+        rank = get_kv_transfer_group() if has_kv_transfer_group() else None
+        worker = rank._worker if isinstance(rank, KVFerryConnector) else None
+        return None if worker is None else worker.look_up(wanted)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """MultiConnector tells all its children what the first of them had to tell."""

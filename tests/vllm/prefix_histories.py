@@ -214,6 +214,7 @@ class Case:
             self._model, 0, extra=extra, tag=tag, planned=self._planned, runner=self._runner, ahead=rng.choice((0, 1)),
             block=block, num_blocks=rng.choice((448, 800, 1200)) // block + 1, tp=rng.choice((1, 1, 2)),
             layout=rng.choice(("HND", "NHD")), engine_id=f"engine-{self._name}-{slot}", dtype=rng.choice(DTYPES),
+            one_process=rng.random() < 0.5,
         )  # fmt: skip
         self._group.engines.append(engine)
         self._lives.update((thread.rank_context.incarnation, engine) for thread in engine.threads)

@@ -253,7 +253,7 @@ class Worker:
         self.hook_order: Sequence[int] = range(len(engine.layers))
         """In which order a forward comes to its layers."""
         if engine.runner.startswith("v2"):
-            with self._group():
+            with self.group():
                 self._v2 = ActiveKVConnector(engine.config, self.caches)
         else:
             self.connector.register_kv_caches(self.caches)
@@ -269,7 +269,7 @@ class Worker:
         return {name: cache if engine.layout == "HND" else cache.transpose(1, 2) for name, cache in made.items()}
 
     @contextmanager
-    def _group(self) -> Iterator[None]:
+    def group(self) -> Iterator[None]:
         """vLLM keeps a process's connector in a global; this process has several."""
         with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector):
             yield
@@ -277,7 +277,7 @@ class Worker:
     def run(self, step: Any, turns: dict[str, Turn]) -> KVConnectorOutput | None:
         """One step of the model runner: its calls to the connector around the forward."""
         idle, config = step.total_num_scheduled_tokens == 0, self.engine.config
-        with self._group():
+        with self.group():
             if self.engine.runner == "v026":
                 output = self._run_v026(step, turns, idle)
             elif self._v2 is not None:
@@ -432,6 +432,8 @@ class Engine:
 
     _numbers = iter(range(1 << 30))
     worker_class, forward_class = Worker, Forward
+    one_process = False
+    """The scheduler finds its only rank in its own process, as where vLLM starts an engine of one GPU."""
 
     def __init__(
         self,
@@ -458,6 +460,7 @@ class Engine:
         layout: str = "HND",
         engine_id: str | None = None,
         dtype: torch.dtype = torch.float32,
+        one_process: bool = False,
     ) -> None:
         """``policy`` is that of failed loads. ``ahead``: steps that are scheduled and run before the output of the
         first is looked at, as with async scheduling, vLLM's default on GPUs. ``drafts``: tokens of speculative
@@ -467,6 +470,7 @@ class Engine:
         whether heads or tokens come first in a block."""
         self.tp, self.runner, self.num_blocks, self.layout, self.dtype = tp, runner, num_blocks, layout, dtype
         self.dcp, self.interleave, self.block, self.window = dcp, interleave, block, window
+        self.one_process = one_process
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
         transfer = KVTransferConfig(
             engine_id=engine_id, kv_connector=connector, kv_connector_module_path=module, kv_role=role,
@@ -667,7 +671,8 @@ class Engine:
 
     def step(self) -> None:
         """Schedule, tell the workers, run the forward, aggregate, update: one turn of EngineCore."""
-        step = self.scheduler.schedule()
+        with self.workers[0].group() if self.one_process else nullcontext():
+            step = self.scheduler.schedule()
         self._note(step.kv_connector_metadata)
         self._pipe[0].send(step.kv_connector_metadata)  # as to workers in other processes
         step.kv_connector_metadata = self._pipe[1].recv()

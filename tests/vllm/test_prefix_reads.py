@@ -10,6 +10,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.engine import worker
 from kvferry.connector.wire.messages import Ask, FindPrefix, LendPrefix
 from kvferry.transport.errors import ConfigError
 from tests.vllm.labelled import prompt
@@ -62,6 +63,28 @@ def test_the_next_turn_is_read(group: EngineGroup, plane: str, runner: str) -> N
     assert a.free_blocks == free == a.baseline
     assert counted(b) == {"loaded": 1} and (b.totals["prefix_read"], b.totals["prefix_wasted"]) == (112, 0)
     run([a], lambda: counted(a) == {"lent read": 1})
+
+
+@pytest.mark.parametrize("has", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_engine_of_one_process_asks_before_it_schedules(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, alone: bool, has: bool
+) -> None:
+    """No step without tokens comes first, but where another request would wait for the answer. The second source is
+    asked likewise where the first has too little."""
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 600.0)
+    a, b = both(group, one_process=True)
+    history = turn(a, prompt(100)) if has else prompt(120)
+    if not alone:
+        b.add(prompt(40, 9), max_tokens=50)
+        b.step()
+    name = b.add(history, {"sources": source(b)["sources"] + source(a)["sources"]}, max_tokens=8)
+    b.step()
+    assert b.loads[name] + b.step_loads[name] == (alone and has)
+    assert (b.computed[name] > 0) == (alone and not has) or b.step_loads[name]
+    b.finish(name)
+    assert b.origins[name].theirs == (112 if has else 0)
+    assert counted(b) == ({"loaded": 1} if has else {"local no_lease": 1})
 
 
 @pytest.mark.parametrize(
