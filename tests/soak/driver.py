@@ -116,7 +116,9 @@ class Soak:
     quiet_seconds = QUIET_SECONDS
     bursts_each = BURSTS
     least_loaded = 0
-    """The run lasts until so many loads have succeeded, also where that takes longer, up to ``REPORT_SECONDS``."""
+    """The run lasts until so many loads have succeeded, also where that takes longer, up to ``patience``."""
+    patience = REPORT_SECONDS
+    """For longer no hand-over lasts either."""
 
     def __init__(self, seconds: float, seed: int, planes: Sequence[str] = PLANES, leak: str = "") -> None:
         self.violations: list[str] = []
@@ -260,7 +262,7 @@ class Soak:
 
     def check_hangs(self) -> None:
         for handover in list(self.handovers.values()):
-            if time.monotonic() - handover.begun > REPORT_SECONDS:
+            if time.monotonic() - handover.begun > self.patience:
                 self.violations.append(f"{handover.name} over {handover.d.plane} hangs ({handover.fate or 'no fate'})")
                 self.end(handover, "hangs")
 
@@ -320,7 +322,7 @@ class Soak:
     def goes_on(self, now: float) -> bool:
         """Whether the traffic goes on."""
         enough = self.counts["loaded"] >= self.least_loaded and all(self.recovery.values())
-        end = self.began + self.seconds + (0.0 if enough else REPORT_SECONDS)
+        end = self.began + self.seconds + (0.0 if enough else self.patience)
         return now < end and not self.violations
 
     def gap(self) -> float:
@@ -329,7 +331,7 @@ class Soak:
 
     def settle(self, what: str) -> None:
         """No new traffic: every load is reported, every lease ends, all blocks come back."""
-        if not self.wait(lambda: not self.handovers, REPORT_SECONDS):
+        if not self.wait(lambda: not self.handovers, self.patience):
             self.check_hangs()
         end = time.monotonic() + self.quiet_seconds
         while not self.violations and (left := self.left()):

@@ -14,7 +14,7 @@ class Slice(Soak):
     """Some seconds on a slow host: fewer hand-overs, and no limit on the time of a recovery."""
 
     under_way, least_loaded, bursts_each = 4, 40, 2
-    recovery_limit = 60.0
+    recovery_limit, patience = 60.0, 600.0
 
 
 class Leaking(Slice):
@@ -22,7 +22,7 @@ class Leaking(Slice):
     until what leaks has been seen to grow, for on a slow host most loads may come before the warm-up ends."""
 
     least_loaded, bursts_each = 150, 0
-    next_look, at_most = 0.0, 600.0
+    next_look = 0.0
 
     def gap(self) -> float:
         return math.inf
@@ -34,7 +34,7 @@ class Leaking(Slice):
             return True
         self.next_look, self.lasted = now + 1.0, now - self.began
         grown = {verdict.quantity for verdict in verdicts(self) if not verdict.flat}
-        return not (grown >= {"descriptors", "rss_mib"} or self.violations or self.lasted > self.at_most)
+        return not (grown >= {"descriptors", "rss_mib"} or self.violations or self.lasted > self.patience)
 
 
 def test_engines_hold_nothing_after_faults_and_restarts() -> None:
