@@ -21,7 +21,16 @@ from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefill_choice import PrefillChoice
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, PrefixAffinity, PromptPrefix, prompt_prefix
-from kvferry.router.request_bodies import NOT_JSON, Body, is_estimate_of, pieces_of, prefill_body, source_body
+from kvferry.router.request_bodies import (
+    NOT_JSON,
+    RESPONSES,
+    Body,
+    is_estimate_of,
+    pieces_of,
+    prefill_body,
+    source_body,
+    without_params,
+)
 from kvferry.router.spans import DECODE, PREFILL, LegSpan
 from kvferry.transport.tracing import OpenSpan, Tracer
 
@@ -67,14 +76,15 @@ class LegTimeouts:
 class ClientRequest:
     """One completion, chat completion or response of a client, with the headers for both legs. ``comment`` takes what
     D's server sends before its answer. ``span``: None where nothing is traced. ``chosen``: the D that is to prefill the
-    prompt. ``alone``: why D got no parameters of a P. It is over when each of its tasks has ended: ``hold`` and
-    ``drop``; then ``over`` is called."""
+    prompt. ``alone``: why D got no parameters of a P. ``wants_params``: the client's own request had some.
+    It is over when each of its tasks has ended: ``hold`` and ``drop``; then ``over`` is called."""
 
     path: str
     body: Body
     headers: dict[str, str]
     span: OpenSpan | None = None
     over: Callable[[], None] = lambda: None
+    wants_params: bool = False
     comment: Callable[[Answer, bytes], Awaitable[None]] | None = None
     broken: str = ""  # Why the answer broke off
     chosen: Engine | None = None
@@ -390,9 +400,15 @@ class Legs:
         answer, span = None, LegSpan(asked.span, DECODE, seat.engine)
         try:
             answer = await self._send(asked, seat.engine, body, progress, span)
+            hides = self.prefix_reads and "kv_transfer_params" in body and not asked.wants_params
             pieces = answer.pieces()
-            if not answer.streamed and int(answer.headers.get("content-length", MAX_BODY_BYTES)) < MAX_BODY_BYTES:
-                return Decoded(seat.engine, answer, await answer.body(), pieces, seat, span)
+            size = int(answer.headers.get("content-length", MAX_BODY_BYTES))
+            if not answer.streamed and (hides or size < MAX_BODY_BYTES):
+                content = await answer.body()
+                content = without_params(content, report=asked.checks) if hides else content
+                return Decoded(seat.engine, answer, content, pieces, seat, span)
+            if hides and asked.path == RESPONSES:  # no other stream has D's parameters
+                pieces = _without_params(answer)
             first = await anext(pieces, b"")
             while answer.streamed and first and _COMMENTS.fullmatch(first):
                 progress.answered = False
@@ -444,6 +460,18 @@ class Legs:
         asked.hold()
         task.add_done_callback(lambda _: asked.drop())
         return task
+
+
+async def _without_params(answer: Answer) -> AsyncIterator[bytes]:
+    """A stream of events in whole lines: the last one has the whole answer."""
+    held = b""
+    async for piece in answer.pieces():
+        held += piece
+        if end := len(held) if answer.whole else held.rfind(b"\n") + 1:
+            yield without_params(held[:end])
+            held = held[end:]
+    if held:
+        yield held
 
 
 async def ended(leg: asyncio.Task[Decoded]) -> None:

@@ -37,6 +37,7 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 _NOT_HANDED_OVER = ("use_beam_search", "prompt_embeds", "prompt_logprobs", "previous_response_id", "background")
 """D's engine never asks P for the prompt of a request that has one of these, or computes the prompt itself."""
 _NUMBER = re.compile(rb"null|-?\d+")
+_PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*(?=\{)')
 _ONE_PROMPT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(tuple[msgspec.Raw])
 _MEMBERS: msgspec.json.Decoder[Body] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -81,6 +82,21 @@ def without(body: Body, names: Collection[str]) -> Body:
     return found
 
 
+def without_params(answer: bytes, *, report: bool = False) -> bytes:
+    """An engine's answer, or events that end with all of it, with null for its ``kv_transfer_params``, which name
+    hosts: as of a request that had none. ``report``: what became of the prompt stays."""
+    found = _PARAMS.match(answer, answer.rfind(b'"kv_transfer_params"'))  # in a text its quotes are escaped
+    if found is None:
+        return answer
+    try:
+        rest = answer[found.end() :].decode()
+        params, end = json.JSONDecoder().raw_decode(rest)
+    except NOT_JSON:
+        return answer
+    kept = {name: params[name] for name in ("handed_over",) if report and name in params} or None
+    return answer[: found.end()] + msgspec.json.encode(kept) + rest[end:].encode()
+
+
 def encoded(body: Body) -> bytes | None:
     """The body as JSON; None where it is large: see ``pieces_of``."""
     size = sum(len(value) for value in body.values() if isinstance(value, msgspec.Raw))
@@ -118,13 +134,13 @@ def source_body(body: Body) -> Body:
 def can_hand_over(body: Body, path: str) -> bool:
     """Whether D's engine would take a prompt from P: the request holds one prompt, whose log probabilities nobody
     wants, and D's server would not refuse it before."""
-    if any(_given(body, name) for name in _NOT_HANDED_OVER) or (path == RESPONSES and _given(body, "tools")):
+    if any(is_given(body, name) for name in _NOT_HANDED_OVER) or (path == RESPONSES and is_given(body, "tools")):
         return False
-    if _given(body, "stream_options") and not _given(body, "stream"):
+    if is_given(body, "stream_options") and not is_given(body, "stream"):
         return False
     if "n" in body and not _NUMBER.fullmatch(body["n"]):
         return False
-    if _given(body, "echo") and (path == CHAT or _given(body, "logprobs")):
+    if is_given(body, "echo") and (path == CHAT or is_given(body, "logprobs")):
         return False
     prompt = body.get("prompt")
     if prompt is None or re.match(rb"[^\[]|\[\s*-?\d", _begin(prompt)):  # a text, or token ids
@@ -140,7 +156,8 @@ def _begin(value: Any) -> bytes:
     return bytes(memoryview(value)[:64])
 
 
-def _given(body: Body, name: str) -> bool:
+def is_given(body: Body, name: str) -> bool:
+    """Whether it has this member, and that is not null or false."""
     value = body.get(name)
     return value is not None and _begin(value).rstrip() not in (b"null", b"false")
 

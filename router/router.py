@@ -63,7 +63,7 @@ class Reply:
         try:
             if self._begun is None and decoded.body is not None:
                 self.first = self._router.clock()
-                headers = kept_headers(decoded.answer, **self._own)
+                headers = kept_headers(decoded.answer, len(decoded.body), **self._own)
                 self._router.gave(asked, decoded, len(decoded.body) / BYTES_PER_TOKEN)
                 return web.Response(body=decoded.body, status=decoded.answer.status, headers=headers)
             if decoded.body is not None:
@@ -96,13 +96,15 @@ class Reply:
         return self._begun
 
 
-def kept_headers(answer: Answer, **more: str) -> CIMultiDict[str]:
-    """Those of an engine's answer that its client gets."""
+def kept_headers(answer: Answer, size: int | None = None, **more: str) -> CIMultiDict[str]:
+    """Those of an engine's answer that its client gets. ``size``: of its body, in bytes, where that may be changed."""
     kept = CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in OWN_HEADERS)
     kept.update(more, server="kvferry")
     for name in ("content-encoding", "content-length"):
         if name in answer.headers and not answer.streamed:
             kept[name] = answer.headers[name]
+    if size is not None:
+        kept["content-length"] = str(size)
     return kept
 
 
