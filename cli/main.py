@@ -109,7 +109,9 @@ def doctor(
 @app.command()
 @failing()
 def top(
-    engines: Annotated[list[str], typer.Argument(help="URLs of vLLM servers, http://HOST:PORT", metavar="URL")],
+    engines: Annotated[
+        list[str], typer.Argument(help="URLs of vLLM servers and kvferry routers, http://HOST:PORT", metavar="URL")
+    ],
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two polls")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="poll twice, print one table, and end")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON, one line for each poll")] = False,

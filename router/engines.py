@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvferry.router.handed_over import HandedOver
+from kvferry.router.handed_over import HandedOver, put_last
 from kvferry.router.identities import Identity
 from kvferry.transport.errors import UsageError, quoted, quoted_url
 
@@ -62,6 +62,8 @@ class Engine:
     refused: set[int] = field(default_factory=set)
     source: dict[str, Any] | None = None
     """Where other engines can read a prefix from it, as it says; empty where they cannot, None before it was asked."""
+    read_from: dict[str, int] = field(default_factory=dict)
+    """By the URL of another engine, the requests that named it to this one as a source of a prefix; the last ones."""
     identity: Identity = field(init=False)
     handed_over: HandedOver = field(default_factory=HandedOver)
 
@@ -71,6 +73,9 @@ class Engine:
     @property
     def load(self) -> float:
         return self.loads[self.role]
+
+    def reads_from(self, url: str) -> None:
+        put_last(self.read_from, url, self.read_from.get(url, 0) + 1)
 
     def usable(self, now: float) -> bool:
         return self.state is EngineState.UP and self.passed_over_until <= now

@@ -104,8 +104,8 @@ class HandedOver:
         """D has answered a prompt with these parameters of the P at this URL."""
         self._sent += 1
         peers = self.pairs.get(prefill, {})
-        _put_last(self.pairs, prefill, peers)
-        _put_last(peers, str(params.get("remote_engine_id"))[:PEER_CHARS], None)
+        put_last(self.pairs, prefill, peers)
+        put_last(peers, str(params.get("remote_engine_id"))[:PEER_CHARS], None)
 
     def take(self, page: Counts) -> None:
         """D's page counts this now. Raises ValueError: it is of several engines."""
@@ -176,7 +176,7 @@ class HandedOver:
         return found
 
 
-def _put_last(kept: dict[str, T], name: str, value: T) -> None:
+def put_last(kept: dict[str, T], name: str, value: T) -> None:
     """The first of too many goes."""
     kept.pop(name, None)
     kept[name] = value

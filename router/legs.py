@@ -220,15 +220,16 @@ class Legs:
         best one first. One that is drained has its cache still."""
         had = (self.on_d, Role.DECODE), (self.affinity, Role.PREFILL)
         cached = max(affinity.find(prefix, {engine.url})[1] for affinity, _ in had)
-        found: list[tuple[float, dict[str, Any]]] = []
+        found: list[tuple[float, str, dict[str, Any]]] = []
         for affinity, role in had:
             there = [each for each in self.engines.of(role) if each.usable(self.clock()) or each.state is _DRAINING]
             others = {each.url: each.source for each in there if each.source and each is not engine}
             url, tokens = affinity.find(prefix, set(others))
             if url is not None and tokens >= cached + WORTH_READING and (source := others[url]):
-                found.append((tokens, source))
+                found.append((tokens, url, source))
+                engine.reads_from(url)
         found.sort(key=lambda each: -each[0])
-        return {"sources": [source for _, source in found]} if found else {}
+        return {"sources": [source for _, _, source in found]} if found else {}
 
     async def _learn_source(self, asked: ClientRequest, engine: Engine) -> None:
         """Where other engines can read from one that has just answered. It is asked once, and again after a failure."""

@@ -24,6 +24,7 @@ HANDED_OVER_SERIES: tuple[tuple[str, Any, str, str], ...] = (
     ("prompts_not_loaded", CounterMetricFamily, "Those not loaded, by D's reason", "decode reason"),
     ("prompt_tokens", CounterMetricFamily, "Prompt tokens of D, loaded or computed", "decode source"),
     ("pair_loaded", CounterMetricFamily, "Prompts that D loaded from P", "prefill decode"),
+    ("prefix_sources", CounterMetricFamily, "Requests that named a source of a prefix to an engine", "reader source"),
     ("engine_degraded", GaugeMetricFamily, "1: none of the last prompts was handed over", "role url"),
 )
 """Name, type, meaning, and labels."""
@@ -81,6 +82,10 @@ class Metrics:
             "pairs": [
                 {"prefill": prefill, "decode": decode, "loaded": loaded} for prefill, decode, loaded in self._pairs()
             ],
+            "prefix_sources": [
+                {"reader": engine.url, "source": source, "requests": requests}
+                for engine in self._engines for source, requests in engine.read_from.items()
+            ],
         }  # fmt: skip
 
     def _pairs(self) -> Iterator[tuple[str, str, int | None]]:
@@ -114,7 +119,7 @@ class Metrics:
         yield from self._collect_handed_over()
 
     def _collect_handed_over(self) -> Iterator[Any]:
-        """What D engines say, of the time since this router's first look at them."""
+        """What D engines say, of the time since this router's first look at them, and who reads from whom."""
         series: dict[str, Any] = {
             name: make(f"kvferry_router_{name}", text, labels=labels.split())
             for name, make, text, labels in HANDED_OVER_SERIES
@@ -127,6 +132,8 @@ class Metrics:
             ):  # fmt: skip
                 for label, count in counts.items():
                     series[name].add_metric([engine.url, label], count)
+            for source, count in engine.read_from.items():
+                series["prefix_sources"].add_metric([engine.url, source], count)
         for prefill, decode, loaded in self._pairs():
             if loaded is not None:
                 series["pair_loaded"].add_metric([prefill, decode], loaded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -56,15 +56,18 @@ def top(urls: Sequence[str], *, interval: float, once: bool, as_json: bool) -> b
         pass
     finally:
         engines.close()
-    return not all(row.down for row in rows)
+    return not all(row.down or row.router for row in rows)
 
 
 def table(rows: Sequence[EngineRow]) -> Group:
-    """One line for each plane of each engine, or for the engine without hand-overs; below, why engines are down."""
+    """One line for each plane of each engine, or for the engine without hand-overs; below, which prefixes engines have
+    read, what routers say of their sources, and why engines are down."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
         drawn.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
     for engine in rows:
+        if engine.router:
+            continue
         if engine.down:
             drawn.add_row(Text(engine.engine), *[""] * 5, Text("down", style="bold red"))
             continue
@@ -82,7 +85,17 @@ def table(rows: Sequence[EngineRow]) -> Group:
                 str(engine.leases_expired) if own else "",
             )
     reasons = [Text(f"{engine.engine}: {engine.down}", style="red") for engine in rows if engine.down]
-    return Group(drawn, *reasons)
+    return Group(drawn, *(Text(line) for engine in rows for line in _prefix_lines(engine)), *reasons)
+
+
+def _prefix_lines(engine: EngineRow) -> Iterator[str]:
+    read, tokens = (engine.prefixes.get(name, 0) for name in ("loaded", "tokens"))
+    if asked := read + sum(engine.prefixes.get(result, 0) for result in NOT_LOADED):
+        yield f"{engine.engine} has read a prefix for {read} of {asked} requests that named sources: {tokens} tokens"
+    for reader, sources in engine.sources.items():
+        yield f"{engine.engine}: requests to {reader}, by the source of a prefix that they named: {_counts(sources)}"
+    if engine.router and not engine.sources:
+        yield f"{engine.engine} is a router that has named no source of a prefix"
 
 
 def _loaded_cells(engine: EngineRow) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry.transport.errors import ProtocolError
 
-PREFIX = "vllm:kvferry_"
+PREFIX, ROUTER = "vllm:kvferry_", "kvferry_router_"
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 _LABEL = re.compile(r'\s*([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"\s*(?:,|$)')
 _ESCAPED = re.compile(r"\\(.)")
@@ -98,7 +98,8 @@ _SERIES = {
     "bytes_transferred_sum": ("nbytes", "", "plane"), "num_failed_handovers_total": ("failed", "", "reason"),
     "num_retries_total": ("retried", "", "reason"), "num_released_leases_total": ("leases", "released", ""),
     "num_expired_leases_total": ("leases", "expired", ""), "prompts_total": ("prompts", "", "result"),
-    "vllm:prompt_tokens_by_source_total": ("tokens", "", "source"),
+    "vllm:prompt_tokens_by_source_total": ("tokens", "", "source"), "prefix_reads_total": ("prefixes", "", "result"),
+    "prefix_tokens_read_total": ("prefixes", "tokens", ""),
 }  # fmt: skip
 """Series that are added up: the counter, and the key in it or the label that has the key."""
 
@@ -124,6 +125,12 @@ class EngineFigures:
     """Why D did not load a prompt."""
     tokens: Counter[str] = field(default_factory=Counter)
     """Prompt tokens by source, as vLLM counts them."""
+    prefixes: Counter[str] = field(default_factory=Counter)
+    """Requests that named sources of a prefix, by what the engine did, and the ``tokens`` that it read."""
+    router: bool = False
+    """The page is a router's."""
+    sources: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """What a router counts: requests by the engine that reads and its source of a prefix."""
 
     @classmethod
     def of(cls, page: Iterable[Sample]) -> EngineFigures:
@@ -132,6 +139,7 @@ class EngineFigures:
         for sample in page:
             name, labels, value = sample.name.removeprefix(PREFIX), sample.labels, sample.value
             figures.kvferry |= name != sample.name
+            figures.router |= name.startswith(ROUTER)
             if name in _SERIES:
                 table, key, label = _SERIES[name]
                 counts: Counter[str] = getattr(figures, table)
@@ -139,6 +147,8 @@ class EngineFigures:
             match name:
                 case "prompts_total" if labels.get("result") in NOT_LOADED:
                     figures.reasons[labels.get("reason", "")] += int(value)
+                case "kvferry_router_prefix_sources_total":
+                    figures.sources[labels.get("reader", ""), labels.get("source", "")] += int(value)
                 case "vllm:num_requests_running":
                     figures.models.add(labels.get("model_name", ""))
                 case "vllm:num_requests_waiting_by_reason" if labels.get("reason") == "deferred":
@@ -167,7 +177,8 @@ class EngineRow(msgspec.Struct, frozen=True):
     requests whose KV cache is being loaded, or that wait for another resource. ``kvferry``: it runs with KVFerry's
     connector. ``failed``, ``retried`` and
     ``not_loaded``, by reason, ``handovers`` (of each rank), ``prompts``, by what D did, ``tokens``, of prompts by
-    source, and leases count from the start of the engine."""
+    source, ``prefixes``, as ``EngineFigures`` has them, and leases count from the start of the engine. A ``router`` has
+    only ``sources``: by the URL of an engine, how many requests named another one to it as a source of a prefix."""
 
     engine: str
     down: str = ""
@@ -186,6 +197,9 @@ class EngineRow(msgspec.Struct, frozen=True):
     leases_released: int = 0
     leases_expired: int = 0
     leases_released_per_second: float = 0.0
+    prefixes: dict[str, int] = {}
+    router: bool = False
+    sources: dict[str, dict[str, int]] = {}
 
 
 def row(engine: str, first: EngineFigures, before: EngineFigures, now: EngineFigures, seconds: float) -> EngineRow:
@@ -204,10 +218,18 @@ def row(engine: str, first: EngineFigures, before: EngineFigures, now: EngineFig
         waiting=now.requests["waiting"], deferred=now.requests["deferred"], planes=tuple(planes),
         failed=_not_zero(now.failed), retried=_not_zero(now.retried), not_loaded=_not_zero(now.reasons),
         handovers=int(sum(histogram.count for histogram in now.seconds.values())),
-        prompts=_not_zero(now.prompts), tokens=_not_zero(now.tokens),
+        prompts=_not_zero(now.prompts), tokens=_not_zero(now.tokens), prefixes=_not_zero(now.prefixes),
         leases_released=released, leases_expired=now.leases["expired"],
         leases_released_per_second=_growth(released, before.leases["released"]) / seconds,
     )  # fmt: skip
+
+
+def router_row(name: str, now: EngineFigures) -> EngineRow:
+    """The row of a router."""
+    sources: dict[str, dict[str, int]] = {}
+    for (reader, source), requests in sorted(now.sources.items()):
+        sources.setdefault(reader, {})[source] = requests
+    return EngineRow(name, router=True, sources=sources)
 
 
 def _growth(now: float, before: float) -> float:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
 
-from kvferry.cli.top.figures import EngineFigures, EngineRow, Sample, row, samples
+from kvferry.cli.top.figures import EngineFigures, EngineRow, Sample, router_row, row, samples
 from kvferry.transport.errors import ProtocolError, UsageError, quoted, quoted_url
 
 FETCH_SECONDS = 2.0
@@ -134,6 +134,8 @@ class Engines:
         except EngineDownError as error:
             past.clear()  # what was counted before says nothing of the next life
             return EngineRow(name, down=str(error))
+        if figures.router:
+            return router_row(name, figures)
         if not figures.models:
             past.clear()
             return EngineRow(name, down="no vLLM server, or one with --disable-log-stats")

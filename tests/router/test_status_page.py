@@ -135,6 +135,7 @@ def test_the_page_of_a_router_in_a_browser(tmp_path: Path, monkeypatch: pytest.M
     assert '<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td class="draining">draining</td>' in shown
     assert "200: 1" in shown and "serial: 1" in shown
     assert re.search(r'<polyline points="[\d.]+,[\d.]+ [\d., ]+"', shown), "a plot of several samples"
+    assert '<section id="reads" hidden="">' in shown, "no source of a prefix was named"
     assert '<b id="state" class="ok">ok</b>' in shown and 'id="error" role="status"></div>' in shown
 
 
@@ -144,7 +145,10 @@ def test_the_page_says_what_is_handed_over_and_what_is_wrong(tmp_path: Path) -> 
     history.take(0, status(said(0), said(0)))
     history.take(5, status(said(75), said(0, 25), requests=100, seconds=4.0))
     history.take(10, now)
-    shown = drawn_of(JSONResponse(now | {"history": history.columns(12)}), tmp_path)
+    reads = {"prefix_sources": [{"reader": P[0], "source": D[1], "requests": 1234}]}
+    shown = drawn_of(JSONResponse(now | reads | {"history": history.columns(12)}), tmp_path)
+    assert '<section id="reads">' in shown
+    assert f'<tr><td>{P[0]}</td><td>{D[1]}</td><td class="number">1,234</td></tr>' in shown
     assert '<b id="share-prompts">50 %</b>' in shown and '<b id="share-tokens">50 %</b>' in shown
     assert '<b id="state" class="degraded">degraded</b>' in shown and f"<p>{D[1]}: {WHY}. See" in shown
     assert '<td class="number">200</td><td class="number">75 %</td><td class="number">75 %</td>' in shown

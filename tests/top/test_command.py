@@ -50,10 +50,29 @@ def test_one_table_of_two_engines_and_one_that_is_down(serve):
 
 
 def test_no_engine_that_answers_is_exit_status_1(serve):
-    router = serve("kvferry_router_requests_in_flight 0\n")
-    result = invoke(closed(), router.url, *ONCE)
+    router, other = serve("kvferry_router_in_flight 0\n"), serve("x 1\n")
+    result = invoke(closed(), router.url, other.url, *ONCE)
     assert result.exit_code == 1
     assert "Connection refused" in result.stdout and "no vLLM server" in result.stdout
+    assert f"{router.name} is a router that has named no source of a prefix\n" in result.stdout
+
+
+def test_prefixes_that_engines_have_read_and_from_whom(serve):
+    """What an engine has lent is no read of its own."""
+    reads = {"loaded": 12, "local": 2, "failed": 1, "lent": 50}
+    counted = "".join(f'vllm:kvferry_prefix_reads_total{{result="{name}"}} {count}\n' for name, count in reads.items())
+    p = serve(recorded("prefill_1") + counted + "vllm:kvferry_prefix_tokens_read_total 34816\n")
+    lends = serve(recorded("decode_1") + 'vllm:kvferry_prefix_reads_total{result="lent"} 50\n')
+    of = 'kvferry_router_prefix_sources_total{{reader="http://p:1",source="http://{}:1"}} {}\n'
+    router = serve(of.format("e", 1) + of.format("d", 14) + "kvferry_router_in_flight 0\n")
+    _, *lines = invoke(p.url, lends.url, router.url, *ONCE).stdout.splitlines()
+    assert len(lines) == 4 and lines[0].startswith(p.name) and lines[1].startswith(lends.name)
+    assert lines[2] == f"{p.name} has read a prefix for 12 of 15 requests that named sources: 34816 tokens"
+    named = "requests to http://p:1, by the source of a prefix that they named: http://d:1 14, http://e:1 1"
+    assert lines[3] == f"{router.name}: {named}"
+    rows = json.loads(invoke(p.url, router.url, *ONCE, "--json").stdout)
+    assert rows[0]["prefixes"] == reads | {"tokens": 34816} and not rows[0]["router"] and rows[1]["router"]
+    assert rows[1]["sources"] == {"http://p:1": {"http://d:1": 14, "http://e:1": 1}}
 
 
 def test_json(serve):
