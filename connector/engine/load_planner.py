@@ -116,7 +116,7 @@ MOVES: Moves[RequestPhase] = {
 
 @dataclass(slots=True)
 class AwaitedPrompt:
-    """A prompt that P will hold."""
+    """A prompt that P will hold; or one of which sources may have a prefix."""
 
     request: RequestView
     wanted: PromptLookup
@@ -272,8 +272,7 @@ class LoadPlanner(EngineFacts):
             raise UnusablePromptError("cached" if tokens > LEAST_GAIN else "no_lease", text)
         peer = params.prompt_of_answer(result.params, self.max_sizes).peer
         params.check_reachable(peer, self.host_id)
-        awaited.wanted = replace(awaited.wanted, prefix=digests[: count * DIGEST_BYTES])
-        token, digest = secrets.token_bytes(16), awaited.wanted.prefix[-DIGEST_BYTES:]
+        token, digest = secrets.token_bytes(16), digests[: count * DIGEST_BYTES][-DIGEST_BYTES:]
         entry.remote_prompt = RemotePrompt(token, tokens, digest.hex(), peer)
         entry.leases = (RemoteLease(token, peer),)
         self._plan.parts.keeps.append(KeepLease(entry.request_id, token, peer, siblings=False))
@@ -316,7 +315,7 @@ class LoadPlanner(EngineFacts):
                 if result.error:
                     raise UnusablePromptError(result.reason, result.error)
                 awaited.result = result
-                if awaited.sources is not None:
+                if entry.is_prefix:
                     self._take_prefix(entry, awaited)
                     continue
                 self._offer(entry, awaited.request, params.prompt_of_answer(result.params, self.max_sizes))
@@ -324,14 +323,14 @@ class LoadPlanner(EngineFacts):
                     self._advance(entry, RequestEvent.DECLINED)
                     self._settle(entry, "local", "whole_prompt")
             except ProtocolError as error:
-                if awaited.sources is None or not self._ask_source(awaited):
+                if not self._ask_source(awaited):
                     self._refuse(entry, error)
 
     def _awaits(self, entry: EngineRequest) -> bool:
         """Whether a request waits for P's answer. Ends the wait when it has lasted long enough."""
         if entry.life.phase is not RequestPhase.AWAITED or entry.awaited is None:
             return False
-        if entry.is_prefix and not entry.awaited.wanted.prefix:
+        if entry.is_prefix and not entry.awaited.digests:
             try:
                 self._ask_first(entry, entry.awaited)
             except ProtocolError as error:
@@ -377,16 +376,13 @@ class LoadPlanner(EngineFacts):
         after = entry.life.phase
         self._phases[before] -= 1
         self._phases[after] += 1
-        if before is RequestPhase.AWAITED and after is not before and entry.awaited and entry.awaited.digests:
-            waited = self.settings.prefix_wait_seconds - (entry.awaited.deadline - self.clock())
-            self._stats.total("prefix_wait_us", round(waited * 1e6))
-        if before is RequestPhase.AWAITED and after not in (RequestPhase.AWAITED, RequestPhase.OFFERED):
-            awaited = entry.awaited
-            assert awaited is not None
-            if awaited.wanted.prefix:
-                self._plan.leave(LeftAnswer(entry.request_id))
-            elif awaited.sources is None:
-                self._plan.leave(LeftAnswer(entry.request_id, params.possible_digests(awaited.request)))
+        if before is RequestPhase.AWAITED and after is not before and (awaited := entry.awaited) is not None:
+            if awaited.digests:
+                waited = self.settings.prefix_wait_seconds - (awaited.deadline - self.clock())
+                self._stats.total("prefix_wait_us", round(waited * 1e6))
+            if after is not RequestPhase.OFFERED and (awaited.digests or not entry.is_prefix):
+                leases = () if entry.is_prefix else params.possible_digests(awaited.request)
+                self._plan.leave(LeftAnswer(entry.request_id, leases))
         elif before is RequestPhase.OFFERED and after is not before and event not in (_E.BESIDE, _E.INSIDE):
             parts.releases += [UnneededLease(entry.request_id, lease.token) for lease in entry.leases]
         elif before is RequestPhase.LOADING and event in (_E.REFUSED, _E.ENDED):
@@ -477,6 +473,7 @@ class LoadPlanner(EngineFacts):
         steps = self.steps
         tables = list(zip(self.tables, block_ids, strict=True))
         result = LookupResult() if entry.awaited is None or entry.is_prefix else entry.awaited.result
+        digests = b"" if entry.awaited is None else entry.awaited.digests
         written = (block_id for table, ids in tables for block_id in ids[start // table.block_size :])
         return Load(
             request_id=entry.request_id,
@@ -493,7 +490,7 @@ class LoadPlanner(EngineFacts):
             found=result.found,
             step_tokens=result.step_tokens,
             traceparent=entry.traceparent,
-            prefix=entry.awaited.wanted.prefix if entry.awaited is not None else b"",
+            prefix=digests[: remote_prompt.num_tokens // PREFIX_TOKENS * DIGEST_BYTES],
         )
 
     def loads_finished(
