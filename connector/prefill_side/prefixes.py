@@ -19,7 +19,7 @@ from kvferry.connector.wire.messages import DIGEST_BYTES
 from kvferry.connector.wire.step_plan import PrefixOffer, StepPlan, unpack_ids
 
 MAX_LENT = 1024
-"""Prefixes that are lent at one time. Peers ask for them."""
+"""Prefixes that are lent at one time. Peers ask for them: one gets no place while it has as many as are free."""
 NOTHING = bytes(DIGEST_BYTES)
 _WORD = (1 << 64) - 1
 
@@ -30,7 +30,7 @@ class PrefixIndex:
 
     Attributes:
         params: the ``kv_transfer_params`` that name the engine's ranks, in MessagePack; empty before the first offer.
-        lent: by token, the life of each prefix that is lent, and its blocks.
+        lent: by token, the life of each prefix that is lent, its blocks, and the address of the D that reads it.
         lost: the tokens of lent prefixes whose life the engine's thread has ended, for the transfer thread to take.
     """
 
@@ -38,7 +38,7 @@ class PrefixIndex:
         """``per_block``: prefixes that may end in one block."""
         self._num_blocks, self._per_block = num_blocks, per_block
         self._lock = threading.Lock()
-        self.lent: dict[bytes, tuple[PromptBlocks, frozenset[int]]] = {}
+        self.lent: dict[bytes, tuple[PromptBlocks, frozenset[int], str]] = {}
         self._bits = 0  # of the number of a chain
         self._factor = secrets.randbits(64) | 1  # nobody can choose prompts whose digests lie in one chain
         self._heads = self._next = array("i")  # a hash table of chains of places
@@ -61,7 +61,7 @@ class PrefixIndex:
             for block in reused:
                 for place in range(block * self._per_block, (block + 1) * self._per_block):
                     self._forget(place)
-            lost = [token for token, (_, held) in self.lent.items() if not held.isdisjoint(reused)]
+            lost = [token for token, (_, held, _) in self.lent.items() if not held.isdisjoint(reused)]
             for token in lost:
                 self.lent.pop(token)[0].lose()
             self.lost += lost
@@ -116,19 +116,20 @@ class PrefixIndex:
         with self._lock:
             return len(self._places(digests))
 
-    def lend(self, token: bytes, digests: bytes) -> tuple[PromptBlocks, list[int]] | None:
+    def lend(self, token: bytes, digests: bytes, address: str) -> tuple[PromptBlocks, list[int]] | None:
         """The begin of a life of the prefix with the last of these digests, and its blocks; ``None`` where it does not
-        lie here, or too many are lent."""
+        lie here, or too many are lent: to all, or to the peers at this address."""
         with self._lock:
             places, per_block = self._places(digests).tolist(), self._per_block
-            if len(places) * DIGEST_BYTES != len(digests) or len(self.lent) >= MAX_LENT:
+            theirs = [other for *_, other in self.lent.values()].count(address)
+            if len(places) * DIGEST_BYTES != len(digests) or theirs + len(self.lent) >= MAX_LENT:
                 return None
             # A block in which a prefix ends has the tokens before, too. Another may have the same.
             blocks = [place // per_block for place in [*places[per_block - 1 :: per_block], *places[-1:]]]
             if len(places) % per_block == 0:
                 blocks.pop()
             life = PromptBlocks()
-            self.lent[token] = life, frozenset(blocks)
+            self.lent[token] = life, frozenset(blocks), address
             return life, blocks
 
     def _places(self, digests: bytes) -> NDArray[np.int32]:

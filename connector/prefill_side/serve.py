@@ -295,7 +295,7 @@ class Producer:
             case messages.Attach():
                 self._replies.send(identity, self._sessions.attach(session, request))
             case messages.LendPrefix():
-                self._lend(request, now)
+                self._lend(session, request, now)
             case messages.Ask():
                 self._ask(session, request, now)
             case messages.Cancel():
@@ -320,12 +320,12 @@ class Producer:
         found = prefixes.find(wanted.digests) * PREFIX_TOKENS
         return messages.Resolved(number=wanted.number, params=prefixes.params, granted=True, found=found)
 
-    def _lend(self, wanted: messages.LendPrefix, now: float) -> None:
+    def _lend(self, session: Session, wanted: messages.LendPrefix, now: float) -> None:
         """D is about to read a prefix. Where it does not lie here any more, the ask that follows is refused."""
         token, digests = wanted.token, wanted.digests
         if token in self.leases.table or token in self.leases.ended or token in self.named:
             return  # another rank of D has asked
-        lent = self.prefixes.lend(token, digests)
+        lent = self.prefixes.lend(token, digests, session.address)
         if lent is None:
             self._rank_context.stats.prefix("lent", "gone")
             self.leases.remember_end(token)

@@ -14,6 +14,7 @@ from kvferry.connector.decode_side.read import Reads
 from kvferry.connector.engine.prefixes import model_seed, prefix_digests
 from kvferry.connector.geometry.engine_types import KVContent
 from kvferry.connector.pages.caches import RankCaches
+from kvferry.connector.prefill_side import prefixes
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.messages import DIGEST_BYTES
 from kvferry.connector.wire.step_plan import KeepLease, Load, PrefixOffer, StepPlan, pack_ids
@@ -128,6 +129,18 @@ def test_a_reader_that_dies_holds_nothing_up(group: RankGroup) -> None:
     raw.send(messages.LendPrefix(token=b"t" * 16, digests=DIGESTS))
     raw.settled()
     assert nothing_lent(p), "its token is over"
+
+
+def test_the_peers_of_one_host_share_its_places(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a peer would have them all by connections of its own."""
+    monkeypatch.setattr(prefixes, "MAX_LENT", 2)
+    p, d = group.pair(**PATIENT)
+    offer([p])
+    for token in (b"1" * 16, b"2" * 16):
+        raw = group.raw(p, d)
+        raw.send(messages.LendPrefix(token=token, digests=DIGESTS))
+        raw.settled()
+    assert p.thread.prefixes.lent.keys() == {b"1" * 16} and p.figures()["prefixes"] == {"lent gone": 1}
 
 
 def test_what_p_answers(group: RankGroup) -> None:

@@ -142,7 +142,7 @@ def test_only_blocks_that_hold_the_prefix_are_lent(per_block: int, seed: int) ->
             continue
         tokens = count * PREFIX_TOKENS
         token = turn.to_bytes(16, "big")
-        lent = pool.index.lend(token, prefix_digests(SEED, KVContent(ids[:tokens])))
+        lent = pool.index.lend(token, prefix_digests(SEED, KVContent(ids[:tokens])), "10.0.0.2")
         assert lent is not None
         life, blocks = lent
         assert len(blocks) == -(-tokens // pool.size)
@@ -173,13 +173,18 @@ def test_one_turn_after_the_other_is_offered_once() -> None:
 
 
 def test_how_much_is_lent_is_bounded() -> None:
+    """One peer leaves places for others, and each of them for the next."""
     pool = Pool(1)
     pool.finish(IDS[:20])
     digests = prefix_digests(SEED, KVContent(IDS[:16]))
-    for number in range(MAX_LENT):
-        assert pool.index.lend(number.to_bytes(16, "big"), digests) is not None
-    assert pool.index.lend(b"x" * 16, digests) is None
-    assert pool.index.lend(b"x" * 16, digests + b"odd") is None and pool.index.lend(b"x" * 16, bytes(16)) is None
+    assert pool.index.lend(b"x" * 16, digests + b"odd", "a") is None
+    assert pool.index.lend(b"x" * 16, bytes(16), "a") is None
+    for address, most in (("a", MAX_LENT // 2), ("b", MAX_LENT // 4), ("c", MAX_LENT // 8)):
+        tokens = [f"{address}{number:15}".encode() for number in range(most + 1)]
+        assert [pool.index.lend(token, digests, address) is not None for token in tokens] == [*[True] * most, False]
+    pool.index.end(tokens[0])
+    assert pool.index.lend(tokens[0], digests, "a") is None
+    assert pool.index.lend(tokens[0], digests, "c") is not None
 
 
 # --- a request of D -----------------------------------------------------------------------------------------------
