@@ -190,17 +190,15 @@ class LoadPlanner(EngineFacts):
         self._requests[request.request_id] = entry
         if (earlier := self._unreported.pop(request.request_id, None)) is not None:  # an id comes again
             self._load_ended(earlier, LoadEnd("cancelled"))
-        if not self.consumes:
-            self._advance(entry, RequestEvent.NOTHING)
-            return
         try:
-            wanted = params.lookup_of(request.request_id, request.params)
             if request.content is not None and not params.wants_load(request.params):
-                if not params.wants_prefill(request.params):
+                if self.consumes and not params.wants_prefill(request.params):
                     self._stats.prompt("plain", "no_params")
                     self._quiet = False
                 self._new_prefix(entry, request)
-            elif wanted is not None:
+            elif not self.consumes:
+                self._advance(entry, RequestEvent.NOTHING)
+            elif (wanted := params.lookup_of(request.request_id, request.params)) is not None:
                 wanted = replace(wanted, traceparent=request.traceparent)
                 end = now + MAX_PATIENCE * self._timeout
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout, end)
@@ -220,11 +218,13 @@ class LoadPlanner(EngineFacts):
         nobody = PromptLookup(request.request_id, "", 0, "", "")
         entry.awaited = AwaitedPrompt(request, nobody, math.inf, math.inf, sources=())
         entry.awaited.sources = sources_of(request.request_id, request.params)
-        if entry.awaited.sources:
-            self._advance(entry, RequestEvent.AWAITED)
-        else:
+        if not entry.awaited.sources:
             entry.awaited = None
             self._advance(entry, RequestEvent.NOTHING)
+        elif not self.consumes:
+            raise UnusablePromptError("wrong_role", "its kv_role is kv_producer, which reads nothing; use kv_both")
+        else:
+            self._advance(entry, RequestEvent.AWAITED)
 
     def _ask_first(self, entry: EngineRequest, awaited: AwaitedPrompt) -> None:
         """Ask how much of the prompt a source has. Raises ProtocolError: that would gain too little."""

@@ -193,11 +193,11 @@ def test_how_much_is_lent_is_bounded() -> None:
 class Reader:
     """The scheduler half of D, with one request that names sources."""
 
-    def __init__(self, sources: object = (SOURCE,), num_local: int = 0, **more: Any) -> None:
+    def __init__(self, sources: object = (SOURCE,), num_local: int = 0, consumes: bool = True, **more: Any) -> None:
         self.now, self.num_local = 0.0, num_local
         self.half = SchedulerHalf(
             Settings(prefix_reads=True), "d", [BlockTable("full", 16)], tp_size=1, pp_size=1, produces=True,
-            consumes=True, prefix_seed=SEED, clock=lambda: self.now,
+            consumes=consumes, prefix_seed=SEED, clock=lambda: self.now,
         )  # fmt: skip
         named = list(sources) if isinstance(sources, tuple) else sources
         self.view = RequestView("r", {"sources": named}, IDS, 100, 0, content=KVContent(IDS, ("",)), **more)
@@ -356,6 +356,15 @@ def test_sources_that_cannot_be_asked(sources: object, reason: str) -> None:
     reader = Reader(sources)
     assert reader.asks() == (0, False) and reader.counted == {f"local {reason}": 1}
     assert not reader.half.take_plan().lookups
+
+
+def test_an_engine_that_only_hands_over_says_that_it_reads_nothing() -> None:
+    reader = Reader(consumes=False)
+    assert reader.asks() == (0, False)
+    figures = reader.half.take_stats()
+    assert figures is not None and (figures["prefixes"], figures["prompts"]) == ({"local wrong_role": 1}, {})
+    reader = Reader([], consumes=False)
+    assert reader.asks() == (0, False) and not reader.counted, "it is only asked for its address"
 
 
 def test_a_request_that_has_most_of_its_prompt_asks_nobody() -> None:
