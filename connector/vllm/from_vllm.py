@@ -36,7 +36,7 @@ from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.vllm.lora_content import lora_content
+from kvferry.connector.vllm.lora_content import REPLACED, known_adapters, lora_content
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.tracing import sampled_traceparent
 
@@ -302,9 +302,11 @@ def model_identity_of(vllm_config: VllmConfig, tag: str | None = None) -> dict[s
 def request_view(request: Request) -> RequestView:
     """What the scheduler half reads of a request."""
     extra, adapter = [feature.identifier for feature in getattr(request, "mm_features", None) or ()], ""
-    if request.lora_request is not None:
-        extra.append(f"lora:{request.lora_request.lora_name}")
-        adapter = lora_content(request.lora_request.lora_path) if request.kv_transfer_params else ""
+    if (lora := request.lora_request) is not None:
+        extra.append(f"lora:{lora.lora_name}")
+        number = 0 if getattr(lora, "load_inplace", False) else lora.lora_int_id
+        if request.kv_transfer_params or (number, lora.lora_path) not in known_adapters:
+            adapter = lora_content(lora.lora_path, number)
     return RequestView(
         request_id=request.request_id,
         params=from_p2p(request.kv_transfer_params),
@@ -321,10 +323,6 @@ def request_view(request: Request) -> RequestView:
     )
 
 
-_ADAPTERS: dict[tuple[int, str], str] = {}
-"""The content of each adapter at its first request."""
-
-
 def kv_content(request: Request, tokens: int) -> KVContent | None:
     """What the KV of the first ``tokens`` tokens of a request depends on; ``None`` where that cannot be told."""
     if getattr(request, "prompt_embeds", None) is not None or request.prompt_token_ids is None:
@@ -332,9 +330,9 @@ def kv_content(request: Request, tokens: int) -> KVContent | None:
     lora = request.lora_request
     scope: tuple[str, ...] = (request.cache_salt or "",)
     if lora is not None:
-        content = lora_content(lora.lora_path)
-        if not content or content != _ADAPTERS.setdefault((lora.lora_int_id, lora.lora_path), content):
-            return None  # vLLM has loaded another adapter than the one that lies there now
+        content = lora_content(lora.lora_path, lora.lora_int_id)
+        if content in ("", REPLACED):
+            return None
         scope = (*scope, lora.lora_name, content)
     inputs = tuple(
         (feature.mm_position.offset, feature.mm_position.length, feature.identifier)

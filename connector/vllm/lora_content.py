@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from pathlib import Path
 
 logger = logging.getLogger("vllm.kvferry.adapter")
@@ -20,33 +21,41 @@ SCALING = ("r", "lora_alpha", "use_rslora")
 BLOCKS, BLOCK_BYTES = 64, 4096
 """Of the weights, the blocks that count; the first ones have the header of safetensors."""
 MAX_ADAPTERS = 1024
+"""That are known, the ones that were used last. vLLM has fewer in memory, and loads others anew."""
+REPLACED = secrets.token_hex(16)
+"""In place of the content of an adapter that was replaced in its folder: vLLM may have this one or the one before."""
 
 _Version = tuple[int, int, int]
-_known: dict[str, tuple[_Version | None, str]] = {}
+known_adapters: dict[tuple[int, str], tuple[_Version | None, str, str]] = {}
+"""By vLLM's number of the adapter, and its folder: its version and content now, and its content at the first call."""
 
 
-def lora_content(path: str) -> str:
-    """A digest of the adapter in a folder, alike for copies of it; empty where no such files are to be read here."""
-    known, version = _known.get(path), None
+def lora_content(path: str, number: int = 0) -> str:
+    """A digest of the adapter in a folder, alike for copies of it; empty where no such files are to be read here;
+    ``REPLACED``, which no other engine has, where another lay there at the first call for this ``number`` of vLLM's. 0:
+    vLLM reads it anew for each step, as ``load_inplace`` has it."""
+    known = known_adapters.pop((number, path), None)  # the one that was used last comes last
+    version, content = None, ""
     try:
         file = next((found for name in WEIGHTS if (found := Path(path, name).expanduser()).is_file()), None)
         if file is not None:
             stat = file.stat()
             version = stat.st_ino, stat.st_size, stat.st_mtime_ns
         if known is not None and known[0] == version:
-            return known[1]
-        content = "" if file is None else _digest(file)
+            content = known[1]
+        elif file is not None:
+            content = _digest(file)
     except (OSError, RuntimeError, ValueError, AttributeError) as error:  # RuntimeError: of ``expanduser``
         logger.debug("kvferry: the LoRA adapter in %s: %r", path, error)
-        content = ""
     if not content and (known is None or known[1]):
         logger.info(
             "kvferry: the LoRA adapter %s cannot be compared: its name must mean the same on both engines", path
         )
-    if len(_known) >= MAX_ADAPTERS:
-        _known.clear()
-    _known[path] = version, content
-    return content
+    first = known[2] or content if known and number else content
+    known_adapters[number, path] = version, content, first
+    if len(known_adapters) > MAX_ADAPTERS:
+        del known_adapters[next(iter(known_adapters))]
+    return first if content in ("", first) else REPLACED
 
 
 def _digest(file: Path) -> str:

@@ -11,7 +11,14 @@ from unittest.mock import Mock
 import pytest
 from vllm.lora.request import LoRARequest
 
-from kvferry.connector.vllm.lora_content import BLOCK_BYTES, BLOCKS, lora_content
+from kvferry.connector.vllm.lora_content import (
+    BLOCK_BYTES,
+    BLOCKS,
+    MAX_ADAPTERS,
+    REPLACED,
+    known_adapters,
+    lora_content,
+)
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import EngineGroup, Lines, loaded, settle
 
@@ -44,12 +51,26 @@ def test_any_end_of_large_weights_counts(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_is_replaced_in_its_folder_is_another(tmp_path: Path) -> None:
-    """As ``load_inplace`` has it."""
+    """As ``load_inplace`` has it. Otherwise vLLM keeps what it has, under one number."""
     folder = adapter(tmp_path / "a")
     first = lora_content(folder)
+    assert lora_content(folder, 1) == first
     adapter(tmp_path / "a", weights=b"header Weights")
     os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
-    assert lora_content(folder) not in (first, "")
+    second = lora_content(folder)
+    assert lora_content(folder, 2) == second not in (first, "", REPLACED) and lora_content(folder, 1) == REPLACED
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    assert lora_content(folder, 2) == second, "vLLM cannot load another"
+
+
+def test_how_many_adapters_are_known_is_bounded(tmp_path: Path) -> None:
+    """Those that are used stay."""
+    folder = adapter(tmp_path / "a")
+    lora_content(folder, 1)
+    second = lora_content(adapter(tmp_path / "a", weights=b"header, other weights"))
+    for number in range(2, MAX_ADAPTERS + 10):
+        assert lora_content(folder, number) == second and lora_content(folder, 1) == REPLACED
+    assert len(known_adapters) == MAX_ADAPTERS
 
 
 @pytest.mark.parametrize("broken", ["no folder", "no weights", "no config", "no object", "no mount"])
@@ -79,4 +100,19 @@ def test_d_loads_what_p_computed_with_the_same_adapter(
     request_id = d.add(IDS, params, max_tokens=4, lora=LoRARequest("helper", 1, folder))
     loaded(p, d, request_id, 0 if at_d == "other" else None)
     assert bool(lines(request_id, "with another LoRA adapter of this name")) == (at_d == "other")
+    settle(p, d)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_adapter_that_was_replaced_in_p_s_folder_is_not_the_one_that_p_has(
+    group: EngineGroup, tmp_path: Path, in_place: bool
+) -> None:
+    """P has loaded it for its first request, whatever that was. D has the new one."""
+    p, d = group.pair(extra={"plane": "cma"})
+    of_p = LoRARequest("helper", 31, adapter(tmp_path / "p"), load_inplace=in_place)
+    p.finish(p.add(prompt(20, 9), lora=of_p))
+    adapter(tmp_path / "p", weights=b"header, other weights")
+    of_d = LoRARequest("helper", 32, adapter(tmp_path / "d", weights=b"header, other weights"))
+    request_id = d.add(IDS, p.prefill(IDS, lora=of_p), max_tokens=4, lora=of_d)
+    loaded(p, d, request_id, None if in_place else 0)
     settle(p, d)

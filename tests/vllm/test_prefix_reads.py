@@ -134,6 +134,12 @@ def test_of_an_adapter_that_was_replaced_on_disk_nothing_is_read(group: EngineGr
     name = b.add(history, source(a), max_tokens=8, lora=after)
     b.finish(name)
     assert b.origins[name].theirs == 0
+    settle(b)
+    assert b.scheduler.reset_prefix_cache()
+    adapter(tmp_path, rank=32)
+    name = b.add(history, source(a), max_tokens=8, lora=after)
+    b.finish(name)
+    assert b.origins[name].theirs == 0, "two that were replaced are not alike"
 
 
 @pytest.mark.parametrize("plane", ["cma", "shm"])
