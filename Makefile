@@ -137,7 +137,7 @@ dist: install
 	$(BIN)/python .ci/release.py
 
 RESULTS ?= .bench
-BENCHMARKS := planes/kernels planes/empty_handover planes/control_round_trip planes/control_bounds engines/quiet_step \
+BENCHMARKS := planes/kernels planes/empty_handover planes/control_round_trip engines/quiet_step \
   router/router_cost router/where_to_prefill plan/plan_accuracy
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
