@@ -24,7 +24,7 @@ import commands_table
 import doctor_output
 from settings_table import settings_table
 
-from benchmarks.harness import pages, runs
+from benchmarks.harness import pages
 from kvferry.cli.check import TO_DO
 from kvferry.connector.geometry.dtypes import CONVERTIBLE
 from kvferry.connector.wire.metrics import PROMPT_ENDS
@@ -59,14 +59,13 @@ def reasons() -> str:
     return "\n".join(rows)
 
 
-REGIONS: dict[str, dict[str, Callable[[], str]]] = {
+REGIONS: dict[str, dict[str, Callable[[], str]]] = pages.SECTIONS | {
     "README.md": {
-        "end-to-end": pages.end_to_end,
+        **pages.SECTIONS["README.md"],
         "settings": lambda: settings_table(README_SETTINGS),
     },
     "docs/settings.md": {"settings": settings_table},
     "docs/observability.md": {"metrics": series_table},
-    "docs/comparison.md": {"measured": pages.systems, "wrong-answers": pages.wrong_answers},
     "docs/compatibility.md": {
         **{what: partial(support, what) for what in ("families", "pairings", "features")},
         "dtypes": error_table,
@@ -75,16 +74,6 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/troubleshooting.md": {"reasons": reasons},
     "docs/library.md": {"binding": binding_table.markdown},
-    "docs/planning.md": {"where-to-prefill": pages.where_to_prefill, "accuracy": pages.plan_accuracy},
-    "docs/promises.md": {
-        "walks": runs.walks,
-        "odd-requests": pages.odd_requests,
-        "router-fleet": pages.router_fleet,
-        "soak": runs.soak,
-        "fuzz": runs.fuzz,
-    },
-    "docs/benchmarks.md": pages.SECTIONS,
-    "docs/measurements.md": pages.MORE,
 }
 """By page, the generator of each of its tables."""
 PICTURES: dict[str, Callable[[], str]] = {f"docs/pictures/{pages.PICTURE}": pages.gpu_planes_picture}

@@ -33,11 +33,11 @@ def table(rows: Iterable[Any], columns: Columns) -> str:
 
 
 def machine(result: Row, packages: Iterable[str] = CPU_PACKAGES) -> str:
-    """On what a result was measured, as a sentence."""
+    """On what a result was measured, as a sentence without its end."""
     found = result["versions"]
     gpus = "" if found.get("gpus", "none") == "none" else f"{found['gpus']}, driver {found['driver']}, "
     installed = "".join(f", {name} {found[name]}" for name in packages)
-    return f"Machine: {gpus}{found['cpus']} cores ({found['cpu']}), Python {found['python']}{installed}."
+    return f"Machine: {gpus}{found['cpus']} cores ({found['cpu']}), Python {found['python']}{installed}"
 
 
 def policy_sentence(policy: str) -> str:
@@ -46,8 +46,3 @@ def policy_sentence(policy: str) -> str:
     if policy == RECOMMENDED_POLICY:
         return f"{measured}, the policy that the README recommends."
     return f"{measured}, not with the `{RECOMMENDED_POLICY}` that the README recommends."
-
-
-def page(*parts: str) -> str:
-    """Paragraphs and tables."""
-    return "\n\n".join(parts)
