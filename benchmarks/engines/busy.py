@@ -31,12 +31,10 @@ Rounds go over all cells; with less ``--budget`` there are fewer rounds, not few
 
 from __future__ import annotations
 
-import argparse
 import json
-import random
 import sys
 import time
-from dataclasses import dataclass
+from argparse import ArgumentParser, Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,191 +43,111 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.engines import busy_figures
 from benchmarks.engines.busy_turns import BusyPair, Cell, Pace
-from benchmarks.engines.engine_pair import CPU, GPU, OURS, THEIRS, Setup, graph_sizes
+from benchmarks.engines.engine_pair import CPU, GPU, OURS, THEIRS, Words, gpus_of, graph_sizes, start
 from benchmarks.harness import report
-from tests.support.engines import ServerGroup, python_path
-from tests.support.server import EngineError
+from tests.support.engines import ServerGroup
 from tests.support.tiny_model import build_model
 
-ROOT = Path(__file__).resolve().parents[2]
 CONNECTORS = {"kvferry": OURS, "nixl": THEIRS}
 ORDERS = ("fresh", "scattered")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured where nothing else is asked for."""
-
-    setup: Setup
-    connectors: tuple[str, ...]
-    sequences: tuple[int, ...]
-    tokens: tuple[int, ...]
-    samples: int
-    pairs: int
-    period: float
-    kv_gib: int
-    scheduler: str
-
-
-PLANS = {
-    "cuda": Plan(
-        GPU, ("kvferry", "nixl"), sequences=(32, 0, 128),
-        tokens=(513, 2001, 8001, 32001), samples=20, pairs=4, period=0.1, kv_gib=56, scheduler="ProbedAsyncScheduler",
-    ),
-    "cpu": Plan(
-        CPU, ("kvferry",), sequences=(4, 0), tokens=(97, 385), samples=4, pairs=2, period=0.25, kv_gib=1,
-        scheduler="ProbedScheduler",
-    ),
+PLANS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "setup": GPU, "only": ("kvferry", "nixl"), "sequences": (32, 0, 128), "tokens": (513, 2001, 8001, 32001),
+        "samples": 20, "pairs": 4, "period": 0.1, "kv_gib": 56,
+    },
+    "cpu": {
+        "setup": CPU, "only": ("kvferry",), "sequences": (4, 0), "tokens": (97, 385), "samples": 4, "pairs": 2,
+        "period": 0.25, "kv_gib": 1,
+    },
 }  # fmt: skip
+"""What is measured where nothing else is asked for. ``pairs``: as of ``Pace``."""
 LONGEST = 8192
 """Tokens of a background sequence at least. It should last longer than a turn, also where the host stands still."""
 
 
-def start(group: ServerGroup, connector: str, model: Path, plan: Plan, args: argparse.Namespace) -> BusyPair:
-    setup, longest = plan.setup, max(LONGEST, -(-(max(args.tokens) + 256) // 256) * 256)
-    extra = setup.nixl if connector == THEIRS else args.kv_config
-    most = max(args.sequences)
-    notes = group.logs / f"{connector}-notes.jsonl"
-    notes.write_text("")
-    engines = []
-    on = [(gpu,) for gpu in args.gpus] if setup.gpus[0] else setup.gpus
-    for role, gpus in zip(("prefill", "decode"), on, strict=True):
-        arguments = ["--load-format", "dummy", "--disable-uvicorn-access-log", "--max-num-seqs", str(most + 8)]
-        arguments += ["--worker-extension-cls", "benchmarks.engines.busy_probe.CopyProbe"]
-        environment = {"PYTHONPATH": python_path()}
-        if role == "decode":
-            arguments += ["--scheduler-cls", f"benchmarks.engines.busy_probe.{plan.scheduler}"]
-            environment["KVFERRY_BUSY_NOTES"] = str(notes)
-        if not gpus:
-            environment["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gib)
-        engines.append(
-            group.engine(
-                f"{connector}-{role}", model, connector=connector, extra=extra, dtype=setup.spec.dtype,
-                block_size=setup.block, max_model_len=longest, gpus=gpus, kv_cache_bytes=args.kv_gib << 30,
-                policy=args.policy, kv_bytes=False, arguments=arguments, environment=environment,
-                graph_sizes=graph_sizes(args.sequences) if role == "decode" else (1, 2),
-            )
-        )  # fmt: skip
-    rng = random.Random(connector)
-    prefill, decode = engines
-    return BusyPair(connector, prefill, decode, rng, setup.spec.vocabulary, notes, longest=longest)
+def start_pair(group: ServerGroup, connector: str, model: Path, args: Namespace) -> BusyPair:
+    longest, sizes = max(LONGEST, -(-(max(args.tokens) + 256) // 256) * 256), {"prefill": (1, 2)}
+    prefill, decode = (
+        start(
+            group, f"{connector}-{role}", model, args.setup, gpus=gpus, kv_gib=args.kv_gib,
+            sequences=max(args.sequences), probed=role == "decode", connector=connector, max_model_len=longest,
+            extra=args.setup.nixl if connector == THEIRS else args.kv_config, policy=args.policy,
+            arguments=["--worker-extension-cls", "benchmarks.engines.busy_probe.CopyProbe"],
+            graph_sizes=sizes.get(role, graph_sizes(args.sequences)),
+        )
+        for role, gpus in zip(("prefill", "decode"), gpus_of(args), strict=True)
+    )  # fmt: skip
+    return BusyPair(connector, prefill.server, decode, Words(connector, args.setup.spec.vocabulary), longest)
 
 
-def measure(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+def measure(args: Namespace) -> dict[str, Any]:
     began = time.monotonic()
-    model = build_model(args.folder / "model", plan.setup.spec, weights=False)
+    model = build_model(args.folder / "model", args.setup.spec, weights=False)
     cells = [Cell(order, sequences) for order, sequences in product(args.orders, args.sequences)]
     with ServerGroup(args.folder / "logs") as group:
-        pairs = [start(group, CONNECTORS[name], model, plan, args) for name in args.only]
+        pairs = [start_pair(group, CONNECTORS[name], model, args) for name in args.only]
         group.wait_ready(args.start_seconds)
         for pair in pairs:
-            warm_up(pair, cells, args, plan)
+            warm_up(pair, cells, args)
         print(f"{time.monotonic() - began:.0f} s: measuring", flush=True)
-        rounds = measure_rounds(pairs, cells, args, plan, began)
-        result = result_of(pairs, args, rounds)
+        for number in report.rounds(-(-args.samples // args.pairs), began, args.budget):
+            for cell in cells:
+                for pair in pairs if number % 2 else reversed(pairs):
+                    pair.turn(cell, Pace(args.pairs, args.period))
+            result = result_of(pairs, args, number)
+            report.save(args.json, result)  # what follows may not end
         for pair in pairs:
             pair.check_failed()
     return result
 
 
-def measure_rounds(pairs: list[BusyPair], cells: list[Cell], args: argparse.Namespace, plan: Plan, began: float) -> int:
-    """Measure all cells again and again, until there are enough samples or no time for more; the number of rounds."""
-    pace = Pace(plan.pairs, args.period)
-    rounds: int = -(-args.samples // plan.pairs)
-    for number in range(1, rounds + 1):
-        round_began = time.monotonic()
-        for cell in cells:
-            for pair in pairs if number % 2 else reversed(pairs):
-                pair.turn(cell, pace)
-        now = time.monotonic()
-        print(f"{now - began:.0f} s: round {number} of {rounds} took {now - round_began:.0f} s", flush=True)
-        if args.json:  # what follows may not end
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(result_of(pairs, args, number)))
-        if number < rounds and 2 * now - began - round_began > args.budget:
-            print(f"{number * plan.pairs} of {args.samples} samples for each cell: the budget is {args.budget:.0f} s")
-            return number
-    return rounds
-
-
-def warm_up(pair: BusyPair, cells: list[Cell], args: argparse.Namespace, plan: Plan) -> None:
+def warm_up(pair: BusyPair, cells: list[Cell], args: Namespace) -> None:
     """Have P compute the prompts, compare a hand-over's bytes, and let D pay once for what it pays once for."""
-    pair.decode.rpc("busy_watch")
-    pair.prefill_all(args.tokens, plan.pairs)
+    pair.decode.server.rpc("busy_watch")
+    pair.prefill_all(args.tokens, args.pairs)
     pair.connect(Pace(1, args.period))
     for order in args.orders:
         pair.collect(order)
-        pair.look(order, sorted(args.tokens)[len(args.tokens) // 2 - 1])
-        said = ", ".join(f"{share:.1%}" for share in pair.in_sequence[order])
+        shares = pair.look(order, sorted(args.tokens)[len(args.tokens) // 2 - 1])
+        said = ", ".join(f"{share:.1%}" for share in shares)
         print(f"{order}, {pair.connector}: bytes equal; blocks in sequence on P, D: {said}", flush=True)
     for cell in dict.fromkeys(Cell(cells[0].order, cell.sequences) for cell in cells):
         pair.turn(cell, Pace(1, args.period), keep=False)
 
 
-def result_of(pairs: list[BusyPair], args: argparse.Namespace, rounds: int) -> dict[str, Any]:
+def result_of(pairs: list[BusyPair], args: Namespace, rounds: int) -> dict[str, Any]:
     for pair in pairs:
         pair.add_logged()
     rows = [row for pair in pairs for row in busy_figures.rows_of(pair)]
-    how = {
-        "device": args.device,
-        "gpus_of_p_and_d": list(args.gpus),
-        "policy": args.policy,
-        "kv_config": args.kv_config,
-        "rounds": rounds,
-        "measured_again": [why for pair in pairs for why in pair.repeated],
-    }
-    return busy_figures.result_of(rows) | how | {"period_s": args.period, "cuda_graphs": args.device == "cuda"}
+    return busy_figures.result_of(rows) | {
+        "device": args.device, "gpus_of_p_and_d": list(args.gpus), "policy": args.policy, "kv_config": args.kv_config,
+        "rounds": rounds, "measured_again": [why for pair in pairs for why in pair.repeated],
+        "period_s": args.period, "cuda_graphs": args.device == "cuda",
+    }  # fmt: skip
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", choices=tuple(PLANS), default="cuda")
+def arguments() -> ArgumentParser:
+    parser = report.engine_options(__doc__, "busy")
     parser.add_argument("--only", choices=tuple(CONNECTORS), nargs="+", help="connectors")
     parser.add_argument("--sequences", "--seqs", type=int, nargs="+", help="that D decodes; the first comes first")
     parser.add_argument("--tokens", type=int, nargs="+", help="of prompts; a multiple of the block, plus 1")
-    parser.add_argument("--orders", choices=ORDERS, nargs="+", help="of D's free blocks")
+    parser.add_argument("--orders", choices=ORDERS, nargs="+", default=ORDERS, help="of D's free blocks")
     parser.add_argument("--samples", type=int, help="hand-overs for each cell")
     parser.add_argument("--budget", type=float, default=500, help="seconds, with the start of the engines")
     parser.add_argument("--period", type=float, help="seconds from one request to the next")
     parser.add_argument("--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy")
     parser.add_argument("--kv-config", type=json.loads, default={}, help="kv_connector_extra_config of KVFerry, JSON")
-    parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1), metavar=("P", "D"), help="0 0: both on one GPU")
-    parser.add_argument("--kv-gib", type=int, help="KV cache of each engine")
-    parser.add_argument("--start-seconds", type=float, default=400, help="after which engines must be up")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "busy", help="for model and logs")
     return parser
-
-
-def fill_in(args: argparse.Namespace, plan: Plan) -> None:
-    """What was not asked for is the plan's."""
-    args.only = args.only or list(plan.connectors)
-    args.sequences = args.sequences or list(plan.sequences)
-    args.tokens = args.tokens or list(plan.tokens)
-    args.orders = args.orders or list(ORDERS)
-    args.samples = args.samples or plan.samples
-    args.period = args.period or plan.period
-    args.kv_gib = args.kv_gib or plan.kv_gib
 
 
 def main() -> int:
     parser = arguments()
     args = parser.parse_args()
-    began = time.monotonic()
-    plan = PLANS[args.device]
-    fill_in(args, plan)
+    report.fill_in(args, PLANS[args.device])
     for tokens in args.tokens:
-        if tokens % plan.setup.block != 1:
-            parser.error(f"--tokens: {tokens} is not a multiple of {plan.setup.block} plus one")
-    try:
-        result = measure(args, plan)
-    except EngineError as error:
-        print(f"FAILED  {error}", file=sys.stderr)
-        return 1
-    busy_figures.show(result)
-    print(f"{time.monotonic() - began:.0f} s in all")
-    report.write(args.json, result)
-    return 0
+        if tokens % args.setup.block != 1:
+            parser.error(f"--tokens: {tokens} is not a multiple of {args.setup.block} plus one")
+    return report.finish(args.json, lambda: measure(args), busy_figures.show)
 
 
 if __name__ == "__main__":

@@ -4,23 +4,22 @@ turn; and what is measured on them."""
 from __future__ import annotations
 
 import math
-import random
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.busy_turns import (
-    ATTEMPTS,
-    BACKGROUND_TOKENS,
+from benchmarks.engines.engine_pair import (
     Background,
+    DisturbedTurnError,
     Marks,
+    ProbedEngine,
     Steps,
-    collect_notes,
+    Words,
+    body,
     gaps_between,
+    undisturbed,
     unsteady,
 )
-from benchmarks.engines.engine_pair import body
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.server import PATIENCE_SECONDS, EngineError, Server, metric_sum
 
@@ -67,14 +66,12 @@ class Replay:
 
 @dataclass
 class PrefixPair:
-    """``notes``: what each engine's scheduler writes. ``new``: tokens of a turn behind its prefix. ``chunk``: the most
-    that a step computes of a prompt. ``settle``: seconds after an answer, before another engine is asked to read."""
+    """``new``: tokens of a turn behind its prefix. ``chunk``: the most that a step computes of a prompt. ``settle``:
+    seconds after an answer, before another engine is asked to read."""
 
-    source: Server
-    reader: Server
-    notes: tuple[Path, Path]
-    rng: random.Random
-    vocabulary: int
+    source: ProbedEngine
+    reader: ProbedEngine
+    words: Words
     longest: int
     new: int
     chunk: int
@@ -85,49 +82,25 @@ class PrefixPair:
     turns: list[Turn] = field(default_factory=list)
     ways: dict[str, int] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
-    followed: int = 0
-    _read: list[int] = field(default_factory=lambda: [0, 0])
-
-    @property
-    def engines(self) -> tuple[Server, Server]:
-        return self.source, self.reader
-
-    def words(self, tokens: int) -> list[int]:
-        return [self.rng.randrange(2, self.vocabulary) for _ in range(tokens)]
-
-    def turn_of(self, prefix: list[int]) -> list[int]:
-        """Other tokens behind it each time."""
-        return [*prefix, *self.words(self.new)]
 
     def introduce(self) -> None:
         """Have both engines say how they are named as a source."""
-        for engine in self.engines:
-            answer = engine.post("/v1/completions", body(self.words(64)) | {"kv_transfer_params": {"sources": []}})
-            self.addresses[engine.name] = answer["kv_transfer_params"]["source"]
+        for engine in (self.source, self.reader):
+            _, answer = engine.ask(body(self.words(64)) | {"kv_transfer_params": {"sources": []}})
+            self.addresses[engine.server.name] = answer["kv_transfer_params"]["source"]
 
-    def ask(
-        self, engine: Server, prompt: list[int], params: dict[str, Any] | None = None, answer: int = 1
-    ) -> tuple[str, dict[str, Any]]:
-        """The name of the request, and the answer."""
-        self.followed += 1
-        name = f"fg-{self.followed}"
-        request = body(prompt) | {"max_tokens": answer, "ignore_eos": True, "return_token_ids": answer > 1}
-        request |= {"kv_transfer_params": params} if params else {}
-        return name, engine.post("/v1/completions", request, headers={"X-Request-Id": name})
-
-    def read(self, prompt: list[int]) -> str:
-        """Ask the reader for a turn whose prefix the source has; the name of the request."""
-        return self.ask(self.reader, prompt, {"sources": [self.addresses[self.source.name]]})[0]
+    def turn(self, engine: ProbedEngine, prefix: list[int], *, read: bool = False, period: float = 0.0) -> str:
+        """Ask for a turn behind this prefix, each time with other tokens, and name the source where the prefix is to be
+        ``read``; the name of the request."""
+        request = body([*prefix, *self.words(self.new)]) | {"ignore_eos": True}
+        if read:
+            request["kv_transfer_params"] = {"sources": [self.addresses[self.source.server.name]]}
+        return engine.ask(request, period)[0]
 
     def collect(self) -> tuple[dict[str, Marks], Steps]:
         """What both engines noted of requests, and the steps of the source. Prefix caches are empty behind it."""
-        marks: dict[str, Marks] = {}
-        steps: list[Steps] = []
-        for number, (engine, notes) in enumerate(zip(self.engines, self.notes, strict=True)):
-            found, made, self._read[number] = collect_notes(engine, notes, self._read[number], "fresh")
-            marks |= found
-            steps.append(made)
-        return marks, steps[0]
+        (marks, steps), (of_reader, _) = self.source.collect(), self.reader.collect()
+        return marks | of_reader, steps
 
     # --- turns by length ----------------------------------------------------------------------------------------
 
@@ -137,57 +110,38 @@ class PrefixPair:
         asked: list[tuple[int, dict[str, str]]] = []
         for tokens in [tokens for _ in range(count) for tokens in lengths]:
             prefix = self.words(tokens)
-            names = {"computed": self.ask(self.source, self.turn_of(prefix))[0]}
+            names = {"computed": self.turn(self.source, prefix)}
             time.sleep(self.settle)
-            names["read"] = self.read(self.turn_of(prefix))
-            names["own"] = self.ask(self.reader, self.turn_of(prefix))[0]
+            names |= {way: self.turn(self.reader, prefix, read=way == "read") for way in ("read", "own")}
             asked.append((tokens, names))
         marks, _ = self.collect()
         if keep:
             self.samples += [Sample(0, tokens, self.times_of(tokens, names, marks)) for tokens, names in asked]
 
-    def busy(self, lengths: list[int], count: int, sequences: int, period: float, *, keep: bool = True) -> None:
+    def busy(self, lengths: list[int], count: int, sequences: int, period: float) -> None:
         """The source has computed the prefixes, and decodes ``sequences``. The reader reads each, and has it then.
 
         Raises:
             EngineError: the source did not decode all the while, in each attempt.
         """
-        for attempt in range(1, ATTEMPTS + 1):
-            samples, quiet, why = self._busy(lengths, count, sequences, period)
-            if why is None:
-                break
-            self.repeated.append(why)
-            print(f"measured again: {why}", flush=True)
-            if attempt == ATTEMPTS:
-                raise EngineError(f"the source does not decode {sequences} sequences steadily: {why}")
-        if keep:
-            self.samples += samples
-            self.quiet.setdefault(sequences, []).extend(quiet)
+        samples, quiet = undisturbed(lambda: self._busy(lengths, count, sequences, period), self.repeated)
+        self.samples += samples
+        self.quiet.setdefault(sequences, []).extend(quiet)
 
-    def _busy(
-        self, lengths: list[int], count: int, sequences: int, period: float
-    ) -> tuple[list[Sample], list[float], str | None]:
-        """One attempt: samples, quiet gaps, and why they do not count."""
+    def _busy(self, lengths: list[int], count: int, sequences: int, period: float) -> tuple[list[Sample], list[float]]:
+        """One attempt: samples, and quiet gaps."""
         self.collect()
         prefixes = [self.words(tokens) for _ in range(count) for tokens in lengths]
         for prefix in prefixes:
-            self.source.post("/v1/completions", body(self.turn_of(prefix)))
-        background = Background(self.source, [self.words(BACKGROUND_TOKENS) for _ in range(sequences)], self.longest)
+            self.turn(self.source, prefix)
         asked: list[tuple[int, dict[str, str]]] = []
-        try:
-            background.start()
-            begin = time.monotonic()
-            time.sleep(len(prefixes) * period)
-            end = time.monotonic()
+        with Background(self.source.server, self.words, sequences, self.longest) as background:
+            quiet = background.quiet(len(prefixes) * period)
             for prefix in prefixes:
-                names = {}
-                for way in ("read", "own"):
-                    began, turn = time.monotonic(), self.turn_of(prefix)
-                    names[way] = self.read(turn) if way == "read" else self.ask(self.reader, turn)[0]
-                    time.sleep(max(0.0, began + period - time.monotonic()))
+                names = {
+                    way: self.turn(self.reader, prefix, read=way == "read", period=period) for way in ("read", "own")
+                }
                 asked.append((len(prefix), names))
-        finally:
-            background.stop()
         marks, steps = self.collect()
         samples = []
         for tokens, names in asked:
@@ -195,8 +149,9 @@ class PrefixPair:
             window = max(period, times.get("read", 0.0) / 1e3)
             samples.append(Sample(sequences, tokens, times, gaps_between(steps, arrived, arrived + window)))
         last = max(marks[name]["token"] for _, names in asked for name in names.values())
-        why = unsteady(sequences, [step for step in steps if step[0] >= begin], end, last)
-        return samples, gaps_between(steps, begin, end), why
+        if why := unsteady(sequences, steps, quiet, last):
+            raise DisturbedTurnError(f"the source does not decode {sequences} sequences steadily: {why}")
+        return samples, gaps_between(steps, *quiet)
 
     def times_of(self, tokens: int, names: dict[str, str], marks: dict[str, Marks]) -> dict[str, float]:
         """Times to first token by way, in ms; without a read of which not all came.
@@ -234,23 +189,24 @@ class PrefixPair:
     def _conversation(self, form: str, named: bool, shape: Replay) -> list[tuple[str, Turn]]:
         """Its turns but the first, each with the name of the request that computes it."""
         self.collect()
-        history, known, turns = self.words(shape.start), 0, []
+        history, known, turns, serial = self.words(shape.start), 0, [], form == P_AND_D
         for number in range(shape.turns):
-            place = number % 2 if form == ALTERNATE else 0
-            engine, last = self.engines[place], self.engines[1 - place]
-            sources = {"sources": [self.addresses[last.name]]} if named and number else {}
-            before = by_source(engine)
-            params = PREFILL_TAG | sources if form == P_AND_D else sources
-            name, answer = self.ask(engine, history, params, 1 if form == P_AND_D else shape.answer)
-            computed = grown(engine, before, len(history))["local_compute"]
-            if form == P_AND_D:
-                _, answer = self.ask(self.reader, history, answer["kv_transfer_params"], shape.answer)
+            engines = (self.source, self.reader)
+            engine, last = engines if serial or number % 2 == 0 else engines[::-1]
+            sources = {"sources": [self.addresses[last.server.name]]} if named and number else {}
+            before = by_source(engine.server)
+            whole = body(history) | {"max_tokens": shape.answer, "ignore_eos": True, "return_token_ids": True}
+            first = body(history) | {"kv_transfer_params": PREFILL_TAG | sources}
+            name, answer = engine.ask(first if serial else whole | {"kv_transfer_params": sources or None})
+            computed = grown(engine.server, before, len(history))["local_compute"]
+            if serial:
+                _, answer = self.reader.ask(whole | {"kv_transfer_params": answer["kv_transfer_params"]})
             if number:
                 turn = Turn(form, named, len(history), len(history) - known, int(computed), 0.0)
                 turns.append((name, turn))
             tokens = answer["choices"][0]["token_ids"]
             known = len(history) + len(tokens) - 1  # the KV of the last token is not computed
-            growth = shape.growth * min(2.0, math.exp(self.rng.gauss(0, 0.5)))
+            growth = shape.growth * min(2.0, math.exp(self.words.rng.gauss(0, 0.5)))
             history = [*history, *tokens, *self.words(max(self.new, round(growth) - len(tokens)))]
             time.sleep(self.settle)
         return turns

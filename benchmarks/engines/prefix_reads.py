@@ -25,13 +25,12 @@ Rounds go over all lengths; with less ``--budget`` there are fewer rounds, not f
 
 from __future__ import annotations
 
-import argparse
 import json
-import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,116 +38,74 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.engines.busy_figures import most, percentile
-from benchmarks.engines.engine_pair import CPU, LLAMA_8B, OURS, Setup, graph_sizes
+from benchmarks.engines.engine_pair import CPU, LLAMA_8B, OURS, Setup, Words, gpus_of, graph_sizes, start
 from benchmarks.engines.prefix_pair import ALTERNATE, P_AND_D, WAYS, PrefixPair, Replay, Sample, Turn
 from benchmarks.harness import pages, report
-from tests.support.engines import ServerGroup, python_path
-from tests.support.server import EngineError, metric_sum
+from tests.support.engines import ServerGroup
+from tests.support.server import metric_sum
 from tests.support.tiny_model import build_model
 
-ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured where nothing else is asked for. ``chunk``: of ``--max-num-batched-tokens``."""
-
-    setup: Setup
-    tokens: tuple[int, ...]
-    sequences: int
-    samples: int
-    pairs: int
-    period: float
-    settle: float
-    kv_gib: int
-    longest: int
-    chunk: int
-    replay: Replay
-    kv_config: dict[str, Any]
-    scheduler: str
-
-
-PLANS = {
-    "cuda": Plan(
-        Setup(replace(LLAMA_8B, max_tokens=36864), block=16, gpus=((0,), (1,))),
-        tokens=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768), sequences=32, samples=12, pairs=3, period=0.1,
-        settle=0.02, kv_gib=40, longest=36864, chunk=8192, replay=Replay(2, 8192, 8), kv_config={"plane": "cuda_ipc"},
-        scheduler="ProbedAsyncScheduler",
-    ),
-    "cpu": Plan(
-        CPU, tokens=(256, 512, 1024, 2048), sequences=4, samples=4, pairs=2, period=0.5, settle=0.3, kv_gib=1,
-        longest=8192, chunk=8192, replay=Replay(1, 1024, 5, answer=64), kv_config={"prefix_wait_seconds": 10.0},
-        scheduler="ProbedScheduler",
-    ),
+PLANS: dict[str, Row] = {
+    "cuda": {
+        "setup": Setup(replace(LLAMA_8B, max_tokens=36864), block=16),
+        "tokens": [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768], "sequences": 32, "samples": 12, "pairs": 3,
+        "period": 0.1, "settle": 0.02, "kv_gib": 40, "longest": 36864, "replay": Replay(2, 8192, 8),
+    },
+    "cpu": {
+        "setup": CPU, "tokens": [256, 512, 1024, 2048], "sequences": 4, "samples": 4, "pairs": 2, "period": 0.5,
+        "settle": 0.3, "kv_gib": 1, "longest": 8192, "replay": Replay(1, 1024, 5, answer=64),
+    },
 }  # fmt: skip
+"""What is measured where nothing else is asked for."""
 SMALL = {"tokens": [96, 192], "sequences": 2, "samples": 1, "replay": Replay(1, 96, 3, growth=128, answer=64)}
+KV_CONFIG = {"cuda": {"plane": "cuda_ipc"}, "cpu": {"prefix_wait_seconds": 10.0}}
+CHUNK = 8192
+"""Of ``--max-num-batched-tokens``."""
 
 
-def start(group: ServerGroup, args: argparse.Namespace, plan: Plan) -> PrefixPair:
-    setup = plan.setup
+def start_pair(group: ServerGroup, args: Namespace) -> PrefixPair:
+    setup = args.setup
     model = build_model(args.folder / "model", setup.spec, weights=False)
-    on = [(gpu,) for gpu in args.gpus] if setup.gpus[0] else setup.gpus
-    engines, notes = [], []
-    for name, gpus in zip(("source", "reader"), on, strict=True):
-        path = group.logs / f"{name}-notes.jsonl"
-        path.write_text("")
-        environment = {"PYTHONPATH": python_path(), "KVFERRY_BUSY_NOTES": str(path)}
-        if not gpus:
-            environment["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gib)
-        arguments = ["--load-format", "dummy", "--disable-uvicorn-access-log"]
-        arguments += ["--max-num-seqs", str(args.sequences + 8), "--max-num-batched-tokens", str(plan.chunk)]
-        arguments += ["--scheduler-cls", f"benchmarks.engines.busy_probe.{plan.scheduler}"]
-        engines.append(
-            group.engine(
-                name, model, connector=OURS, extra={"prefix_reads": True} | plan.kv_config | args.kv_config,
-                dtype=setup.spec.dtype, block_size=setup.block, max_model_len=plan.longest, gpus=gpus,
-                kv_cache_bytes=args.kv_gib << 30, kv_bytes=False, arguments=arguments, environment=environment,
-                graph_sizes=sorted({*graph_sizes([args.sequences]), setup.block}),
-            )
-        )  # fmt: skip
-        notes.append(path)
-    return PrefixPair(
-        engines[0], engines[1], (notes[0], notes[1]), random.Random(args.seed), setup.spec.vocabulary, plan.longest,
-        setup.block, plan.chunk, plan.settle,
+    source, reader = (
+        start(
+            group, name, model, setup, gpus=gpus, kv_gib=args.kv_gib, sequences=args.sequences, connector=OURS,
+            extra={"prefix_reads": True} | args.kv_config, max_model_len=args.longest,
+            arguments=["--max-num-batched-tokens", str(CHUNK)],
+            graph_sizes=sorted({*graph_sizes([args.sequences]), setup.block}),
+        )
+        for name, gpus in zip(("source", "reader"), gpus_of(args), strict=True)
     )  # fmt: skip
+    words = Words(args.seed, setup.spec.vocabulary)
+    return PrefixPair(source, reader, words, args.longest, setup.block, CHUNK, args.settle)
 
 
-def measure(args: argparse.Namespace, plan: Plan) -> Row:
+def measure(args: Namespace) -> Row:
     began = time.monotonic()
     with ServerGroup(args.folder / "logs") as group:
-        pair = start(group, args, plan)
+        pair = start_pair(group, args)
         group.wait_ready(args.start_seconds)
         pair.introduce()
         pair.idle(args.tokens, 1, keep=False)  # the first one of a length pays for more than the later ones
         pair.idle(args.tokens[:1], 2, keep=False)
-        print(f"{time.monotonic() - began:.0f} s: measuring", flush=True)
-        rounds = -(-args.samples // plan.pairs)
-        for number in range(1, rounds + 1):
-            round_began = time.monotonic()
-            count = min(plan.pairs, args.samples)
+        for form, named in product((ALTERNATE, P_AND_D), (True, False)):
+            pair.replay(form, named, args.replay)
+        print(f"{time.monotonic() - began:.0f} s: conversations replayed", flush=True)
+        for _ in report.rounds(-(-args.samples // args.pairs), began, args.budget):
+            count = min(args.pairs, args.samples)
             pair.idle(args.tokens, count)
             if args.sequences:
                 pair.busy(args.tokens, count, args.sequences, args.period)
-            now = time.monotonic()
-            print(f"{now - began:.0f} s: round {number} of {rounds} took {now - round_began:.0f} s", flush=True)
             report.save(args.json, result_of(pair, args))  # what follows may not end
-            if number == 1:
-                for form, named in product((ALTERNATE, P_AND_D), (True, False)):
-                    pair.replay(form, named, args.replay)
-                print(f"{time.monotonic() - began:.0f} s: conversations replayed", flush=True)
-            if number < rounds and time.monotonic() - began + now - round_began > args.budget:
-                print(f"fewer rounds: the budget is {args.budget:.0f} s")
-                break
         return result_of(pair, args)
 
 
-def result_of(pair: PrefixPair, args: argparse.Namespace) -> Row:
+def result_of(pair: PrefixPair, args: Namespace) -> Row:
     rows = [row_of(pair, *cell) for cell in dict.fromkeys((sample.sequences, sample.tokens) for sample in pair.samples)]
     replays = [replay_row(pair.turns, *one) for one in dict.fromkeys((turn.form, turn.named) for turn in pair.turns)]
-    ends = {engine.name: ends_of(engine.metrics()) for engine in pair.engines}
+    ends = {each.server.name: ends_of(each.server.metrics()) for each in (pair.source, pair.reader)}
     return {
-        "device": args.device, "policy": "recompute", "kv_config": PLANS[args.device].kv_config | args.kv_config,
+        "device": args.device, "policy": "recompute", "kv_config": args.kv_config,
         "period_s": args.period, "new_tokens": pair.new, "figures": figures_of(rows, replays), "rows": rows,
         "replays": replays, "ways": pair.ways, "prefix_reads": ends, "measured_again": pair.repeated,
     }  # fmt: skip
@@ -228,45 +185,29 @@ def show(result: Row) -> None:
         print(name, json.dumps(result[name]))
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", choices=tuple(PLANS), default="cuda")
+def arguments() -> ArgumentParser:
+    parser = report.engine_options(__doc__, "prefix_reads")
     parser.add_argument("--tokens", type=int, nargs="+", help="of prefixes; multiples of the block")
     parser.add_argument("--sequences", type=int, help="that the source decodes; 0: it is idle only")
     parser.add_argument("--samples", type=int, help="prefixes of each length")
     parser.add_argument("--budget", type=float, default=380, help="seconds, with the start of the engines")
     parser.add_argument("--period", type=float, help="seconds from one request to the next, beside sequences")
     parser.add_argument("--kv-config", type=json.loads, default={}, help="kv_connector_extra_config, JSON")
-    parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1), metavar=("SOURCE", "READER"))
-    parser.add_argument("--kv-gib", type=int, help="KV cache of each engine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--small", action="store_true", help="few short prefixes")
-    parser.add_argument("--start-seconds", type=float, default=400, help="after which engines must be up")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "prefix_reads", help="for model and logs")
     return parser
 
 
 def main() -> int:
     parser = arguments()
     args = parser.parse_args()
-    plan = PLANS[args.device]
-    for name in ("tokens", "sequences", "samples", "period", "kv_gib", "replay"):
-        given = getattr(args, name, None)
-        other = SMALL.get(name, getattr(plan, name)) if args.small else getattr(plan, name)
-        setattr(args, name, other if given is None else given)
-    args.tokens = list(args.tokens)
-    wrong = [tokens for tokens in args.tokens if tokens <= 0 or tokens % plan.setup.block]
-    if wrong or max(args.tokens) + plan.setup.block >= plan.longest:
-        parser.error(f"--tokens: {args.tokens}, expected multiples of {plan.setup.block} below {plan.longest}")
-    try:
-        result = measure(args, plan)
-    except EngineError as error:
-        print(f"FAILED  {error}", file=sys.stderr)
-        return 1
-    show(result)
-    report.write(args.json, result)
-    return 0
+    report.fill_in(args, PLANS[args.device] | (SMALL if args.small else {}))
+    args.kv_config = KV_CONFIG[args.device] | args.kv_config
+    block = args.setup.block
+    wrong = [tokens for tokens in args.tokens if tokens <= 0 or tokens % block]
+    if wrong or max(args.tokens) + block >= args.longest:
+        parser.error(f"--tokens: {args.tokens}, expected multiples of {block} below {args.longest}")
+    return report.finish(args.json, lambda: measure(args), show)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ model is small and its KV is not, so that P computes a prompt in longer than the
 (``SpinCondition.wait`` of ``shm_broadcast.py``), so a D that waits takes a core from P. The bytes at D are those that
 had come over the link, from the counters of D's end of it.
 
-The thread of P's engine, which stands for a device, has a core of its own where there are two (``--no-pin``: not).
+The thread of P's engine, which stands for a device, has a core of its own where there are two.
 
 Ways, in turn, each with a prompt of its own: P alone (the client asks P, and P decodes); both legs one after the other;
 both legs at once, where P offers it. ``--variant NAME=JSON`` adds an engine pair with these settings of KVFerry.
@@ -61,18 +61,23 @@ from benchmarks.engines.streaming_pair import (
 )
 from benchmarks.harness import pages, report
 from examples.two_node.run_netns import enter, two_hosts
-from tests.support.engines import ServerGroup, python_path
+from tests.support.engines import ServerGroup
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec, build_model
 
-ROOT = Path(__file__).resolve().parents[2]
 Hosts = tuple[str, str, str, str]
 Cell = tuple[int, float | None]
 """Tokens of a prompt, GB/s of the link where there is one."""
-CELLS: dict[str, list[Cell]] = {
-    "cuda": [(128, None), (2000, None), (8000, None)],
-    "cpu": [(128, 1.25), (2000, 0.125), (2000, 1.25), (2000, 3.0), (8000, 1.25)],
-}
+PLANS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "planes": ["tcp", "ucx", "cuda_ipc"], "cells": [(128, None), (2000, None), (8000, None)], "chunk": 2048,
+        "kv_gib": 24, "seconds": Patience.seconds,
+    },
+    "cpu": {
+        "planes": ["tcp"], "cells": [(128, 1.25), (2000, 0.125), (2000, 1.25), (2000, 3.0), (8000, 1.25)],
+        "chunk": 256, "layers": 8, "seconds": Patience.seconds,
+    },
+}  # fmt: skip
 """At 0.125 GB/s, 2000 tokens take longer over the link than to compute."""
 
 
@@ -113,7 +118,7 @@ def start_engine(
     spec = model_spec(args)
     arguments = ["--max-num-batched-tokens", str(args.chunk)]
     arguments += ["--worker-extension-cls", "benchmarks.engines.step_probe.StepProbe"]
-    environment = {"PYTHONPATH": python_path()}
+    environment = {}
     options: dict[str, Any] = {"max_model_len": max(tokens for tokens, _ in args.cells) + 64}
     if args.device == "cuda":
         model = build_model(args.folder / "model", spec, weights=False)
@@ -121,7 +126,7 @@ def start_engine(
         arguments += ["--load-format", "dummy"]
     else:
         model = build_model(args.folder / f"model-{args.layers}", spec)
-        arguments += ["--distributed-executor-backend", args.executor]
+        arguments += ["--distributed-executor-backend", EXECUTOR]
         kv_gib = -(-2 * spec.max_tokens * spec.kv_bytes_per_token // 2**30)  # for two prompts
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib)
     if hosts is not None:
@@ -151,8 +156,7 @@ def started(
         engines = Engines(name, prefill, decode, nullcontext if hosts is None else shaped_link.LinkBytes)
         open_ways(group, engines, "127.0.0.1" if hosts is None else hosts[3])
         (engine_thread,) = prefill.rpc("probe_watch")
-        shared = nullcontext("all share all cores")
-        with own_cores(int(engine_thread), group.servers) if args.pin else shared as cores:
+        with own_cores(int(engine_thread), group.servers) as cores:
             yield engines, cores
 
 
@@ -175,73 +179,52 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                             for host in (hosts[0], hosts[2]):
                                 shaped_link.shape(host, rate)
                         cold = number == 0 or args.device == "cuda"  # a GPU engine compiles and tunes for each length
-                        found = turns(engines, tokens, rng, args.patience if cold else args.patience.warm)
+                        found = turns(
+                            engines, tokens, rng, args.patience if cold else replace(args.patience, warm_ups=0)
+                        )
                         result["rows"] += streaming_figures.rows_of(found, name=name, tokens=tokens, gb_per_s=rate)
                         print(f"{name}, {tokens} tokens, {rate or '-'} GB/s: {len(found)} turns", flush=True)
                         result["targets"] = streaming_figures.targets(result["rows"])
                         report.save(args.json, result)  # the others take as long again
             except (EngineError, httpx.HTTPError) as error:  # such as a plane that this machine does not have
                 if connector == OURS and args.device == "cpu":
-                    raise
+                    raise EngineError(str(error)) from error
                 result["left_out"].append(f"{name}: {str(error).splitlines()[0]}")
                 print(f"left out: {result['left_out'][-1]}", flush=True)
+    if not result["rows"]:
+        raise EngineError("no pair could be measured")
     return result
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = report.engine_options(__doc__, "streaming")
     parser.add_argument("--planes", nargs="+", help="of KVFerry: tcp, ucx and cuda_ipc, on the CPU tcp")
     parser.add_argument("--cells", "--tokens", type=cell_of, nargs="+", metavar="TOKENS[@RATE]", help="GB/s on the CPU")
     parser.add_argument("--chunk", type=int, help="tokens that an engine computes in one step: 2048, on the CPU 256")
-    parser.add_argument("--layers", type=int, default=8, help="on the CPU")
-    parser.add_argument(
-        "--seconds", type=float, default=Patience.seconds, help="of a cell and a pair, 3 turns at least"
-    )
-    parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1), metavar=("P", "D"), help="0 0: both on one GPU")
-    parser.add_argument("--kv-gib", type=int, default=24, help="KV cache of each engine on a GPU")
-    parser.add_argument("--executor", default=EXECUTOR, help="--distributed-executor-backend on the CPU")
+    parser.add_argument("--layers", type=int, help="on the CPU")
+    parser.add_argument("--seconds", type=float, help="of a cell and a pair, 3 turns at least")
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=JSON", help="settings of KVFerry")
     parser.add_argument("--no-nixl", dest="nixl", action="store_false")
-    parser.add_argument("--no-pin", dest="pin", action="store_false", help="all threads share all cores")
     parser.add_argument("--small", action="store_true", help="on the CPU: few short prompts, one rate, no NIXL")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "streaming", help="for models and logs")
-    parser.add_argument("--start-seconds", type=float, default=400, help="after which engines must be up")
     return parser
-
-
-def fill_in(args: argparse.Namespace) -> None:
-    """What was not asked for is what suits the device."""
-    on_gpu = args.device == "cuda"
-    args.planes = args.planes or (["tcp", "ucx", "cuda_ipc"] if on_gpu else ["tcp"])
-    args.chunk = args.chunk or (2048 if on_gpu else 256)
-    args.cells = args.cells or CELLS[args.device]
-    args.patience = Patience(seconds=args.seconds)
-    if args.small:
-        args.cells, args.chunk, args.layers, args.nixl = [(400, 1.25)], 128, 4, False
-        args.patience = Patience(least=2, most=2)
 
 
 def main() -> int:
     args = arguments().parse_args()
-    fill_in(args)
-    reason = None if args.device == "cuda" else shaped_link.why_not()
-    if reason is not None:
+    report.fill_in(args, PLANS[args.device])
+    args.patience = Patience(seconds=args.seconds)
+    if args.small:
+        args.cells, args.chunk, args.layers, args.nixl = [(400, 1.25)], 128, 4, False
+        args.patience = Patience(least=2, most=2)
+    if args.device == "cpu" and (reason := shaped_link.why_not()):
         print(f"streaming.py {reason}")
         return 2
-    try:
-        result = run(args)
-    except (EngineError, httpx.HTTPError) as error:
-        print(f"FAILED  {error}", file=sys.stderr)
-        return 1
-    if not result["rows"]:
-        print("FAILED  no pair could be measured", file=sys.stderr)
-        return 1
+    return report.finish(args.json, lambda: run(args), show)
+
+
+def show(result: dict[str, Any]) -> None:
     print(pages.table(result["rows"], pages.STREAMED))
     print(pages.table(result["targets"], pages.TARGETS))
-    report.write(args.json, result)
-    return 0
 
 
 if __name__ == "__main__":

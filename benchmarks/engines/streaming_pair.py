@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from benchmarks.engines.shaped_link import LinkBytes
 from kvferry.router.identities import identity_of
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup
+from tests.support.served import descendants
 from tests.support.server import PATIENCE_SECONDS, EngineError, Server
 from tests.support.tiny_model import ModelSpec
 
@@ -190,11 +191,6 @@ class Patience:
     seconds: float = 60.0
     warm_ups: int = 2
 
-    @property
-    def warm(self) -> Patience:
-        """That of a cell whose engines are warm."""
-        return replace(self, warm_ups=0)
-
 
 def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience) -> list[dict[str, Sample]]:
     """Samples by way, of each turn, in which all ways have a prompt of their own. So a drift of the machine falls on
@@ -227,8 +223,9 @@ def own_cores(engine_thread: int, servers: list[Server]) -> Iterator[str]:
     if len(cores) < 2:
         yield "One core for all"
         return
+    started = [server.process.pid for server in servers]
     try:
-        for pid in [os.getpid(), *descendants([server.process.pid for server in servers])]:
+        for pid in [os.getpid(), *started, *(below for each in started for below in descendants(each))]:
             for task in tasks(pid):
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(task, cores[-1:] if task == engine_thread else cores[:-1])
@@ -244,19 +241,3 @@ def tasks(pid: int) -> list[int]:
         return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:  # it has ended
         return []
-
-
-def descendants(pids: list[int]) -> list[int]:
-    """These processes, and all that they have started and that run."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(folder.name))
-    found = list(pids)
-    for pid in found:
-        found += children.get(pid, [])
-    return found

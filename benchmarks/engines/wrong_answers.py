@@ -10,7 +10,6 @@ plain engine has given to the prompt, greedily. Both connectors have the same en
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -40,7 +39,6 @@ from tests.support.served import PatientServerGroup, descendants, kill
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec, build_model
 
-ROOT = Path(__file__).resolve().parents[2]
 SPEC = ModelSpec(layers=2, kv_heads=4, head_dim=64, heads=4)
 BLOCK, TOKENS, ANSWER_TOKENS = 32, 128, 6
 """A prompt fills its blocks."""
@@ -329,14 +327,13 @@ def measure(bench: Bench, name: str, asks: Sequence[Ask], seconds: float) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = report.options(__doc__)
     parser.add_argument("--count", type=int, default=1000, help="prompts per fault and connector, at most")
     parser.add_argument("--seconds", type=float, default=40.0, help="per fault and connector, about")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--connectors", nargs="+", choices=(OURS, THEIRS), default=[OURS, THEIRS])
-    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "wrong_answers", help="model and logs")
+    parser.add_argument("--folder", type=Path, default=report.ROOT / ".bench" / "wrong_answers", help="model and logs")
     args = parser.parse_args()
     model, draw, rows = build_model(args.folder / "model", SPEC), Draw(args.seed), []
     asks = [draw.ask(draw.words(TOKENS), ANSWER_TOKENS) for _ in range(args.count)]
@@ -354,7 +351,7 @@ def main() -> int:
             bench = Bench(group, model, connector, args.seed)
             for name in args.faults:
                 rows.append({"connector": connector} | measure(bench, name, asks, args.seconds))
-                print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+                report.line(rows[-1])
             for server in (bench.p, bench.d):
                 group.stop(server)
     report.write(args.json, {

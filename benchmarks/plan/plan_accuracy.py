@@ -10,7 +10,6 @@ Time is taken on D, from the request to the report. ``--calibration`` writes the
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -227,10 +226,9 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--planes", nargs="+", default=["cma", "shm", "tcp"])
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--calibration", type=Path, help="write the costs for kvferry plan --calibration here")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import tables
-from benchmarks.planes.contenders import NIXL_PLANE
-from benchmarks.planes.points import CORE
+from benchmarks.planes.points import CORE, NIXL_PLANE
 from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
 from kvferry.cli.plan.model import uniform_shape
 from kvferry.cli.plan.time_model import Calibration, PlaneCosts

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.planes.contenders import NIXL_RAW
 from benchmarks.planes.endpoints import ArenaEndpoint, Cache, Endpoint, digest, noise
-from benchmarks.planes.points import Config, Form, Point, Side, cache_bytes, num_blocks
+from benchmarks.planes.points import NIXL_RAW, Config, Form, Point, Side, cache_bytes, num_blocks
 from kvferry.kernels.paged_copy import copy_pages
 
 LARGE_DESCRIPTOR = 64 << 20

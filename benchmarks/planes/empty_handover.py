@@ -10,7 +10,6 @@ interpreter up only when it is told to.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -60,22 +59,17 @@ def measure(plane: str, rounds: int, idle_seconds: float = 3.0, *, computes: boo
         d.close()
     first, rest = times[0], sorted(times[1:])
     return {
-        "plane": plane,
-        "d_computes": computes,
-        "ms_p50": round(statistics.median(rest), 3),
-        "ms_p99": round(rest[int(0.99 * (len(rest) - 1))], 3),
-        "ms_first": round(first, 3),
-        "idle_percent_d": round(100 * idle["d"], 3),
-        "idle_percent_p": round(100 * idle["p"], 3),
-    }
+        "plane": plane, "d_computes": computes, "ms_p50": round(statistics.median(rest), 3),
+        "ms_p99": round(rest[int(0.99 * (len(rest) - 1))], 3), "ms_first": round(first, 3),
+        "idle_percent_d": round(100 * idle["d"], 3), "idle_percent_p": round(100 * idle["p"], 3),
+    }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.options(__doc__)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--turns", type=int, default=5, help="of --computing")
     parser.add_argument("--computing", action="store_true", help="D waits, and D computes, in turn, over cma")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = [(plane, False) for plane in PLANES]
     if args.computing:
@@ -83,7 +77,7 @@ def main() -> None:
     rows = []
     for plane, computes in cases:
         rows.append(measure(plane, args.rounds, 0.1 if args.computing else 3.0, computes=computes))
-        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        report.line(rows[-1])
     figures = {}
     if args.computing:
         for name, of in (("d_waits", rows[::2]), ("d_computes", rows[1::2])):

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.planes.contenders import BULK
-from benchmarks.planes.points import Config, Form, Ids, Point, Side, cache_bytes, num_blocks
+from benchmarks.planes.points import BULK, Config, Form, Ids, Point, Side, cache_bytes, num_blocks
 from kvferry.kernels.paged_copy import Pages
 
 _WORD = (1 << 64) - 1

@@ -10,7 +10,6 @@ single-threaded, as a worker's transfer thread. Axes [L, B, H, N, C].
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -194,10 +193,9 @@ def gather_permute_scatter(cache: torch.Tensor, indices: torch.Tensor, case: Fix
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(torch.device(options.device))

@@ -32,17 +32,14 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.harness import report
-from benchmarks.planes import contenders as ways
 from benchmarks.planes import points as forms
-from benchmarks.planes.contenders import Contender
-from benchmarks.planes.points import FIRST, FIRST_POINT, LONG, MAIN, ONE_BLOCK, Config, Point
+from benchmarks.planes.points import FIRST, FIRST_POINT, LONG, MAIN, NIXL, ONE_BLOCK, Config, Contender, Point, channel
 from benchmarks.planes.process import Pair, Process, ProcessError, gpus, introduce, move, transports, verify
 
 MIN_ROUNDS = 5
@@ -53,7 +50,6 @@ LEAD_SECONDS = 0.05
 FIXED_COST = (12, 25)
 """Times and hand-overs each, of the fixed cost."""
 NEW_PEERS = {"cuda": 3, "cpu": 1}
-MAX_RESTARTS = 2
 STARTED = time.monotonic()
 
 
@@ -68,8 +64,6 @@ class Run:
         self.contenders, self.points, self.device = contenders, points, device
         self.largest = max(points, key=lambda point: point.nbytes)
         self.pairs: dict[str, Pair] = {}
-        self._makers: dict[str, Callable[[], Pair]] = {}
-        self._restarts: dict[str, int] = defaultdict(int)
         self._ready: set[str] = set()
         self._new_peers: dict[str, list[Process]] = {}
         self.seconds: dict[tuple[str, str, str], list[float]] = defaultdict(list)
@@ -80,7 +74,7 @@ class Run:
 
     def taken(self, contender: Contender) -> tuple[Point, ...]:
         """On the CPU the ceilings know no blocks."""
-        if self.device == "cpu" and contender.name in ways.BULK:
+        if self.device == "cpu" and contender.name in forms.BULK:
             return (self.largest,)
         return tuple(point for point in self.points if contender.takes(point))
 
@@ -101,10 +95,7 @@ class Run:
                 ]
                 for process in self._new_peers[contender.name]:  # a P that D is not told of yet
                     process.tell("open")
-            self._makers[contender.pair] = lambda contender=contender, points=points: Pair(  # type: ignore[misc]
-                contender, self.device, points
-            )
-            self.pairs[contender.pair] = self._makers[contender.pair]()
+            self.pairs[contender.pair] = Pair(contender, self.device, points)
         log(f"{sum(len(pair.ends) for pair in self.pairs.values())} processes started")
         for name, pair in self.pairs.items():
             try:
@@ -116,19 +107,6 @@ class Run:
                     for point in self.points:
                         self.errors[contender.link, contender.name, point.name] = f"does not start: {error}"
         log("all are ready")
-
-    def _revive(self, name: str) -> None:
-        """New processes where one has ended, so that one point does not cost a contender all others."""
-        if self.pairs[name].alive or self._restarts[name] == MAX_RESTARTS:
-            return
-        self._restarts[name] += 1
-        self.pairs[name].kill()
-        self.pairs[name] = self._makers[name]()
-        try:
-            self.pairs[name].join()
-            log(f"{name} is started anew")
-        except ProcessError as error:
-            log(f"{name} does not start anew: {error}")
 
     def close(self) -> None:
         """All at once, too."""
@@ -159,7 +137,6 @@ class Run:
         except ProcessError as error:
             self.errors[key] = str(error)
             log(f"{contender.name} fails at {point.name}: {error}")
-            self._revive(contender.pair)
 
     def verify(self) -> None:
         for contender in self.contenders:
@@ -221,7 +198,7 @@ class Run:
                     continue
                 row: dict[str, Any] = {"point": point.name, "contender": contender.name, "bytes": point.nbytes}
                 if contender.kind != "plane" and self.device == "cpu":
-                    kib = 0 if contender.name in ways.BULK else point.p.block_bytes >> 10
+                    kib = 0 if contender.name in forms.BULK else point.p.block_bytes >> 10
                     row = {"link": contender.link, "kind": contender.name, "block_kib": kib, "seconds": seconds}
                 if error is not None:
                     found.append(row | {"error": error})
@@ -261,8 +238,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
     found = {name: rates[ours] / rates[than] for name, (ours, than) in pairs.items() if {ours, than} <= rates.keys()}
     on_host = {(row["link"], row["kind"], row["block_kib"]): row["gb_per_s"] for row in rows if "link" in row}
     for (link, kind, kib), rate in on_host.items():
-        if kib in (8, 32) and kind != ways.NIXL and (link, ways.NIXL, kib) in on_host:
-            found[f"{link}_{kind}_vs_nixl_{kib}k".replace(" ", "_")] = rate / on_host[link, ways.NIXL, kib]
+        if kib in (8, 32) and kind != NIXL and (link, NIXL, kib) in on_host:
+            found[f"{link}_{kind}_vs_nixl_{kib}k".replace(" ", "_")] = rate / on_host[link, NIXL, kib]
     return found
 
 
@@ -288,12 +265,10 @@ def show(result: dict[str, Any]) -> None:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """``--pairs``: by plane and block size, what the setting costs."""
     if options.pairs == "encrypt":  # AES-256-GCM, CURVE
-        groups = [[ways.channel("tcp"), ways.channel("tcp, encrypt", encrypt=True), ways.channel("zmq")]]
+        groups = [[channel("tcp"), channel("tcp, encrypt", encrypt=True), channel("zmq")]]
     else:
-        groups = [
-            [ways.channel(name), ways.channel(f"{name}, checksum", checksum=True)] for name in ("shm", "tcp", "zmq")
-        ]
-    points = forms.on_host(options.mib, options.kib)
+        groups = [[channel(name), channel(f"{name}, checksum", checksum=True)] for name in ("shm", "tcp", "zmq")]
+    points = forms.host_points(options.mib, options.kib)
     rows: list[dict[str, Any]] = []
     for group in groups:
         run = Run(group, points, "cpu")
@@ -327,12 +302,12 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                     "of_base": round(statistics.median(b / a for a, b in zip(ours, theirs, strict=True)), 3),
                     "core_of_base": round(busier[1] / busier[0], 3),
                 })  # fmt: skip
-                print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+                report.line(rows[-1])
     return {"ratios": {}, "figures": {}, "rows": rows, "mib": options.mib, "rounds": options.rounds}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, help=f"at most, {MIN_ROUNDS} at least: 15, on the CPU 7")
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no further round begins")
@@ -342,22 +317,21 @@ def main() -> None:
     parser.add_argument("--pairs", choices=("checksum", "encrypt"), help="what a setting costs, on the CPU")
     parser.add_argument("--mib", type=int, default=64, help="MiB that one transfer moves on the CPU")
     parser.add_argument("--kib", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="block sizes on the CPU")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.rounds = options.rounds or (15 if options.device == "cuda" or options.pairs else 7)
     if options.pairs:
         report.write(options.json, compare(options))
         return
     if options.device == "cuda" or options.hand_overs:
-        contenders, points = ways.on_gpus(), forms.CORE
+        contenders, points = forms.gpu_contenders(), forms.CORE
         needed = {ONE_BLOCK, *(options.points or ())}
         if unknown := needed - {point.name for point in points}:
             parser.error(f"--points: {unknown} unknown; known are {', '.join(point.name for point in points)}")
         points = tuple(point for point in points if options.points is None or point.name in needed)
         points = points if options.device == "cuda" else forms.small(points)
     else:
-        contenders, points = ways.on_host(), forms.on_host(options.mib, options.kib)
-    run = Run(ways.chosen(contenders, options.only), points, options.device)
+        contenders, points = forms.host_contenders(), forms.host_points(options.mib, options.kib)
+    run = Run(forms.chosen(contenders, options.only), points, options.device)
     try:
         run.open()
         run.verify()

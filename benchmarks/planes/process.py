@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.planes.contenders import TCP, Contender
-from benchmarks.planes.points import Config, Point
+from benchmarks.planes.points import TCP, Config, Contender, Point
 
 HERE = Path(__file__).resolve().parent
 OPEN_SECONDS, MOVE_SECONDS, END_SECONDS = 180.0, 30.0, 5.0
@@ -35,49 +34,24 @@ class ProcessError(Exception):
     """A contender could not do what it was told; one line."""
 
 
-class Process:
-    """One end; what it prints besides its answers is kept in ``printed``."""
+class Orders:
+    """What one end is ordered to do, and answers: lines of JSON."""
 
-    def __init__(self, config: Config, gpus: str, environ: dict[str, str]) -> None:
-        self.config = config
-        self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        shown = {"CUDA_VISIBLE_DEVICES": gpus} if config.device == "cuda" else {}
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "ends.py"), msgspec.json.encode(config).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.printed,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | shown | environ,
-        )
-        self._buffered = b""
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self.process.stdout, selectors.EVENT_READ)
+    config: Config
+
+    def send(self, line: bytes) -> None:
+        raise NotImplementedError
+
+    def receive(self, seconds: float) -> bytes:
+        """A line."""
+        raise NotImplementedError
 
     def tell(self, do: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise ProcessError(self._ended()) from None
+        self.send(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def answer(self, seconds: float = MOVE_SECONDS) -> Any:
-        """Raises ProcessError where the process fails, ends, or says nothing for so long, which ends it."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._buffered:
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
-                self.process.kill()
-                self.process.wait()
-                raise ProcessError(f"no answer within {seconds:g} s; {self.last_words()}")
-            data = os.read(self.process.stdout.fileno(), 1 << 20)
-            if not data:
-                raise ProcessError(self._ended())
-            self._buffered += data
-        line, self._buffered = self._buffered.split(b"\n", 1)
-        reply = json.loads(line)
+        """Raises ProcessError where the end fails, ends, or says nothing for so long, which ends it."""
+        reply = json.loads(self.receive(seconds))
         if "error" in reply:
             raise ProcessError(reply["error"])
         return reply["answer"]
@@ -85,6 +59,43 @@ class Process:
     def ask(self, do: str, **arguments: Any) -> Any:
         self.tell(do, **arguments)
         return self.answer()
+
+
+class Process(Orders):
+    """One end; what it prints besides its answers is kept in ``printed``."""
+
+    def __init__(self, config: Config, gpus: str, environ: dict[str, str]) -> None:
+        self.config = config
+        self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        shown = {"CUDA_VISIBLE_DEVICES": gpus} if config.device == "cuda" else {}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "ends.py"), msgspec.json.encode(config).decode()], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self.printed,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | shown | environ,
+        )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._orders, self._answers, self._buffered = self.process.stdin, self.process.stdout, b""
+
+    def send(self, line: bytes) -> None:
+        try:
+            self._orders.write(line)
+            self._orders.flush()
+        except BrokenPipeError:
+            raise ProcessError(self._ended()) from None
+
+    def receive(self, seconds: float) -> bytes:
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffered:
+            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self.process.kill()
+                self.process.wait()
+                raise ProcessError(f"no answer within {seconds:g} s; {self.last_words()}")
+            data = os.read(self._answers.fileno(), 1 << 20)
+            if not data:
+                raise ProcessError(self._ended())
+            self._buffered += data
+        line, _, self._buffered = self._buffered.partition(b"\n")
+        return line
 
     def _ended(self) -> str:
         return f"the {self.config.role} ended with status {self.process.wait()}; {self.last_words()}"
@@ -98,15 +109,10 @@ class Process:
         lines = self.text().strip().splitlines()
         return f"last line printed: {lines[-1][:200]}" if lines else "it printed nothing"
 
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
     def end(self) -> None:
         """Ask it to end; without it, what a library printed may be lost."""
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self._orders.close()
 
     def close(self) -> None:
         """Wait for the end, or make it."""
@@ -115,9 +121,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        assert self.process.stdout is not None
-        self._selector.close()
-        self.process.stdout.close()
+        self._answers.close()
 
 
 def gpus() -> list[str]:
@@ -160,21 +164,11 @@ class Pair:
         for end in self.ends if self._stops else ():
             end.process.send_signal(number)
 
-    @property
-    def alive(self) -> bool:
-        return all(end.alive for end in self.ends)
-
     def end(self) -> None:
         """Ask both to end."""
         self._signal(signal.SIGCONT)
         for end in self.ends:
             end.end()
-
-    def kill(self) -> None:
-        for end in self.ends:
-            end.process.kill()
-            end.end()
-            end.close()
 
     def move(self, way: str, point: str, repeats: int = 1) -> list[float]:
         """Seconds of each of ``repeats`` transfers, taken on D."""
@@ -195,7 +189,7 @@ class Pair:
         return tuple(sum(int(task.read_text().split()[0]) for task in of_end) / 1e9 for of_end in tasks)
 
 
-def introduce(source: Any, target: Any, peer: str = "main") -> None:
+def introduce(source: Orders, target: Orders, peer: str = "main") -> None:
     """Blobs go to and fro until one is None."""
     blob = source.ask("exchange", blob=None)
     while blob is not None:
@@ -204,7 +198,7 @@ def introduce(source: Any, target: Any, peer: str = "main") -> None:
             blob = source.ask("exchange", blob=blob)
 
 
-def move(source: Any, target: Any, way: str, point: str, repeats: int, peer: str = "main") -> list[float]:
+def move(source: Orders, target: Orders, way: str, point: str, repeats: int, peer: str = "main") -> list[float]:
     """Seconds of each of ``repeats`` transfers, taken on D."""
     alone, serves = source is target, target.config.kind in SERVES
     if serves and repeats > 1:
@@ -226,7 +220,7 @@ def move(source: Any, target: Any, way: str, point: str, repeats: int, peer: str
     return seconds
 
 
-def _settle(source: Any, alone: bool, serves: bool) -> None:
+def _settle(source: Orders, alone: bool, serves: bool) -> None:
     if serves:
         source.tell("rest")  # a line on its stdin ends its work
         source.answer()
@@ -235,7 +229,7 @@ def _settle(source: Any, alone: bool, serves: bool) -> None:
         source.ask("synchronize")
 
 
-def verify(source: Any, target: Any, way: str, point: str, peer: str = "main") -> float:
+def verify(source: Orders, target: Orders, way: str, point: str, peer: str = "main") -> float:
     """One transfer. Raises ProcessError unless one end has the other's bytes after it, and had not before."""
     ends = [(source, "p"), (target, "d")]
     (giver, its_side), (taker, other) = ends[::-1] if way == WRITES else ends

@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 import msgspec
 
 from benchmarks.harness import report
-from benchmarks.planes.contenders import NIXL, NIXL_PLANE, NIXL_RAW, Contender, channel
-from benchmarks.planes.points import Config, on_host
-from benchmarks.planes.process import HERE, Process, ProcessError, introduce, move, verify
+from benchmarks.planes.points import NIXL, NIXL_PLANE, NIXL_RAW, Config, Contender, channel, host_points
+from benchmarks.planes.process import HERE, Orders, Process, ProcessError, introduce, move, verify
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.planes.ucx_settings import choose_lanes, nixl_release
 
@@ -64,31 +63,23 @@ def serve(host: str, port: int) -> None:
                 subprocess.run(command, stdin=fd, stdout=fd, env=os.environ | lanes_of(host), check=False)
 
 
-class Source:
-    """P's end, on the other host, as ``Process`` is one on this."""
+class Source(Orders):
+    """P's end, on the other host."""
 
     def __init__(self, config: Config, peer: tuple[str, int]) -> None:
         self.config = config
         self._socket = socket.create_connection(peer, timeout=PATIENCE_SECONDS)
         self._lines = self._socket.makefile("rb")
-        self._socket.sendall(msgspec.json.encode(config) + b"\n")
+        self.send(msgspec.json.encode(config) + b"\n")
         self.facts = json.loads(self._lines.readline())
 
-    def tell(self, do: str, **arguments: Any) -> None:
-        self._socket.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
+    def send(self, line: bytes) -> None:
+        self._socket.sendall(line)
 
-    def answer(self) -> Any:
-        line = self._lines.readline()
-        if not line:
+    def receive(self, seconds: float) -> bytes:
+        if not (line := self._lines.readline()):
             raise ProcessError("the source has ended; its messages are on the other host")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise ProcessError(reply["error"])
-        return reply["answer"]
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        self.tell(do, **arguments)
-        return self.answer()
+        return line
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -98,7 +89,7 @@ class Source:
 
 def check(host: str, peer: tuple[str, int], mib: int, rounds: int) -> dict[str, Any]:
     """Measure one contender after the other: the other host serves one at a time."""
-    lanes, points = choose_lanes(host, os.environ), on_host(mib, SIZES)
+    lanes, points = choose_lanes(host, os.environ), host_points(mib, SIZES)
     rates: dict[str, float] = {}
     wrong: list[str] = []
     ours = channel(NIXL_PLANE, host=host, peer=peer[0])
@@ -152,11 +143,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     serving, checking = commands.add_parser("serve"), commands.add_parser("check")
-    serving.add_argument("host", help="the address of this host on the network to measure")
-    serving.add_argument("port", type=int)
-    checking.add_argument("host", help="the address of this host on the network to measure")
-    checking.add_argument("peer", help="the address of the host that serves")
-    checking.add_argument("port", type=int)
+    for command in (serving, checking):
+        command.add_argument("host", help="the address of this host on the network to measure")
+        if command is checking:
+            command.add_argument("peer", help="the address of the host that serves")
+        command.add_argument("port", type=int)
     checking.add_argument("--mib", type=int, default=256)
     checking.add_argument("--rounds", type=int, default=7)
     checking.add_argument("--json", type=Path)

@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx
 
-from benchmarks.engines.engine_pair import CPU, GPU, LLAMA_8B, OURS
+from benchmarks.engines.engine_pair import CPU, GPU, LLAMA_8B, OURS, Setup, start
 from benchmarks.router.loads import LOADS, POLICIES
 from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
 from tests.support.engines import ServerGroup, free_port, python_path
 from tests.support.server import metric_sum
-from tests.support.tiny_model import ModelSpec, build_model
+from tests.support.tiny_model import build_model
 
 START_SECONDS = 400
 LEARNING = 16
@@ -83,12 +83,12 @@ def of_real(times: list[Times]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where real engines run. ``model``: whose weights are made up. ``shrink``: what lengths are divided by.
-    ``batched``: the most tokens of a step. ``loads``: each with its requests per second, for ``seconds``."""
+    """Where real engines run. ``shrink``: what lengths are divided by. ``batched``: the most tokens of a step.
+    ``loads``: each with its requests per second, for ``seconds``."""
 
-    model: ModelSpec
+    setup: Setup
     gpus: tuple[tuple[int, ...], tuple[int, ...]]
-    block: int
+    kv_gib: int
     shrink: int
     longest: int
     batched: int
@@ -99,12 +99,12 @@ class Place:
 
 PLACES = {
     "cpu": Place(
-        CPU.spec, CPU.gpus, CPU.block, shrink=32, longest=8192, batched=2048,
+        CPU, gpus=((), ()), kv_gib=1, shrink=32, longest=8192, batched=2048,
         loads=(("conversations", 0.3), ("conversations", 0.9), ("short turns", 0.5), ("short turns", 2.0)),
         seconds=90.0, rounds=2,
     ),
     "cuda": Place(
-        LLAMA_8B, GPU.gpus, GPU.block, shrink=4, longest=32768, batched=8192,
+        Setup(LLAMA_8B, GPU.block), gpus=((0,), (1,)), kv_gib=14, shrink=4, longest=32768, batched=8192,
         loads=(("conversations", 2.0), ("conversations", 8.0), ("short turns", 5.0), ("short turns", 40.0)),
         seconds=12.0, rounds=1,
     ),
@@ -116,15 +116,14 @@ class Replays:
 
     def __init__(self, group: ServerGroup, place: Place, folder: Path) -> None:
         self._place = place
-        model = build_model(folder / "model", place.model, weights=False)
-        arguments = ["--load-format", "dummy", "--disable-uvicorn-access-log", "--max-num-seqs", "256"]
-        arguments += ["--max-num-batched-tokens", str(place.batched)]
+        model = build_model(folder / "model", place.setup.spec, weights=False)
         self._engines = [
-            group.engine(
-                f"{name}-{number}", model, connector=connector, dtype=place.model.dtype, block_size=place.block,
-                max_model_len=place.longest, gpus=gpus, kv_bytes=False, arguments=arguments, kv_cache_bytes=14 << 30,
-                graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128), environment={"PYTHONPATH": python_path()},
-            )
+            start(
+                group, f"{name}-{number}", model, place.setup, gpus=gpus, kv_gib=place.kv_gib, sequences=248,
+                probed=False, connector=connector, max_model_len=place.longest,
+                arguments=["--max-num-batched-tokens", str(place.batched)],
+                graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
+            ).server
             for name, connector in (("kvferry", OURS), ("alone", None))
             for number, gpus in enumerate(place.gpus)
         ]  # fmt: skip
@@ -149,7 +148,7 @@ class Replays:
         shrink = place.shrink if load == "conversations" else 1
         trace = LOADS[load](rate, count, shrink)
         begins = [request.hash_ids[min(1, len(request.hash_ids) - 1)] for request in trace]
-        words = [prompt[: place.longest - 512] for prompt in prompts(trace, shrink, place.model.vocabulary, salt)]
+        words = [prompt[: place.longest - 512] for prompt in prompts(trace, shrink, place.setup.spec.vocabulary, salt)]
         return asyncio.run(replay([urls[begin % len(urls)] for begin in begins], trace, words))
 
     def left_to_d(self) -> float:

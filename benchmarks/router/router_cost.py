@@ -13,7 +13,6 @@ one after the other. In each round the longest wait; the median of the rounds, b
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,13 +21,16 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
+from benchmarks.harness import report
 from kvferry.router.request_bodies import PREFILL_TAG
+from tests.support.engines import free_port
 
 CHUNKS = 16
 PROMPT_TOKENS = 500
@@ -119,11 +121,6 @@ class Client:
             await self._reader.readuntil(b"\r\n0\r\n\r\n")
         else:
             await self._reader.readexactly(int(answered.split(b"content-length:")[1].split(b"\r\n")[0]))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def core_seconds(pid: int) -> float:
@@ -228,12 +225,10 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
                 per_core.append(core_seconds(processes[2].pid) - before)
         p50 = [statistics.median(times) * 1e3 for times in (through, direct)]
         return {
-            "case": name,
-            "through_router_ms_p50": round(p50[0], 3),
-            "direct_ms_p50": round(p50[1], 3),
+            "case": name, "through_router_ms_p50": round(p50[0], 3), "direct_ms_p50": round(p50[1], 3),
             "own_cost_ms_p50": round(p50[0] - p50[1], 3),
             "requests_per_core_second": round(rounds * CLIENTS * REQUESTS / sum(per_core)),
-        }
+        }  # fmt: skip
     finally:
         for process in processes:
             process.terminate()
@@ -242,12 +237,11 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = report.options(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", nargs=2, metavar=("ROLE", "PORT"), help=argparse.SUPPRESS)
-    parser.add_argument("--send", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--at-once", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, metavar=("ROLE", "PORT"), help=SUPPRESS)
+    parser.add_argument("--send", type=int, help=SUPPRESS)
+    parser.add_argument("--at-once", action="store_true", help=SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         import uvloop
@@ -256,14 +250,12 @@ def main() -> None:
         return
     if args.send:
         return send(args.send)
-    from benchmarks.harness import report  # it imports torch, which the stubs do not need
-
     rows = []
     for name in CASES:
         rows.append(asyncio.run(measure(name, args.rounds)))
-        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        report.line(rows[-1])
     large = asyncio.run(measure(WAITS, args.rounds))
-    print("  ".join(f"{key} {value}" for key, value in large.items()), flush=True)
+    report.line(large)
     figures = {
         "longest_wait_ms": max(large["longest_wait_ms"].values()),
         "router_own_cost_ms_p50": max(row["own_cost_ms_p50"] for row in rows),

@@ -26,7 +26,6 @@ of the mean gaps of answers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -36,13 +35,13 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
+from benchmarks.harness import report
 from benchmarks.router.loads import LOADS, POLICIES, SAMPLE, sampled
 from benchmarks.router.simulated_engines import Simulation, Speed
 from kvferry.cli.plan.handover import Deployment, Pair
 from kvferry.cli.plan.model import model_shape
 from kvferry.cli.plan.time_model import default_calibration, handover_of
 
-ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "hidden_size": 4096, "torch_dtype": "bfloat16",
@@ -113,11 +112,10 @@ def to_better(row: dict[str, Any], figure: str = "ttft_ms") -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path)
+    parser = report.options(__doc__)
     parser.add_argument("--sample", type=Path, metavar="TRACE", help="make conversation_sample.json from it, no more")
     parser.add_argument("--device", choices=("simulated", "cpu", "cuda"), default="simulated")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "where", help="for model and logs")
+    parser.add_argument("--folder", type=Path, default=report.ROOT / ".bench" / "where", help="for model and logs")
     args = parser.parse_args()
     if args.sample:
         parts = ",\n".join(json.dumps(part, separators=(",", ":")) for part in sampled(args.sample))
@@ -142,8 +140,6 @@ def main() -> None:
         "rows": len(done),
     }
     print(figures)
-    from benchmarks.harness import report
-
     report.write(args.json, {"ratios": {}, "figures": figures, "device": args.device, "rows": done})
 
 
