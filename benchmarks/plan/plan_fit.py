@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.harness import tables
+from benchmarks.harness import pages
 from benchmarks.planes.points import CORE, NIXL_PLANE
 from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
 from kvferry.cli.plan.model import uniform_shape
@@ -98,7 +98,7 @@ def on_gpus(plane: str) -> list[Measured]:
     """The hand-overs of ``gpu_planes.json`` over a plane."""
     by_name = {point.name: point for point in CORE}
     rows = []
-    for row in tables.load("gpu_planes")["rows"]:
+    for row in pages.load("gpu_planes")["rows"]:
         point = by_name.get(row["point"])
         if point is None or row["contender"] != plane:
             continue
@@ -115,9 +115,9 @@ def on_host(plane: str) -> list[Measured]:
     """The moves of ``host_planes.json`` over a plane, each of which took what ``empty_handover.json`` has beside it;
     of ``nixl`` those over TCP, which is what it has without RDMA hardware."""
     way = ("tcp", NIXL_PLANE) if plane == "nixl" else ("host", plane)
-    (empty,) = (row for row in tables.load("empty_handover")["rows"] if row["plane"] == plane)
+    (empty,) = (row for row in pages.load("empty_handover")["rows"] if row["plane"] == plane)
     rows = [_alone("empty", 0, 4096, [empty["ms_p50"] / 1e3], 0.0)]
-    for row in tables.load("host_planes")["rows"]:
+    for row in pages.load("host_planes")["rows"]:
         if (row["link"], row["kind"]) == way:
             rows.append(_alone("", MOVED_BYTES, row["block_kib"] << 10, row["seconds"], empty["ms_p50"] / 1e3))
     return rows
@@ -131,7 +131,7 @@ def _alone(name: str, nbytes: int, piece: int, seconds: Sequence[float], fixed: 
 
 def calibration() -> Calibration:
     """The default calibration."""
-    host, gpu = (tables.load(name)["versions"] for name in ("host_planes", "gpu_planes"))
+    host, gpu = (pages.load(name)["versions"] for name in ("host_planes", "gpu_planes"))
     planes = {f"{plane}/host": fitted(on_host(plane), turn_bytes(plane)) for plane in HOST_PLANES}
     planes |= {f"{plane}/gpu": fitted(on_gpus(plane), turn_bytes(plane)) for plane in GPU_PLANES}
     measured = {

@@ -23,8 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 OURS, TCP, FORMER = "tls", "tcp", "former"
 ASK_BYTES, ANSWER_BYTES = 300, 1200
@@ -38,22 +39,7 @@ SWITCH_SECONDS = 2e-5
 """As in connector/engine/loop.py, which an older checkout has elsewhere."""
 
 
-class End(Protocol):
-    """D's end of one connection."""
-
-    def connect(self, port: int) -> None: ...
-
-    def exchange(self) -> None:
-        """Send an ask, and wait for the answer."""
-
-    def close(self) -> None: ...
-
-
 # --- the wires ------------------------------------------------------------------------------------------------------
-
-
-def pollable(wire: str, listener: Any) -> Any:
-    return listener.fd if wire == OURS else listener.socket
 
 
 def poller(wire: str) -> Any:
@@ -67,8 +53,10 @@ def poller(wire: str) -> Any:
 
 def serve(wire: str, secret: str) -> None:
     """P: answers every message until its stdin ends."""
+    poll, stdin = poller(wire), sys.stdin.fileno()
+    poll.register(stdin, select.POLLIN)
     if wire == TCP:
-        serve_tcp()
+        serve_tcp(poll)
         return
     from kvferry.transport.control import listener as control
     from kvferry.transport.control.keys import Keys
@@ -76,58 +64,58 @@ def serve(wire: str, secret: str) -> None:
     make: Any = control.Listener if wire == OURS else control.listen  # type: ignore[attr-defined]
     listener = make("127.0.0.1", 0, keys=Keys(secret), max_message_bytes=LIMIT)
     print(listener.port, flush=True)
-    poll, stdin = poller(wire), sys.stdin.fileno()
-    poll.register(pollable(wire, listener), select.POLLIN)
-    poll.register(stdin, select.POLLIN)
+    poll.register(listener.fd if wire == OURS else listener.socket, select.POLLIN)
     while stdin not in dict(poll.poll()):
         for identity, _, _ in listener.receive():
             listener.send(identity, ANSWER)
 
 
-def serve_tcp() -> None:
-    server = socket.create_server(("127.0.0.1", 0))
+def serve_tcp(poll: Any) -> None:
+    server, peers = socket.create_server(("127.0.0.1", 0)), dict[int, socket.socket]()
     print(server.getsockname()[1], flush=True)
-    epoll, peers, stdin = select.epoll(), dict[int, socket.socket](), sys.stdin.fileno()
-    for fd in (server.fileno(), stdin):
-        epoll.register(fd, select.EPOLLIN)
-    while stdin not in (ready := dict(epoll.poll())):
+    poll.register(server, select.POLLIN)
+    while sys.stdin.fileno() not in (ready := dict(poll.poll())):
         for fd in ready:
             if fd == server.fileno():
-                peer, _ = server.accept()
-                prepare(peer)
+                peer = prepared(server.accept()[0])
                 peers[peer.fileno()] = peer
-                epoll.register(peer, select.EPOLLIN)
+                poll.register(peer, select.POLLIN)
             elif peers[fd].recv(LIMIT):
                 peers[fd].send(bytes(ANSWER_BYTES))
             else:
+                poll.unregister(fd)
                 peers.pop(fd).close()
 
 
-def prepare(sock: socket.socket) -> None:
+def prepared(sock: socket.socket) -> socket.socket:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 class TcpEnd:
+    """D's end of one connection."""
+
     def connect(self, port: int) -> None:
-        self._sock = socket.create_connection(("127.0.0.1", port))
-        prepare(self._sock)
-        self._epoll = select.epoll()
-        self._epoll.register(self._sock, select.EPOLLIN)
+        self._sock = prepared(socket.create_connection(("127.0.0.1", port)))
+        self._poll = select.poll()
+        self._poll.register(self._sock, select.POLLIN)
 
     def exchange(self) -> None:
+        """Send an ask, and wait for the answer."""
         self._sock.send(bytes(ASK_BYTES))
         left = ANSWER_BYTES
         while left:
-            self._epoll.poll()
+            self._poll.poll()
             left -= len(self._sock.recv(left))
 
     def close(self) -> None:
-        self._epoll.close()
         self._sock.close()
 
 
 class ControlEnd:
+    """As ``TcpEnd``, over the control plane of that checkout."""
+
     def __init__(self, wire: str, keys: Any) -> None:
         from kvferry.transport.control import dialer as control
 
@@ -193,7 +181,7 @@ def dial(wire: str, port: int, secret: str) -> None:
     keep_time_exactly()
     keys = Keys(secret)
 
-    def make() -> End:
+    def make() -> TcpEnd | ControlEnd:
         return TcpEnd() if wire == TCP else ControlEnd(wire, keys)
 
     end = make()
@@ -205,10 +193,7 @@ def dial(wire: str, port: int, secret: str) -> None:
             found["computing"] = [timed(end.exchange) for _ in range(MESSAGES)]
         end.close()
         end = make()
-        begun = time.perf_counter()
-        end.connect(port)
-        end.exchange()
-        found["new"] = [(time.perf_counter() - begun) * 1e6]
+        found["new"] = [timed(partial(end.connect, port)) + timed(end.exchange)]
         print(json.dumps(found), flush=True)
     end.close()
 
@@ -275,17 +260,11 @@ def measure(rounds: int, former: Path | None) -> dict[str, Any]:
                 if not number:  # to warm up
                     wire.rounds.clear()
     names = {"alone": "control_round_trip", "computing": "control_round_trip_computing", "new": "control_connection"}
-    return {
-        "ratios": {
-            f"{title}_vs_{name}": ratio(wires[OURS], than, what)
-            for name, than in wires.items()
-            if than is not wires[OURS]
-            for what, title in names.items()
-        },
-        "figures": {},
-        "rows": [wire.row() for wire in wires.values()],
-        "rounds": rounds,
-    }
+    ratios = {
+        f"{title}_vs_{name}": ratio(wires[OURS], than, what)
+        for name, than in wires.items() if than is not wires[OURS] for what, title in names.items()
+    }  # fmt: skip
+    return {"ratios": ratios, "figures": {}, "rows": [wire.row() for wire in wires.values()], "rounds": rounds}
 
 
 def main() -> None:
@@ -309,7 +288,7 @@ def main() -> None:
 
     result = measure(args.rounds, args.former)
     for row in result["rows"]:
-        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        report.line(row)
     print(result["ratios"])
     report.write(args.json, result)
 
