@@ -44,21 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 import httpx
 
-from benchmarks.engines import shaped_link, streaming_figures
-from benchmarks.engines.engine_pair import EXECUTOR, LLAMA_8B
-from benchmarks.engines.streaming_pair import (
-    OURS,
-    OURS_NAME,
-    PULL,
-    PULL_NAME,
-    PUSH,
-    PUSH_NAME,
-    Engines,
-    Patience,
-    open_ways,
-    own_cores,
-    turns,
-)
+from benchmarks.engines import shaped_link, streaming_figures, streaming_pair
+from benchmarks.engines.engine_pair import EXECUTOR, LLAMA_8B, OURS
+from benchmarks.engines.streaming_pair import OURS_NAME, PULL_NAME, PUSH_NAME, Engines, Patience
 from benchmarks.harness import pages, report
 from examples.two_node.run_netns import enter, two_hosts
 from tests.support.engines import ServerGroup
@@ -109,7 +97,9 @@ def pairs_of(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
     for name, _, settings in (variant.partition("=") for variant in args.variant):
         pairs.append((OURS, f"{OURS_NAME}, {name}", {"plane": args.planes[0]} | json.loads(settings)))
     nixl = {"num_threads": 1} if args.device == "cpu" else {}
-    return pairs + ([(PULL, PULL_NAME, nixl), (PUSH, PUSH_NAME, nixl)] if args.nixl else [])
+    return pairs + (
+        [("NixlPullConnector", PULL_NAME, nixl), ("NixlPushConnector", PUSH_NAME, nixl)] if args.nixl else []
+    )
 
 
 def start_engine(
@@ -154,9 +144,9 @@ def started(
         prefill, decode = (start_engine(group, role, connector, extra, hosts, args) for role in ("prefill", "decode"))
         group.wait_ready(args.start_seconds)
         engines = Engines(name, prefill, decode, nullcontext if hosts is None else shaped_link.LinkBytes)
-        open_ways(group, engines, "127.0.0.1" if hosts is None else hosts[3])
+        streaming_pair.open_ways(group, engines, "127.0.0.1" if hosts is None else hosts[3])
         (engine_thread,) = prefill.rpc("probe_watch")
-        with own_cores(int(engine_thread), group.servers) as cores:
+        with streaming_pair.own_cores(int(engine_thread), group.servers) as cores:
             yield engines, cores
 
 
@@ -179,7 +169,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                             for host in (hosts[0], hosts[2]):
                                 shaped_link.shape(host, rate)
                         cold = number == 0 or args.device == "cuda"  # a GPU engine compiles and tunes for each length
-                        found = turns(
+                        found = streaming_pair.turns(
                             engines, tokens, rng, args.patience if cold else replace(args.patience, warm_ups=0)
                         )
                         result["rows"] += streaming_figures.rows_of(found, name=name, tokens=tokens, gb_per_s=rate)

@@ -36,9 +36,7 @@ def row(way: str, turns: Turns) -> Row:
     ]
     first = [sample.arrived[0] for sample in samples]
     return {
-        "way": way,
-        "samples": len(samples),
-        "first_ms": ms(first),
+        "way": way, "samples": len(samples), "first_ms": ms(first),
         "after_prefill_ms": ms([sample.arrived[0] - sample.prefill_end for sample in samples]),
         "second_ms": ms([sample.arrived[1] for sample in samples]),
         "last_ms": ms([sample.arrived[-1] for sample in samples]),
@@ -67,8 +65,9 @@ def targets(rows: Sequence[Row]) -> list[Row]:
     found = {(row["name"], row["tokens"], row["gb_per_s"], row["way"]): row for row in rows}
     verdicts: list[Row] = []
     for name, tokens, rate in dict.fromkeys((row["name"], row["tokens"], row["gb_per_s"]) for row in rows):
-        cell = {way: found[name, tokens, rate, way] for way in (SERIAL, AT_ONCE, ALONE)
-                if (name, tokens, rate, way) in found}  # fmt: skip
+        cell = {
+            row["way"]: row for row in rows if (row["name"], row["tokens"], row["gb_per_s"]) == (name, tokens, rate)
+        }
         if not name.startswith(OURS_NAME) or AT_ONCE not in cell:
             continue
         theirs = found.get((PULL_NAME, tokens, rate, SERIAL))
@@ -86,15 +85,11 @@ def _of_cell(cell: dict[str, Row], theirs: Row | None, tokens: int) -> list[Row]
         return [_at_most(what, at_once["first_ms"], serial["first_ms"] + noise)]
     if serial["moving_ms"] > alone["prefill_ms"]:
         limit = 1.1 * serial["moving_ms"] + step
-        verdicts = [
-            _at_most("first token: 1.1 times the transfer alone, and a step of D, ms", at_once["first_ms"], limit)
-        ]
+        what, verdicts = "first token: 1.1 times the transfer alone, and a step of D, ms", []
     else:
         what, limit = "first token: that of P alone, a step of D and 5 ms, ms", alone["first_ms"] + step + 5
-        verdicts = [
-            _at_least("share of the bytes at D when P's last step ends", at_once["before_end"], 0.95),
-            _at_most(what, at_once["first_ms"], limit),
-        ]
+        verdicts = [_at_least("share of the bytes at D when P's last step ends", at_once["before_end"], 0.95)]
+    verdicts.append(_at_most(what, at_once["first_ms"], limit))
     verdicts.append(_at_most("P's prefill slower than alone, %", at_once["prefill_slower_percent"], 1))
     if theirs is not None and tokens >= 8000:
         share = at_once["first_ms"] / theirs["first_ms"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from tests.support.served import descendants
 from tests.support.server import PATIENCE_SECONDS, EngineError, Server
 from tests.support.tiny_model import ModelSpec
 
-OURS, PULL, PUSH = "KVFerryConnector", "NixlPullConnector", "NixlPushConnector"
 OURS_NAME, PULL_NAME, PUSH_NAME = "KVFerry", "NIXL, pull", "NIXL, push"
 ALONE, SERIAL, AT_ONCE = "P alone", "serial", "at once"
 WAYS = {ALONE: None, SERIAL: ("--serial",), AT_ONCE: ()}
@@ -136,27 +136,16 @@ def measure(engines: Engines, way: str, prompt: list[int]) -> Sample:
         computed += step["tokens"]
     if computed < len(prompt):
         raise EngineError(f"P computed {computed} of {len(prompt)} tokens")
+    if link is None:
+        curve = list(zip((at for at, _ in of_d["moves"]), accumulate(count for _, count in of_d["moves"]), strict=True))
+    else:
+        curve = link.curve
+    for step in (*of_prompt, *of_d["steps"]):
+        step |= {name: step[name] - began for name in ("begin", "end")}
     return Sample(
-        way,
-        [at - began for at in arrived],
-        [since(step, began) for step in of_prompt],
-        [since(step, began) for step in of_d["steps"]],
-        added_up(of_d["moves"], began) if link is None else [(at - began, count) for at, count in link.curve],
+        way, [at - began for at in arrived], of_prompt, of_d["steps"], [(at - began, count) for at, count in curve],
         {"P": of_p["empty"], "D": of_d["empty"]},
     )  # fmt: skip
-
-
-def since(step: dict[str, Any], began: float) -> dict[str, Any]:
-    """A step with its times from the sending of the request on."""
-    return step | {name: step[name] - began for name in ("begin", "end")}
-
-
-def added_up(moves: list[tuple[float, int]], began: float) -> Curve:
-    curve, total = [], 0
-    for at, nbytes in moves:
-        total += nbytes
-        curve.append((at - began, total))
-    return curve
 
 
 def open_ways(group: ServerGroup, engines: Engines, host: str = "127.0.0.1") -> None:
