@@ -97,9 +97,8 @@ def pairs_of(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
     for name, _, settings in (variant.partition("=") for variant in args.variant):
         pairs.append((OURS, f"{OURS_NAME}, {name}", {"plane": args.planes[0]} | json.loads(settings)))
     nixl = {"num_threads": 1} if args.device == "cpu" else {}
-    return pairs + (
-        [("NixlPullConnector", PULL_NAME, nixl), ("NixlPushConnector", PUSH_NAME, nixl)] if args.nixl else []
-    )
+    rivals = [("NixlPullConnector", PULL_NAME, nixl), ("NixlPushConnector", PUSH_NAME, nixl)]
+    return pairs + (rivals if args.nixl else [])
 
 
 def start_engine(

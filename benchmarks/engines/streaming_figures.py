@@ -64,10 +64,8 @@ def targets(rows: Sequence[Row]) -> list[Row]:
     """What KVFerry should reach, and what it has reached: ``target``, ``cell``, ``figure``, ``limit``, ``met``."""
     found = {(row["name"], row["tokens"], row["gb_per_s"], row["way"]): row for row in rows}
     verdicts: list[Row] = []
-    for name, tokens, rate in dict.fromkeys((row["name"], row["tokens"], row["gb_per_s"]) for row in rows):
-        cell = {
-            row["way"]: row for row in rows if (row["name"], row["tokens"], row["gb_per_s"]) == (name, tokens, rate)
-        }
+    for name, tokens, rate in dict.fromkeys(key[:3] for key in found):
+        cell = {key[3]: row for key, row in found.items() if key[:3] == (name, tokens, rate)}
         if not name.startswith(OURS_NAME) or AT_ONCE not in cell:
             continue
         theirs = found.get((PULL_NAME, tokens, rate, SERIAL))

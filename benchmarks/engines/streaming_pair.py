@@ -141,7 +141,7 @@ def measure(engines: Engines, way: str, prompt: list[int]) -> Sample:
     else:
         curve = link.curve
     for step in (*of_prompt, *of_d["steps"]):
-        step |= {name: step[name] - began for name in ("begin", "end")}
+        step.update(begin=step["begin"] - began, end=step["end"] - began)
     return Sample(
         way, [at - began for at in arrived], of_prompt, of_d["steps"], [(at - began, count) for at, count in curve],
         {"P": of_p["empty"], "D": of_d["empty"]},
