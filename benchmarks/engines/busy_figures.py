@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.engines.busy_turns import BusyPair, Marks, Sample
-from benchmarks.engines.engine_pair import OURS, THEIRS
+from benchmarks.engines.busy_turns import BusyPair, Sample
+from benchmarks.engines.engine_pair import OURS, THEIRS, Marks
+from benchmarks.harness import pages
 
 BUSY = 32
 """Decoding sequences of the busy D that figures are of."""
@@ -98,25 +99,9 @@ def result_of(rows: list[Row]) -> Row:
 
 def show(result: Row) -> None:
     """Print the table, then ratios and figures with their targets."""
-    heads = ("TTFT", "local hit", "copy", "gap p99", "max", "local p99", "max", "quiet p99", "max")
-    names = (
-        "ttft_ms", "local_ttft_ms", "copy_ms", "gap_p99_ms", "gap_max_ms", "local_gap_p99_ms", "local_gap_max_ms",
-        "quiet_p99_ms", "quiet_max_ms",
-    )  # fmt: skip
-    print(
-        f"\n{'order':10}{'seqs':>5}{'tokens':>7}  {'ms, medians of':22}" + "".join(f"{h:>10}" for h in heads) + "  way"
-    )
-    for row in sorted(result["rows"], key=lambda r: (r["order"], r["sequences"], r["tokens"], r["connector"])):
-        cells = "".join(f"{'' if row[name] is None else format(row[name], '.2f'):>10}" for name in names)
-        who = f"{row['samples']} {row['connector']}"
-        print(f"{row['order']:10}{row['sequences']:5}{row['tokens']:7}  {who:22}{cells}  {ways_of(row)}")
-    print()
-    for kind in ("ratios", "figures"):
-        for name, value in result[kind].items():
-            limit = TARGETS.get(name)
-            verdict = "" if limit is None else f"<= {limit:g}  {'reached' if value <= limit else 'NOT REACHED'}"
-            print(f"{name:38}{value:10.3f}   {verdict}".rstrip())
-
-
-def ways_of(row: Row) -> str:
-    return ", ".join(f"{way} {count}" for way, count in row["ways"].items())
+    rows = sorted(result["rows"], key=lambda r: (r["order"], r["sequences"], r["tokens"], r["connector"]))
+    print(pages.table(rows, {"connector": "{connector}", "samples": "{samples}", **pages.ONE_GPU}))
+    for name, value in (result["ratios"] | result["figures"]).items():
+        limit = TARGETS.get(name)
+        verdict = "" if limit is None else f"<= {limit:g}  {'reached' if value <= limit else 'NOT REACHED'}"
+        print(f"{name:38}{value:10.3f}   {verdict}".rstrip())

@@ -208,6 +208,11 @@ def checksums() -> str:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
+def figures(*names: str) -> Callable[[Row], str]:
+    """These figures; empty where there is none."""
+    return lambda row: " / ".join(f"{row[name]:.1f}" for name in names if row[name] is not None)
+
+
 def gaps(which: str, connector: str = "") -> Callable[[Row], str]:
     """The 99th percentile and the largest; empty where D decodes nothing."""
 
@@ -251,7 +256,7 @@ def gpu_busy() -> str:
 
 ONE_GPU: Columns = {
     "D decodes": "{sequences}", "block tables": "{order}", "prompt tokens": "{tokens}", "TTFT, ms": "{ttft_ms:.1f}",
-    "local hit, ms": "{local_ttft_ms:.1f}", "copy, ms": "{copy_ms:.1f}", "loads": ways, "gaps, ms": gaps("gap"),
+    "local hit, ms": "{local_ttft_ms:.1f}", "copy, ms": figures("copy_ms"), "loads": ways, "gaps, ms": gaps("gap"),
     "gaps, ms, local hit": gaps("local_gap"), "gaps, ms, quiet": gaps("quiet"),
 }  # fmt: skip
 QUIET_CONTENDERS = {
@@ -311,17 +316,12 @@ def streaming(name: str, of: str, packages: Iterable[str]) -> str:
     )  # fmt: skip
 
 
-def both(one: str, other: str) -> Callable[[Row], str]:
-    """Two figures; empty where there is none."""
-    return lambda row: " / ".join(f"{row[name]:.1f}" for name in (one, other) if row[name] is not None)
-
-
 PREFIX_TURNS: Columns = {
     "source decodes": "{sequences}", "prefix tokens": "{tokens}", "samples": "{samples}", "missed": "{missed}",
-    "computed, ms": both("computed_ms", "computed_p99_ms"), "own prefix cache, ms": both("own_ms", "own_p99_ms"),
-    "read, ms": both("read_ms", "read_p99_ms"),
-    "read over own, ms": lambda row: "" if row["over_own_ms"] is None else f"{row['over_own_ms']:.1f}",
-    "gaps beside reads, ms": both("gap_p50_ms", "gap_p99_ms"), "quiet, ms": both("quiet_p50_ms", "quiet_p99_ms"),
+    "computed, ms": figures("computed_ms", "computed_p99_ms"), "own prefix cache, ms": figures("own_ms", "own_p99_ms"),
+    "read, ms": figures("read_ms", "read_p99_ms"),
+    "read over own, ms": figures("over_own_ms"),
+    "gaps beside reads, ms": figures("gap_p50_ms", "gap_p99_ms"), "quiet, ms": figures("quiet_p50_ms", "quiet_p99_ms"),
 }  # fmt: skip
 PREFIX_REPLAYS: Columns = {
     "conversation": "{form}", "source named": lambda row: "yes" if row["named"] else "no", "turns": "{turns}",
@@ -459,11 +459,11 @@ FLEET: Columns = {
 def plan_accuracy() -> str:
     """By plane, the shares within the bounds and the median errors, in percent."""
     result = load("plan_accuracy")
-    figures = result["figures"]
+    shares = result["figures"]
     predicted = [row["plane"] for row in result["rows"] if not row["fitted"]]
 
     def share(name: str, digits: int = 0) -> Callable[[str], str]:
-        return lambda p: f"{100 * figures[f'{p}_{name}']:.{digits}f} %" if f"{p}_{name}" in figures else "not measured"
+        return lambda p: f"{100 * shares[f'{p}_{name}']:.{digits}f} %" if f"{p}_{name}" in shares else "not measured"
 
     columns: Columns = {
         "plane": lambda plane: f"`{plane}`",

@@ -205,23 +205,15 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for plane in sorted({row["plane"] for row in rows}):
         mine = [row for row in rows if row["plane"] == plane and not row["fitted"]]
-        errors = {
-            name: [abs(row[f"predicted_{name}_ms"] / row[f"measured_{name}_ms"] - 1) for row in mine]
-            for name in ("p50", "p95")
-            if f"measured_{name}_ms" in mine[0]
-        }
         for name, bound in (("p50", 0.10), ("p95", 0.20)):
-            if name not in errors:
+            if f"measured_{name}_ms" not in mine[0]:
                 continue
-            found[f"{plane}_{name}_within_{round(100 * bound)}_percent"] = statistics.mean(
-                error <= bound for error in errors[name]
-            )
+            of, within = f"{plane}_{name}", f"within_{round(100 * bound)}_percent"
+            errors = [abs(row[f"predicted_{name}_ms"] / row[f"measured_{name}_ms"] - 1) for row in mine]
+            found[f"{of}_{within}"] = statistics.mean(error <= bound for error in errors)
             if f"repeat_{name}" in mine[0]:
-                found[f"{plane}_{name}_repeats_within_{round(100 * bound)}_percent"] = statistics.mean(
-                    row[f"repeat_{name}"] <= bound for row in mine
-                )
-            found[f"{plane}_{name}_median_error"] = statistics.median(errors[name])
-            found[f"{plane}_{name}_largest_error"] = max(errors[name])
+                found[f"{of}_repeats_{within}"] = statistics.mean(row[f"repeat_{name}"] <= bound for row in mine)
+            found[f"{of}_median_error"], found[f"{of}_largest_error"] = statistics.median(errors), max(errors)
     return found
 
 

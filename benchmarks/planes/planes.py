@@ -262,6 +262,13 @@ def show(result: dict[str, Any]) -> None:
         print(f"FAILED: {failure['contender']} at {failure['at']}: {failure['error'][:400]}")
 
 
+def took(pair: Pair, way: str, point: str) -> tuple[float, ...]:
+    """Of one move the seconds, and those of P and of D on a core."""
+    before = pair.on_core()
+    (seconds,) = pair.move(way, point)
+    return seconds, *(b - a for a, b in zip(before, pair.on_core(), strict=True))
+
+
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """``--pairs``: by plane and block size, what the setting costs."""
     if options.pairs == "encrypt":  # AES-256-GCM, CURVE
@@ -272,8 +279,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for group in groups:
         run = Run(group, points, "cpu")
-        seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-        cores: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)
+        found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)  # by plane and point; see ``took``
         try:
             run.open()
             run.verify()
@@ -282,25 +288,18 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             for number in range(options.rounds):
                 for point in points:
                     for one in group[:: -1 if number % 2 else 1]:
-                        before = run.pairs[one.pair].on_core()
-                        seconds[one.name, point.name] += run.pairs[one.pair].move(one.name, point.name)
-                        after = run.pairs[one.pair].on_core()
-                        cores[one.name, point.name].append(tuple(b - a for a, b in zip(before, after, strict=True)))
+                        found[one.name, point.name].append(took(run.pairs[one.pair], one.name, point.name))
         finally:
             run.close()
-        base = group[0].name
         for one in group:
             for point in points:
-                ours, theirs = (seconds[name, point.name] for name in (one.name, base))
-                busier = [
-                    max(statistics.median(end) for end in zip(*cores[name, point.name], strict=True))
-                    for name in (one.name, base)
-                ]
+                ours, base = (list(zip(*found[name, point.name], strict=True)) for name in (one.name, group[0].name))
+                busier, of_base = (max(map(statistics.median, each[1:])) for each in (ours, base))
                 rows.append({
-                    "plane": one.name, "base": base, "block_kib": point.p.block_bytes >> 10,
-                    "gb_per_s": round(point.nbytes / statistics.median(ours) / 1e9, 3),
-                    "of_base": round(statistics.median(b / a for a, b in zip(ours, theirs, strict=True)), 3),
-                    "core_of_base": round(busier[1] / busier[0], 3),
+                    "plane": one.name, "base": group[0].name, "block_kib": point.p.block_bytes >> 10,
+                    "gb_per_s": round(point.nbytes / statistics.median(ours[0]) / 1e9, 3),
+                    "of_base": round(statistics.median(b / a for a, b in zip(ours[0], base[0], strict=True)), 3),
+                    "core_of_base": round(of_base / busier, 3),
                 })  # fmt: skip
                 report.line(rows[-1])
     return {"ratios": {}, "figures": {}, "rows": rows, "mib": options.mib, "rounds": options.rounds}

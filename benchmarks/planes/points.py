@@ -134,16 +134,13 @@ FIRST_POINT = Point(FIRST, LLAMA, LLAMA_D, 4096)
 
 def small(points: Sequence[Point]) -> tuple[Point, ...]:
     """The same with few layers and tokens, to try the hand-overs of GPUs on a CPU."""
-
     return tuple(
         replace(
-            point,
-            p=replace(point.p, layers=2),
-            d=replace(point.d, layers=2),
+            point, p=replace(point.p, layers=2), d=replace(point.d, layers=2),
             tokens=min(point.tokens, max(64, point.tokens // 32)),
         )
         for point in points
-    )
+    )  # fmt: skip
 
 
 def host_points(mib: int, sizes: Sequence[int]) -> tuple[Point, ...]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,12 @@ class Pair:
         for end in self.ends if self._stops else ():
             end.process.send_signal(number)
 
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        yield
+        self._signal(signal.SIGSTOP)
+
     def end(self) -> None:
         """Ask both to end."""
         self._signal(signal.SIGCONT)
@@ -172,16 +179,13 @@ class Pair:
 
     def move(self, way: str, point: str, repeats: int = 1) -> list[float]:
         """Seconds of each of ``repeats`` transfers, taken on D."""
-        self._signal(signal.SIGCONT)
-        seconds = move(self.source, self.target, way, point, repeats)
-        self._signal(signal.SIGSTOP)
-        return seconds
+        with self._awake():
+            return move(self.source, self.target, way, point, repeats)
 
     def verify(self, way: str, point: str) -> None:
         """One transfer. Raises ProcessError unless it brings the bytes."""
-        self._signal(signal.SIGCONT)
-        verify(self.source, self.target, way, point)
-        self._signal(signal.SIGSTOP)
+        with self._awake():
+            verify(self.source, self.target, way, point)
 
     def on_core(self) -> tuple[float, ...]:
         """Seconds that P and D have run on a core so far, all threads of each."""
