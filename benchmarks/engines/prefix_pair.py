@@ -3,8 +3,8 @@ turn; and what is measured on them."""
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from benchmarks.engines.engine_pair import (
     undisturbed,
     unsteady,
 )
+from benchmarks.router.loads import Turns
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.server import PATIENCE_SECONDS, EngineError, Server, metric_sum
 
@@ -47,21 +48,11 @@ class Turn:
 
     form: str
     named: bool
+    load: str
     prompt: int
     new: int
     computed: int
     ttft: float
-
-
-@dataclass(frozen=True)
-class Replay:
-    """``start``: tokens of the first turn. ``growth``: by how many a turn grows, the median, its answer among them."""
-
-    conversations: int
-    start: int
-    turns: int
-    growth: int = 632
-    answer: int = 96
 
 
 @dataclass
@@ -177,37 +168,38 @@ class PrefixPair:
 
     # --- conversations ------------------------------------------------------------------------------------------
 
-    def replay(self, form: str, named: bool, shape: Replay) -> None:
-        """Conversations of an agent, one after the other."""
-        for _ in range(shape.conversations):
-            turns = self._conversation(form, named, shape)
+    def replay(self, form: str, named: bool, load: str, conversations: Sequence[Turns]) -> None:
+        """Conversations, one after the other."""
+        for conversation in conversations:
+            turns = self._conversation(form, named, load, conversation)
             marks, _ = self.collect()
             for name, turn in turns:
                 turn.ttft = (marks[name]["token"] - marks[name]["arrived"]) * 1e3
                 self.turns.append(turn)
 
-    def _conversation(self, form: str, named: bool, shape: Replay) -> list[tuple[str, Turn]]:
-        """Its turns but the first, each with the name of the request that computes it."""
+    def _conversation(self, form: str, named: bool, load: str, conversation: Turns) -> list[tuple[str, Turn]]:
+        """Its turns but the first, each with the name of the request that computes it. A prompt that is shorter than
+        all that was said before has the beginning of it."""
         self.collect()
-        history, known, turns, serial = self.words(shape.start), 0, [], form == P_AND_D
-        for number in range(shape.turns):
+        history: list[int] = []
+        known, turns, serial = 0, [], form == P_AND_D
+        for number, (tokens, most) in enumerate(conversation):
+            history = [*history[:tokens], *self.words(tokens - len(history))]
             engines = (self.source, self.reader)
             engine, last = engines if serial or number % 2 == 0 else engines[::-1]
             sources = {"sources": [self.addresses[last.server.name]]} if named and number else {}
             before = by_source(engine.server)
-            whole = body(history) | {"max_tokens": shape.answer, "ignore_eos": True, "return_token_ids": True}
+            whole = body(history) | {"max_tokens": most, "ignore_eos": True, "return_token_ids": True}
             first = body(history) | {"kv_transfer_params": PREFILL_TAG | sources}
             name, answer = engine.ask(first if serial else whole | {"kv_transfer_params": sources or None})
-            computed = grown(engine.server, before, len(history))["local_compute"]
+            computed = grown(engine.server, before, tokens)["local_compute"]
             if serial:
                 _, answer = self.reader.ask(whole | {"kv_transfer_params": answer["kv_transfer_params"]})
             if number:
-                turn = Turn(form, named, len(history), len(history) - known, int(computed), 0.0)
-                turns.append((name, turn))
-            tokens = answer["choices"][0]["token_ids"]
-            known = len(history) + len(tokens) - 1  # the KV of the last token is not computed
-            growth = shape.growth * min(2.0, math.exp(self.words.rng.gauss(0, 0.5)))
-            history = [*history, *tokens, *self.words(max(self.new, round(growth) - len(tokens)))]
+                new = max(1, tokens - known)  # the last token is computed in any case
+                turns.append((name, Turn(form, named, load, tokens, new, int(computed), 0.0)))
+            history += answer["choices"][0]["token_ids"]
+            known = len(history) - 1  # the KV of the last token is not computed
             time.sleep(self.settle)
         return turns
 

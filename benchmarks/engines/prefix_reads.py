@@ -14,9 +14,10 @@ end of the step that made its token (``busy_probe.py``); HTTP is in none of them
 source, which has computed the prefixes before, decodes ``--sequences`` sequences. Gaps are those between their tokens,
 within one period after a read has arrived, and before all reads (``quiet``).
 
-An agent's replay: a conversation grows by 632 tokens a turn in the median. Either its turns alternate between both
-engines, or the source is P and the reader is D, which decodes all answers. Each once with the engine of the last answer
-named as a source, and once without. P's computed tokens are those that vLLM counts as such.
+Conversations: those of an agent grow by 632 tokens a turn in the median; others are six turns each of Mooncake's
+conversation trace (``benchmarks/router/loads.py``). Either the turns alternate between both engines, or the source is P
+and the reader is D, which decodes all answers. Each once with the engine of the last answer named as a source, and once
+without. P's computed tokens are those that vLLM counts as such.
 
 A read of which not all came is ``missed``: it is counted, and its time is in no figure.
 
@@ -39,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.engines.busy_figures import most, percentile
 from benchmarks.engines.engine_pair import CPU, LLAMA_8B, OURS, Setup, Words, gpus_of, graph_sizes, start
-from benchmarks.engines.prefix_pair import ALTERNATE, P_AND_D, WAYS, PrefixPair, Replay, Sample, Turn
+from benchmarks.engines.prefix_pair import ALTERNATE, P_AND_D, WAYS, PrefixPair, Sample, Turn
 from benchmarks.harness import pages, report
+from benchmarks.router.loads import TURNS, agent_turns
 from tests.support.engines import ServerGroup
 from tests.support.server import metric_sum
 from tests.support.tiny_model import build_model
@@ -50,15 +52,16 @@ PLANS: dict[str, Row] = {
     "cuda": {
         "setup": Setup(replace(LLAMA_8B, max_tokens=36864), block=16),
         "tokens": [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768], "sequences": 32, "samples": 12, "pairs": 3,
-        "period": 0.1, "settle": 0.02, "kv_gib": 40, "longest": 36864, "replay": Replay(2, 8192, 8),
+        "period": 0.1, "settle": 0.02, "kv_gib": 40, "longest": 36864, "agents": 2, "agent": (8192, 8), "traced": 4,
     },
     "cpu": {
         "setup": CPU, "tokens": [256, 512, 1024, 2048], "sequences": 4, "samples": 4, "pairs": 2, "period": 0.5,
-        "settle": 0.3, "kv_gib": 1, "longest": 8192, "replay": Replay(1, 1024, 5, answer=64),
+        "settle": 0.3, "kv_gib": 1, "longest": 8192, "agents": 1, "agent": (1024, 5, 632, 64),
+        "traced": 1,
     },
 }  # fmt: skip
 """What is measured where nothing else is asked for."""
-SMALL = {"tokens": [96, 192], "sequences": 2, "samples": 1, "replay": Replay(1, 96, 3, growth=128, answer=64)}
+SMALL = {"tokens": [96, 192], "sequences": 2, "samples": 1, "agent": (96, 3, 128, 64), "traced": 0}
 KV_CONFIG = {"cuda": {"plane": "cuda_ipc"}, "cpu": {"prefix_wait_seconds": 10.0}}
 CHUNK = 8192
 """Of ``--max-num-batched-tokens``."""
@@ -88,8 +91,11 @@ def measure(args: Namespace) -> Row:
         pair.introduce()
         pair.idle(args.tokens, 1, keep=False)  # the first one of a length pays for more than the later ones
         pair.idle(args.tokens[:1], 2, keep=False)
-        for form, named in product((ALTERNATE, P_AND_D), (True, False)):
-            pair.replay(form, named, args.replay)
+        agents = [agent_turns(pair.words.rng, *args.agent) for _ in range(args.agents)]
+        fit = [turns for turns in json.loads(TURNS.read_text()) if sum(turns[-1]) < args.longest]
+        loads = {"an agent's": agents, "Mooncake's": fit[: args.traced]}
+        for load, form, named in product(loads, (ALTERNATE, P_AND_D), (True, False)):
+            pair.replay(form, named, load, loads[load])
         print(f"{time.monotonic() - began:.0f} s: conversations replayed", flush=True)
         for _ in report.rounds(-(-args.samples // args.pairs), began, args.budget):
             count = min(args.pairs, args.samples)
@@ -102,7 +108,7 @@ def measure(args: Namespace) -> Row:
 
 def result_of(pair: PrefixPair, args: Namespace) -> Row:
     rows = [row_of(pair, *cell) for cell in dict.fromkeys((sample.sequences, sample.tokens) for sample in pair.samples)]
-    replays = [replay_row(pair.turns, *one) for one in dict.fromkeys((turn.form, turn.named) for turn in pair.turns)]
+    replays = [replay_row(pair.turns, *one) for one in dict.fromkeys(map(replay_of, pair.turns))]
     ends = {each.server.name: ends_of(each.server.metrics()) for each in (pair.source, pair.reader)}
     return {
         "device": args.device, "policy": "recompute", "kv_config": args.kv_config,
@@ -146,10 +152,14 @@ def times_of(samples: list[Sample], way: str) -> list[float]:
     return [sample.ttft[way] for sample in samples if way in sample.ttft]
 
 
-def replay_row(turns: list[Turn], form: str, named: bool) -> Row:
-    found = [turn for turn in turns if (turn.form, turn.named) == (form, named)]
+def replay_of(turn: Turn) -> tuple[str, str, bool]:
+    return turn.load, turn.form, turn.named
+
+
+def replay_row(turns: list[Turn], load: str, form: str, named: bool) -> Row:
+    found = [turn for turn in turns if replay_of(turn) == (load, form, named)]
     return {
-        "form": form, "named": named, "turns": len(found),
+        "load": load, "form": form, "named": named, "turns": len(found),
         "prompt": statistics.median(turn.prompt for turn in found),
         "new": statistics.median(turn.new for turn in found),
         "computed": statistics.median(turn.computed for turn in found),
@@ -174,7 +184,7 @@ def figures_of(rows: list[Row], replays: list[Row]) -> dict[str, float]:
             figures[f"gap_p99_of_quiet_{row['tokens']}"] = round(row["gap_p99_ms"] / row["quiet_p99_ms"], 3)
     for row in replays:
         if row["named"]:
-            figures[f"most_over_new, {row['form']}"] = row["most_over_new"]
+            figures[f"most_over_new, {row['load']}, {row['form']}"] = row["most_over_new"]
     return figures
 
 

@@ -324,7 +324,8 @@ PREFIX_TURNS: Columns = {
     "gaps beside reads, ms": figures("gap_p50_ms", "gap_p99_ms"), "quiet, ms": figures("quiet_p50_ms", "quiet_p99_ms"),
 }  # fmt: skip
 PREFIX_REPLAYS: Columns = {
-    "conversation": "{form}", "source named": lambda row: "yes" if row["named"] else "no", "turns": "{turns}",
+    "conversations": "{load}", "computed by": "{form}",
+    "source named": lambda row: "yes" if row["named"] else "no", "turns": "{turns}",
     "prompt tokens": "{prompt:.0f}", "new": "{new:.0f}", "computed": "{computed:.0f}",
     "computed but not new, most": "{most_over_new}", "TTFT, ms": "{ttft_ms:.1f}",
 }  # fmt: skip

@@ -1,8 +1,10 @@
-"""The loads of ``where_to_prefill.py``: conversations of Mooncake's trace, and turns of random lengths."""
+"""The loads of ``where_to_prefill.py``: conversations of Mooncake's trace, and turns of random lengths. The turns
+of single conversations are for ``prefix_reads.py``."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +13,7 @@ from pathlib import Path
 from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest, parsed_trace
 
 SAMPLE = Path(__file__).resolve().parent / "conversation_sample.json"
+TURNS = SAMPLE.with_name("conversation_turns.json")
 PARTS, PART_REQUESTS = (2000, 6500, 11000), 300
 """Where parts of the trace begin; its first conversations have no earlier turns."""
 GRAIN_MS = 3000
@@ -31,6 +34,35 @@ def sampled(path: Path) -> list[list[list[int]]]:
             holders |= {block: number for block in request.hash_ids if block not in holders}
         parts.append(found)
     return parts
+
+
+Turns = list[list[int]]
+"""Of one conversation: by turn, the tokens of the prompt and of the answer."""
+
+
+def turns_sampled(path: Path, count: int = 4, turns: int = 6, most: int = 2500) -> list[Turns]:
+    """The first turns of conversations of the trace whose answers are short together. A request is the next turn of the
+    one whose full blocks it begins with."""
+    chains: dict[int, Turns] = {}  # by the last full block, which has all before it
+    for request in parsed_trace(path.read_bytes().splitlines()):
+        ids, tokens, full = request.hash_ids, request.input_length, request.input_length // BLOCK_TOKENS
+        last = next((block for block in reversed(ids[1:]) if block in chains and chains[block][-1][0] < tokens), None)
+        chain = [] if last is None else chains.pop(last)
+        if full > 1:
+            chains[ids[full - 1]] = [*chain, [tokens, request.output_length]]
+    long = [chain[:turns] for chain in chains.values() if len(chain) >= turns]
+    found = [chain for chain in long if sum(answer for _, answer in chain) <= most]
+    return found[:: len(found) // count][:count]
+
+
+def agent_turns(rng: random.Random, start: int, turns: int, growth: int = 632, answer: int = 96) -> Turns:
+    """A conversation whose first prompt has ``start`` tokens, and which grows by ``growth`` a turn in the median, the
+    answer among them."""
+    found = [[start, answer]]
+    for _ in range(turns - 1):
+        grown = max(answer + 16, round(growth * min(2.0, math.exp(rng.gauss(0, 0.5)))))
+        found.append([found[-1][0] + grown, answer])
+    return found
 
 
 def conversations(rate: float, count: int = PART_REQUESTS, shrink: int = 1, part: int = 0) -> list[TracedRequest]:

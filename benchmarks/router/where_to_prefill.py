@@ -8,8 +8,8 @@
 Conversations are 300 requests of a part of Mooncake's conversation trace (https://github.com/kvcache-ai/Mooncake,
 FAST25-release/traces/conversation_trace.jsonl, Apache-2.0), whose times are stretched to a rate; they are whole
 multiples of 3 s there, and spread evenly within these here. ``--sample`` makes conversation_sample.json, their lengths
-and shared blocks, anew from the trace. Turns are random: short ones of 60 to 300 tokens, long ones of 500 to 3,000, and
-20 to 200 of the answer.
+and shared blocks, anew from the trace, and conversation_turns.json. Turns are random: short ones of 60 to 300 tokens,
+long ones of 500 to 3,000, and 20 to 200 of the answer.
 
 Beside the three policies, as many engines that each prefill and decode: aggregated.
 
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.harness import report
-from benchmarks.router.loads import LOADS, POLICIES, SAMPLE, sampled
+from benchmarks.router.loads import LOADS, POLICIES, SAMPLE, TURNS, sampled, turns_sampled
 from benchmarks.router.simulated_engines import Simulation, Speed
 from kvferry.cli.plan.handover import Deployment, Pair
 from kvferry.cli.plan.model import model_shape
@@ -118,8 +118,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=report.ROOT / ".bench" / "where", help="for model and logs")
     args = parser.parse_args()
     if args.sample:
-        parts = ",\n".join(json.dumps(part, separators=(",", ":")) for part in sampled(args.sample))
-        SAMPLE.write_text(f"[\n{parts}\n]\n")
+        samples: list[tuple[Path, list[Any]]] = [
+            (SAMPLE, sampled(args.sample)), (TURNS, turns_sampled(args.sample)),
+        ]  # fmt: skip
+        for path, parts in samples:
+            lines = ",\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
+            path.write_text(f"[\n{lines}\n]\n")
         return
     if args.device == "simulated":
         found = simulate()

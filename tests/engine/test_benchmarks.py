@@ -42,7 +42,7 @@ def test_every_turn_of_prefix_reads_has_its_samples(tmp_path: Path) -> None:
     for (sequences, _), row in rows.items():
         assert row["samples"] == 1 and row["missed"] == 0 and row["read_ms"] > 0 and row["own_ms"] > 0
         assert (row["computed_ms"] is None) == (row["gaps"] > 0) == (row["quiet_gaps"] > 0) == (sequences > 0)
-    replays = {(row["form"], row["named"]): row for row in result["replays"]}
+    replays = {(row["form"], row["named"]): row for row in result["replays"]}  # of an agent only
     assert len(replays) == 4
     for (form, named), row in replays.items():
         assert row["turns"] == 2
