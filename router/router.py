@@ -50,7 +50,7 @@ class Reply:
 
     async def _begin(self, answer: Answer) -> web.StreamResponse:
         if self._begun is None:
-            self._begun = web.StreamResponse(status=answer.status, headers=kept_headers(answer, **self._own))
+            self._begun = web.StreamResponse(status=answer.status, headers=kept_headers(answer, None, **self._own))
             await self._begun.prepare(self._http)
         return self._begun
 
