@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.engines.busy_figures import most, percentile
 from benchmarks.engines.engine_pair import CPU, LLAMA_8B, OURS, Setup, Words, gpus_of, graph_sizes, start
-from benchmarks.engines.prefix_pair import ALTERNATE, P_AND_D, WAYS, PrefixPair, Sample, Turn
+from benchmarks.engines.prefix_pair import ALTERNATE, P_AND_D, WAYS, PrefixPair, Turn
 from benchmarks.harness import pages, report
 from benchmarks.router.loads import TURNS, agent_turns
 from tests.support.engines import ServerGroup
@@ -133,7 +133,7 @@ def row_of(pair: PrefixPair, sequences: int, tokens: int) -> Row:
     samples = [sample for sample in pair.samples if (sample.sequences, sample.tokens) == (sequences, tokens)]
     row: Row = {"sequences": sequences, "tokens": tokens, "samples": len(samples)}
     for way in WAYS:
-        times = times_of(samples, way)
+        times = [sample.ttft[way] for sample in samples if way in sample.ttft]
         row[f"{way}_ms"] = round(statistics.median(times), 3) if times else None
         row[f"{way}_p99_ms"] = percentile(times, 99)
         row[f"all_{way}_ms"] = [round(time, 2) for time in times]
@@ -146,10 +146,6 @@ def row_of(pair: PrefixPair, sequences: int, tokens: int) -> Row:
         row |= {f"{name}_p{percent}_ms": percentile(values, percent) for percent in (50, 99)}
         row[f"{name}_max_ms"] = most(values)
     return row | {"gaps": len(gaps), "quiet_gaps": len(quiet)}
-
-
-def times_of(samples: list[Sample], way: str) -> list[float]:
-    return [sample.ttft[way] for sample in samples if way in sample.ttft]
 
 
 def replay_of(turn: Turn) -> tuple[str, str, bool]:
