@@ -55,8 +55,6 @@ class PrefixIndex:
             for offer in plan.offers:
                 self.params = offer.params or self.params
                 self._offer(offer)
-            if not plan.reused:
-                return False
             reused = unpack_ids(plan.reused).tolist()
             for block in reused:
                 for place in range(block * self._per_block, (block + 1) * self._per_block):
@@ -99,14 +97,10 @@ class PrefixIndex:
         digest = self._at(place)
         if not digest or digest == NOTHING:
             return
-        chain = self._chain(digest)
-        before, after = -1, self._heads[chain]
-        while after != place:
-            before, after = after, self._next[after]
-        if before < 0:
-            self._heads[chain] = self._next[place]
-        else:
-            self._next[before] = self._next[place]
+        table, at = self._heads, self._chain(digest)
+        while table[at] != place:
+            table, at = self._next, table[at]
+        table[at] = self._next[place]
         self._digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES] = NOTHING
 
     # --- the transfer thread ------------------------------------------------------------------------------------

@@ -48,9 +48,8 @@ def lora_content(path: str, number: int = 0) -> str:
     except (OSError, RuntimeError, ValueError, AttributeError) as error:  # RuntimeError: of ``expanduser``
         logger.debug("kvferry: the LoRA adapter in %s: %r", path, error)
     if not content and (known is None or known[1]):
-        logger.info(
-            "kvferry: the LoRA adapter %s cannot be compared: its name must mean the same on both engines", path
-        )
+        text = "kvferry: the LoRA adapter %s cannot be compared: its name must mean the same on both engines"
+        logger.info(text, path)
     first = known[2] or content if known and number else content
     known_adapters[number, path] = version, content, first
     if len(known_adapters) > MAX_ADAPTERS:
