@@ -75,8 +75,9 @@ def finish(path: Path | None, measure: Callable[[], dict[str, Any]], show: Calla
 
 
 def line(row: Mapping[str, Any]) -> None:
-    """Print a row."""
-    print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    """Print a row, its numbers with three digits."""
+    values = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+    print("  ".join(f"{name} {value}" for name, value in values.items()), flush=True)
 
 
 def versions() -> dict[str, str]:

@@ -225,16 +225,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = run(args.planes, args.rounds)
-    for row in result["rows"]:
-        if not row["fitted"]:
-            print(
-                f"{row['plane']:14}{row['geometry']:20}{row.get('tokens', ''):>6} x {row['at_once']:2}: "
-                + "; ".join(
-                    f"{name} {row[f'measured_{name}_ms']:8.2f} ms, predicted {row[f'predicted_{name}_ms']:8.2f}"
-                    for name in ("p50", "p95")
-                    if f"measured_{name}_ms" in row
-                )
-            )
+    for row in [row for row in result["rows"] if not row["fitted"]]:
+        report.line(row)
     for name, value in result["figures"].items():
         print(f"{name:36}{value:8.3f}")
     report.write(args.json, result)

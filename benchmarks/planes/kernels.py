@@ -211,7 +211,7 @@ def main() -> None:
         for name, rate in rates.items()
     ]
     for row in rows:
-        print(f"{row['move']:36}{row['gb_per_s']:9.2f} GB/s{row['of_copy']:8.2f} of a contiguous copy")
+        report.line(row)
     report.write(options.json, {"ratios": {}, "figures": {}, "device": options.device, "rows": rows})
 
 
