@@ -336,6 +336,7 @@ def prefix_reads() -> str:
     parts = []
     for name, packages, what in (
         ("gpu_prefix_reads", GPU_ENGINES, "Llama-8B's shape on two GPUs, CUDA graphs, `cuda_ipc`"),
+        ("gpu_prefix_conversations", GPU_ENGINES, "Again, with three samples a row and with Mooncake's conversations"),
         ("prefix_reads", CPU_PACKAGES, "A tiny model on a CPU"),
     ):
         if not (RESULTS / f"{name}.json").exists():
