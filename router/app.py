@@ -24,7 +24,7 @@ from kvferry.router.http_client import HEAD_BYTES, HttpError
 from kvferry.router.legs import ClientRequest, log, why
 from kvferry.router.membership import Admin, Membership, Source
 from kvferry.router.metrics import SAMPLE_SECONDS, StatusHistory
-from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, is_given, members, without, without_params
+from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, members, without, without_params
 from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
 from kvferry.router.spans import begin_request, end_request
 
@@ -228,7 +228,6 @@ class App:
                     await self._receive(http, content)
                 small = len(content) <= SMALL_BYTES
                 body = members(content) if small else await asyncio.to_thread(members, content)
-                wants_params = body is not None and is_given(body, "kv_transfer_params")
                 body = None if body is None else without(body, NEVER_SENT)
             except TimeoutError:
                 raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
@@ -240,8 +239,7 @@ class App:
             given = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
             headers["x-request-id"] = given or uuid.uuid4().hex
             span = begin_request(self._router.tracer, headers, http.path)
-            over = partial(self._count, -len(content))
-            asked = ClientRequest(http.path, body, headers, span, over, wants_params=wants_params)
+            asked = ClientRequest(http.path, body, headers, span, over=partial(self._count, -len(content)))
         except BaseException:
             self._count(-len(content))
             raise

@@ -76,15 +76,14 @@ class LegTimeouts:
 class ClientRequest:
     """One completion, chat completion or response of a client, with the headers for both legs. ``comment`` takes what
     D's server sends before its answer. ``span``: None where nothing is traced. ``chosen``: the D that is to prefill the
-    prompt. ``alone``: why D got no parameters of a P. ``wants_params``: the client's own request had some.
-    It is over when each of its tasks has ended: ``hold`` and ``drop``; then ``over`` is called."""
+    prompt. ``alone``: why D got no parameters of a P. It is over when each of its tasks has ended: ``hold`` and
+    ``drop``; then ``over`` is called."""
 
     path: str
     body: Body
     headers: dict[str, str]
     span: OpenSpan | None = None
     over: Callable[[], None] = lambda: None
-    wants_params: bool = False
     comment: Callable[[Answer, bytes], Awaitable[None]] | None = None
     broken: str = ""  # Why the answer broke off
     chosen: Engine | None = None
@@ -401,7 +400,7 @@ class Legs:
         answer, span = None, LegSpan(asked.span, DECODE, seat.engine)
         try:
             answer = await self._send(asked, seat.engine, body, progress, span)
-            hides = self.prefix_reads and "kv_transfer_params" in body and not asked.wants_params
+            hides = self.prefix_reads and "kv_transfer_params" in body
             pieces = answer.pieces()
             size = int(answer.headers.get("content-length", MAX_BODY_BYTES))
             if not answer.streamed and (hides or size < MAX_BODY_BYTES):
