@@ -489,10 +489,10 @@ class Producer:
         self.leases.remember_end(token)
         if lease.lent:  # the engine knows nothing of it
             assert lease.blocks is not None
-            self.prefixes.end(token)
-            lease.blocks.lose()
             if reason != "reset":
                 self._rank_context.stats.prefix("lent", "read" if reason == "released" else "expired")
+            self.prefixes.end(token)
+            lease.blocks.lose()
             return
         self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(request_id)
