@@ -4,6 +4,7 @@ content."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -24,10 +25,13 @@ def next_token(ids: Sequence[int]) -> int:
 
 def labels(heads: Sequence[int], start: int, ids: Sequence[int], origin: int) -> torch.Tensor:
     """[L,H,T,C] int32: labels of the tokens ``ids`` from position ``start`` on; the lowest bit is ``origin``."""
-    layer = torch.arange(LAYERS)[:, None, None, None]
-    head = torch.tensor(list(heads))[None, :, None, None]
-    position = torch.arange(start, start + len(ids))[None, None, :, None]
-    token = torch.tensor(list(ids), dtype=torch.int64)[None, None, :, None]
-    element = torch.arange(CONTENT)[None, None, None, :]
-    mixed = ((((layer * 7 + head) * 4099 + position) * 521 + token) * CONTENT + element) & 0x3FFFFFFF
+    tokens = torch.arange(start, start + len(ids)) * 521 + torch.tensor(list(ids), dtype=torch.int64)
+    mixed = (_places(tuple(heads)) + tokens[:, None] * CONTENT) & 0x3FFFFFFF
     return (mixed * 2 + origin).to(torch.int32)
+
+
+@cache
+def _places(heads: tuple[int, ...]) -> torch.Tensor:
+    """[L,H,1,C]: a number for each place of a token's KV."""
+    layer, head = torch.arange(LAYERS)[:, None, None, None], torch.tensor(heads)[:, None, None]
+    return (layer * 7 + head) * 4099 * 521 * CONTENT + torch.arange(CONTENT)

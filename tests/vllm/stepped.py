@@ -382,19 +382,21 @@ class Worker:
     ) -> None:
         """What a forward leaves in the caches of these layers."""
         values = labels(self.heads, start, ids, self.engine.origin)
+        held = torch.tensor(self.held(start + len(ids)), dtype=torch.int64)
+        places = (held >= start).nonzero().flatten()
         for number in layers:
+            table = torch.tensor(list(tables[self.engine.table_of[number]]), dtype=torch.int64)
+            blocks = table[places // self.engine.block]
+            assert blocks.all(), f"a token of layer {number} from {start} on goes to the null block"
             cache = self.caches[self.engine.layers[number]].view(torch.int32)
-            block_ids = tables[self.engine.table_of[number]]
-            for place, token in enumerate(self.held(start + len(ids))):
-                block, slot = divmod(place, self.engine.block)
-                if token >= start:
-                    assert block_ids[block], f"token {token} of layer {number} goes to the null block"
-                    cache[block_ids[block], :, slot] = values[number, :, token - start]
+            cache[blocks, :, places % self.engine.block] = values[number][:, held[places] - start].transpose(0, 1)
 
     def held(self, stop: int) -> list[int]:
         """The tokens before ``stop`` that this rank keeps, which are all but for context parallelism."""
-        engine = self.engine
-        return [token for token in range(stop) if token // engine.interleave % engine.dcp == self.rank % engine.dcp]
+        dcp, interleave = self.engine.dcp, self.engine.interleave
+        if dcp == 1:
+            return list(range(stop))
+        return [token for token in range(stop) if token // interleave % dcp == self.rank % dcp]
 
 
 # --- an engine ----------------------------------------------------------------------------------------------------
