@@ -2,14 +2,12 @@
 
 A process of its own: vLLM's models want process groups, which the tests' process must not have. As on a GPU, caches are
 not packed: what vLLM cannot run on a CPU is what this is for.
-
-    python tests/vllm/family_process.py FOLDER FAMILY ...     one line of JSON for each; FAMILY:FAULT plants a fault
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
@@ -39,7 +35,7 @@ from tests.vllm.stepped import PREFILL, settle
 from tests.vllm.stepped_family import FamilyEngine
 
 LENGTHS = (2, 33, WINDOW + 31, 2 * WINDOW, 129, 500)
-FEW_LENGTHS = (33, WINDOW + 31, 500)
+FEW_LENGTHS = (WINDOW + 31, 500)
 SHARED = 6 * WINDOW
 """Whole blocks of every family."""
 SIDES = {"p": (32, "LBHNC"), "d": (64, "BLNHC")}
@@ -91,7 +87,7 @@ def hand_over(
 ) -> dict[str, Any]:
     """One prompt from P to D; what D found at its first forward. ``shared`` tokens are those of all that share any.
     ``at_once``: D asks for it by name, before P computes it."""
-    name, said = f"{tokens}-{shared}-{p.origin}-{at_once}", 40 if tokens == FEW_LENGTHS[1] and not at_once else 6
+    name, said = f"{tokens}-{shared}-{p.origin}-{at_once}", 40 if tokens == FEW_LENGTHS[0] and not at_once else 6
     own = 2 * tokens + p.origin + 5000 * at_once
     ids = [(position * 37 + (own if position >= shared else 0)) % 280 + 2 for position in range(tokens)]
     if at_once:
@@ -174,19 +170,17 @@ def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    folder, tasks = Path(sys.argv[1]), [name.partition(":") for name in sys.argv[2:]]
+def reports(folder: Path, tasks: list[str]) -> Iterator[dict[str, Any]]:
+    """Of each family; ``FAMILY:FAULT`` plants a fault."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    torch.set_num_threads(1)  # threads of the tests' process are not there
     unpacked = SimpleNamespace(is_cpu=lambda: False, is_fp8_fnuz=lambda: False)
     no_triton = "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn.set_triton_allocator"
     with mock.patch.object(from_vllm, "current_platform", unpacked), mock.patch(no_triton, lambda device: None):
         start_groups(folder)
-        for name, _, planted in tasks:
+        for name, _, planted in (task.partition(":") for task in tasks):
             try:
                 answer = report(ALL[name], folder / f"{name}{planted and '-faulty'}", planted)
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-            print(json.dumps({"family": name, "fault": planted, **answer}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            yield {"family": name, "fault": planted, **answer}

@@ -6,10 +6,8 @@ Families that it runs on a CPU are also served, in tests/engine/test_families.py
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import pytest
 from tests.support.families import ALL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-PROCESS = Path(__file__).resolve().parent / "family_process.py"
 KINDS = {
     "qwen3-moe": {"FullAttentionSpec"},
     "deepseek": {"MLAAttentionSpec"},
@@ -39,17 +36,25 @@ FAULT = "P computes the last token too"
 FAULTY = ("qwen3-next", "gemma3")
 
 
+def send_reports(to: Connection, folder: Path, tasks: list[str]) -> None:
+    from tests.vllm import family_process  # imports much that no other test needs
+
+    to.send([*family_process.reports(folder, tasks)])
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The process's report of each family, then of those with a fault."""
-    folder = tmp_path_factory.mktemp("families")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, str(PROCESS), str(folder), *ALL, *(f"{family}:{FAULT}" for family in FAULTY)],
-        env=environment, capture_output=True, text=True, timeout=1700, check=False,
-    )  # fmt: skip
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [report["family"] for report in found] == [*ALL, *FAULTY], done.stderr[-2000:]
+    """The report of each family, then of those with a fault. Of a fork, which has vLLM: this file is the first one that
+    is run, so that there are no threads of engines."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    tasks = [*ALL, *(f"{family}:{FAULT}" for family in FAULTY)]
+    process = context.Process(target=send_reports, args=(theirs, tmp_path_factory.mktemp("families"), tasks))
+    process.start()
+    theirs.close()
+    found: list[dict[str, Any]] = ours.recv()
+    process.join()
+    assert [report["family"] for report in found] == [*ALL, *FAULTY]
     return found
 
 
