@@ -1,62 +1,56 @@
-"""What vLLM refuses while it makes its configuration, before it loads any weights; in a process of its own, because it
-imports the adapter once."""
+"""What vLLM refuses while it makes its configuration, before it loads any weights."""
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+
+import kvferry.connector.vllm as package
+from kvferry.connector.vllm import adapter
+from kvferry.transport.errors import KVFerryError
+from kvferry.transport.planes import ucx
 
 pytestmark = pytest.mark.vllm
+ADAPTER = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": adapter.__name__}
 
-SCRIPT = """
-import json, sys
-from kvferry.transport.planes import ucx
-ucx.find_spec = lambda name: None
-from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
-ADAPTER = "kvferry.connector.vllm.adapter"
 
 class StandInModelRunner:
     execute_model = None
-    def load_model(self, make):
-        make()
 
-for flag, ranks, runner in json.loads(sys.argv[1]):
-    assert ADAPTER not in sys.modules
-    def make():
-        VllmConfig(
-            kv_transfer_config=KVTransferConfig(kv_role="kv_both", **flag),
-            parallel_config=ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp"),
-        )
-    try:
-        StandInModelRunner().load_model(make) if runner else make()
-    except Exception as error:
-        print(json.dumps([type(error).__name__, str(error)]))
-    else:
-        print(json.dumps(["", ""]))
-        del sys.modules[ADAPTER]
-assert "ucxx" not in sys.modules and "nixl" not in sys.modules, "the process may fork"
-"""
-ADAPTER = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connector.vllm.adapter"}
-IN_WORKER = 0
-"""In place of ranks."""
+    def load_model(self, make: Callable[[], object]) -> None:
+        make()
 
 
 def flag(**settings: object) -> dict[str, object]:
     return {**ADAPTER, "kv_connector_extra_config": settings}
 
 
-def test_what_cannot_start_is_refused_before_the_weights(tmp_path: Path) -> None:
+def make(flag: dict[str, object], ranks: int) -> None:
+    """The configuration of an engine, which imports the adapter for the first time."""
+    sys.modules.pop(adapter.__name__, None)
+    VllmConfig(
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **flag),
+        parallel_config=ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp"),
+    )
+    assert adapter.__name__ in sys.modules
+
+
+def test_what_cannot_start_is_refused_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is refused where all is right, and in a worker that loads its model."""
 
     def multi(*children: dict[str, object]) -> dict[str, object]:
         connectors = [{**child, "kv_role": "kv_both"} for child in children]
         return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
 
+    monkeypatch.setattr(ucx, "find_spec", lambda name: None)
+    monkeypatch.setattr(package, "adapter", adapter)
+    for name in (adapter.__name__, "ucxx", "nixl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -77,15 +71,12 @@ def test_what_cannot_start_is_refused_before_the_weights(tmp_path: Path) -> None
             (flag(side_channel_port=port), 1, f"port {port} of 127.0.0.1 is in use"),
             (flag(side_channel_port=port - 1), 2, f"port {port} of 127.0.0.1 is in use"),
             (flag(side_channel_port=65535), 2, "a rank would get port 65536"),
-            (flag(require_plane=["ucx", "tcp"]), 1, ""),
-            (multi(flag(plane="tcp")), 1, ""),
-            (flag(side_channel_port=port), IN_WORKER, ""),
         ]
-        argument = json.dumps([(each, ranks or 1, ranks == IN_WORKER) for each, ranks, _ in cases])
-        command = [sys.executable, "-c", SCRIPT, argument]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
-    assert len(said) == len(cases), done.stdout
-    for (each, _, words), (kind, text) in zip(cases, said, strict=True):
-        assert words in text and "\n" not in text and kind == ("KVFerryError" if words else ""), (each, kind, text)
+        for each, ranks, words in cases:
+            with pytest.raises(KVFerryError) as refused:
+                make(each, ranks)
+            assert words in str(refused.value) and "\n" not in str(refused.value), each
+        for each in (flag(require_plane=["ucx", "tcp"]), multi(flag(plane="tcp"))):
+            make(each, 1)
+        StandInModelRunner().load_model(lambda: make(flag(side_channel_port=port), 1))
+    assert not {"ucxx", "nixl"} & sys.modules.keys(), "the process may fork"
