@@ -75,9 +75,12 @@ def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     gram, target = unit.T @ unit, unit.T @ wanted
     x = np.zeros(matrix.shape[1])
     for _ in range(20_000):
+        before = x.copy()
         for column in range(len(x)):
             if gram[column, column]:
                 x[column] = max(0.0, x[column] + (target[column] - gram[column] @ x) / gram[column, column])
+        if (x == before).all():
+            break
     return x / scale
 
 
