@@ -61,7 +61,7 @@ IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 # each of hundreds of processes compiles all anew.
 test: install
 	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; said=$$(mktemp); trap 'trap - TERM; kill 0' INT TERM; \
-	$(PYTEST) -m "nixl and not engines" $(WITH_NIXL) -n 2 --dist loadfile > $$said 2>&1 & nixl=$$!; \
+	$(PYTEST) -m "nixl and not engines" $(WITH_NIXL) > $$said 2>&1 & nixl=$$!; \
 	$(PYTEST) -m "not engines and not nixl" $(IN_PROCESSES) || failed=1; \
 	wait $$nixl || failed=1; cat $$said; rm $$said; exit $$failed
 
