@@ -9,8 +9,6 @@ import logging
 import os
 import re
 import runpy
-import subprocess
-import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +24,7 @@ from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.pull import ProcessChannel, PullPlane, Ranges, joined
 from kvferry.transport.registry import PlaneSpec, Use, make_plane, plane_names, plane_spec, preferred_planes
+from tests.support.fork_server import fork_server
 
 SPEC = PlaneSpec(
     "toy", "test_toy_plane:ToyPlane", "same host", "D reads `/proc/PID/mem` of P", host=Use(80), extra="toy-planes"
@@ -141,10 +140,13 @@ CONTRACT = {
 
 
 @pytest.mark.timeout(1800)
-def test_it_passes_the_contract_and_carries_hand_overs(install: Callable[[str], None]) -> None:
+def test_it_passes_the_contract_and_carries_hand_overs(
+    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(ENTRY_POINTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "toy", *CONTRACT]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
+    monkeypatch.chdir(ROOT)
+    command = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "toy", *CONTRACT]
+    run = fork_server().run(*command, timeout=1700, environment=os.environ)
     summary = run.stdout.splitlines()[-1]
     assert run.returncode == 0 and not re.search("failed|error|skipped", summary), run.stdout[-8000:] + run.stderr
     passed = Counter(re.findall(r"^PASSED ([^:]+)::", run.stdout, re.MULTILINE))
