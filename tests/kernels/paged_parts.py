@@ -31,7 +31,7 @@ def differing(number: int, device: torch.device) -> tuple[int, int]:
 
     ours = DevicePages(side(there), num_heads=HEADS, num_tokens=tokens, content_bytes=content, device=device)
     found = [0, 0]
-    for turn in range(6):
+    for turn in range(4):
         layer, token = int(random.integers(LAYERS)), int(random.integers(tokens))
         layers, count = int(random.integers(1, LAYERS - layer + 1)), int(random.integers(1, tokens - token + 1))
         to_wire = turn % 2 == 0
