@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.fork_server import fork_server
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine_neutral.py"
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLE), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+def run(*arguments: object) -> Any:
+    return fork_server().run(str(EXAMPLE), *map(str, arguments), timeout=800)
 
 
 def test_all_prompts_are_handed_over() -> None:
@@ -26,7 +28,7 @@ def test_all_prompts_are_handed_over() -> None:
 
 
 def test_it_fails_on_planted_corruption() -> None:
-    sizes = "--prefill-tp", 1, "--decode-tp", 2
+    sizes = "--prefill-tp", 1, "--decode-tp", 1
     done = run("--prompts", 60, 20, "--tokens", 8, "--plant-corruption", "--plane", "tcp", *sizes)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "prompt-0: KV bytes differ in layers [1]" in done.stderr
@@ -43,7 +45,7 @@ def test_it_fails_on_planted_corruption() -> None:
     ],
 )
 def test_it_fails_where_the_plane_cannot_be_had(plane: str, said: str) -> None:
-    done = run("--plane", plane)
+    done = run("--plane", plane, "--prefill-tp", 1)
     assert done.returncode == 1 and "Traceback" not in done.stderr and said in done.stderr
     if plane == "cuda_ipc":
         (why,) = [line for line in done.stderr.splitlines() if line.startswith("prefill rank 0: ")]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +28,7 @@ from tests.router.stand_ins import (
     routed,
     router_process,
 )
-from tests.support.engines import python_path
+from tests.support.fork_server import fork_server
 from tests.support.served import eventually
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans, receiver
 
@@ -225,7 +222,5 @@ print([name for name in sys.modules if name.startswith("opentelemetry")])
 
 
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
-    environment = os.environ | {"PYTHONPATH": python_path()}
-    command = [sys.executable, "-c", OFF, SAMPLED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    done = fork_server().run("-c", OFF, SAMPLED, timeout=800)
     assert done.stdout == "[]\n", done.stderr
