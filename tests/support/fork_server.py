@@ -4,7 +4,7 @@ A program that imports PyTorch needs 2 s of a core before its first line. The se
 has one thread, no CUDA context and no ZMQ context (``check_idle``), so that a copy differs from a process that was
 started by itself in two points only: the imports are there, and hashes of strings are those of the other copies.
 
-Programs that need environment variables at import, another user or another network namespace start by themselves.
+Programs that need environment variables at import or another user start by themselves.
 """
 
 from __future__ import annotations

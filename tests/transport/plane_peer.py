@@ -1,6 +1,7 @@
 """One process of the plane tests: serves a plane as the transfer thread does and obeys JSON lines on stdin.
 
-``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES DEVICE [HOST]``. Every command is answered by one JSON line.
+``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES DEVICE [HOST [NAMESPACE]]``. Every command is answered by one JSON
+line.
 """
 
 from __future__ import annotations
@@ -287,6 +288,10 @@ class Peer:
 if __name__ == "__main__":
     ANSWERS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX logs to stdout; that must not look like an answer
+    if len(sys.argv) > 6:
+        from tests.support.rank_process import enter
+
+        enter(sys.argv[6])
     device = torch.device(*((sys.argv[4],) if sys.argv[4] == "cpu" else (sys.argv[4], 0)))
     pulls = plane_spec(sys.argv[1].removesuffix(ENCRYPTED)).load().pulls
     peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), device, MEMORY_BYTES if pulls else 0)

@@ -25,9 +25,10 @@ MESSAGE = 250_000
 class Peer:
     """A child process that serves a plane."""
 
-    def __init__(self, plane: str, device: str = "cpu") -> None:
+    def __init__(self, plane: str, device: str = "cpu", *where: str) -> None:
+        """``where``: its address, and the network namespace of ``ip netns`` that has it."""
         script = Path(__file__).with_name("plane_peer.py")
-        self.process = fork_server().start(str(script), plane, str(SLOT), str(STAGING), device)
+        self.process = fork_server().start(str(script), plane, str(SLOT), str(STAGING), device, *where)
         self._answer()
 
     def __call__(self, do: str, **arguments: Any) -> Any:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.faults.outages import ADDRESS, Hosts
-from tests.support.engines import python_path
-from tests.transport.plane_process import MESSAGE, SLOT, STAGING, Peer, announce, carry
+from tests.transport.plane_process import MESSAGE, Peer, announce, carry
 
 pytestmark = [pytest.mark.root, pytest.mark.nixl]
 
@@ -27,11 +24,14 @@ class Peers(Hosts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peers = {role: NamespacePeer(name, ADDRESS[role]) for role, name in self.names.items()}
+        self.peers = {role: self.start(role) for role in "pd"}
+
+    def start(self, role: str) -> Peer:
+        return Peer("nixl", "cpu", ADDRESS[role], self.names[role])
 
     def restart_p(self) -> None:
         self.peers["p"].kill()
-        self.peers["p"] = NamespacePeer(self.names["p"], ADDRESS["p"])
+        self.peers["p"] = self.start("p")
 
     def join(self, id: str) -> tuple[Peer, Peer]:
         p, d = self.peers.values()
@@ -56,25 +56,6 @@ class Peers(Hosts):
         for peer in self.peers.values():
             peer.kill()
         super().close()
-
-
-class NamespacePeer(Peer):
-    """A process in a network namespace that serves the plane at its address."""
-
-    def __init__(self, namespace: str, address: str) -> None:
-        script = str(Path(__file__).with_name("plane_peer.py"))
-        program = [sys.executable, script, "nixl", str(SLOT), str(STAGING), "cpu", address]
-        self.process = subprocess.Popen(  # type: ignore[assignment]
-            ["ip", "netns", "exec", namespace, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": python_path()},
-        )  # fmt: skip
-        self._answer()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            pipe.close()
 
 
 @pytest.fixture(scope="module")
