@@ -9,6 +9,7 @@ import base64
 import random
 import time
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def end_peers() -> Iterator[None]:
     end(_peers)
 
 
+@cache
 def blocks(seed: int, count: int = MEMORY_BYTES // BLOCK_BYTES) -> Ranges:
     """``count`` blocks, each to another place."""
     rng = random.Random(seed)
@@ -186,7 +188,7 @@ def test_a_copy_that_is_given_up_ends_and_then_writes_nothing(peers: Peers, how:
 
 def test_plane_closes_twice_with_reads_under_way(peers: Peers) -> None:
     p, d = attached(peers)
-    copies = [d("read", id="a", **blocks(30 + number)) for number in range(3)]
+    copies = [d("read", id="a", **blocks(20 + number)) for number in range(3)]
     d("close_plane")
     assert all(d("status")["copies"][copy]["done"] for copy in copies)
     p("close_plane")
@@ -209,7 +211,7 @@ def test_files_and_memory_stay_flat(peers: Peers) -> None:
     for n in range(10):
         round(n)
     before = p("status"), d("status")
-    for n in range(10, 60):
+    for n in range(10, 40):
         round(n)
     for peer, was in zip((p, d), before, strict=True):
         now = peer.until(lambda s, w=was: s["fds"] <= w["fds"] + 3, 60)  # type: ignore[misc]
