@@ -152,7 +152,7 @@ def test_reads_that_p_grants_by_message_are_bounded(pair: Pair, monkeypatch: pyt
 def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(p: Rank, d: Rank, asks: str) -> None:
     """D was told that it is nearly computed, so a step of D may wait: it would wait for all of the prompt."""
     engine = computed(p, STEP)
-    assert wait(lambda: engine.token in prompts_of(p))
+    assert wait(lambda: engine.token in p.producer.named)
     if asks == "before":
         engine.load(d, OURS)
         assert wait(lambda: bool(early_asks(p)), [p, d])
