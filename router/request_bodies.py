@@ -134,13 +134,13 @@ def source_body(body: Body) -> Body:
 def can_hand_over(body: Body, path: str) -> bool:
     """Whether D's engine would take a prompt from P: the request holds one prompt, whose log probabilities nobody
     wants, and D's server would not refuse it before."""
-    if any(is_given(body, name) for name in _NOT_HANDED_OVER) or (path == RESPONSES and is_given(body, "tools")):
+    if any(_given(body, name) for name in _NOT_HANDED_OVER) or (path == RESPONSES and _given(body, "tools")):
         return False
-    if is_given(body, "stream_options") and not is_given(body, "stream"):
+    if _given(body, "stream_options") and not _given(body, "stream"):
         return False
     if "n" in body and not _NUMBER.fullmatch(body["n"]):
         return False
-    if is_given(body, "echo") and (path == CHAT or is_given(body, "logprobs")):
+    if _given(body, "echo") and (path == CHAT or _given(body, "logprobs")):
         return False
     prompt = body.get("prompt")
     if prompt is None or re.match(rb"[^\[]|\[\s*-?\d", _begin(prompt)):  # a text, or token ids
@@ -156,8 +156,7 @@ def _begin(value: Any) -> bytes:
     return bytes(memoryview(value)[:64])
 
 
-def is_given(body: Body, name: str) -> bool:
-    """Whether it has this member, and that is not null or false."""
+def _given(body: Body, name: str) -> bool:
     value = body.get(name)
     return value is not None and _begin(value).rstrip() not in (b"null", b"false")
 
