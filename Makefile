@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
 	@echo "make demo          hand KV caches from one vLLM server to another and check every byte"
-	@echo "make test          the tests, without those that start vLLM engines"
+	@echo "make test          the tests, without those that start vLLM engines or take as long"
 	@echo "make test-engines  those"
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
 	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
@@ -57,15 +57,18 @@ demo: install
 WITH_NIXL = $(shell sed -n 's/^WITH_NIXL = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 2)))
 IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# What is drawn at random for longest, and the families of models.
+LONG := tests/faults tests/simulation tests/soak tests/vllm/test_families_vllm.py tests/vllm/test_walk.py
 # Both parts run at once, whatever becomes of the other; what the short one says comes last. Without files of bytecode,
 # each of hundreds of processes compiles all anew.
 test: install
 	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; said=$$(mktemp); trap 'trap - TERM; kill 0' INT TERM; \
 	$(PYTEST) -m "nixl and not engines" $(WITH_NIXL) > $$said 2>&1 & nixl=$$!; \
-	$(PYTEST) -m "not engines and not nixl" $(IN_PROCESSES) || failed=1; \
+	$(PYTEST) -m "not engines and not nixl" $(LONG:%=--ignore=%) $(IN_PROCESSES) || failed=1; \
 	wait $$nixl || failed=1; cat $$said; rm $$said; exit $$failed
 
 test-engines: install
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not engines and not nixl" $(LONG) $(IN_PROCESSES)
 	$(PYTEST) -m "engines and not proxies" --durations=12
 
 # No environment of ours: vLLM for GPUs is the user's. The sources here go before what is installed there.
