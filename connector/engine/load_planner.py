@@ -236,7 +236,13 @@ class LoadPlanner(EngineFacts):
             raise UnusablePromptError("cached", f"this engine has {entry.start} tokens of it")
         awaited.deadline = awaited.end = self.clock() + self.settings.prefix_wait_seconds
         awaited.digests = prefix_digests(self.prefix_seed, request.content)
+        # The engine waits for a millisecond after a step without tokens. Nobody else waits here meanwhile, and what is
+        # planned already comes first.
+        alone = not (self.shares_steps or len(self._requests) > 1 or any(vars(self._plan.parts).values()))
         self._ask_source(awaited)
+        if alone and (told := self.look_up(awaited.wanted)) is not None:
+            self._plan.parts.lookups.clear()
+            self.lookups_answered(told)
 
     def _ask_source(self, awaited: AwaitedPrompt) -> bool:
         """Ask the next source. Returns whether there is one."""
@@ -245,12 +251,7 @@ class LoadPlanner(EngineFacts):
         traceparent = awaited.request.traceparent
         awaited.wanted = replace(awaited.sources[0], prefix=awaited.digests, traceparent=traceparent)
         awaited.sources = awaited.sources[1:]
-        # The engine waits for a millisecond after a step without tokens. Nobody else waits here meanwhile.
-        told = None if self.shares_steps or len(self._requests) > 1 else self.look_up(awaited.wanted)
-        if told is None:
-            self._plan.parts.lookups.append(awaited.wanted)
-        else:
-            self.lookups_answered(told)
+        self._plan.parts.lookups.append(awaited.wanted)
         return True
 
     def asked_prefixes(self, request_id: str) -> tuple[KVContent, bytes] | None:

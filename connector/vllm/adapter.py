@@ -268,12 +268,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._block_pool.touch(blocks)
         self._block_pool.unpin_blocks(blocks, lambda block: self._scheduling.block_reused(block.block_id))
 
-    @staticmethod
-    def _look_up(wanted: PromptLookup) -> dict[str, LookupResult] | None:
-        """vLLM runs the only rank of an engine in the scheduler's process, and in its thread."""
+    def _look_up(self, wanted: PromptLookup) -> dict[str, LookupResult] | None:
+        """vLLM runs the only rank of an engine in the scheduler's process, and in its thread. That process may have
+        other engines, too."""
         rank = get_kv_transfer_group() if has_kv_transfer_group() else None
-        worker = rank._worker if isinstance(rank, KVFerryConnector) else None
-        return None if worker is None else worker.look_up(wanted)
+        if not isinstance(rank, KVFerryConnector) or rank._vllm_config.kv_transfer_config.engine_id != self._engine_id:
+            return None
+        return rank._working.look_up(wanted)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """MultiConnector tells all its children what the first of them had to tell."""

@@ -304,8 +304,10 @@ def request_view(request: Request) -> RequestView:
     extra, adapter = [feature.identifier for feature in getattr(request, "mm_features", None) or ()], ""
     if (lora := request.lora_request) is not None:
         extra.append(f"lora:{lora.lora_name}")
-        number = 0 if getattr(lora, "load_inplace", False) else lora.lora_int_id
-        if request.kv_transfer_params or (number, lora.lora_path) not in known_adapters:
+        if (lora.lora_int_id, lora.lora_path) not in known_adapters:  # as vLLM loads it: ``kv_content`` compares
+            lora_content(lora.lora_path, lora.lora_int_id)
+        if request.kv_transfer_params:
+            number = 0 if getattr(lora, "load_inplace", False) else lora.lora_int_id
             adapter = lora_content(lora.lora_path, number)
     return RequestView(
         request_id=request.request_id,

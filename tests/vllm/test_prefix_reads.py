@@ -70,15 +70,14 @@ def test_the_next_turn_is_read(group: EngineGroup, plane: str, runner: str) -> N
 def test_an_engine_of_one_process_asks_before_it_schedules(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, alone: bool, has: bool
 ) -> None:
-    """No step without tokens comes first, but where another request would wait for the answer. The second source is
-    asked likewise where the first has too little."""
+    """No step without tokens comes first, but where another request would wait for the answer."""
     monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 600.0)
     a, b = both(group, one_process=True)
     history = turn(a, prompt(100)) if has else prompt(120)
     if not alone:
         b.add(prompt(40, 9), max_tokens=50)
         b.step()
-    name = b.add(history, {"sources": source(b)["sources"] + source(a)["sources"]}, max_tokens=8)
+    name = b.add(history, source(a), max_tokens=8)
     b.step()
     assert b.loads[name] + b.step_loads[name] == (alone and has)
     assert (b.computed[name] > 0) == (alone and not has) or b.step_loads[name]
