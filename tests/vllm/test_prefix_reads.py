@@ -141,6 +141,21 @@ def test_of_an_adapter_that_was_replaced_on_disk_nothing_is_read(group: EngineGr
     assert b.origins[name].theirs == 0, "two that were replaced are not alike"
 
 
+def test_of_an_adapter_that_is_replaced_while_its_first_request_runs_nothing_is_read(
+    group: EngineGroup, tmp_path: Path
+) -> None:
+    """``load_inplace``: the request names no sources, and its KV is that of both."""
+    a, b = both(group)
+    name = a.add(prompt(100), max_tokens=20, lora=LoRARequest("helper", 21, adapter(tmp_path / "a"), load_inplace=True))
+    a.step()
+    adapter(tmp_path / "a", rank=16)
+    history = [*prompt(100), *a.finish(name).tokens, *prompt(20, 9)]
+    settle(a)
+    read = b.add(history, source(a), max_tokens=8, lora=LoRARequest("helper", 22, adapter(tmp_path / "b", rank=16)))
+    b.finish(read)
+    assert b.origins[read].theirs == 0
+
+
 @pytest.mark.parametrize("plane", ["cma", "shm"])
 def test_blocks_that_are_reused_in_the_middle_of_the_read(group: EngineGroup, plane: str) -> None:
     """The source's next request gets them, and writes into them; D computes the prompt itself."""
