@@ -236,9 +236,11 @@ class LoadPlanner(EngineFacts):
             raise UnusablePromptError("cached", f"this engine has {entry.start} tokens of it")
         awaited.deadline = awaited.end = self.clock() + self.settings.prefix_wait_seconds
         awaited.digests = prefix_digests(self.prefix_seed, request.content)
-        # The engine waits for a millisecond after a step without tokens. Nobody else waits here meanwhile, and what is
-        # planned already comes first.
-        alone = not (self.shares_steps or len(self._requests) > 1 or any(vars(self._plan.parts).values()))
+        # The engine waits for a millisecond after a step without tokens. Nobody else waits here meanwhile, and peers
+        # get first what is planned for them.
+        parts = self._plan.parts
+        waiting = parts.leases or parts.left or parts.lookups
+        alone = not (self.shares_steps or len(self._requests) > 1 or waiting)
         self._ask_source(awaited)
         if alone and (told := self.look_up(awaited.wanted)) is not None:
             self._plan.parts.lookups.clear()
