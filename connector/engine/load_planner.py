@@ -243,7 +243,7 @@ class LoadPlanner(EngineFacts):
         alone = not (self.shares_steps or len(self._requests) > 1 or waiting)
         self._ask_source(awaited)
         if alone and (told := self.look_up(awaited.wanted)) is not None:
-            self._plan.parts.lookups.clear()
+            parts.lookups.clear()
             self.lookups_answered(told)
 
     def _ask_source(self, awaited: AwaitedPrompt) -> bool:

@@ -86,6 +86,21 @@ def test_an_engine_of_one_process_asks_before_it_schedules(
     assert counted(b) == ({"loaded": 1} if has else {"local no_lease": 1})
 
 
+def test_a_lease_that_is_planned_goes_before_the_question(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D waits for it; the question goes along with it."""
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 600.0)
+    a, b = both(group, one_process=True)
+    history = turn(a, prompt(100))
+    prefilled = b.add(prompt(40, 9), PREFILL)
+    b.step()
+    assert not b.leases[prefilled]
+    name = b.add(history, source(a), max_tokens=8)
+    b.step()
+    assert b.leases[prefilled] and not b.loads[name] + b.step_loads[name]
+    b.finish(name)
+    assert b.origins[name].theirs == 112
+
+
 @pytest.mark.parametrize(
     ("edit", "common"),
     [
