@@ -71,9 +71,12 @@ def test_lines_of_expired_leases_beyond_a_rate_have_the_level_debug(
     for name in "abcd":
         leased(p, name)
     let_time_pass(p, 10_000)
-    assert wait(lambda: len(p.sent) == 4, [p])
-    said = [record.levelname for record in caplog.records if " expired: " in record.getMessage()]
-    assert said == ["WARNING"] * 2 + ["DEBUG"] * 2
+
+    def levels() -> list[str]:
+        return [record.levelname for record in caplog.records if " expired: " in record.getMessage()]
+
+    assert wait(lambda: len(levels()) == 4, [p]) and len(p.sent) == 4  # the lines follow the ends
+    assert levels() == ["WARNING"] * 2 + ["DEBUG"] * 2
 
 
 def test_the_commit_is_a_fence(group: RankGroup) -> None:
@@ -152,6 +155,7 @@ def test_a_release_that_cannot_be_sent_costs_nothing_else(
         assert wait(lambda: d.received == {"req-d"} and p[1].sent == {"req-p"}, [*p, d])
     assert not d.failed and not p[0].sent and asked[-2:] == [0, 1] and not keeper.kept
     assert wait(lambda: "release not sent" in (d.context.stats.take() or no_figures())["dropped"], [d])
+    assert wait(lambda: "release was not sent" in caplog.text)  # the line follows the figure
     (line,) = [line for line in caplog.messages if "release was not sent" in line]
     assert "planted" in line
     let_time_pass(p[0], 700)

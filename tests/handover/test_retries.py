@@ -41,6 +41,7 @@ def test_a_plane_that_breaks_is_left_for_the_next(
     assert p.figures()["leases"] == {"released": 1}
     (changed,) = [line for line in caplog.messages if "is changed from" in line]
     assert f"from {broken} to {then} for {AVOIDED:g} s: {broken}: " in changed
+    assert wait(lambda: "req-d done" in caplog.text)  # the line follows the report
     assert "attempt 2" in next(text for text in caplog.messages if "req-d done" in text)
     another_works(p, d)
     assert changes(d)[2] == [then], "for some time"
