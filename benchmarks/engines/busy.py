@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.engines import busy_figures
 from benchmarks.engines.busy_turns import BusyPair, Cell, Pace
-from benchmarks.engines.engine_pair import CPU, GPU, OURS, THEIRS, Words, gpus_of, graph_sizes, start
+from benchmarks.engines.engine_pair import CPU, GPU, OURS, THEIRS, Words, gpus_of, graph_sizes, servers, start
 from benchmarks.harness import report
 from tests.support.engines import ServerGroup
 from tests.support.tiny_model import build_model
@@ -84,7 +84,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     began = time.monotonic()
     model = build_model(args.folder / "model", args.setup.spec, weights=False)
     cells = [Cell(order, sequences) for order, sequences in product(args.orders, args.sequences)]
-    with ServerGroup(args.folder / "logs") as group:
+    with servers(args) as group:
         pairs = [start_pair(group, CONNECTORS[name], model, args) for name in args.only]
         group.wait_ready(args.start_seconds)
         for pair in pairs:

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup
+from tests.support.served import ForkedServerGroup
 from tests.support.server import PATIENCE_SECONDS, EngineError, Server, metric_sum
 from tests.support.tiny_model import ModelSpec
 
@@ -135,6 +136,11 @@ class ProbedEngine:
                 steps += [(at, number) for at, number in noted["steps"]]
             self._read = file.tell()
         return marks, steps
+
+
+def servers(args: argparse.Namespace, *folder: str) -> ServerGroup:
+    """Engines with their logs in this folder of the script's; on the CPU they import nothing at their start."""
+    return (ServerGroup if args.device == "cuda" else ForkedServerGroup)(args.folder.joinpath("logs", *folder))
 
 
 def start(

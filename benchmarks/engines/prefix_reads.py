@@ -39,7 +39,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.engines.busy_figures import most, percentile
-from benchmarks.engines.engine_pair import CPU, LLAMA_8B, OURS, Setup, Words, gpus_of, graph_sizes, start
+from benchmarks.engines.engine_pair import CPU, LLAMA_8B, OURS, Setup, Words, gpus_of, graph_sizes, servers, start
 from benchmarks.engines.prefix_pair import ALTERNATE, P_AND_D, WAYS, PrefixPair, Turn
 from benchmarks.harness import pages, report
 from benchmarks.router.loads import TURNS, agent_turns
@@ -85,7 +85,7 @@ def start_pair(group: ServerGroup, args: Namespace) -> PrefixPair:
 
 def measure(args: Namespace) -> Row:
     began = time.monotonic()
-    with ServerGroup(args.folder / "logs") as group:
+    with servers(args) as group:
         pair = start_pair(group, args)
         group.wait_ready(args.start_seconds)
         pair.introduce()

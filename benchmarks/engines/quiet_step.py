@@ -51,6 +51,7 @@ from benchmarks.engines.engine_pair import (
     body,
     gaps_between,
     graph_sizes,
+    servers,
     start,
 )
 from benchmarks.harness import report
@@ -135,7 +136,7 @@ def start_engine(group: ServerGroup, model: str, name: str, gpus: tuple[int, ...
 def measure(args: Namespace) -> dict[str, Any]:
     began = time.monotonic()
     samples: dict[tuple[str, int, str, str], list[list[float]]] = {}  # model, sequences, contender, figure: by round
-    with ServerGroup(args.folder / "logs") as group:
+    with servers(args) as group:
         engines: dict[str, dict[str, Engine]] = {}
         for place, model in enumerate(args.models):
             gpus = (args.gpus[place % len(args.gpus)],) if args.device == "cuda" else ()

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 import httpx
 
 from benchmarks.engines import shaped_link, streaming_figures, streaming_pair
-from benchmarks.engines.engine_pair import EXECUTOR, LLAMA_8B, OURS
+from benchmarks.engines.engine_pair import EXECUTOR, LLAMA_8B, OURS, servers
 from benchmarks.engines.streaming_pair import OURS_NAME, PULL_NAME, PUSH_NAME, Engines, Patience
 from benchmarks.harness import pages, report
 from examples.two_node.run_netns import enter, two_hosts
@@ -139,7 +139,7 @@ def started(
     args: argparse.Namespace, hosts: Hosts | None, connector: str, name: str, extra: dict[str, Any]
 ) -> Iterator[tuple[Engines, str]]:
     """A pair and its routers, up, warm and on their cores; and which these are."""
-    with ServerGroup(args.folder / "logs" / name.replace(", ", "-").replace(" ", "-")) as group:
+    with servers(args, name.replace(", ", "-").replace(" ", "-")) as group:
         prefill, decode = (start_engine(group, role, connector, extra, hosts, args) for role in ("prefill", "decode"))
         group.wait_ready(args.start_seconds)
         engines = Engines(name, prefill, decode, nullcontext if hosts is None else shaped_link.LinkBytes)

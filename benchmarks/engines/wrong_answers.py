@@ -30,12 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.engines.engine_pair import EXECUTOR, OURS, THEIRS
 from benchmarks.harness import report
-from kvferry.connector.step_loads.step_hold import PATIENCE_SECONDS as STEP_PATIENCE
 from kvferry.router.request_bodies import prefill_body
 from tests.engine.wrong_tokens.asks import Ask, Draw, ask_plain
 from tests.engine.wrong_tokens.run import PROBE, leave
 from tests.support.engines import free_port, transfer_config
-from tests.support.served import PatientServerGroup, descendants, kill
+from tests.support.served import ForkedServerGroup, descendants, kill
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec, build_model
 
@@ -68,7 +67,7 @@ class Outcome(NamedTuple):
 class Bench:
     """P and D of one connector."""
 
-    def __init__(self, group: PatientServerGroup, model: Path, connector: str, seed: int) -> None:
+    def __init__(self, group: ForkedServerGroup, model: Path, connector: str, seed: int) -> None:
         self._group, self._model, self._connector = group, model, connector
         self.rng = random.Random(seed)
         self.outcomes: list[Outcome] = []
@@ -337,8 +336,7 @@ def main() -> int:
     args = parser.parse_args()
     model, draw, rows = build_model(args.folder / "model", SPEC), Draw(args.seed), []
     asks = [draw.ask(draw.words(TOKENS), ANSWER_TOKENS) for _ in range(args.count)]
-    with PatientServerGroup(args.folder / "logs") as group:
-        group.step_patience = STEP_PATIENCE  # as it is in use
+    with ForkedServerGroup(args.folder / "logs") as group:
         plain = group.engine(
             "plain", model, connector=None, kv_bytes=False, max_model_len=512,
             arguments=[*OF_ALL, *PROBE],

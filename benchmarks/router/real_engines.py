@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.engines.engine_pair import CPU, GPU, LLAMA_8B, OURS, Setup, start
+from benchmarks.engines.engine_pair import CPU, GPU, LLAMA_8B, OURS, Setup, servers, start
 from benchmarks.router.loads import LOADS, POLICIES
 from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
 from tests.support.engines import ServerGroup, free_port, python_path
@@ -158,7 +158,7 @@ class Replays:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     place, everybody = PLACES[args.device], (*POLICIES, "aggregated")
-    with ServerGroup(args.folder / "logs") as group:
+    with servers(args) as group:
         replays = Replays(group, place, args.folder)
         for policy, (load, rate) in product(everybody, place.loads):
             replays.turn(policy, load, rate, LEARNING, -1)

@@ -1,22 +1,27 @@
 """A vLLM engine in copies of one process that has imported vLLM: server, engine core and workers import nothing.
 
-``python -m tests.support.engine_process GRACE PATIENCE serve MODEL ...`` runs in a program of a fork server whose
-preload is ``tests.support.preload_vllm``. ``PATIENCE``: seconds that a step waits for its loads. The program becomes
+``python -m tests.support.engine_process GRACE PATIENCE NETNS serve MODEL ...`` runs in a program of a fork server whose
+preload is ``tests.support.preload_vllm``. ``PATIENCE``: seconds that a step waits for its loads. ``NETNS``: the network
+namespace to run in, or empty. The program becomes
 the guard process of the engine and ends it when the pipe on descriptor 3 closes. vLLM forks here where on the CPU it
 starts processes anew, as it does by default on GPUs. The tests of examples start ``vllm serve`` by its command.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import sys
 from typing import Any
 
+from vllm.model_executor.models import registry
+
 from kvferry.connector.step_loads import step_hold
 from tests.support import process_guard
 
 PIPE = 3
+_CLONE_NEWNS, _MS_SLAVE, _MS_REC, _MNT_DETACH = 1 << 17, 1 << 19, 1 << 14, 2
 
 
 class ForkedChild:
@@ -44,15 +49,39 @@ def fork_for_spawn() -> None:
     multiprocessing.get_context = forking
 
 
+def enter_with_sysfs(namespace: str) -> None:
+    """As ``ip netns exec`` does: UCX finds network devices by /sys."""
+    from examples.two_node.run_netns import enter
+
+    enter(namespace)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for failed in (
+        libc.unshare(_CLONE_NEWNS),
+        libc.mount(b"", b"/", b"none", _MS_SLAVE | _MS_REC, None),
+        libc.umount2(b"/sys", _MNT_DETACH),
+        libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
+    ):
+        if failed:
+            raise OSError(ctypes.get_errno(), f"/sys of {namespace}")
+
+
+def inspect_here() -> None:
+    """Let vLLM look at the class of a model in this process; it would start one that imports vLLM."""
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def main() -> None:
-    grace, step_hold.PATIENCE_SECONDS, arguments = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    grace, step_hold.PATIENCE_SECONDS, arguments = float(sys.argv[1]), float(sys.argv[2]), sys.argv[4:]
     os.setsid()
+    if sys.argv[3]:
+        enter_with_sysfs(sys.argv[3])
     sys.stdout.flush()
     engine = os.fork()
     if engine:
         sys.exit(process_guard.guard(PIPE, grace, lambda: ForkedChild(engine)))
     os.close(PIPE)
     fork_for_spawn()
+    inspect_here()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     sys.argv = ["vllm", *arguments]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvferry.connector.step_loads import step_hold
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import CPU_ENVIRONMENT, ServerGroup, vllm_command
 from tests.support.fork_server import fork_server
@@ -32,19 +33,19 @@ PATIENT = {
 """vLLM's workers spin on all cores of a small machine. A transfer thread has been seen to wait 60 seconds for one."""
 
 
-class PatientServerGroup(ServerGroup):
-    """Engines that wait long for one another, where a test says nothing else, and import nothing at their start."""
+class ForkedServerGroup(ServerGroup):
+    """Engines on the CPU that import nothing at their start, see ``engine_process``."""
 
-    step_patience = LONG_SECONDS
+    step_patience = step_hold.PATIENCE_SECONDS
     """How long their steps wait for loads that go inside them."""
 
     def spawn(self, name: str, command: Sequence[str], **options: Any) -> Server:
         prefix = vllm_command()
-        if list(command[: len(prefix)]) != prefix or options.get("netns"):
+        if list(command[: len(prefix)]) != prefix:
             return super().spawn(name, command, **options)
         log = self.logs / f"{name}.log"
         read_end, write_end = os.pipe()
-        how = str(self._grace), str(self.step_patience)
+        how = str(self._grace), str(self.step_patience), options.get("netns") or ""
         arguments = ("-m", "tests.support.engine_process", *how, *command[len(prefix) :])
         with log.open("wb") as file, open(os.devnull) as nothing:
             files = (nothing.fileno(), file.fileno(), file.fileno(), read_end)
@@ -53,6 +54,12 @@ class PatientServerGroup(ServerGroup):
         os.close(read_end)
         self.servers.append(Server(name, process, write_end, log, options["host"], options["port"]))
         return self.servers[-1]
+
+
+class PatientServerGroup(ForkedServerGroup):
+    """Engines that wait long for one another, where a test says nothing else."""
+
+    step_patience = LONG_SECONDS
 
     def engine(self, name: str, model: Path, **options: Any) -> Server:
         if "connector" not in options:  # settings of ours mean nothing to another
