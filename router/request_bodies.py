@@ -38,6 +38,8 @@ _NOT_HANDED_OVER = ("use_beam_search", "prompt_embeds", "prompt_logprobs", "prev
 """D's engine never asks P for the prompt of a request that has one of these, or computes the prompt itself."""
 _NUMBER = re.compile(rb"null|-?\d+")
 _PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*(?=\{)')
+_OF_AN_ENGINE = {"remote_host", "do_remote_prefill", "handed_over"}
+"""Parameters of an engine have one of these."""
 _ONE_PROMPT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(tuple[msgspec.Raw])
 _MEMBERS: msgspec.json.Decoder[Body] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -85,16 +87,16 @@ def without(body: Body, names: Collection[str]) -> Body:
 def without_params(answer: bytes, *, report: bool = False) -> bytes:
     """An engine's answer, or events that end with all of it, with null for its ``kv_transfer_params``, which name
     hosts: as of a request that had none. ``report``: what became of the prompt stays."""
-    found = _PARAMS.match(answer, answer.rfind(b'"kv_transfer_params"'))  # in a text its quotes are escaped
-    if found is None:
-        return answer
-    try:
-        rest = answer[found.end() :].decode()
-        params, end = json.JSONDecoder().raw_decode(rest)
-    except NOT_JSON:
-        return answer
-    kept = {name: params[name] for name in ("handed_over",) if report and name in params} or None
-    return answer[: found.end()] + msgspec.json.encode(kept) + rest[end:].encode()
+    for found in reversed(list(_PARAMS.finditer(answer))):  # in a text its quotes are escaped
+        try:
+            rest = answer[found.end() :].decode()
+            params, end = json.JSONDecoder().raw_decode(rest)
+        except NOT_JSON:
+            return answer
+        if not _OF_AN_ENGINE.isdisjoint(params):  # else of the client, such as a tool's schema
+            kept = {name: params[name] for name in ("handed_over",) if report and name in params} or None
+            return answer[: found.end()] + msgspec.json.encode(kept) + rest[end:].encode()
+    return answer
 
 
 def encoded(body: Body) -> bytes | None:
