@@ -185,8 +185,8 @@ TEXT = json.dumps('"kv_transfer_params": {"remote_host": "h"}, é').encode()
 
 
 def answer_with(params: Any, text: bytes = TEXT) -> bytes:
-    """D's answer, with numbers and spaces as no encoder writes them, and texts and tools of the client that look like one
-    of its members."""
+    """D's answer, with numbers and spaces as no encoder writes them, and texts and tools of the client that look like
+    one of its members."""
     echo, form = b'"id": 1.50,"tools": {"kv_transfer_params": {"of": "the client"}}', json.dumps(params).encode()
     return b'{%b,"text": %b, "kv_transfer_params": %b,"metrics" : null,%b}' % (echo, text, form, echo)
 
