@@ -74,7 +74,8 @@ def test_links_to_two_thousand_ranks_and_their_descriptors():
             return len(answered) == RANKS
 
         assert until(all_answered, 800), [link.reason for link in links if link.lost][:1]
-        assert more_files() < RANKS + 10 and threading.active_count() == threads
+        assert more_files() < RANKS + 10
+        assert threading.active_count() <= threads  # one of another test may end meanwhile
         turns = []
         for _ in range(100):
             with LineCount() as lines:

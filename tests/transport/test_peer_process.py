@@ -92,7 +92,7 @@ def test_no_connection_or_no_such_connection_is_nobody_s(joined: tuple[Program, 
     with one, other, socket.socket() as alone:
         assert [Ends.of(fd) for fd in (-1, 1 << 20, file, one.fileno(), alone.fileno())] == [None] * 5
     os.close(file)
-    assert len(os.listdir("/proc/self/fd")) == before, "a copy of the descriptor is left"
+    assert len(os.listdir("/proc/self/fd")) <= before, "a copy of the descriptor is left"
 
 
 def test_the_end_of_a_process_counts_after_the_look() -> None:

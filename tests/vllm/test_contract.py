@@ -148,7 +148,7 @@ def test_caches_may_be_registered_anew(group: EngineGroup) -> None:
     threads = threading.active_count()
     wrapped = runner.register(worker)
     assert wrapped != type(runner).execute_model.__get__(runner)
-    assert runner.register(worker) is wrapped and threading.active_count() == threads
+    assert runner.register(worker) is wrapped and threading.active_count() <= threads
     p.introduce()
     moves(p, d)
 
