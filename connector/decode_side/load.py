@@ -304,12 +304,13 @@ class Loads:
             self._rank_context.stats.failed(reason.kind, end.peer)
             if active_load is not None:
                 self._count_streamed(active_load)
-        finally:
+            stories = "" if active_load is None else f" [{_stories(active_load)}]"
+            self._failed.warning(
+                reason.kind, "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
+                load.request_id, _num_tokens(load), reason, stories,
+            )  # fmt: skip
+        finally:  # a request waits for the report; who has it finds the line
             self._results.finished(FinishedLoad(load, end))
-        self._failed.warning(
-            reason.kind, "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
-            load.request_id, _num_tokens(load), reason, "" if active_load is None else f" [{_stories(active_load)}]",
-        )  # fmt: skip
 
     def _count_streamed(self, active_load: ActiveLoad) -> None:
         """What it costs D to take blocks for a prompt before P has computed it."""

@@ -38,6 +38,7 @@ def test_what_is_not_traced(headers):
 def test_spans_reach_a_receiver_and_the_last_ones_at_the_close(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", HTTP)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "prefill")
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 600.0)
     with receiver() as received:
         tracer = open_tracer(received.url, {"service.instance.id": "engine-p"})
         assert tracer is not None

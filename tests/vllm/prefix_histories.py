@@ -161,19 +161,20 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def six_ports() -> list[int]:
-    """Three ports of this process, the successor of each is free: for one rank or two. A seventh, which is kept open,
-    keeps other processes from them."""
+    """Three ports of this process, the successor of each is free: for one rank or two. They and a seventh are held,
+    which keeps other processes from them."""
     while True:
-        first, guard = 20_000 + 7 * random.SystemRandom().randrange(1_500), socket.socket()
+        first, held = 20_000 + 7 * random.SystemRandom().randrange(1_500), [socket.socket() for _ in range(7)]
         try:
-            guard.bind(("127.0.0.1", first + 6))
-            for port in range(first, first + 6):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
+            for number, each in enumerate(held):  # fails beside any other, because SO_REUSEADDR is not set yet
+                each.bind(("127.0.0.1", first + number))
         except OSError:
-            guard.close()
+            for each in held:
+                each.close()
             continue
-        GUARDS.append(guard)
+        for each in held:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        GUARDS.extend(held)
         return [first, first + 2, first + 4]
 
 

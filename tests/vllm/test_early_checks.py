@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import kvferry.connector.vllm as package
 from kvferry.connector.vllm import adapter
 from kvferry.transport.errors import KVFerryError
 from kvferry.transport.planes import ucx
+from tests.support.engines import free_port
 
 pytestmark = pytest.mark.vllm
 ADAPTER = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": adapter.__name__}
@@ -52,9 +54,13 @@ def test_what_cannot_start_is_refused_before_the_weights(tmp_path: Path, monkeyp
     for name in (adapter.__name__, "ucxx", "nixl"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = 0
+        while not port:  # the one before it is free, and stays ours
+            before = free_port()
+            with suppress(OSError):
+                taken.bind(("127.0.0.1", before + 1))
+                port = before + 1
         taken.listen()
-        port = taken.getsockname()[1]
         cases = [
             (flag(plan="tcp"), 1, "unknown setting 'plan' (did you mean 'plane'?)"),
             (multi(flag(lease_second=1)), 1, "'lease_second'"),

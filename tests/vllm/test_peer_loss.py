@@ -7,10 +7,11 @@ import time
 import pytest
 
 from kvferry.connector.engine.loop import QUIET_SECONDS
+from tests.support.engines import free_port
 from tests.support.inside import consumer_of
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import in_mid_transfer
-from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, eventually, hand_over, loaded, run, settle
+from tests.vllm.stepped import PREFILL, ROOM, Engine, EngineGroup, Lines, eventually, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
@@ -68,11 +69,12 @@ def test_d_goes_in_mid_transfer(group: EngineGroup, plane: str) -> None:
 
 
 def test_p_is_restarted_on_the_same_port(group: EngineGroup, lines: Lines) -> None:
-    p, d = group.pair()
+    p, d = group.engine(0, extra=ROOM | {"side_channel_port": free_port()}), group.engine(1, extra=ROOM)
     hand_over(p, d, IDS)  # so that D knows the old one
     settle(p, d)
     second = p.prefill(prompt(300, 1))
     p.close()
+    eventually(lambda: not p.thread.alive)
     reborn = group.engine(0, extra={"side_channel_port": second["kvferry"]["ranks"][0][3]})
     request_id = d.add(prompt(300, 1), second)
     ended(d, request_id)
@@ -138,6 +140,6 @@ def test_shutting_down_with_leases_and_loads_open(group: EngineGroup, plane: str
     in_mid_transfer(p, d, IDS, params)
     d.close()
     p.close()  # neither waits for more than its thread to end
-    assert not p.thread.alive and not d.thread.alive
+    eventually(lambda: not p.thread.alive and not d.thread.alive)
     d.close()
     p.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.decode_side import load
+from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.engine import planning
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import PROMPT_ENDS
@@ -19,7 +20,7 @@ from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.paused_transfer import PausedTransfer
+from tests.vllm.paused_transfer import PausedTransfer, in_phase
 from tests.vllm.releases import RELEASE
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, hand_over, loaded, settle
 
@@ -97,11 +98,18 @@ def network_refuses(group: EngineGroup) -> str:
 
 
 def network_is_silent(group: EngineGroup) -> str:
-    p, d = group.pair(extra={"handshake_timeout_seconds": 0.5})
+    p, d = group.pair()
     params = p.prefill(IDS)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         params["kvferry"]["ranks"][0][3] = silent.getsockname()[1]
-        return found(d, params, beside=p)
+        name = d.add(IDS, params)
+        d.step()
+        in_phase(d, name, LoadPhase.HANDSHAKING)
+        d.let_time_pass(700.0)  # the dialer's own time-out goes by the host's clock
+        d.finish(name, beside=[p])
+    ((end, count),) = d.prompts.items()
+    assert count == 1
+    return end
 
 
 def peer_not_allowed(group: EngineGroup) -> str:

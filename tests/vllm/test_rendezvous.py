@@ -149,7 +149,7 @@ def test_two_prompts_of_one_name(group: EngineGroup, lines: Lines) -> None:
     p.add(IDS, TO_P)
     p.add(other, TO_P, request_id="cmpl-second-0-01234567")
     run([p], lambda: len(p.leases) == 2)
-    assert lines("cmpl-second-0-01234567 has the name 'tx' of a prompt that this engine holds")
+    eventually(lambda: lines("cmpl-second-0-01234567 has the name 'tx' of a prompt that this engine holds"))
     ends_well(p, d, d.add(IDS, params, max_tokens=4), d.add(other, p.named(remote_request_id="second"), max_tokens=4))
 
 

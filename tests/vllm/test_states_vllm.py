@@ -37,6 +37,7 @@ from kvferry.connector.vllm import from_vllm  # noqa: E402
 from kvferry.connector.vllm.from_vllm import layer_groups  # noqa: E402
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids  # noqa: E402
 from kvferry.transport.errors import IncompatiblePeerError  # noqa: E402
+from tests.vllm.stepped import PATIENT  # noqa: E402
 
 BLOCKS, PADDING = 5, 96
 LAYERS = ["model.layers.0.mixer", "model.layers.2.mixer"]
@@ -192,7 +193,7 @@ class Rank:
         self.page = page
         self.groups = layer_groups(engine_of(tp, family.narrow[0] if groups_known else None), config)
         info = RankInfo(name, tp_rank=rank, tp_size=tp, pp_rank=0, pp_size=1, model={"architectures": "Hybrid"})
-        settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=16 << 20)
+        settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=16 << 20, **PATIENT)
         self.worker = WorkerHalf(settings, info, self.groups)
         self.worker.register(self.caches, BLOCKS)
 
@@ -249,7 +250,7 @@ def hand_over(p: list[Rank], d: list[Rank]) -> tuple[int, int]:
     token = secrets.token_bytes(16)
     addresses = [rank.worker.address for rank in p]
     assert all(addresses)
-    peer = PeerEngine("p", len(p), 1, 60.0, tuple(address for address in addresses if address))
+    peer = PeerEngine("p", len(p), 1, 600.0, tuple(address for address in addresses if address))
     for rank in p:
         lease = LeaseGrant("req-p", token, PROMPT, tuple(map(pack_ids, P_IDS)))
         rank.worker.post(StepPlan(leases=(lease,)))
@@ -258,7 +259,7 @@ def hand_over(p: list[Rank], d: list[Rank]) -> tuple[int, int]:
         watch = KeepLease("req-d", token, peer, False)
         rank.worker.post(StepPlan(decode_engine=b"c" * 16, keeps=(watch,), loads=(load,)))
     received = failed = sent = 0
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while (received < len(d) or (sent < len(p) and not failed)) and time.monotonic() < end:
         for rank in (*p, *d):
             results = rank.worker.take_results()

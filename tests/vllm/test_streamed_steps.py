@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvferry.connector.prefill_side import lease
 from tests.support.inside import board_of, producer_of, prompts_of
 from tests.vllm.labelled import labels, prompt
 from tests.vllm.stepped import PREFILL, Engine, EngineGroup, eventually, loaded, run, settle
@@ -59,7 +60,10 @@ def test_the_tokens_of_each_step_leave_before_the_next_step(
 
 
 @AHEAD
-def test_p_preempts_the_request_and_others_get_its_blocks(group: EngineGroup, ahead: int) -> None:
+def test_p_preempts_the_request_and_others_get_its_blocks(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    monkeypatch.setattr(lease, "PREEMPTED_SECONDS", 600.0)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, ahead=ahead)
     leg, request_id = begin(p, d)
     p.preempt(leg)
