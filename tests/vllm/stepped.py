@@ -64,7 +64,7 @@ PREFILL: dict[str, Any] = {
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 """What routers written for vLLM's NIXL connector send with the prefill leg."""
-PATIENT = {
+PATIENT: dict[str, Any] = {
     "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
     "handover_timeout_seconds": 600.0, "lease_seconds": 600.0,
 }  # fmt: skip
