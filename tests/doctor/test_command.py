@@ -12,7 +12,7 @@ from importlib import metadata
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli.doctor import command, planes
+from kvferry.cli.doctor import command, peer, planes
 from kvferry.cli.doctor.findings import DoctorSection, Finding, Level, fault, ok, warning
 from kvferry.cli.main import app
 from tests.doctor.planted import is_bad
@@ -152,7 +152,8 @@ def test_share_writes_the_findings(invoke, tmp_path, monkeypatch):
     assert json.loads(text)["fit"] is False and "tiger" not in text
 
 
-def test_the_engine_that_peer_names(invoke):
+def test_the_engine_that_peer_names(invoke, monkeypatch):
+    monkeypatch.setattr(peer.findings, "__defaults__", (300.0,))
     p = RemoteRank(engine_id="engine-p", model={"architectures": "Labelled"})
     try:
         result = invoke(*QUICK, "--peer", f"127.0.0.1:{p.address.port}")

@@ -13,6 +13,7 @@ from kvferry.connector.config import Settings
 from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.control.keys import new_secret
 from tests.doctor.planted import is_bad, machine, only
+from tests.support.engines import free_port
 
 
 def found(tmp_path, environ=None, config=None):
@@ -69,10 +70,8 @@ def test_the_shared_key_is_not_made(tmp_path, monkeypatch):
 
 
 def test_a_port_that_is_free_and_one_in_use():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         is_bad(control_port(Settings(side_channel_port=port)), Level.WARNING, str(port), "in use")
     assert control_port(Settings(side_channel_port=port)).level is Level.NOTE  # loopback
     assert control_port(Settings()).level is Level.NOTE

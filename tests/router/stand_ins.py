@@ -36,6 +36,8 @@ COMPLETIONS = "/v1/completions"
 PLAIN: dict[str, Any] = {"trust_env": False, "verify": False}
 """Of httpx's clients: without the certificates of the host, which take longer to load than a request."""
 _CLIENTS = ThreadPoolExecutor(16)
+PATIENT = LegTimeouts(connect=60.0, prefill=600.0, abandoned_prefill=600.0)
+"""Of a router whose host may stand still for a while."""
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v": 1, "token": "00ff"}, "odd": [1, None]}
 
 
@@ -55,7 +57,8 @@ def served(app: Starlette | App, listener: socket.socket | None = None) -> Itera
             await asyncio.wait_for(app.stop(), 10)
 
     async def engine(app: Starlette) -> None:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        how: dict[str, Any] = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **how))
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not over.is_set():
             if server.started:
@@ -176,7 +179,7 @@ def decode_engine(
 
 
 def make_router(
-    prefill: Sequence[str], decode: Sequence[str], timeouts: LegTimeouts | None = None, *, cool_down: float = 5.0,
+    prefill: Sequence[str], decode: Sequence[str], timeouts: LegTimeouts = PATIENT, *, cool_down: float = 5.0,
     **options: Any,
 ) -> Router:  # fmt: skip
     return Router(EnginePool(prefill, decode, cool_down=cool_down), timeouts, **options)
@@ -242,7 +245,7 @@ class Front(Site):
 
 @contextmanager
 def routed(
-    p: Any, d: Any, timeouts: LegTimeouts | None = None, *, cool_down: float = 5.0, serial: bool = False,
+    p: Any, d: Any, timeouts: LegTimeouts = PATIENT, *, cool_down: float = 5.0, serial: bool = False,
     always: bool = True, prefix_reads: bool = False, tracer: Any = None, **app: Any,
 ) -> Iterator[Front]:  # fmt: skip
     """A router before ``p`` and ``d``, each an ``Engine``, a ``RawEngine``, a URL, or several of these."""
@@ -295,11 +298,12 @@ class Clients:
 
 @contextmanager
 def router_process(
-    *arguments: str, descriptors: int = 0, environment: Mapping[str, str] = {}, stderr: int | None = None
-) -> Iterator[tuple[Site, subprocess.Popen[bytes]]]:
+    *arguments: str, descriptors: int = 0, environment: Mapping[str, str] = {}, stderr: int | None = None,
+    program: Sequence[str] = ("-m", "kvferry.cli.main"),
+) -> Iterator[tuple[Site, subprocess.Popen[bytes]]]:  # fmt: skip
     """``kvferry router`` with so many descriptors, and its process. It may not serve yet."""
     port = free_port()
-    command = [sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(port), *arguments]
+    command = [sys.executable, *program, "router", "--port", str(port), *arguments]
 
     def bound() -> None:
         if descriptors:
@@ -313,7 +317,7 @@ def router_process(
         yield Site(f"http://127.0.0.1:{port}"), process
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
 
 
 _TAKEN: list[socket.socket] = []

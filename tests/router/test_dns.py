@@ -34,11 +34,12 @@ PORT, ROUTER = 8000, "http://127.0.0.1:9000"
 RESOLV_CONF = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
 COMMAND = """
 from kvferry.cli.main import app
-from kvferry.router import membership
+from kvferry.router import command, health, membership
 membership.LOOK_SECONDS = 0.1
+command.Checks = lambda interval, timeout: health.Checks(interval, timeout=60.0)
 app()
 """
-"""``kvferry router`` that looks more often."""
+"""``kvferry router`` that looks more often, and whose health checks wait longer."""
 
 
 class Host:

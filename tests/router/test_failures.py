@@ -9,8 +9,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvferry.router import http_client
 from kvferry.router.app import Limits
-from kvferry.router.legs import LegTimeouts
 from tests.router.stand_ins import (
     PARAMS,
     PUSH,
@@ -93,8 +93,11 @@ def test_without_an_engine_or_a_route_the_error_says_so() -> None:
 @pytest.mark.parametrize("end", ["closed", "reset"])
 @pytest.mark.parametrize("role", ["P", "D"])
 @pytest.mark.parametrize("first", [b"", b"H", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"])
-def test_a_request_that_has_reached_an_engine_is_not_sent_to_it_again(role: str, first: bytes, end: str) -> None:
+def test_a_request_that_has_reached_an_engine_is_not_sent_to_it_again(
+    role: str, first: bytes, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``first``: what comes of the answer on a kept connection."""
+    monkeypatch.setattr(http_client, "IDLE_SECONDS", 600.0)
     engine = RawEngine(role, lambda connection, number: first if number else None, end)
     p, d = (engine, decode_engine()) if role == "P" else (prefill_engine(), engine)
     with routed(p, d, cool_down=600) as front:
@@ -163,7 +166,7 @@ def test_a_body_counts_until_the_last_task_of_its_request_has_ended() -> None:
     """Of a client that left: the router still has P's lease released."""
     go_on = threading.Event()
     p, d = prefill_engine(go_on=go_on), decode_engine()
-    with routed(p, d, LegTimeouts(abandoned_prefill=600), limits=BODIES) as front:
+    with routed(p, d, limits=BODIES) as front:
         leave_after(front.url, LONG, p.arrived)
         eventually(lambda: front.router.metrics.in_flight == 0, "the client is gone")
         assert front.ask(SHORT).status_code == 503

@@ -268,7 +268,7 @@ def test_a_long_prompt_on_a_busy_d_goes_to_p_unless_d_has_it() -> None:
 
 def test_a_p_that_is_down_and_a_d_that_fails_lose_nothing() -> None:
     d = decode_engine()
-    with learned(gone(), d) as front:
+    with learned(gone(), d, cool_down=600) as front:
         (p,) = front.router.engines.of(Role.PREFILL)
         front.router.engines.failed(p, now=front.router.clock())
         assert front.ask({"prompt": "x" * 50}).json() == {"text": "from D"}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvferry.router.health import Checks
-from kvferry.router.legs import LegTimeouts
 from kvferry.router.request_bodies import PREFILL_TAG, prefill_body
-from tests.router.stand_ins import PARAMS, decode_engine, gone, leave_after, prefill_engine, routed
+from tests.router.stand_ins import PARAMS, PATIENT, decode_engine, gone, leave_after, prefill_engine, routed
 from tests.support.served import eventually
 
 
@@ -57,7 +57,8 @@ def test_decode_only_where_prefill_fails(why: str) -> None:
     }  # fmt: skip
     p = prefill_engine(**how[why])
     d = decode_engine()
-    with routed(gone() if why == "refused" else p, d, LegTimeouts(prefill=0.5), cool_down=600) as front:
+    late = replace(PATIENT, prefill=0.5) if why == "late" else PATIENT
+    with routed(gone() if why == "refused" else p, d, late, cool_down=600) as front:
         theirs = {"do_remote_prefill": True, "remote_host": "attacker"}
         assert front.ask({"prompt": "x", "kv_transfer_params": theirs}).json() == {"text": "from D"}
         assert front.ask({"prompt": "y"}).json() == {"text": "from D"}
@@ -74,7 +75,7 @@ def test_client_gone_during_prefill_releases_what_p_computed() -> None:
         leave_after(front.url, {"prompt": "x", "max_tokens": 50, "stream": True}, p.arrived)
         eventually(lambda: len(front.router.tasks) == 2 or p.aborted.is_set(), "the router has seen that it is gone")
         left.set()
-        assert d.arrived.wait(20), "D was not asked"
+        assert d.arrived.wait(600), "D was not asked"
         front.idle()
     body, headers, _ = d.seen[0]
     assert body["kv_transfer_params"] == PARAMS and (body["max_tokens"], body["stream"]) == (0, False)

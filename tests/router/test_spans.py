@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvferry.cli.main import app
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.spans import CANCELLED, DECODE, MAX_ID_CHARS, PREFILL, REQUEST, STATUS
 from tests.router.stand_ins import (
+    PATIENT,
     Engine,
     Front,
     Served,
@@ -132,7 +134,6 @@ def failing(status: int) -> Engine:
     return prefill_engine(status=status)
 
 
-LATE = LegTimeouts(prefill=1.0)
 FAILURES: list[tuple[Callable[[], tuple[Any, Any]], dict[str, list[tuple[Any, str]]]]] = [
     (lambda: ([failing(503), prefill_engine()], decode_engine()),
      {PREFILL: [(503, "HTTP 503"), (200, "")], DECODE: [(200, "")], REQUEST: [(200, "")]}),
@@ -147,7 +148,8 @@ FAILURES: list[tuple[Callable[[], tuple[Any, Any]], dict[str, list[tuple[Any, st
 
 @pytest.mark.parametrize(("engines", "ends"), FAILURES)
 def test_an_engine_that_fails_has_a_span_that_says_so(engines: Any, ends: dict[str, Any]) -> None:
-    with traced(*engines(), LATE) as (spans, front):
+    late = replace(PATIENT, prefill=1.0) if "TimeoutError" in str(ends) else PATIENT
+    with traced(*engines(), late) as (spans, front):
         front.ask({"prompt": "x"})
         for name, expected in ends.items():
             for span, (status, error) in zip(named(spans, name, len(expected)), expected, strict=True):
@@ -169,7 +171,7 @@ def test_a_client_that_leaves_is_no_failure(during: str) -> None:
     never = threading.Event()
     p = prefill_engine(go_on=never if during == "prefill" else None)
     d = decode_engine(go_on=never) if during == "stream" else decode_engine(before=600)
-    with traced([p], [d], LegTimeouts(abandoned_prefill=0.1)) as (spans, front):
+    with traced([p], [d], replace(PATIENT, abandoned_prefill=0.1)) as (spans, front):
         if during == "stream":
             with front.streaming() as response:
                 next(response.iter_lines())
@@ -184,6 +186,15 @@ def test_a_client_that_leaves_is_no_failure(during: str) -> None:
 # --- the command
 
 
+COMMAND = """
+from kvferry.cli.main import app
+from kvferry.transport import tracing
+tracing.CLOSE_SECONDS = 300.0
+app()
+"""
+"""``kvferry router`` that waits longer for its last spans."""
+
+
 def test_spans_of_a_router_that_is_ended_arrive() -> None:
     """The last ones, too: they leave at SIGTERM."""
     d = decode_engine()
@@ -191,7 +202,7 @@ def test_spans_of_a_router_that_is_ended_arrive() -> None:
     environment |= {"OTEL_BSP_SCHEDULE_DELAY": "600000"}
     with receiver() as otlp, d.running() as d_url:
         arguments = "--decode", d_url, "--otlp-traces-endpoint", otlp.url
-        with router_process(*arguments, environment=environment) as (site, _):
+        with router_process(*arguments, environment=environment, program=("-c", COMMAND)) as (site, _):
             eventually(lambda: site.healthy, "the router answers")
             assert site.ask({"prompt": "x"}, traceparent=SAMPLED).status_code == 200
         spans = {span["name"]: span for span in otlp.spans()}

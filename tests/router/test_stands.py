@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 from kvferry.router import app as server
 from kvferry.router.app import App, Limits
@@ -48,23 +48,37 @@ def closed(connection: socket.socket) -> bool:
         return True
 
 
-async def at_the_same_time(site: Site, count: int) -> list[int]:
+async def at_the_same_time(site: Site, count: int, full: threading.Event) -> list[int]:
+    """Their statuses. The first 503 sets ``full``."""
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=count), **PLAIN) as client:
-        asked = [client.post(site.url + COMPLETIONS, json={"prompt": f"{n}"}) for n in range(count)]
-        return [answer.status_code for answer in await asyncio.gather(*asked)]
+
+        async def ask(number: int) -> int:
+            status = (await client.post(site.url + COMPLETIONS, json={"prompt": f"{number}"})).status_code
+            if status == 503:
+                full.set()
+            return status
+
+        return await asyncio.gather(*map(ask, range(count)))
 
 
 def test_more_requests_than_descriptors_get_503_and_none_is_reset() -> None:
     """The limit was low when it started, and is raised as far as it goes: to 600, which is 68 requests and 140
     connections without one. More of those the router may close, and a client may stand still before it sends."""
-    d = decode_engine(before=0.5)
+    full = threading.Event()
+
+    async def answer(request: Request, body: dict[str, Any]) -> JSONResponse:
+        while not full.is_set():
+            await asyncio.sleep(0.05)
+        return JSONResponse({"text": "from D"})
+
+    d = Engine(answer)
     with d.running() as d_url, router_process("--decode", d_url, *ROUTER_PATIENCE, descriptors=600) as (site, process):
         eventually(lambda: site.healthy, "the router answers")
         limits = Path(f"/proc/{process.pid}/limits").read_text()
         assert next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3] == "600"
-        found = asyncio.run(at_the_same_time(site, 130))
+        found = asyncio.run(at_the_same_time(site, 130, full))
         assert set(found) == {200, 503} and found.count(200) >= 60
-        assert set(asyncio.run(at_the_same_time(site, 30))) == {200}
+        assert set(asyncio.run(at_the_same_time(site, 30, full))) == {200}
 
 
 def test_a_router_that_is_ended_ends_its_streams() -> None:
@@ -188,11 +202,12 @@ def test_a_client_that_takes_nothing_of_its_answer_is_gone(monkeypatch: pytest.M
     async def stream(request: Request, body: dict[str, Any]) -> StreamingResponse:
         return StreamingResponse(endless(request), media_type="text/event-stream")
 
-    with routed([], Engine(stream)) as front, ExitStack() as stack:
+    d = Engine(stream)
+    with routed([], d) as front, ExitStack() as stack:
         content = b'{"prompt": "x", "stream": true}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content)
         silent(front, 1, stack, head + content)
-        eventually(lambda: front.router.metrics.in_flight == 1, "it is answered")
+        assert d.arrived.wait(600)
         eventually(lambda: front.router.metrics.in_flight == 0, "it is given up", 60)
 
 

@@ -1,4 +1,4 @@
-"""Servers that stand in for engines, closed at the end of a test."""
+"""Servers that stand in for engines, closed at the end of a test, and which may be slow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvferry.cli.top import poll
 from tests.top.pages import Pages
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poll.fetch, "__defaults__", (60.0,))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +18,7 @@ from kvferry.cli.top import poll
 from kvferry.cli.top.command import COLUMNS, table
 from kvferry.cli.top.figures import EngineRow
 from kvferry.cli.top.poll import EngineDownError, Engines, fetch, metrics_url
+from tests.router.stand_ins import closed_port
 from tests.top.pages import recorded
 
 ONCE = ["--once", "--interval", "0.1"]
@@ -31,9 +31,7 @@ def invoke(*arguments: str):
 
 
 def closed() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
+    return f"127.0.0.1:{closed_port()}"
 
 
 def test_one_table_of_two_engines_and_one_that_is_down(serve):
@@ -162,7 +160,6 @@ def test_a_page_that_drips_and_a_proxy(serve, monkeypatch):
 def test_quantiles_are_of_the_last_minute(serve, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(poll, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(poll, "fetch", partial(fetch, seconds=60.0))
     engines, found = Engines([metrics_url(serve(recorded("decode_1"), recorded("decode_2")).url)]), []
     for now[0] in (0.0, 10.0, 30.0, 65.0, 95.0, 96.0):
         (row,) = engines.poll()
