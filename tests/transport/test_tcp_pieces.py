@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.transport import sockets
 from kvferry.transport.channels import CPU, Pieces, Received
 from kvferry.transport.planes import tcp
 from kvferry.transport.planes.tcp import HEADER, TcpPlane, TcpRecvChannel, TcpSendChannel, Vector
@@ -205,9 +206,12 @@ def test_strangers_do_not_keep_others_out(ends: Ends, said: bytes) -> None:
     assert receiver.error is None and sender.error is None
 
 
-def test_a_stranger_is_shown_out(ends: Ends) -> None:
+def test_a_stranger_is_shown_out(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its word; or at its deadline, where that is too short."""
     offer = msgspec.msgpack.decode(ends.p.offer(), type=tcp.TcpOffer)
     for hello in (b"x" * 48, offer.secret + b"y" * 15, b"GET / HTTP/1.1\r\n\r\n"):
+        if len(hello) < 48:
+            monkeypatch.setattr(sockets, "HELLO_SECONDS", 0.5)
         with socket.create_connection(("127.0.0.1", offer.port)) as stranger:
             stranger.sendall(hello)
             ends.turn(lambda stranger=stranger: select.select([stranger], [], [], 0.01)[0])  # type: ignore[misc]
