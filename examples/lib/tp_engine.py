@@ -22,7 +22,7 @@ from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.wire.step_plan import RankAddress
 from kvferry.transport.host import host_id
 
-SECONDS = 60.0
+SECONDS = 300.0
 """The longest wait for one answer of a rank."""
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
@@ -78,7 +78,7 @@ class Engine:
     def __init__(self, engine_id: str, form: CacheForm, tp_size: int, plane: str, folder: Path) -> None:
         self.engine_id, self.form = engine_id, form
         self.scheduler = SchedulerHalf(
-            load_settings({"plane": plane}), engine_id, [BlockTable("full", form.block_size)],
+            load_settings({"plane": plane, "lease_seconds": SECONDS}), engine_id, [BlockTable("full", form.block_size)],
             tp_size=tp_size, pp_size=1, host_id=host_id(),
             produces=engine_id == "prefill", consumes=engine_id == "decode",
         )  # fmt: skip

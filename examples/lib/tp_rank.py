@@ -30,7 +30,7 @@ class TpRank:
             model={"architectures": "ExampleLlama", "seed": str(model.seed)},
         )  # fmt: skip
         layers = LayerGroup("full", tuple(self.model.layers), form.block_size, model.kv_heads)
-        self.worker = WorkerHalf(load_settings({"plane": plane}), info, [layers])
+        self.worker = WorkerHalf(load_settings({"plane": plane, "lease_seconds": 300.0}), info, [layers])
         self.worker.register(self.model.kv_caches, form.num_blocks)
 
     def step(self, order: StepOrder) -> StepOutput:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from kvferry.connector.engine.loop import PostedPlan
 from kvferry.connector.wire.step_plan import KeepLease, RankAddress, StepPlan
-from kvferry.transport.wake import RateLimitedLog
 from tests.handover.scenario import PATIENT, Gate, RankGroup, another_works, begin, ended, leased, load_from
 from tests.support.clocks import hold_up, put_forward
 from tests.support.inside import leases_of, listener_of, plans_of
@@ -56,8 +55,8 @@ def test_d_is_held_up(group: RankGroup, caplog: pytest.LogCaptureFixture, of_wha
     gate = Gate(p.producer, "serve", deaf)
     begin(p, d)
     assert wait(lambda: bool(spoken_to), [p, d])
-    d.context.log = RateLimitedLog(logging.getLogger("test.held_up"))
     with caplog.at_level(logging.WARNING):
+        d.context.log.keys.clear()  # of a line before
         hold_up(d.thread, STOP)
         assert wait(goes_on(d), [p, d])
         assert wait(lambda: "the transfer thread was held up for 60" in caplog.text, [p, d])

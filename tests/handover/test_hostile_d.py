@@ -163,7 +163,7 @@ def test_a_d_that_does_not_read_gets_its_replies_later(
             hostile.send(messages.Cancel(read=read))
         assert wait(lambda: len(replies.kept) == 50)
     assert [hostile.answer(messages.Stopped).read for _ in range(50)] == list(range(50)), "all of them, in order"
-    assert len(replies.kept) == 0 and listener.dropped["full"] == 0
+    assert wait(lambda: len(replies.kept) == 0) and listener.dropped["full"] == 0
 
 
 def test_a_d_that_never_reads_loses_its_session(
@@ -177,7 +177,7 @@ def test_a_d_that_never_reads_loses_its_session(
     deny: Callable[..., None] = p.producer.deny
     monkeypatch.setattr(p.producer, "deny", lambda to, read, reason, text="": deny(to, read, reason, "x" * 1000))
     with caplog.at_level("WARNING", "vllm.kvferry"):
-        end, number = time.monotonic() + 60, 0
+        end, number = time.monotonic() + 300, 0
         while channel.error is None and not replies.lost and len(sessions):
             assert time.monotonic() < end, f"{number} asks, {len(replies.kept)} replies kept"
             hostile.connection.send(messages.encode(ask(number, token, [Span(9, 0, 1, 0, 1, 0, 1)])))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS
 from kvferry.connector.wire import messages
-from tests.handover.scenario import THEIRS, TOKENS, RankGroup, another_works
+from tests.handover.scenario import PATIENT, THEIRS, TOKENS, RankGroup, another_works
 from tests.support.random_messages import decodes, random_request
 from tests.support.ranks import grant, wait
 from tests.support.turns import MOST_BYTES, MOST_TURN_LINES, TurnLines, resident_bytes
@@ -26,7 +26,7 @@ def test_any_messages(seed: int) -> None:
     rng = random.Random(seed)
     group = RankGroup()
     try:
-        p, d = group.pair(plane="shm")
+        p, d = group.pair(plane="shm", of_d=PATIENT)
         tokens = [grant([p], f"req-{n}", THEIRS, TOKENS) for n in range(3)]
         raws = [group.raw(p, d, attached=False) for _ in range(PEERS)]
         welcomes = [raw.greet() for raw in raws]

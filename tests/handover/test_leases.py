@@ -31,7 +31,7 @@ from tests.handover.scenario import (
 )
 from tests.handover.streamed import all_ended
 from tests.support.inside import sends_of, sessions_of
-from tests.support.ranks import grant, let_time_pass, load_plan, peer, reason_of, wait
+from tests.support.ranks import grant, let_time_pass, load_plan, on_its_thread, peer, reason_of, wait
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
@@ -41,7 +41,7 @@ def test_a_lease_that_p_s_engine_ends_is_read_no_more(group: RankGroup, plane: s
     reads = d.consumer.reads
     gates = [Gate(reads, "collect", lambda now: iter(())), Gate(p.producer, "pump", lambda now: False)]
     begin(p, d)
-    assert wait(lambda: bool(sends_of(p).turns or any(r.note for r in reads.by_number.values())))
+    assert wait(lambda: bool(sends_of(p).turns or any(r.note for r in list(reads.by_number.values()))))
     p.worker.post(StepPlan(ends_leases=True))
     assert wait(lambda: p.sent == {"req-p"}, [p]), "its blocks are the engine's"
     for gate in gates:
@@ -54,7 +54,7 @@ def test_a_late_ask_is_refused(group: RankGroup) -> None:
     """The lease that nobody wanted has expired."""
     p, d = group.pair(of_p={"lease_seconds": 0.5})
     begun = time.monotonic()
-    token = leased(p)
+    token = grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: p.sent == {"req-p"}, [p]) and time.monotonic() - begun > 0.25
     load_from(p, d, token)
     assert not ended(p, d) and reason_of(d) == "expired"
@@ -75,7 +75,7 @@ def test_lines_of_expired_leases_beyond_a_rate_have_the_level_debug(
     def levels() -> list[str]:
         return [record.levelname for record in caplog.records if " expired: " in record.getMessage()]
 
-    assert wait(lambda: len(levels()) == 4, [p]) and len(p.sent) == 4  # the lines follow the ends
+    assert wait(lambda: len(levels()) == 4 and len(p.sent) == 4, [p])
     assert levels() == ["WARNING"] * 2 + ["DEBUG"] * 2
 
 
@@ -90,7 +90,7 @@ def test_the_commit_is_a_fence(group: RankGroup) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     gate.open()
     (job,) = loads.running
-    loads.give(job, filter(None, [reads.commit(read, 0.0) for read in job.reads]), 0.0)
+    on_its_thread(d, lambda: loads.give(job, filter(None, [reads.commit(read, 0.0) for read in job.reads]), 0.0))
     assert not ended(p, d) and has_all(d), "the bytes were right: only the commit refused them"
 
 
@@ -99,7 +99,7 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(group: RankGrou
     plane, pushes = d.context.plane("tcp"), sends_of(p)
     assert plane is not None
     real = plane.progress
-    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes.turns) else False)
+    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in list(pushes.turns)) else False)
     begin(p, d)
     assert wait(lambda: any(push.reading for push in list(pushes.turns)), [d]), "it must be caught in the middle"
     let_time_pass(p, 60)

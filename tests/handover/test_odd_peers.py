@@ -213,15 +213,15 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, mo
     plane = slow.context.plane("tcp")
     assert plane is not None
     real = plane.progress
-    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes.turns) else False)
+    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in list(pushes.turns)) else False)
     for n in range(8):
         slow.worker.post(load_plan(f"s{n}", token, peer([p]), OURS, 0, TOKENS, decode_engine=b"s" * 16))
     assert wait(lambda: len(pushes.turns) == 8 and any(push.reading for push in list(pushes.turns)), [slow])
-    monkeypatch.setattr(loop, "TICK_SECONDS", 3.0)
+    monkeypatch.setattr(loop, "TICK_SECONDS", 15.0)
     begun = time.monotonic()
     load_from(p, d, token)
     assert wait(lambda: d.received == {"req-d"}, [d]) and not d.failed
-    assert time.monotonic() - begun < 20, "53 MB in 13 messages, each of which waited for a tick"
+    assert time.monotonic() - begun < 100, "53 MB in 13 messages, each of which waited for a tick"
     monkeypatch.undo()
     stuck.open()
     assert wait(lambda: len(slow.received) == 8, [p, slow])

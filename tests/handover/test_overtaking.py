@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from kvferry.connector.wire import messages
 from tests.handover.scenario import OURS, PATIENT, TOKENS, Gate, RankGroup, begin, ended, lease_plan, wipe
 from tests.support.inside import sends_of
-from tests.support.ranks import Rank, let_time_pass, load_plan, peer, reason_of, wait
+from tests.support.ranks import Rank, let_time_pass, load_plan, on_its_thread, peer, reason_of, wait
 
 
 class Late:
     """Replies of this ``kind`` reach D's hand-overs only after ``come``."""
 
     def __init__(self, d: Rank, kind: type) -> None:
-        self._consumer, self._kind = d.consumer, kind
+        self._d, self._consumer, self._kind = d, d.consumer, kind
         self._real = self._consumer.reads.reply
         self.held: list[tuple[Any, ...]] = []
         self._consumer.reads.reply = self._reply
@@ -30,6 +30,9 @@ class Late:
         return ()
 
     def come(self) -> None:
+        on_its_thread(self._d, self._come)
+
+    def _come(self) -> None:
         self._consumer.reads.reply = self._real
         while self.held:
             *reply, now = self.held.pop(0)

@@ -69,7 +69,7 @@ def test_what_was_read_under_a_grant_that_fell_is_not_loaded(p: Rank, d: Rank, w
     if when == "while it reads":
         gate = Gate(reads, "collect", lambda now: iter(()))
         load(p, d, token)
-        assert wait(lambda: any(read.note for read in reads.by_number.values()), [d]), "it began to"
+        assert wait(lambda: any(read.note for read in list(reads.by_number.values())), [d]), "it began to"
     let_time_pass(p, 10_000)
     assert wait(lambda: "req-p" in p.sent, [p])
     wipe(p)  # another prompt's
@@ -100,7 +100,7 @@ def test_a_transfer_thread_that_ends_leaves_no_note(p: Rank, d: Rank, monkeypatc
     note = theirs.board.find(posted(p))
     assert note is not None and note.is_current
     monkeypatch.setattr(p.consumer, "close", breaks)
-    p.close()
+    p.thread.close(300)
     assert not note.is_current
     p.poll()
     assert "req-p" in p.sent

@@ -134,16 +134,16 @@ def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
 
 def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
     """Not when the progress ends: that would be more than a minute later."""
-    p, d = pair(group, transfer_timeout_seconds=90.0)
+    p, d = pair(group, transfer_timeout_seconds=2700.0, handover_timeout_seconds=3600.0)
     trickle, reports = Trickle(p, 0), Reports(d)
     begin(p, d)
-    for seconds in range(0, 120, 10):
+    for seconds in range(0, 3600, 300):
         let_time_pass(d, seconds)
         before = load_of(d).nbytes if seconds else 0
         trickle.turns += 1
         assert wait(lambda before=before: in_the_middle(d) and load_of(d).nbytes > before, [p, d]), "progress is made"
     assert not d.received and not reports.ok
-    let_time_pass(d, 121)
+    let_time_pass(d, 3601)
     assert not ended(p, d), "released, though the read was not over"
     found = d.figures()
     assert (found["failed"], found["retried"], reports.ok) == ({"timeout": 1}, {}, [False])

@@ -34,6 +34,7 @@ from tests.handover.scenario import (
     load_from,
     wipe,
 )
+from tests.support.engines import free_port
 from tests.support.rank_process import remote_peer
 from tests.support.ranks import Rank, load_plan, peer, standing, wait
 
@@ -172,9 +173,7 @@ def test_twice_is_once_and_a_sleeping_rank_may_end(group: RankGroup) -> None:
 
 def test_other_addresses_and_the_same_port(group: RankGroup) -> None:
     """A port that was named is the same after the wake; tensors may be others."""
-    first = group.rank()
-    port = first.address.port
-    first.close()
+    port = free_port()
     p, d = group.pair(of_p={"side_channel_port": port})
     old = p.caches
     p.worker.unregister()

@@ -34,8 +34,10 @@ def test_a_real_p_under_a_wrong_form(pair: Pair, wrong: str) -> None:
         "tp_rank": replace(real, tp_size=2, ranks=(replace(rank, tp_rank=1), replace(rank, tp_rank=0))),
         "engine_id": replace(real, engine_id="another"),
     }[wrong]
-    for number, engine in enumerate((named, real, named, real)):  # in one step, over one link
-        d.worker.post(load_plan(f"{number}", token, engine, OURS, 0, TOKENS))
+    engines = (named, real, named, real)  # in one step, over one link
+    plans = [load_plan(f"{number}", token, engine, OURS, 0, TOKENS) for number, engine in enumerate(engines)]
+    keeps, loads = (tuple(item for plan in plans for item in getattr(plan, name)) for name in ("keeps", "loads"))
+    d.worker.post(replace(plans[0], keeps=keeps, loads=loads))
     assert wait(lambda: d.received == {"0", "1", "2", "3"}, [p, d])
     assert d.failed == (set() if wrong == "engine_id" else {"0", "2"})
     assert len(d.consumer.links) == 1

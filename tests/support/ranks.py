@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -223,6 +224,22 @@ def reason_of(rank: Rank) -> str:
 def let_time_pass(rank: Rank, seconds: float) -> None:
     """For this rank's transfer thread it is ``seconds`` later from now on: a lease ends at a chosen moment."""
     put_forward(rank.thread, seconds)
+
+
+def on_its_thread(rank: Rank, act: Callable[[], object]) -> None:
+    """Do this on the rank's transfer thread, before a turn, and return once it is done."""
+    thread: Any = rank.thread
+    turn, done = thread.turn, threading.Event()
+
+    def once(now: float) -> bool:
+        thread.turn = turn
+        act()
+        done.set()
+        return bool(turn(now))
+
+    thread.turn = once
+    thread.wake()
+    assert done.wait(300)
 
 
 def left_in_tables(rank: Rank) -> dict[str, int]:
