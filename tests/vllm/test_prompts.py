@@ -18,11 +18,11 @@ from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.transport.control.keys import new_secret
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog
-from tests.support.inside import scheduler_half
+from tests.support.inside import leases_of, scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase
 from tests.vllm.releases import RELEASE
-from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, hand_over, loaded, settle
+from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, hand_over, loaded, run, settle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(RELEASE < (0, 32), reason="0.26's statistics have another form")]
 IDS = prompt(6 * BLOCK + 1)
@@ -120,6 +120,7 @@ def peer_not_allowed(group: EngineGroup) -> str:
 def lease_over(group: EngineGroup) -> str:
     p, d = group.pair(extra={"lease_seconds": 30.0})
     params = p.prefill(IDS)
+    run([p], lambda: bool(leases_of(p)))
     p.let_time_pass(60.0)
     settle(p)
     return found(d, params, beside=p)
