@@ -436,20 +436,23 @@ class LoadPlanner(EngineFacts):
             return 0, False
         streams = entry.awaited is not None and entry.awaited.result.streams  # it ends when P has computed the prompt
         beside = streams or params.wants_report(request.params)  # it ends with its plane and its time known
+        inside = min(stop, prompt - 1)  # vLLM schedules it at once, with a token to compute
+        # vLLM moves a state to where the step works on it before the connector sees the step.
+        beside = beside or any(table.moves_state(inside, prompt + self.drafts) for table in self.tables)
         entry.in_step = not beside and self._in_step(remote_prompt.peer, stop - num_local)
         if entry.in_step:
-            return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
+            return inside - num_local, False
         return stop - num_local, True
 
     def _in_step(self, peer: PeerEngine, tokens: int) -> bool:
         """Whether a load of ``tokens`` may go inside the step that is being scheduled."""
         steps = self.steps
-        if not self._whole or steps is None:
-            return False  # vLLM copies a state to where the step works on it before the connector sees the step
+        if steps is None:
+            return False
         now = self.clock()
         seconds = self._estimates.seconds(peer.engine_id, tokens, now)
         # Copies that must wait for the steps in flight gain nothing from the time that these take.
-        left = 0.0 if steps.unknown_freed else steps.seconds_left(now)
+        left = 0.0 if self.clears_blocks or steps.unknown_freed else steps.seconds_left(now)
         return self.step_load_rule.fits(seconds, left, others=self.shares_steps or len(self._requests) > 1)
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
@@ -488,7 +491,7 @@ class LoadPlanner(EngineFacts):
             ),
             digest=remote_prompt.digest,
             now=entry.in_step,
-            behind=steps is None or steps.may_use(written),
+            behind=self.clears_blocks or steps is None or steps.may_use(written),
             alternatives=entry.leases[1:],
             found=result.found,
             step_tokens=result.step_tokens,

@@ -69,6 +69,10 @@ class EngineFacts:
     """The engine's steps in flight, to which the caller reports the steps that were processed and the blocks that were
     freed. ``None`` where it cannot report all: then copies wait for the engine's device, and no load goes inside a
     step."""
+    clears_blocks: bool = False
+    """The engine fills new blocks with zeros before a step that computes with them, also those of a load inside it."""
+    drafts: int = 0
+    """Tokens that the engine drafts for a step at most."""
     shares_steps: bool = False
     """Other engines' steps wait for this engine's, as with data-parallel ranks."""
     streams: Callable[[], bool] = lambda: True

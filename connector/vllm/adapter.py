@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from kvferry.connector.config import Settings, load_settings
+from kvferry.connector.engine.planning import NULL_BLOCK
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.prefixes import model_seed, names_sources, with_hints
 from kvferry.connector.engine.scheduler import SchedulerHalf
@@ -94,12 +95,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             fails = from_vllm.loads_fail_requests(vllm_config)
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
             scheduler = self._vllm_scheduler = hooks.find_scheduler()
-            fits = transfer.is_kv_consumer and from_vllm.blocks_leave_at_end(kv_cache_config)
+            beside = compat.why_beside(vllm_config, kv_cache_config, scheduler)
+            if beside and transfer.is_kv_consumer and settings.step_hold_seconds:
+                logger.info("kvferry: all loads go beside the steps, and take about three steps more: %s", beside)
+            fits = transfer.is_kv_consumer and (from_vllm.blocks_leave_at_end(kv_cache_config) or not beside)
             recovers = fits and hooks.can_recover(scheduler)
             if recovers:
                 self._steps = StepsInFlight()
                 self._recovery = StepLoadRecovery(
-                    scheduler, self._steps, block_size=tables[0].block_size, ranks=parallel.world_size, fails=fails,
+                    scheduler, self._steps, tables=tables, ranks=parallel.world_size, fails=fails,
                     ended=lambda request_id, end: self._scheduling.step_load_ended(request_id, end),  # noqa: PLW0108
                 )  # fmt: skip
                 hooks.before_update(scheduler, self, self._recovery.processed)
@@ -114,9 +118,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 host_id=host_id(),
                 max_sizes=from_vllm.max_sizes(vllm_config),
                 lookahead=compat.prefill_lookahead(vllm_config),
-                # A pipeline stage's output leaves before the last stage has the tokens.
-                step_loads=parallel.pipeline_parallel_size == 1,
+                step_loads=not beside,
                 steps=self._steps,
+                clears_blocks=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
+                drafts=int(getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0),
                 shares_steps=parallel.data_parallel_size > 1,
                 # Below MultiConnector, another connector may load tokens, and these may prove to be missing.
                 streams=lambda: getattr(scheduler, "connector", None) is self,
@@ -138,7 +143,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
         else:
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
-            self._block_size = tables[0].block_size if tables else 1
+            self._tables = tables
             self._prefills: PrefillEvents | None = None  # where they follow the layers of the step under way
             self._layers_run_once = from_vllm.layers_run_once(vllm_config)
             groups = from_vllm.layer_groups(vllm_config, kv_cache_config)
@@ -245,7 +250,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._steps is not None:
-            self._steps.freed(block_id for ids in block_ids for block_id in ids)
+            self._steps.freed(block_id for ids in block_ids for block_id in ids if block_id != NULL_BLOCK)
         view, ids, completed = from_vllm.request_view(request), self._select(block_ids), from_vllm.completed(request)
         if completed and self._scheduling.prefix_seed:
             # The KV of the last token is not computed.
@@ -357,7 +362,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._post(plan)
         if not compat.HAS_TRANSFER_RESULTS:
             beside = (load for load in plan.loads if not load.now)
-            self._failed_blocks |= {load.request_id: filled_blocks(load, self._block_size) for load in beside}
+            self._failed_blocks |= {load.request_id: filled_blocks(load, self._tables) for load in beside}
         working = self._working
         working.begin_step(by_layer=working.computes_with_loads and compat.waits_by_layer())
         prefills = working.prefills

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.vllm.from_vllm import cache_kind, first_spec, shardings, transfer_group_ids
+from kvferry.connector.vllm.from_vllm import (
+    blocks_leave_at_end,
+    cache_kind,
+    first_spec,
+    shardings,
+    transfer_group_ids,
+)
 from kvferry.connector.wire.messages import PREFIX_TOKENS
 from kvferry.transport.errors import ConfigError
 
@@ -163,6 +171,32 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         )
 
 
+def why_beside(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, scheduler: Scheduler | None) -> str:
+    """Which rule sends all loads of this engine beside the steps; empty where they may go inside. ``scheduler``: of the
+    engine, half constructed."""
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "a pipeline stage's output leaves before the last stage has the tokens"
+    if scheduler is not None and scheduler.vllm_config.kv_transfer_config is not vllm_config.kv_transfer_config:
+        return "below MultiConnector a store may keep the KV of a step before it is known that its load has failed"
+    if len(transfer_group_ids(kv_cache_config)) < len(groups):
+        return "not all KV cache groups of the model are handed over"
+    if blocks_leave_at_end(kv_cache_config):
+        return ""
+    if "processed_computed_tokens" not in signature(KVCacheManager.remove_skipped_blocks).parameters:
+        return f"vLLM {vllm.__version__} takes blocks outside a window from steps in flight"
+    specs = [first_spec(group.kv_cache_spec) for group in groups]
+    modes = {spec.mamba_cache_mode for spec in specs if cache_kind(spec)[0] == "state"}
+    # With blocks of one size, prefix hits end where blocks end, and vLLM copies none before a step for them.
+    hits_end_with_blocks = (
+        len({spec.block_size for spec in specs}) == parallel.decode_context_parallel_size == 1
+        and getattr(vllm_config.cache_config, "prefix_match_unit", None) is None
+    )
+    if not modes <= ({"none", "align"} if hits_end_with_blocks else {"none"}):
+        return f"vLLM copies states of mamba_cache_mode {'/'.join(sorted(modes))} between blocks of requests"
+    return ""
+
+
 def check_prefix_reads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Check that prefixes of this engine can be read, and that it can read them. Raises ConfigError."""
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
@@ -234,6 +268,21 @@ def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
         request.num_preemptions -= 1  # its prefill begins again, so vLLM must note again where its tokens come from
     # As vLLM does where it preempts between two steps: the request may be scheduled again in the next one.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def tell_of_errors(told: dict[int, EngineCoreOutputs], requests: Sequence[Request]) -> None:
+    """Add to what an update tells the clients that these requests have ended with an error, as vLLM tells it of those
+    that it ends there itself."""
+    for request in requests:
+        told.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+        )
 
 
 def not_cached(request: Request, tokens: int) -> None:

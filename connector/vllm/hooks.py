@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from types import FrameType
 from typing import Any
@@ -19,6 +19,8 @@ import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvferry.connector.vllm import compat
 
 logger = logging.getLogger("vllm.kvferry.adapter")
 
@@ -94,13 +96,16 @@ def before_step(runner: Any, connector: object, act: Callable[[Any], None]) -> N
     _wrap(runner, "execute_model", connector, around)
 
 
-def before_update(scheduler: Any, connector: object, act: Callable[[Any, Any], None]) -> None:
-    """Call ``act`` with each step and its output before the scheduler looks at the output. Once for each connector."""
+def before_update(scheduler: Any, connector: object, act: Callable[[Any, Any], Sequence[Any]]) -> None:
+    """Call ``act`` with each step and its output before the scheduler looks at the output. The clients of the requests
+    that it returns are told of an error. Once for each connector."""
 
     def around(update: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            act(scheduler_output, model_runner_output)
-            return update(scheduler_output, model_runner_output)
+            ended = act(scheduler_output, model_runner_output)
+            told = update(scheduler_output, model_runner_output)
+            compat.tell_of_errors(told, ended)
+            return told
 
         return update_from_output
 

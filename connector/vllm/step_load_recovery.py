@@ -4,7 +4,8 @@ vLLM has scheduled further steps by then, and its own recovery does not know of 
 in flight, which were computed from the blocks that were not filled. So this module looks at each step's output before
 vLLM does. It finds every request that has used a block of a failed load, takes what they computed from these blocks out
 of the prefix cache, and preempts them, with the outputs of their steps in flight dropped. vLLM computes them anew.
-Where ``kv_load_failure_policy`` is ``fail``, vLLM ends these requests by itself once it knows the blocks.
+Where ``kv_load_failure_policy`` is ``fail``, vLLM ends these requests by itself once it knows the blocks. With several
+KV cache groups it cannot be told of blocks, so they are ended here.
 
 ``hooks`` calls ``StepLoadRecovery.processed`` before the scheduler looks at an output.
 """
@@ -19,7 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
+from kvferry.connector.engine.planning import NULL_BLOCK
+from kvferry.connector.geometry.engine_types import BlockTable
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.worker_meta import standing_loads
@@ -33,26 +37,33 @@ logger = logging.getLogger("vllm.kvferry.adapter")
 class _Suspect:
     """A load inside a step whose output has not been seen.
 
-    ``tables``: of each step since, the requests with all their blocks, or with those that were added. They are looked
-    at only if the load fails. Then ``users`` are the requests that were scheduled with a block that the load should
-    have filled, and ``derived`` their blocks from the first of these on.
+    ``tables``: of each step since, the requests with all their blocks by table, or with those that were added. They are
+    looked at only if the load fails. Then ``users`` are the requests that were scheduled with a block that the load
+    should have filled, and ``derived`` their blocks, of all tables, from the tokens of the first of these on: a layer
+    computes with what the ones before it have made of wrong KV.
     """
 
     load: Load
-    tables: list[tuple[str, Sequence[int], bool]] = field(default_factory=list)
+    tables: list[tuple[str, Sequence[Sequence[int]], bool]] = field(default_factory=list)
     users: set[str] = field(default_factory=set)
     derived: set[int] = field(default_factory=set)
 
-    def find_users(self, block_size: int, held: Iterable[tuple[str, Sequence[int]]]) -> None:
+    def find_users(self, tables: Sequence[BlockTable], held: Iterable[tuple[str, Sequence[Sequence[int]]]]) -> None:
         """Of the steps since, and of the requests that hold blocks now."""
-        blocks = filled_blocks(self.load, block_size)
         self.users.add(self.load.request_id)
-        self.derived.update(blocks)
-        for request_id, ids, is_all in [*self.tables, *((name, ids, True) for name, ids in held)]:
-            first = next((n for n, block_id in enumerate(ids) if block_id in blocks), None) if is_all else 0
-            if first is not None and (is_all or request_id in self.users):
-                self.users.add(request_id)
-                self.derived.update(ids[first:])
+        self.derived.update(filled_blocks(self.load, tables))
+        # A request on a block that another user has computed has a filled one before it, but not where all are windows.
+        wrong = self.derived if len(tables) > 1 or not tables[0].whole else self.derived.copy()
+        seen, known = [*self.tables, *((name, ids, True) for name, ids in held)], -1
+        while known != len(self.derived):
+            known = len(self.derived)
+            for request_id, by_table, is_all in seen:
+                first = _first_token(tables, by_table, wrong) if is_all else 0
+                if first is not None and (is_all or request_id in self.users):
+                    self.users.add(request_id)
+                    for table, ids in zip(tables, by_table, strict=True):
+                        self.derived.update(ids[first // table.block_size :])
+            self.derived.discard(NULL_BLOCK)
 
 
 @dataclass
@@ -68,19 +79,19 @@ class StepLoadRecovery:
     """All steps in flight of one engine, and the loads inside them. Called by vLLM's scheduler, by one thread."""
 
     def __init__(
-        self, scheduler: Any, in_flight: StepsInFlight, *, block_size: int, ranks: int, fails: bool,
+        self, scheduler: Any, in_flight: StepsInFlight, *, tables: Sequence[BlockTable], ranks: int, fails: bool,
         ended: Callable[[str, LoadEnd], object],
     ) -> None:  # fmt: skip
         """
         Args:
             scheduler: vLLM's, which may be half constructed.
             in_flight: learns of each step whose output has come.
-            block_size: tokens of a block of its only KV cache group.
+            tables: of its KV cache groups, all of which are handed over.
             ranks: how many worker halves report on each load.
             fails: a failed load ends its request, by ``kv_load_failure_policy``.
             ended: takes the end of each load, with its request's id.
         """
-        self._scheduler, self._block_size, self._ranks, self._fails = scheduler, block_size, ranks, fails
+        self._scheduler, self._tables, self._ranks, self._fails = scheduler, tables, ranks, fails
         self._in_flight, self._ended = in_flight, ended
         self._log = RateLimitedLog(logger, per_key=FAILED_LINES)
         self.steps: deque[_Step] = deque()
@@ -95,27 +106,30 @@ class StepLoadRecovery:
             self._note_tables(output, suspects)
 
     def _note_tables(self, output: Any, suspects: list[_Suspect]) -> None:
-        tables = [(new.req_id, new.block_ids[0], True) for new in output.scheduled_new_reqs]
+        tables = [(new.req_id, new.block_ids, True) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if new_ids is not None:  # for a resumed request all its blocks
-                tables.append((request_id, new_ids[0], request_id in cached.resumed_req_ids))
+                tables.append((request_id, new_ids, request_id in cached.resumed_req_ids))
         for suspect in suspects:
             suspect.tables += tables
 
     # --- a step's output ----------------------------------------------------------------------------------------
 
-    def processed(self, output: Any, result: Any) -> None:
-        """The scheduler is about to look at ``result``, the output of the step ``output``."""
+    def processed(self, output: Any, result: Any) -> list[Any]:
+        """The scheduler is about to look at ``result``, the output of the step ``output``. Returns the requests that
+        have been ended with an error, of which the clients must be told."""
         step, lost = self.take(output)
+        ended: list[Any] = []
         if step is not None:
             if step.suspects and (failed := self._failed(step, result)):
-                self._recover(failed, step, result)
+                ended = self._recover(failed, step, result)
             for request_id in step.stale:
                 drop_output(result, request_id)
             for _ in range(lost):  # a worker failed, and vLLM has gone on without their outputs
                 self._in_flight.processed(time.monotonic(), computed=False)
             self._in_flight.processed(time.monotonic(), computed=output.total_num_scheduled_tokens > 0)
+        return ended
 
     def take(self, output: Any) -> tuple[_Step | None, int]:
         """The step of an output, and how many steps before it will have no output. There is no step where vLLM 0.33
@@ -138,36 +152,50 @@ class StepLoadRecovery:
             self._ended(name, ends.get(name, LOST) if suspect in failed else LoadEnd())
         return failed
 
-    def _recover(self, failed: list[_Suspect], step: _Step, result: Any) -> None:
-        scheduler = self._scheduler
+    def _recover(self, failed: list[_Suspect], step: _Step, result: Any) -> list[Any]:
+        scheduler, ended = self._scheduler, list[Any]()
         held = [  # also by requests that wait for a load beside the steps
-            (name, scheduler.kv_cache_manager.get_block_ids(name)[0]) for name in scheduler.requests
+            (name, scheduler.kv_cache_manager.get_block_ids(name)) for name in scheduler.requests
         ]
         for suspect in failed:
-            suspect.find_users(self._block_size, held)
+            suspect.find_users(self._tables, held)
         users = set[str]().union(*(suspect.users for suspect in failed))
         running = [request for request in scheduler.running if request.request_id in users]
         # Out of the prefix cache, and also blocks of requests that have ended since, which vLLM no longer finds.
         scheduler.kv_cache_manager.evict_blocks(set[int]().union(*(suspect.derived for suspect in failed)))
-        if self._fails:
+        names = ", ".join(suspect.load.request_id for suspect in failed)
+        if self._fails and len(self._tables) > 1:
+            ended = self._end(users)
+            users -= {request.request_id for request in ended}
+            text = "kvferry: the hand-over of %s failed inside its step: %d request(s) end with an error"
+            self._log.error("inside", text, names, len(ended))
+        elif self._fails:
             users -= {request.request_id for request in running}  # vLLM ends these, and drops their outputs
             self._report_blocks(failed, result)
         else:
             for request in reversed(running):  # each goes before the requests that wait
                 compat.preempt(scheduler, request, time.monotonic())
-            names = ", ".join(suspect.load.request_id for suspect in failed)
             text = (
                 "kvferry: the hand-over of %s failed inside its step: %d request(s) are computed here, from the start"
             )
             self._log.warning("inside", text, names, len(users))
         self._restart_waiting(users, step)
+        return ended
+
+    def _end(self, users: Collection[str]) -> list[Any]:
+        """As vLLM does once it knows the blocks: the running ones, and those that wait for a load beside the steps."""
+        ends = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS
+        requests = [self._scheduler.requests[name] for name in users if name in self._scheduler.requests]
+        ended = [request for request in requests if request.status in ends]
+        self._scheduler.finish_requests([one.request_id for one in ended], RequestStatus.FINISHED_ERROR)
+        return ended
 
     def _report_blocks(self, failed: list[_Suspect], result: Any) -> None:
         """vLLM finds the running requests on these blocks, and those that wait for a load beside the steps."""
         if result.kv_connector_output is None:
             result.kv_connector_output = KVConnectorOutput()
         carried = result.kv_connector_output
-        blocks = set[int]().union(*(filled_blocks(suspect.load, self._block_size) for suspect in failed))
+        blocks = set[int]().union(*(filled_blocks(suspect.load, self._tables) for suspect in failed))
         carried.invalid_block_ids = set(carried.invalid_block_ids or ()) | blocks
 
     def _restart_waiting(self, request_ids: Collection[str], step: _Step) -> None:
@@ -191,6 +219,21 @@ def drop_output(result: Any, request_id: str) -> None:
         result.prompt_logprobs_dict.pop(request_id, None)
 
 
-def filled_blocks(load: Load, block_size: int) -> frozenset[int]:
-    """The ids of the blocks that a load fills in the first block table; not those of a local prefix hit before them."""
-    return frozenset(unpack_ids(load.block_ids[0])[load.tokens[0][0] // block_size :].tolist())
+def filled_blocks(load: Load, tables: Sequence[BlockTable]) -> frozenset[int]:
+    """The ids of the blocks that a load fills, of all block tables; not those of a local prefix hit before them."""
+    filled = (
+        unpack_ids(ids)[start // table.block_size :].tolist()
+        for table, ids, (start, _) in zip(tables, load.block_ids, load.tokens, strict=True)
+    )
+    return frozenset(block_id for ids in filled for block_id in ids)
+
+
+def _first_token(
+    tables: Sequence[BlockTable], by_table: Sequence[Sequence[int]], blocks: Collection[int]
+) -> int | None:
+    """The first token of the first block of a request that is one of ``blocks``; ``None`` where it has none."""
+    places = (
+        next((place * table.block_size for place, block_id in enumerate(ids) if block_id in blocks), None)
+        for table, ids in zip(tables, by_table, strict=True)
+    )
+    return min((token for token in places if token is not None), default=None)

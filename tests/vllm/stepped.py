@@ -725,7 +725,7 @@ class Engine:
         loads = getattr(getattr(step.kv_connector_metadata, "plan", None), "loads", ())
         failed = [load for load in loads if load.now and stand[load.request_id] < self.tp]
         self.fallen_loads.update(load.request_id for load in failed)
-        return set().union(*(filled_blocks(load, self.block * self.dcp) for load in failed))
+        return set().union(*(filled_blocks(load, scheduler_half(self).tables) for load in failed))
 
     def _note(self, metadata: Any) -> None:
         for child in getattr(metadata, "metadata", (metadata,)):

@@ -267,7 +267,7 @@ class Failing:
 
                 def is_current(note: PostedGrant) -> bool:
                     for active in consumer.loads.running:  # another prompt's bytes, before anybody reads them
-                        ids = torch.tensor(list(filled_blocks(active.load, BLOCK)), dtype=torch.long)
+                        ids = torch.tensor(list(filled_blocks(active.load, scheduler_half(d).tables)), dtype=torch.long)
                         for cache in d.workers[rank].caches.values():
                             cache[ids] = -1.0
                     return False
