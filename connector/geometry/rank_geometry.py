@@ -55,6 +55,11 @@ class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     shard: TokenShard = ALL_TOKENS  # Which tokens of a prompt the rank holds
     rows: Size = 1  # Pieces of a token's content in memory (``CacheView.rows``); they stay apart on the wire
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the engine keeps the blocks of all tokens until a request ends."""
+        return self.kind in ("full", "mla")
+
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One rank's place in its engine, and its regions. ``head_counts`` and ``shardings`` are those of all stages: every

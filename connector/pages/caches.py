@@ -74,7 +74,7 @@ class RankCaches:
         covered = len(kernel_ids) * view.block_size
         if stop > covered:
             raise GeometryError(f"tokens up to {stop} asked for, blocks hold {covered}")
-        if geometry.kind in ("full", "mla"):
+        if geometry.keeps_all:
             return  # an engine other than vLLM may use block 0
         blocks = kernel_ids[start // view.block_size : -(-stop // view.block_size)]
         gone = np.flatnonzero(blocks < view.blocks_per_page)

@@ -399,9 +399,10 @@ class Leases:
         self._deadlines = Deadlines(self._due)
         self.ended: OrderedDict[bytes, None] = OrderedDict()
         self.board = GrantBoard()
-        # A grant is not posted where the engine may have freed some of the blocks: there P must check each ask.
-        self.posts_grants = any(plane.pulls for plane in rank_context.planes) and all(
-            region.kind in ("full", "mla") for region in rank_context.caches.geometry.regions
+        self.posts_grants = any(plane.pulls for plane in rank_context.planes)
+        # Before its lease a prompt is read only where the engine frees none of its blocks meanwhile.
+        self.posts_early = self.posts_grants and all(
+            region.keeps_all for region in rank_context.caches.geometry.regions
         )
 
     def prepare(self, prefill: Prefill, now: float) -> None:

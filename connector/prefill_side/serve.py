@@ -244,7 +244,7 @@ class Producer:
     @property
     def answers_wait(self) -> bool:
         """Whether a D that may read P's pages by itself waits until a prompt is computed. Any thread may ask."""
-        return self.leases.posts_grants and bool(self.named.held.cost or self._early.asks.cost)
+        return self.leases.posts_early and bool(self.named.held.cost or self._early.asks.cost)
 
     @property
     def live(self) -> bool:
@@ -396,7 +396,7 @@ class Producer:
 
     def _may_read(self, lease: Lease) -> bool:
         """Whether a D that reads by itself may do so before the lease. What it reads, it must commit."""
-        return self.leases.posts_grants and lease.whole and len(lease.readers) < MAX_READERS
+        return self.leases.posts_early and lease.whole and len(lease.readers) < MAX_READERS
 
     def _computing(self, token: bytes) -> Lease | None:
         """The prompt under this token, before its lease."""
@@ -463,13 +463,13 @@ class Producer:
     def _offer(self, lease: Lease) -> None:
         """D takes some milliseconds from the answer until it reads, and waits for the rest in its step."""
         # The first stage of a pipeline does not know of the others.
-        if self.leases.posts_grants and self._rank_context.caches.geometry.pp_size == 1:
+        if self.leases.posts_early and self._rank_context.caches.geometry.pp_size == 1:
             self.answer(self.named.offer(lease.grant.token))
 
     def _post(self, lease: Lease, now: float) -> None:
         """A prompt is computed, which P's engine has not said yet. A D that reads P's pages by itself need not wait for
         the lease: the engine's thread withdraws the grant before the blocks are used for anything else."""
-        if not (self.leases.posts_grants and lease.whole):
+        if not (self.leases.posts_early and lease.whole):
             return
         try:
             assert lease.blocks is not None

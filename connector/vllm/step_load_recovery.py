@@ -5,7 +5,7 @@ in flight, which were computed from the blocks that were not filled. So this mod
 vLLM does. It finds every request that has used a block of a failed load, takes what they computed from these blocks out
 of the prefix cache, and preempts them, with the outputs of their steps in flight dropped. vLLM computes them anew.
 Where ``kv_load_failure_policy`` is ``fail``, vLLM ends these requests by itself once it knows the blocks. With several
-KV cache groups it cannot be told of blocks, so they are ended here.
+KV cache groups it refuses to hear of blocks, and in a window a request may have none of them: these are ended here.
 
 ``hooks`` calls ``StepLoadRecovery.processed`` before the scheduler looks at an output.
 """
@@ -52,8 +52,8 @@ class _Suspect:
         """Of the steps since, and of the requests that hold blocks now."""
         self.users.add(self.load.request_id)
         self.derived.update(filled_blocks(self.load, tables))
-        # A request on a block that another user has computed has a filled one before it, but not where all are windows.
-        wrong = self.derived if len(tables) > 1 or not tables[0].whole else self.derived.copy()
+        # A request on a block that another user has computed has a filled one before it, but not in a window.
+        wrong = self.derived.copy() if _keeps_all(tables) else self.derived
         seen, known = [*self.tables, *((name, ids, True) for name, ids in held)], -1
         while known != len(self.derived):
             known = len(self.derived)
@@ -164,7 +164,7 @@ class StepLoadRecovery:
         # Out of the prefix cache, and also blocks of requests that have ended since, which vLLM no longer finds.
         scheduler.kv_cache_manager.evict_blocks(set[int]().union(*(suspect.derived for suspect in failed)))
         names = ", ".join(suspect.load.request_id for suspect in failed)
-        if self._fails and len(self._tables) > 1:
+        if self._fails and not _keeps_all(self._tables):
             ended = self._end(users)
             users -= {request.request_id for request in ended}
             text = "kvferry: the hand-over of %s failed inside its step: %d request(s) end with an error"
@@ -226,6 +226,11 @@ def filled_blocks(load: Load, tables: Sequence[BlockTable]) -> frozenset[int]:
         for table, ids, (start, _) in zip(tables, load.block_ids, load.tokens, strict=True)
     )
     return frozenset(block_id for ids in filled for block_id in ids)
+
+
+def _keeps_all(tables: Sequence[BlockTable]) -> bool:
+    """Whether a request has one table, with the blocks of all its tokens."""
+    return len(tables) == 1 and tables[0].whole
 
 
 def _first_token(

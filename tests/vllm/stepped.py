@@ -42,7 +42,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -212,12 +218,15 @@ class Forward:
             tables, held = self.tables[request_id], worker.held(turn.start)
             found = torch.stack([self._found[request_id][layer] for layer in range(LAYERS)])
             differs = (found >> 1) != (labels(worker.heads, 0, turn.ids[: turn.start], 0)[:, :, held] >> 1)
-            if engine.window is not None:
-                differs[-1, :, : max(0, turn.start - engine.window + 1)] = False
+            for layer, kind in enumerate(engine.kind_of):
+                if kind != "full":
+                    window = engine.window or 0
+                    first = turn.start // window * window if kind == "chunk" else max(0, turn.start - window + 1)
+                    differs[layer, :, :first] = False
             wrong = differs.any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
             if wrong:
                 text = f"{request_id}: wrong KV at positions {[held[n] for n in wrong]} of {turn.start}"
-                engine.wrong.append((request_id, set(tables[0]), text))
+                engine.wrong.append((request_id, set().union(*tables) - {0}, text))
                 worker.write(tables, turn.start, [token + 1 for token in turn.ids[turn.start :]])
             ours = int(((found[0] & 1) == engine.origin).all(dim=2).all(dim=0).sum())
             engine.origins.setdefault(request_id, Origins(ours, len(held) - ours))
@@ -457,6 +466,7 @@ class Engine:
         dp_rank: int | None = None,
         block: int = BLOCK,
         window: int | None = None,
+        groups: Sequence[str] = (),
         dcp: int = 1,
         interleave: int = 1,
         layout: str = "HND",
@@ -467,7 +477,9 @@ class Engine:
         """``policy`` is that of failed loads. ``ahead``: steps that are scheduled and run before the output of the
         first is looked at, as with async scheduling, vLLM's default on GPUs. ``drafts``: tokens of speculative
         decoding. ``dp_rank``: of an engine with several data-parallel ranks, each of which has a scheduler of its own.
-        ``window``: the last layer attends to as many tokens only, and has a block table of its own. ``dcp``:
+        ``window``: the last layer attends to as many tokens only, and has a block table of its own. ``groups``: block
+        tables of these kinds, of which the last ones have one layer each; the window is that of each ``window`` and
+        ``chunk``. ``dcp``:
         tensor-parallel ranks that hold the same heads and share tokens out, ``interleave`` each in turn. ``layout``:
         whether heads or tokens come first in a block."""
         self.tp, self.runner, self.num_blocks, self.layout, self.dtype = tp, runner, num_blocks, layout, dtype
@@ -505,12 +517,18 @@ class Engine:
         form = {
             "block_size": block, "num_kv_heads": max(1, HEADS // tp), "head_size": HEAD_SIZE, "dtype": dtype,
         }  # fmt: skip
-        groups = [KVCacheGroupSpec(self.layers, FullAttentionSpec(**form))]
-        if window is not None:
-            groups[0].layer_names = self.layers[:-1]
-            groups.append(KVCacheGroupSpec(self.layers[-1:], SlidingWindowSpec(sliding_window=window, **form)))
-        self.table_of = [0] * (LAYERS - 1) + [len(groups) - 1]
-        self.kv_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        specs: dict[str, Callable[[], Any]] = {
+            "full": lambda: FullAttentionSpec(**form),
+            "window": lambda: SlidingWindowSpec(sliding_window=window, **form),
+            "chunk": lambda: ChunkedLocalAttentionSpec(attention_chunk_size=window, **form),
+        }
+        kinds = groups or (("full",) if window is None else ("full", "window"))
+        self.table_of = [max(0, number - LAYERS + len(kinds)) for number in range(LAYERS)]
+        self.kind_of = [kinds[table] for table in self.table_of]
+        named = [[name for name, table in zip(self.layers, self.table_of, strict=True) if table == number]
+                 for number in range(len(kinds))]  # fmt: skip
+        made = [KVCacheGroupSpec(names, specs[kind]()) for names, kind in zip(named, kinds, strict=True)]
+        self.kv_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=made)
         self.start(config, self.kv_config, origin, {"block_size": block * dcp}, block * dcp, ahead=ahead, drafts=drafts)
 
     def start(
@@ -529,6 +547,7 @@ class Engine:
         self.at_layer: Callable[[int], None] = lambda layer: None
         """Called before the attention of a layer reads."""
         self._lost: set[int] = set()  # blocks that loads inside steps failed to fill, until the scheduler hears of it
+        self._tainted: set[int] = set()  # of requests that have computed with these, until the scheduler hears of it
         # Requests whose forward has read other than right KV, in which blocks, and where.
         self.wrong: list[tuple[str, set[int], str]] = []
         init_none_hash(sha256)
@@ -693,7 +712,9 @@ class Engine:
             self._lost |= merged.kv_connector_output.invalid_block_ids
         self._lost |= self._not_filled(step, merged)
         for _, blocks, text in self.wrong:  # what vLLM makes of what it was told is seen in the answers
-            assert self._lost & blocks, text
+            assert (self._lost | self._tainted) & blocks, text
+            if len(self.kv_config.kv_cache_groups) > 1 or self.window:  # others may have these, and no lost one
+                self._tainted |= blocks
         self.wrong.clear()
         self._outputs.append((step, merged))
         while self._outputs and (len(self._outputs) > self._ahead or not step.total_num_scheduled_tokens):
@@ -707,7 +728,9 @@ class Engine:
         carried = merged.kv_connector_output
         if carried is not None:
             self._lost -= carried.invalid_block_ids
-        self._lost -= self._not_filled(step, merged)
+        if not_filled := self._not_filled(step, merged):
+            self._lost -= not_filled
+            self._tainted = self._tainted if self._lost else set()
         if carried is not None and carried.kv_connector_stats:
             self.stats.append(carried.kv_connector_stats)
         for client in self.scheduler.update_from_output(step, merged).values():

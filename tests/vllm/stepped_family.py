@@ -59,7 +59,13 @@ class Cache:
         """``mamba_get_block_table_tensor`` of vLLM, for the state after so many tokens."""
         return blocks[(tokens - 1) // self.size if self.aligned else 0]
 
-    def check(self, blocks: Sequence[int], ids: Sequence[int], start: int) -> tuple[bool, ...]:
+    def move_state(self, blocks: Sequence[int], start: int, stop: int) -> None:
+        """Before a step, to where the step works on it."""
+        if self.aligned and start:
+            here, there = (self.block_of_state(blocks, tokens) for tokens in (start, stop))
+            self.bytes[there] = self.bytes[here]
+
+    def check(self, blocks: Sequence[int], ids: Sequence[int], start: int, stop: int) -> tuple[bool, ...]:
         """That all is there that computing tokens from ``start`` on reads; who computed it, per token or state.
 
         Raises:
@@ -69,7 +75,10 @@ class Cache:
             return ()
         if self.is_state:
             block = self.block_of_state(blocks, start)
-            found, wanted = self.bytes[block].flatten(), self._state(ids[:start], self.bytes[0].numel())
+            found, wanted = (
+                self.bytes[self.block_of_state(blocks, stop)].flatten(),
+                self._state(ids[:start], self.bytes[0].numel()),
+            )
             assert block, f"layer {self.number}: the state after {start} tokens is in the null block"
             assert torch.equal(found & 0xFE, wanted), f"layer {self.number}: wrong state after {start} tokens"
             return (bool(found[0] & 1),)
@@ -147,6 +156,7 @@ class FamilyWorker(Worker):
         return sorted((cache for cache in self.views if cache.first_needed(1 << 20)), key=lambda cache: cache.number)
 
     def run(self, step: Any, turns: dict[str, Turn]) -> KVConnectorOutput | None:
+        self.connector.before_step(step)
         for block in step.new_block_ids_to_zero or ():
             for tensor in self.tensors.values():
                 tensor[block].zero_()
@@ -154,6 +164,9 @@ class FamilyWorker(Worker):
             copy_kv_cache_blocks_inplace(
                 list(self.tensors.values()), self.engine.kv_config.num_blocks, step.kv_cache_block_copies
             )
+        for name, turn in turns.items():  # ``preprocess_mamba``
+            for cache in self.views:
+                cache.move_state(self.engine.block_tables(name)[cache.group], turn.start, len(turn.ids))
         return super().run(step, turns)
 
     def _layers(self) -> Any:
@@ -171,11 +184,16 @@ class FamilyForward(Forward):
     def finish(self) -> None:
         for name, turn in self.turns.items():
             views, tables, stop = self.worker.views, self.tables[name], len(turn.ids)
-            found = [who for cache in views for who in cache.check(tables[cache.group], turn.ids, turn.start)]
+            ids, found = turn.ids, list[bool]()
+            try:
+                found = [who for cache in views for who in cache.check(tables[cache.group], ids, turn.start, stop)]
+            except AssertionError as error:  # from wrong KV comes wrong KV
+                self.engine.wrong.append((name, set().union(*tables) - {0}, f"{name}: {error}"))
+                ids = [token + 1 for token in ids]
             theirs = sum(who != self.engine.origin for who in found)
             self.engine.origins.setdefault(name, Origins(len(found) - theirs, theirs))
             for cache in views:
-                cache.write(tables[cache.group], turn.ids, turn.start, stop, self.engine.origin)
+                cache.write(tables[cache.group], ids, turn.start, stop, self.engine.origin)
 
 
 def _number(layer: str) -> int:
@@ -189,7 +207,9 @@ class FamilyEngine(Engine):
 
     worker_class, forward_class = FamilyWorker, FamilyForward
 
-    def __init__(self, config: VllmConfig, specs: dict[str, KVCacheSpec], origin: int, sharing: dict[str, str]) -> None:
+    def __init__(
+        self, config: VllmConfig, specs: dict[str, KVCacheSpec], origin: int, sharing: dict[str, str], ahead: int = 0
+    ) -> None:
         self.kv_config, self.sharing = kv_cache_config(config, specs, 1 << 30), sharing
         scheduled = generate_scheduler_kv_cache_config([self.kv_config])
         config.cache_config.num_gpu_blocks = scheduled.num_blocks
@@ -200,7 +220,8 @@ class FamilyEngine(Engine):
         for part in (scheduled, self.kv_config):  # as EngineCore does
             part.hash_block_size, part.cache_hit_alignment_tokens = hash_size, hit_tokens
         sizes = {"block_size": block_size, "hash_block_size": hash_size}
-        self.start(config, scheduled, origin, sizes, hash_size)
+        self.window = None
+        self.start(config, scheduled, origin, sizes, hash_size, ahead=ahead)
 
     @property
     def rank(self) -> FamilyWorker:

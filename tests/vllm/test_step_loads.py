@@ -137,7 +137,6 @@ AWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "switched off": ({"step_hold_seconds": 0.0}, {}),
     "expected to take longer": ({"step_hold_seconds": 1e-6}, {}),
     "P has a part in it": ({"plane": "shm"}, {}),
-    "two block tables": ({}, {"window": 64}),
     "below MultiConnector": ({}, {}),  # its policy counts, and a child sees its own alone
 }
 

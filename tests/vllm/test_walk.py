@@ -3,8 +3,11 @@ right and nothing is left. And that it sees planted faults."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tests.support.inside import scheduler_half
 from tests.support.streaming_faults import FAULTS
 from tests.vllm.stepped import EngineGroup, Lines, as_release_of
 from tests.vllm.walk import PLANES, Case, Walk, draw, one_by_one
@@ -35,6 +38,15 @@ def test_walk(group: EngineGroup, lines: Lines, case: Case) -> None:
         walk.run(TURNS)
     assert not lines("unexpected error")
     assert walk.outcomes.total() > 5 if case.at_once else walk.d.all_loads
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_loads_inside_the_step_with_a_window(group: EngineGroup, lines: Lines, ahead: int) -> None:
+    """Of two block tables. Leases end, engines restart and blocks are few, so some of them fail."""
+    walk = Walk(replace(one_by_one(SEED, ahead), plane="cma", runner="v2 eager", window=64, ahead=ahead), group)
+    scheduler_half(walk.d).step_load_rule.hold_seconds = 600.0
+    walk.run(TURNS)
+    assert walk.d.step_loads and not lines("unexpected error")
 
 
 @pytest.mark.parametrize("fault", SEEN_SOON)
