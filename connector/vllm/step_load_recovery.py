@@ -63,7 +63,7 @@ class _Suspect:
                     self.users.add(request_id)
                     for table, ids in zip(tables, by_table, strict=True):
                         self.derived.update(ids[first // table.block_size :])
-            self.derived.discard(NULL_BLOCK)
+                    self.derived.discard(NULL_BLOCK)  # at once: it is in the tables of others
 
 
 @dataclass
