@@ -37,14 +37,16 @@ logger = logging.getLogger("vllm.kvferry.adapter")
 class _Suspect:
     """A load inside a step whose output has not been seen.
 
-    ``tables``: of each step since, the requests with all their blocks by table, or with those that were added. They are
-    looked at only if the load fails. Then ``users`` are the requests that were scheduled with a block that the load
-    should have filled, and ``derived`` their blocks, of all tables, from the tokens of the first of these on: a layer
-    computes with what the ones before it have made of wrong KV.
+    ``tables``: of each step since, the requests with all their blocks by table, and how many tokens these had at the
+    begin of the step; or with those that were added, and no number. They are looked at only if the load fails. Then
+    ``users`` are the requests that were scheduled with a block that the load should have filled, and ``derived`` the
+    blocks that they have computed, of all tables, from the tokens of the first of these on: a layer computes with what
+    the ones before it have made of wrong KV. What a user found in the prefix cache is right where nobody of these has
+    computed it: others may have used it for long.
     """
 
     load: Load
-    tables: list[tuple[str, Sequence[Sequence[int]], bool]] = field(default_factory=list)
+    tables: list[tuple[str, Sequence[Sequence[int]], int | None]] = field(default_factory=list)
     users: set[str] = field(default_factory=set)
     derived: set[int] = field(default_factory=set)
 
@@ -53,17 +55,20 @@ class _Suspect:
         self.users.add(self.load.request_id)
         self.derived.update(filled_blocks(self.load, tables))
         # A request on a block that another user has computed has a filled one before it, but not in a window.
-        wrong = self.derived.copy() if _keeps_all(tables) else self.derived
-        seen, known = [*self.tables, *((name, ids, True) for name, ids in held)], -1
+        plain = _keeps_all(tables)
+        wrong = self.derived.copy() if plain else self.derived
+        known = -1
         while known != len(self.derived):
             known = len(self.derived)
-            for request_id, by_table, is_all in seen:
-                first = _first_token(tables, by_table, wrong) if is_all else 0
-                if first is not None and (is_all or request_id in self.users):
+            for request_id, by_table, computed in self.tables:
+                first = _first_token(tables, by_table, wrong)
+                if first is not None or (computed is None and request_id in self.users):
                     self.users.add(request_id)
+                    begin = 0 if first is None or computed is None else first if plain else max(first, computed)
                     for table, ids in zip(tables, by_table, strict=True):
-                        self.derived.update(ids[first // table.block_size :])
+                        self.derived.update(ids[begin // table.block_size :])
                     self.derived.discard(NULL_BLOCK)  # at once: it is in the tables of others
+        self.users.update(name for name, ids in held if _first_token(tables, ids, wrong) is not None)
 
 
 @dataclass
@@ -106,11 +111,12 @@ class StepLoadRecovery:
             self._note_tables(output, suspects)
 
     def _note_tables(self, output: Any, suspects: list[_Suspect]) -> None:
-        tables = [(new.req_id, new.block_ids, True) for new in output.scheduled_new_reqs]
+        tables = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
-        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        of_all = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, new_ids, computed in of_all:
             if new_ids is not None:  # for a resumed request all its blocks
-                tables.append((request_id, new_ids, request_id in cached.resumed_req_ids))
+                tables.append((request_id, new_ids, computed if request_id in cached.resumed_req_ids else None))
         for suspect in suspects:
             suspect.tables += tables
 

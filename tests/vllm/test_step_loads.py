@@ -532,7 +532,7 @@ def test_a_step_whose_output_does_not_come_has_loaded_nothing(group: EngineGroup
     d.step()
     recovery = recovery_of(d)
     assert recovery.take(object()) == (None, 0) and len(recovery.steps) == 1, "an output of no step changes nothing"
-    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=())
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=())
     later = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached)
     recovery.scheduled(later, [])
     step, lost = recovery.take(later)

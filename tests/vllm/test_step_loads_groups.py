@@ -173,6 +173,35 @@ def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup, fo
     settle(p, d)
 
 
+@POLICIES
+def test_one_that_has_run_for_long_on_the_same_tokens_goes_on(group: EngineGroup, policy: str) -> None:
+    """It has no block of their window any more, so the load fills all of it; and the other one finds the old blocks of
+    all tokens, beside the window of the load that fails."""
+    p, d = met(group, **options("and a window", policy=policy, ahead=1))
+    ids = prompt(160, 9)
+    old = d.add([*ids, *prompt(20, 5)], max_tokens=150)
+    d.step()
+    request, (_, window) = d.scheduler.requests[old], d.block_tables(old)
+    while d.computed[old] < 2 * len(ids):
+        d.step()
+    d.scheduler.kv_cache_manager.evict_blocks(set(window))
+    scheduler_half(d).step_load_rule.hold_seconds = 60.0
+    request_id = add(p, d, ids, max_tokens=9)
+    failing = Failing(d)
+    d.step()
+    other = d.add([*ids, *prompt(70, 8)], max_tokens=9)
+    d.step()
+    assert d.loads[request_id] == 0 and d.step_loads[request_id] == 1
+    assert 0 < d.computed[other] < len(ids) + 70, "it found them"
+    failing.end()
+    d.finish(request_id, other)
+    end = "error" if policy == "fail" else "length"
+    assert (d.answers[request_id].finish, d.answers[other].finish) == (end, end)
+    d.finish(old)
+    assert (d.answers[old].finish, request.num_preemptions) == ("length", 0)
+    settle(p, d)
+
+
 # --- states -------------------------------------------------------------------------------------------------------
 
 
