@@ -67,7 +67,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = pages.SECTIONS | {
     "docs/settings.md": {"settings": settings_table},
     "docs/observability.md": {"metrics": series_table},
     "docs/compatibility.md": {
-        **{what: partial(support, what) for what in ("families", "pairings", "features")},
+        **{what: partial(support, what) for what in ("families", "pairings", "features", "caches")},
         "dtypes": error_table,
     },
     "docs/commands.md": {"commands": commands_table.commands},

@@ -55,8 +55,6 @@ RECURRENT = frozenset({
 KNOWN = MULTI_HEAD | GROUPED | MULTI_QUERY | MLA | RECURRENT
 SHARED = frozenset({"gemma3n_text", "gemma4_text"})
 """Types whose last layers may use the KV of earlier ones."""
-NOT_CARRIED = frozenset({"deepseek_v41", "glm5_next_text", "qwen4_exp_text"})
-"""Types that ``from_vllm.cache_kind`` refuses: an engine with KVFerry does not start with them."""
 
 PACKED_MLA = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 """Bytes of a token where vLLM's sparse MLA packs numbers and scales, by its ``--kv-cache-dtype``."""
@@ -330,8 +328,6 @@ def number(text: Mapping[str, Any], names: Sequence[str], most: int, default: in
 def known_type(text: Mapping[str, Any]) -> str:
     """``model_type``. Raises ConfigError: it is not known."""
     found = text.get("model_type")
-    if isinstance(found, str) and found in NOT_CARRIED:
-        raise ConfigError(f"model_type is {quoted(found)}: KVFerry does not carry its caches; run it without KVFerry")
     if not isinstance(found, str) or found not in KNOWN:
         hint = did_you_mean(found, KNOWN) if isinstance(found, str) else ""
         expected = f"expected a type that docs/planning.md lists{hint}"

@@ -480,14 +480,15 @@ class LoadPlanner(EngineFacts):
         tables = list(zip(self.tables, block_ids, strict=True))
         result = LookupResult() if entry.awaited is None or entry.is_prefix else entry.awaited.result
         digests = b"" if entry.awaited is None else entry.awaited.digests
-        written = (block_id for table, ids in tables for block_id in ids[start // table.block_size :])
+        written = (block_id for table, ids in tables for block_id in ids[table.lacks_from(start) // table.block_size :])
         return Load(
             request_id=entry.request_id,
             token=remote_prompt.token,
             peer=remote_prompt.peer,
             block_ids=tuple(pack_ids(used_blocks(table, ids, stop)) for table, ids in tables),
             tokens=tuple(
-                (0, 1) if table.kind == "state" else (max(start, first_held(table, ids)), stop) for table, ids in tables
+                (0, 1) if table.kind == "state" else (max(table.lacks_from(start), first_held(table, ids)), stop)
+                for table, ids in tables
             ),
             digest=remote_prompt.digest,
             now=entry.in_step,

@@ -453,7 +453,7 @@ def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_lo
         )
     for kind, window, kept in remote_prompt.kept:
         ours = [table for table in tables if (table.kind, table.window) == (kind, window)]
-        needed = (max(num_local, t.first_needed(stop) // t.block_size * t.block_size) for t in ours)
+        needed = (max(t.lacks_from(num_local), t.first_needed(stop) // t.block_size * t.block_size) for t in ours)
         first = min(needed, default=num_local)
         if kept > first:
             raise UnusablePromptError(

@@ -26,14 +26,20 @@ class BlockTable:
 
     kind: CacheKind
     """In a ``state`` table, block n holds the state after the last computed token of the n-th ``block_size`` tokens."""
-    block_size: int  # Tokens of a block, on all ranks together
+    block_size: int  # Tokens of a block, on all ranks together; of a ring more than a prompt has, as it has one block
     window: int = 0
     """Tokens of a sliding window or local chunk. Outside of it the engine has block 0, the null block, in the table."""
     extra: int = 0  # Tokens that it keeps beyond a sliding window
     sharding: TokenSharding = UNSHARDED[0]  # How ranks shard its tokens
+    cached: bool = True
+    """The engine's prefix cache has its blocks too. Else tokens that the engine finds there are not in this table."""
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
+
+    def lacks_from(self, cached_tokens: int) -> int:
+        """The first token that the table lacks of a request of which the prefix cache has ``cached_tokens``."""
+        return cached_tokens if self.cached else 0
 
     @property
     def whole(self) -> bool:
@@ -92,7 +98,10 @@ class LayerGroup:
     sharding: TokenSharding = UNSHARDED[0]  # As the block table has it
     cache_dtype: CacheDtype | None = None  # Without it the tensors define the dtype
     sections: tuple[Section, ...] = ()
-    """Of each page of a state. Each has a head count of its own, which replaces ``total_heads``."""
+    """Of each page of a state. Each has a head count of its own, which replaces ``total_heads``. A ``state`` without
+    sections is a ring of ``block_size`` rows for each head, and all ranks hold all heads."""
+    entry_tokens: int = 1
+    """Tokens for which the cache has one entry together, where it compresses them; a divisor of ``block_size``."""
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)

@@ -1,13 +1,14 @@
 """The regions of a rank, from the caches that its engine registers.
 
 A region has layers of one form, with one block table. A layer group has one region for each form of its caches, a
-group of states one for each section and form. Where packed blocks can be divided, the keys and the values are regions
-beside the whole cache (``packing``). A layer that uses the cache of another layer is in no region.
+group of states one for each section and form, a group of rings one for each head and form. Where packed blocks can be
+divided, the keys and the values are regions beside the whole cache (``packing``). A layer that uses the cache of
+another layer is in no region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,12 +49,14 @@ def regions(
     found = []
     for group in groups:
         for tensors in _alike(group, kv_caches):
-            view = view_of(tensors, group.block_size, num_blocks)
+            view = _by_token(view_of(tensors, group.block_size // group.entry_tokens, num_blocks), group.entry_tokens)
             for section in group.sections:
                 part = _section_view(section, view)
                 heads = _held(part, info, section.total_heads)
                 found.append(Region(group.table, section.region(part.layers, *heads), part))
-            if not group.sections:
+            if group.kind == "state" and not group.sections:
+                found += [Region(group.table, ring.region(part.layers, 0, 1), part) for ring, part in _rings(view)]
+            elif not group.sections:
                 for packed in _parts(group, view, places):
                     found.append(Region(group.table, _geometry(group, packed, info), packed.view))
     return found
@@ -90,7 +93,9 @@ def _parts(group: LayerGroup, view: CacheView, places: ElementOrder | None) -> t
     order is not known stay whole: the tile is the kernel block, so a peer must have the same block size."""
     order = places(view.layers[0]) if group.packing and places is not None else None
     parts = () if order is None else split_packed(view, order)
-    return parts or (PackedPart("", view, group.packing, view.block_size if group.packing else 1),)
+    entries = f"{group.entry_tokens} tokens in an entry" if group.entry_tokens > 1 else ""
+    packing, tile = ", ".join(filter(None, (group.packing, entries))), view.block_size if group.packing else 1
+    return parts or (PackedPart("", view, packing, max(tile, group.entry_tokens)),)
 
 
 def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeometry:
@@ -115,6 +120,38 @@ def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
             f"rank {info.tp_rank} of {info.tp_size} has {count} of the model's {total_heads}"
         )
     return start, count
+
+
+def _by_token(view: CacheView, tokens: int) -> CacheView:
+    """The view of a cache whose entries stand for ``tokens`` tokens each, as if every token had its part of the bytes.
+    Only whole entries move, as tiles of ``tokens`` tokens. Raises GeometryError: their bytes do not divide so."""
+    if tokens == 1:
+        return view
+    content, rest = divmod(view.content_bytes, tokens)
+    if rest or view.token_stride != view.content_bytes:
+        raise GeometryError(
+            f"layer {view.layers[0]!r}: entries of {view.content_bytes} bytes for {tokens} tokens, {view.token_stride} "
+            f"bytes apart, are not carried; expected a multiple of {tokens}, one entry behind another"
+        )
+    return replace(view, block_size=view.block_size * tokens, content_bytes=content, token_stride=content)
+
+
+def _rings(view: CacheView) -> Iterator[tuple[Section, CacheView]]:
+    """The rings of a request, a block each. All ranks hold the same, so each head is a section with one head in all.
+    Where a token lies depends on the number of rows, so P and D must have as many."""
+    rows, content = view.page_tokens, view.content_bytes
+    if view.blocks_per_page > 1:
+        raise GeometryError(
+            f"layer {view.layers[0]!r}: rings of {rows} rows in blocks of {view.block_size}, expected one"
+        )
+    for head in range(view.num_heads):
+        offset = head * view.head_stride
+        ring = Section(
+            f"ring {head}", 1, 1, rows, content, offset, rows * view.token_stride, view.token_stride, view.dtype,
+            f"ring of {rows} rows",
+        )  # fmt: skip
+        bases = tuple(base + offset for base in view.bases)
+        yield ring, replace(view, bases=bases, num_heads=1, head_stride=ring.head_stride)
 
 
 def _section_view(section: Section, pages: CacheView) -> CacheView:

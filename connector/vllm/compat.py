@@ -26,13 +26,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.vllm.from_vllm import (
-    blocks_leave_at_end,
-    cache_kind,
-    first_spec,
-    shardings,
-    transfer_group_ids,
-)
+from kvferry.connector.vllm.cache_kinds import GAPPED, RING, cache_kind, first_spec, keeps_blocks
+from kvferry.connector.vllm.from_vllm import blocks_leave_at_end, check_groups, shardings, transfer_group_ids
 from kvferry.connector.wire.messages import PREFIX_TOKENS
 from kvferry.transport.errors import ConfigError
 
@@ -145,6 +140,7 @@ def check_options(vllm_config: VllmConfig) -> None:
 def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Refuse what cannot be served, with this model's caches, in one line. Raises ConfigError."""
     check_options(vllm_config)
+    check_groups(kv_cache_config)
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         for table, sharding in zip(
             transfer_group_ids(kv_cache_config), shardings(vllm_config, kv_cache_config), strict=True
@@ -183,9 +179,14 @@ def why_beside(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, schedule
         return "not all KV cache groups of the model are handed over"
     if blocks_leave_at_end(kv_cache_config):
         return ""
-    if "processed_computed_tokens" not in signature(KVCacheManager.remove_skipped_blocks).parameters:
+    skips = getattr(KVCacheManager, "remove_skipped_blocks", None)
+    if skips is None or "processed_computed_tokens" not in signature(skips).parameters:
         return f"vLLM {vllm.__version__} takes blocks outside a window from steps in flight"
     specs = [first_spec(group.kv_cache_spec) for group in groups]
+    if untested := {type(spec).__name__ for spec in specs} & {RING, GAPPED}:
+        return f"it was not tested with KV caches of kind {'/'.join(sorted(untested))}"
+    if any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs):
+        return "vLLM keeps states of the middle of a prompt in blocks that no step is told of"
     modes = {spec.mamba_cache_mode for spec in specs if cache_kind(spec)[0] == "state"}
     # With blocks of one size, prefix hits end where blocks end, and vLLM copies none before a step for them.
     hits_end_with_blocks = (
@@ -202,7 +203,9 @@ def check_prefix_reads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     block_size = groups[0].kv_cache_spec.block_size if groups else 0
     kinds = {cache_kind(first_spec(group.kv_cache_spec))[0] for group in groups}
-    if len(groups) != 1 or not kinds <= {"full", "mla"}:
+    if len(groups) == 1 and kinds <= {"full", "mla"} and not keeps_blocks(groups[0].kv_cache_spec):
+        why = f"vLLM frees blocks of {type(first_spec(groups[0].kv_cache_spec)).__name__} while a request runs"
+    elif len(groups) != 1 or not kinds <= {"full", "mla"}:
         found = f"{len(groups)} KV cache groups, {', '.join(sorted(kinds))}"
         why = f"the model has {found}, expected one of full attention or MLA"
     elif parallel.decode_context_parallel_size > 1:

@@ -1,7 +1,6 @@
 """vLLM's configuration, cache specifications and requests as KVFerry's structs.
 
-A spec is a vLLM ``KVCacheSpec``, the form of the cache of some layers. Values that only some releases have are read
-with a default.
+``cache_kinds`` says which specs are carried. Values that only some releases have are read with a default.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from kvferry.connector.geometry.engine_types import (
     RequestView,
     ScheduledTokens,
 )
-from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.connector.vllm.cache_kinds import cache_kind, entry_tokens, first_spec, is_ring, keeps_blocks, layer_specs
 from kvferry.connector.vllm.lora_content import REPLACED, known_adapters, lora_content
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.tracing import sampled_traceparent
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+RING_TOKENS = 1 << 30  # of a block of a ring: more than a prompt has
 
 
 def block_tables(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[BlockTable, ...]:
@@ -60,7 +61,8 @@ def block_tables(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
         spec = first_spec(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
         kind, window = cache_kind(spec)
         extra = getattr(spec, "extra_retained_tokens", 0)
-        tables.append(BlockTable(kind, spec.block_size * sharding.size, window, extra, sharding))
+        size = RING_TOKENS if is_ring(spec) else spec.block_size * sharding.size
+        tables.append(BlockTable(kind, size, window, extra, sharding, getattr(spec, "prefix_cacheable", True)))
     return tuple(tables)
 
 
@@ -83,6 +85,9 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
         for spec, names in (alike or {first_spec(group.kv_cache_spec): []}).items():
             kind, window = cache_kind(spec)
             heads = _total_heads(vllm_config, spec)
+            if is_ring(spec):  # all ranks have all of it
+                groups.append(LayerGroup(kind, tuple(names), spec.block_size, 1, table=table))
+                continue
             if kind == "state":
                 parts = _sections(vllm_config, spec, heads)
                 groups.append(LayerGroup(kind, tuple(names), 1, heads, table=table, sections=parts))
@@ -100,6 +105,7 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
                     table,
                     shared[table],
                     cache_dtype=cache_dtype,
+                    entry_tokens=entry_tokens(spec),
                 )
             )
     return tuple(groups)
@@ -159,36 +165,27 @@ def shardings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[
     config.parallel_config = copy(vllm_config.parallel_config)
     config.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
     sharding = TokenSharding(size, config.parallel_config.cp_kv_cache_interleave_size)
-    return tuple(sharding if group.kv_cache_spec.dcp_sharded else UNSHARDED[0] for group in groups)
+    shared = [group.kv_cache_spec.dcp_sharded and not is_ring(group.kv_cache_spec) for group in groups]
+    return tuple(sharding if each else UNSHARDED[0] for each in shared)
 
 
-def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec of a KV cache group, or of its first layer where the sizes of its layers differ."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    return next(iter(inner.values())) if inner else spec
-
-
-def cache_kind(spec: KVCacheSpec) -> tuple[CacheKind, int]:
-    """The kind of cache, and its window in tokens (0 for none).
-
-    A spec is known by the name of its class: a class that a later release adds may free blocks by rules of its own,
-    also where it inherits from a known one.
+def check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Check the groups that are handed over, before the engine starts.
 
     Raises:
-        ConfigError: a kind that is not carried; names it.
+        ConfigError: a kind of cache that is not carried, KV in the host's memory, or an unknown role; names it.
     """
-    name = type(spec).__name__
-    if name in ("MLAAttentionSpec", "HiddenStateCacheSpec"):
-        return "mla", 0
-    if name in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
-        return "sliding_window", int(spec.sliding_window)
-    if name == "ChunkedLocalAttentionSpec":
-        return "chunked_local", int(spec.attention_chunk_size)
-    if name in ("FullAttentionSpec", "SinkFullAttentionSpec"):
-        return "full", 0
-    if name == "MambaSpec":
-        return "state", 0
-    raise ConfigError(f"KV caches of kind {name} are not carried; run this model without KVFerry")
+    for index in transfer_group_ids(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[index]
+        role = str(getattr(getattr(group, "role", None), "value", "default"))
+        if role != "default" or getattr(group, "host_resident", False):
+            raise ConfigError(
+                f"KV cache group {index} has the role {role!r}: KV that vLLM keeps on the host is not carried; leave "
+                "out HiSparse, or run this model without KVFerry"
+            )
+        for spec in layer_specs(group.kv_cache_spec):
+            if cache_kind(spec)[0] != "state":
+                entry_tokens(spec)
 
 
 def blocks_leave_at_end(kv_cache_config: KVCacheConfig) -> bool:
@@ -197,8 +194,7 @@ def blocks_leave_at_end(kv_cache_config: KVCacheConfig) -> bool:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         return False
-    kind, _ = cache_kind(first_spec(groups[0].kv_cache_spec))
-    return kind in ("full", "mla")
+    return keeps_blocks(groups[0].kv_cache_spec)
 
 
 def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:

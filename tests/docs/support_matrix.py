@@ -1,7 +1,7 @@
 """The tables of families and features of docs/compatibility.md, made from the tests: a mark stands for a test that has
 this family among its parameters, so a test that goes takes its mark with it.
 
-python tests/docs/support_matrix.py pairings|families|features
+python tests/docs/support_matrix.py pairings|families|features|caches
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
+from kvferry.connector.vllm import cache_kinds
 from tests.ranks import table
 from tests.support import families
 from tests.vllm.test_families_vllm import KINDS
@@ -36,6 +37,11 @@ SPECS = {
     "ChunkedLocalAttentionSpec": "local chunks", "MambaSpec": "states", "UniformTypeKVCacheSpecs": "states, all tokens",
 }  # fmt: skip
 """vLLM's kinds of cache, in words."""
+CARRIED = {
+    "full": "all tokens", "mla": "MLA", "sliding_window": "sliding windows", "chunked_local": "local chunks",
+    "state": "states",
+}  # fmt: skip
+"""Likewise, by KVFerry's kind."""
 FEATURES = {
     "chunked prefill": [f"{STEPS}::test_a_prompt_prefilled_in_chunks"],
     "preemption": [f"{STEPS}::test_preempted_on_p", f"{STEPS}::test_preempted_on_d_after_its_load"],
@@ -99,7 +105,18 @@ def feature_table() -> str:
     return "\n".join(lines)
 
 
-SHOWN = {"pairings": lambda: table.render(table.load()), "families": family_table, "features": feature_table}
+def cache_table() -> str:
+    lines = ["| vLLM's class | handed over as |", "|---|---|"]
+    carried = {name: CARRIED[kind] for name, (kind, _) in cache_kinds.CARRIED.items()}
+    carried |= {cache_kinds.RING: "rings", cache_kinds.WRAPPER: "what its layers are"}
+    refused = {name: f"refused: {why}" for name, why in cache_kinds.REFUSED.items()}
+    return "\n".join([*lines, *(f"| `{name}` | {text} |" for name, text in (carried | refused).items())])
+
+
+SHOWN = {
+    "pairings": lambda: table.render(table.load()), "families": family_table, "features": feature_table,
+    "caches": cache_table,
+}  # fmt: skip
 
 if __name__ == "__main__":
     print(SHOWN[sys.argv[1]]())

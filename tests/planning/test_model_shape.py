@@ -83,7 +83,7 @@ def test_shapes(config: dict[str, Any], dtype: str, expected: ModelShape) -> Non
         (LLAMA | {"layer_types": ["full_attention"] * 3}, "auto", "layer_types names 3 layers, expected 4"),
         (LLAMA | {"layer_types": ["rwkv"] * 4}, "auto", "layers of kind 'rwkv'"),
         ({"text_config": 3}, "auto", "text_config is 3"),
-        (LLAMA | {"model_type": "qwen4_exp_text"}, "auto", "KVFerry does not carry its caches; run it without KVFerry"),
+        (LLAMA | {"model_type": "qwen4_exp_text"}, "auto", "which KV it keeps is not known"),
         (LLAMA | {"model_type": "gemma4_text"}, "auto", "layer_types is missing"),
         (GEMMA4 | {"num_kv_shared_layers": None}, "auto", "num_kv_shared_layers is None, expected a whole number"),
         (GEMMA4 | {"num_kv_shared_layers": 30}, "auto", "num_kv_shared_layers is 30, expected a whole number"),

@@ -34,22 +34,35 @@ FACTOR = 2654435761
 
 
 class Cache:
-    """One layer's cache as its kernels use it. ``number`` is in its labels."""
+    """One layer's cache as its kernels use it. ``number`` is in its labels. ``first_head``: of the rank."""
 
-    def __init__(self, number: int, group: int, spec: Any, tensor: torch.Tensor, kv_config: KVCacheConfig) -> None:
-        self.number, self.group, self.spec = number, group, spec
+    def __init__(
+        self, number: int, group: int, spec: Any, tensor: torch.Tensor, kv_config: KVCacheConfig, first_head: int = 0
+    ) -> None:
+        self.number, self.group, self.spec, self.first_head = number, group, spec, first_head
         self.hash_size, self.hit_tokens = kv_config.hash_block_size, kv_config.cache_hit_alignment_tokens
         self.bytes = tensor.view(torch.uint8)  # [B,H,N,C]
         self.size = spec.block_size
+        self.entry = max(1, spec.tokens_per_state)  # tokens that are kept together, once all of them are computed
+        self.is_ring = type(spec).__name__ == "CircularBufferSpec"
         self.is_state = hasattr(spec, "mamba_cache_mode")
         self.aligned = self.is_state and spec.mamba_cache_mode == "align"
 
     def first_needed(self, token: int) -> int:
-        """The first token that computing this one reads."""
+        """The first token that computing this one reads; of a ring those since the last one that divides its size."""
+        if self.is_ring:
+            return token // self.size * self.size
         name = type(self.spec).__name__
         if "SlidingWindow" in name:
             return max(0, token - self.spec.sliding_window + 1)
         return token // self.spec.attention_chunk_size * self.spec.attention_chunk_size if "Chunked" in name else 0
+
+    def places(self, blocks: Sequence[int], start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the tokens [start, stop) those that end an entry, their blocks and their rows in these."""
+        tokens = torch.arange(start, stop)
+        tokens = tokens[(tokens + 1) % self.entry == 0]
+        held = torch.tensor(list(blocks))[tokens * 0 if self.is_ring else tokens // self.size]
+        return tokens, held, tokens % self.size // self.entry
 
     def first_kept(self, tokens: int) -> int:
         """The first token of the first block that vLLM keeps once so many tokens are computed."""
@@ -83,11 +96,11 @@ class Cache:
             assert torch.equal(found & 0xFE, wanted), f"layer {self.number}: wrong state after {start} tokens"
             return (bool(found[0] & 1),)
         first = self.first_needed(start)
-        places = torch.arange(first, start)
-        held = torch.tensor(list(blocks))[places // self.size]
+        tokens, held, rows = self.places(blocks, first, start)
         assert held.all(), f"layer {self.number}: tokens {first}..{start} are read, some of them in the null block"
-        found = self.bytes[held, :, places % self.size]  # [T,H,C]
-        wrong = ((found & 0xFE) != self._kv(ids, first, start)).flatten(1).any(dim=1).nonzero().flatten() + first
+        found = self.bytes[held, :, rows]  # [T,H,C]
+        differs = (found & 0xFE) != self._kv(ids, first, start)[tokens - first]
+        wrong = tokens[differs.flatten(1).any(dim=1)]
         assert not len(wrong), f"layer {self.number}: wrong KV of tokens {wrong.tolist()} before token {start}"
         return tuple((found[:, 0, 0] & 1).bool().tolist())
 
@@ -98,10 +111,11 @@ class Cache:
                 if offset and blocks[column]:
                     self._write_state(blocks[column], ids[: start + offset], origin)
             return
-        places = torch.arange(start, stop)
-        held = torch.tensor(list(blocks))[places // self.size]
-        kept = held != 0
-        self.bytes[held[kept], :, places[kept] % self.size] = (self._kv(ids, start, stop) | origin)[kept]
+        if self.is_ring:
+            start = max(start, stop - self.size)
+        tokens, held, rows = self.places(blocks, start, stop)
+        tokens, held, rows = (found[held != 0] for found in (tokens, held, rows))
+        self.bytes[held, :, rows] = self._kv(ids, start, stop)[tokens - start] | origin
 
     def _checkpoints(self, start: int, stop: int) -> tuple[list[int], list[int]]:
         """Some kernels leave a state on the way, for other requests that begin alike."""
@@ -125,7 +139,8 @@ class Cache:
     def _places(self) -> torch.Tensor:
         """[1,H,C] int32: a number for each place of a token's KV in this layer."""
         heads, content = self.bytes.shape[1], self.bytes.shape[3]
-        place = (self.number * 64 + torch.arange(heads)[None, :, None]) * content + torch.arange(content)
+        head = self.number * 64 + self.first_head + torch.arange(heads)[None, :, None]
+        place = head * content + torch.arange(content)
         return (place * (7919 * FACTOR % 2**32)).to(torch.int32)
 
     def _state(self, ids: Sequence[int], size: int) -> torch.Tensor:
@@ -148,7 +163,10 @@ class FamilyWorker(Worker):
             for name in group.layer_names:
                 spec = group.kv_cache_spec
                 spec = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-                self.views.append(Cache(_number(name), number, spec, self.tensors[name], kv_config))
+                tensor = self.tensors[name]
+                shared = type(spec).__name__ == "CircularBufferSpec" or getattr(spec, "max_tp_shards", None) == 1
+                first_head = 0 if shared else self.rank * tensor.shape[1]
+                self.views.append(Cache(_number(name), number, spec, tensor, kv_config, first_head))
         return self.tensors | {name: self.tensors[owner] for name, owner in self.engine.sharing.items()}
 
     def windowed(self) -> list[Cache]:
@@ -202,8 +220,8 @@ def _number(layer: str) -> int:
 
 
 class FamilyEngine(Engine):
-    """One engine. ``specs`` are those of the model's layers, by name. Its origins count tokens or states, over all
-    layers."""
+    """One engine. ``specs`` are those of the model's layers on a rank, by name. Its origins count tokens, entries
+    or states, over all layers of its first rank."""
 
     worker_class, forward_class = FamilyWorker, FamilyForward
 
@@ -214,7 +232,7 @@ class FamilyEngine(Engine):
         scheduled = generate_scheduler_kv_cache_config([self.kv_config])
         config.cache_config.num_gpu_blocks = scheduled.num_blocks
         self.block = config.cache_config.block_size = min(g.kv_cache_spec.block_size for g in scheduled.kv_cache_groups)
-        self.tp, self.dcp, self.runner, self.layers = 1, 1, "v1", list(specs)
+        self.tp, self.dcp, self.runner, self.layers = config.parallel_config.tensor_parallel_size, 1, "v1", list(specs)
         block_size, hash_size = resolve_kv_cache_block_sizes(scheduled, config)
         hit_tokens = resolve_cache_hit_alignment_tokens(scheduled, config, block_size, hash_size)
         for part in (scheduled, self.kv_config):  # as EngineCore does
@@ -225,6 +243,6 @@ class FamilyEngine(Engine):
 
     @property
     def rank(self) -> FamilyWorker:
-        (worker,) = self.workers
+        worker = self.workers[0]
         assert isinstance(worker, FamilyWorker)
         return worker

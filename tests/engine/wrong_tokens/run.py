@@ -50,8 +50,8 @@ EXTRA = {
     "plane": "cma", "lease_seconds": LEASE_SECONDS, "ask_hold_seconds": 10.0, "step_hold_seconds": 0.5,
     "handshake_timeout_seconds": 60.0, "transfer_timeout_seconds": 60.0, "handover_timeout_seconds": 60.0,
 }  # fmt: skip
-"""Two cores that engines, tests and this process share: copies take longer than on a machine that serves. A prompt that P
-never had, because its client left, D awaits until the last of these is over."""
+"""Two cores that engines, tests and this process share: copies take longer than on a machine that serves. A prompt that
+P never had, because its client left, D awaits until the last of these is over."""
 HERE = "tests.engine.wrong_tokens"
 PROBE = ("--worker-extension-cls", f"{HERE}.planted.FaultProbe")
 AHEAD = ("--worker-extension-cls", f"{HERE}.ahead_faults.FaultProbe", "--scheduler-cls", f"{HERE}.ahead.AheadScheduler")
