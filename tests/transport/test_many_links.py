@@ -36,6 +36,7 @@ while True:
         sock = ready.fileobj
         if not isinstance(sock, ssl.SSLSocket):
             peer = sock.accept()[0]
+            peer.settimeout(60)
             try:
                 peer.recv(GREETING_BYTES, socket.MSG_WAITALL)
                 peer = KEYS.of_p.wrap_socket(peer, server_side=True)
