@@ -21,7 +21,7 @@ from kvferry.connector.decode_side.load_state import LoadEffect, LoadEvent, Load
 from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.span_read import Side, SpanRead, cut_read
 from kvferry.connector.geometry.byte_ranges import pages_of
-from kvferry.connector.geometry.rank_geometry import RankGeometry
+from kvferry.connector.geometry.rank_geometry import KEEPS_ALL, RegionGeometry
 from kvferry.connector.geometry.read_plan import PlannedSpan, in_windows, part_bytes
 from kvferry.connector.geometry.spans import Span, check_spans
 from kvferry.connector.pages.caches import Ids, PageBox
@@ -435,8 +435,12 @@ class Reads:
             return None
         try:
             grant = messages.decode_grant(note.text)
-            check_spans([item.span for item in read.planned], read.link.theirs, grant.num_tokens)
-            _check_held([item.span for item in read.planned], read.link.theirs, grant.block_ids)
+            spans, theirs = [item.span for item in read.planned], read.link.theirs
+            check_spans(spans, theirs, grant.num_tokens)
+            for span in spans:
+                region = theirs.regions[span.region]
+                if region.kind not in KEEPS_ALL:
+                    _check_held(span, region, grant.block_ids)
         except (ProtocolError, GeometryError):
             return None  # P's answer to an ask will contain the reason
         read.note = note
@@ -735,14 +739,10 @@ class Reads:
         return self.begin_write(PageWrite(read, copy, nbytes, message, verdict), now)
 
 
-def _check_held(spans: Sequence[Span], geometry: RankGeometry, block_ids: Sequence[bytes]) -> None:
-    """Check that P has freed none of the blocks of ``spans``, as P checks an ask. Raises GeometryError."""
-    for span in spans:
-        region = geometry.regions[span.region]
-        if region.keeps_all:
-            continue
-        ids = unpack_ids(block_ids[span.region]) if span.region < len(block_ids) else unpack_ids(b"")
-        start, stop = region.shard.count(span.token), region.shard.count(span.token + span.num_tokens)
-        last = -(-stop // region.block_size)
-        if len(ids) < last or not ids[start // region.block_size : last].all():
-            raise GeometryError(f"tokens from {span.token} on are needed, the peer has freed some of their blocks")
+def _check_held(span: Span, region: RegionGeometry, block_ids: Sequence[bytes]) -> None:
+    """Check that P has freed none of the blocks of ``span``, as P checks an ask. Raises GeometryError."""
+    ids = unpack_ids(block_ids[span.region]) if span.region < len(block_ids) else unpack_ids(b"")
+    start, stop = region.shard.count(span.token), region.shard.count(span.token + span.num_tokens)
+    last = -(-stop // region.block_size)
+    if len(ids) < last or not ids[start // region.block_size : last].all():
+        raise GeometryError(f"tokens from {span.token} on are needed, the peer has freed some of their blocks")

@@ -26,6 +26,8 @@ MAX_REGION_LAYERS = 512
 """Bound on the layers of a region: to decode a name takes time, also where the geometry is refused afterwards."""
 
 CacheKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
+KEEPS_ALL = ("full", "mla")
+"""Kinds of which an engine keeps the blocks of all tokens until a request ends."""
 
 
 class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,11 +56,6 @@ class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Packed tokens have no bytes of their own: only whole tiles move, between ranks with the same packing."""
     shard: TokenShard = ALL_TOKENS  # Which tokens of a prompt the rank holds
     rows: Size = 1  # Pieces of a token's content in memory (``CacheView.rows``); they stay apart on the wire
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the engine keeps the blocks of all tokens until a request ends."""
-        return self.kind in ("full", "mla")
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

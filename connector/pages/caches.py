@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from kvferry.connector.geometry.byte_ranges import reach, wire_ordered
 from kvferry.connector.geometry.dtypes import WireElements
-from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry, RegionGeometry
+from kvferry.connector.geometry.rank_geometry import KEEPS_ALL, PageLayout, RankGeometry, RegionGeometry
 from kvferry.connector.geometry.spans import Span, SpanCut, cut_span
 from kvferry.connector.geometry.token_sharding import TokenBlocks, TokenShard, common_blocks
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, row_bases
@@ -74,7 +74,7 @@ class RankCaches:
         covered = len(kernel_ids) * view.block_size
         if stop > covered:
             raise GeometryError(f"tokens up to {stop} asked for, blocks hold {covered}")
-        if geometry.keeps_all:
+        if geometry.kind in KEEPS_ALL:
             return  # an engine other than vLLM may use block 0
         blocks = kernel_ids[start // view.block_size : -(-stop // view.block_size)]
         gone = np.flatnonzero(blocks < view.blocks_per_page)

@@ -35,6 +35,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
+from kvferry.connector.geometry.rank_geometry import KEEPS_ALL
 from kvferry.connector.pages.caches import Ids
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.pages.deadlines import Deadlines
@@ -402,7 +403,7 @@ class Leases:
         self.posts_grants = any(plane.pulls for plane in rank_context.planes)
         # Before its lease a prompt is read only where the engine frees none of its blocks meanwhile.
         self.posts_early = self.posts_grants and all(
-            region.keeps_all for region in rank_context.caches.geometry.regions
+            region.kind in KEEPS_ALL for region in rank_context.caches.geometry.regions
         )
 
     def prepare(self, prefill: Prefill, now: float) -> None:

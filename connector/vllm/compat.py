@@ -273,8 +273,8 @@ def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def tell_of_errors(told: dict[int, EngineCoreOutputs], requests: Sequence[Request]) -> None:
-    """Add to what an update tells the clients that these requests have ended with an error, as vLLM tells it of those
+def with_errors(told: dict[int, EngineCoreOutputs], requests: Sequence[Request]) -> dict[int, EngineCoreOutputs]:
+    """What an update tells the clients, and that these requests have ended with an error, as vLLM tells it of those
     that it ends there itself."""
     for request in requests:
         told.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
@@ -286,6 +286,7 @@ def tell_of_errors(told: dict[int, EngineCoreOutputs], requests: Sequence[Reques
                 trace_headers=request.trace_headers,
             )
         )
+    return told
 
 
 def not_cached(request: Request, tokens: int) -> None:

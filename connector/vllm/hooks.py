@@ -102,10 +102,9 @@ def before_update(scheduler: Any, connector: object, act: Callable[[Any, Any], S
 
     def around(update: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            ended = act(scheduler_output, model_runner_output)
-            told = update(scheduler_output, model_runner_output)
-            compat.tell_of_errors(told, ended)
-            return told
+            if ended := act(scheduler_output, model_runner_output):
+                return compat.with_errors(update(scheduler_output, model_runner_output), ended)
+            return update(scheduler_output, model_runner_output)
 
         return update_from_output
 

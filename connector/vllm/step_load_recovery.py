@@ -122,19 +122,18 @@ class StepLoadRecovery:
 
     # --- a step's output ----------------------------------------------------------------------------------------
 
-    def processed(self, output: Any, result: Any) -> list[Any]:
+    def processed(self, output: Any, result: Any) -> Sequence[Any]:
         """The scheduler is about to look at ``result``, the output of the step ``output``. Returns the requests that
         have been ended with an error, of which the clients must be told."""
         step, lost = self.take(output)
-        ended: list[Any] = []
-        if step is not None:
-            if step.suspects and (failed := self._failed(step, result)):
-                ended = self._recover(failed, step, result)
-            for request_id in step.stale:
-                drop_output(result, request_id)
-            for _ in range(lost):  # a worker failed, and vLLM has gone on without their outputs
-                self._in_flight.processed(time.monotonic(), computed=False)
-            self._in_flight.processed(time.monotonic(), computed=output.total_num_scheduled_tokens > 0)
+        if step is None:
+            return ()
+        ended = self._recover(failed, step, result) if step.suspects and (failed := self._failed(step, result)) else ()
+        for request_id in step.stale:
+            drop_output(result, request_id)
+        for _ in range(lost):  # a worker failed, and vLLM has gone on without their outputs
+            self._in_flight.processed(time.monotonic(), computed=False)
+        self._in_flight.processed(time.monotonic(), computed=output.total_num_scheduled_tokens > 0)
         return ended
 
     def take(self, output: Any) -> tuple[_Step | None, int]:

@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker import WorkerHalf
+from kvferry.connector.vllm import compat
 from kvferry.connector.wire.step_plan import Load, StepPlan
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies
@@ -213,6 +214,7 @@ def test_where_blocks_leave_before_the_end_copies_always_wait(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window gives back blocks of requests that go on, of which nobody hears."""
+    monkeypatch.setattr(compat, "why_beside", lambda *_: "a release that says nothing of steps in flight")
     scene = Scene(group, monkeypatch, window=64, num_blocks=81)
     assert scheduler_half(scene.d).steps is None
     for number in range(2):

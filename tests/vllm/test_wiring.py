@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -99,7 +100,7 @@ def test_026_with_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch, gro
 def test_026_with_a_window_is_refused(monkeypatch: pytest.MonkeyPatch, group: EngineGroup) -> None:
     """Its failed loads are told by block, and it goes on from the first of them, over the null blocks before."""
     engine = group.engine(1, window=64)
-    engine.kv_config.kv_cache_groups = engine.kv_config.kv_cache_groups[1:]
+    engine.kv_config = replace(engine.kv_config, kv_cache_groups=engine.kv_config.kv_cache_groups[1:])
     compat.check_config(engine.config, engine.kv_config)
     monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
     with pytest.raises(ConfigError, match=r"load of a sliding_window cache fails; run vLLM 0.32"):
