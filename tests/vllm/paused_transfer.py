@@ -49,7 +49,7 @@ class PausedTransfer:
             return bool(self._progress())
 
     def _hold_request(self, identity: bytes, request: Any, now: float, address: str) -> None:
-        if isinstance(request, self._kinds) and not self._open:
+        if self._parked if self._open else isinstance(request, self._kinds):  # none goes before those that are parked
             self._parked.append((identity, request, address))
         else:
             self._request(identity, request, now, address)
