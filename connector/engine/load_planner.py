@@ -437,8 +437,6 @@ class LoadPlanner(EngineFacts):
         streams = entry.awaited is not None and entry.awaited.result.streams  # it ends when P has computed the prompt
         beside = streams or params.wants_report(request.params)  # it ends with its plane and its time known
         inside = min(stop, prompt - 1)  # vLLM schedules it at once, with a token to compute
-        # vLLM moves a state to where the step works on it before the connector sees the step.
-        beside = beside or any(table.moves_state(inside, prompt + self.drafts) for table in self.tables)
         entry.in_step = not beside and self._in_step(remote_prompt.peer, stop - num_local)
         if entry.in_step:
             return inside - num_local, False

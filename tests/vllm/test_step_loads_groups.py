@@ -1,4 +1,4 @@
-"""Loads inside the step of models with several block tables, windows, local chunks and states, and the end of those
+"""Loads inside the step of models with several block tables, windows and local chunks, and the end of those
 that fail: as ``test_step_loads.py``, which has one table of all tokens."""
 
 from __future__ import annotations
@@ -18,28 +18,18 @@ from vllm.config import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from kvferry.connector.config import Settings
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
-from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import from_vllm
-from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
-from kvferry.connector.wire.transfer_estimate import TransferEstimate
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import KVFERRY, MAX_LENGTH, PATIENT, ROOM, Engine, EngineGroup, Lines, Pair, run, settle
+from tests.vllm.stepped import KVFERRY, MAX_LENGTH, PATIENT, ROOM, Engine, EngineGroup, Lines, settle
 from tests.vllm.stepped_family import FamilyEngine
 from tests.vllm.test_step_loads import (
-    AGES,
     AHEAD,
     IN_STEP,
     POLICIES,
     Failing,
     add,
-    beside,
     falls,
-    meet,
     met,
     shared_prefix,
 )
@@ -202,21 +192,7 @@ def test_one_that_has_run_for_long_on_the_same_tokens_goes_on(group: EngineGroup
     settle(p, d)
 
 
-# --- states -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("tokens", "drafts", "now"), [(64, 0, False), (65, 0, True), (79, 0, True), (79, 1, False)])
-def test_not_where_vllm_moves_the_state_before_the_step(tokens: int, drafts: int, now: bool) -> None:
-    """To the block where the step works on it, before the connector hears of the step."""
-    ids, ranks = list(range(tokens + 1)), (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),)
-    remote = RemotePrompt(b"t" * 16, tokens, prompt_digest(ids[:tokens], ()), PeerEngine("p", 1, 1, 30.0, ranks))
-    half = SchedulerHalf(
-        Settings(), "d", [BlockTable("full", 16), BlockTable("state", 16)], tp_size=1, pp_size=1, produces=True,
-        consumes=True, step_loads=True, steps=StepsInFlight(), drafts=drafts,
-    )  # fmt: skip
-    half.loads_finished((), {}, {("p", 0): TransferEstimate(0.001, 1000)})
-    view = RequestView("r", to_transfer_params(remote), ids, tokens + 1, 0)
-    assert half.num_new_matched_tokens(view, 0) == (tokens, not now)
+# --- which rule -----------------------------------------------------------------------------------------------------
 
 
 def state_engine(
@@ -254,60 +230,6 @@ def state_engine(
     return engine
 
 
-@pytest.fixture(params=["align", "none"])
-def states(
-    group: EngineGroup, tiny: ModelConfig, request: pytest.FixtureRequest, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> Pair:
-    monkeypatch.setattr(from_vllm, "packing_name", lambda config, spec, layers: "")
-    p, d = (state_engine(group, tiny, origin, request.param, policy) for origin in range(2))
-    scheduler_half(d).step_load_rule.hold_seconds = AGES
-    meet(p, d)
-    return p, d
-
-
-@pytest.mark.parametrize("policy", ["recompute"])
-def test_a_state_and_what_the_step_makes_of_it(states: Pair, policy: str) -> None:
-    p, d = states
-    assert scheduler_half(d).clears_blocks
-    caches = d.config.cache_config.enable_prefix_caching
-    for tokens in (2, 63, 64, 65, 66, 80, 300):
-        request_id = add(p, d, prompt(tokens, tokens), max_tokens=40)
-        moves = caches and tokens % BLOCK == 1
-        if moves:
-            d.finish(request_id)
-            assert d.loads[request_id] == 1 and not d.step_loads[request_id]
-        else:
-            inside(d, request_id)
-        settle(p, d)
-
-
-@POLICIES
-def test_a_state_that_does_not_come(states: Pair, policy: str) -> None:
-    """Beside another request that begins alike and comes a step later."""
-    p, d = states
-    for how, tokens in (("revoked", 300), ("not copied", 304), ("late", 303)):
-        ids = prompt(tokens, tokens)
-        request_id = add(p, d, ids, max_tokens=9)
-        failing = Failing(d, how)
-        d.step()
-        failing.end()
-        other = d.add([*ids, *prompt(50, 7)], max_tokens=9)
-        d.step()
-        found = d.computed[other] <= 50
-        d.finish(request_id, other)
-        assert d.step_loads[request_id] == 1
-        ends = [d.answers[name].finish for name in (request_id, other)]
-        assert ends == ["error" if policy == "fail" else "length", "error" if policy == "fail" and found else "length"]
-        run([d], lambda: not d.scheduler.requests)
-        for again in (ids, [*ids, *prompt(50, 7), 5]):
-            assert d.finish(d.add(again, max_tokens=20)).finish == "length"
-        beside(d, add(p, d, prompt(100, tokens)))  # after a failure nothing is expected
-        settle(p, d)
-
-
-# --- which rule -----------------------------------------------------------------------------------------------------
-
-
 def test_the_log_says_once_which_rule_sends_loads_beside_the_steps(
     group: EngineGroup, tiny: ModelConfig, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +239,4 @@ def test_the_log_says_once_which_rule_sends_loads_beside_the_steps(
     assert len(lines("all loads go beside the steps")) == 1
     monkeypatch.setattr(from_vllm, "packing_name", lambda config, spec, layers: "")
     state_engine(group, tiny, 0, "align")
-    assert len(lines("all loads go beside the steps")) == 1
-    state_engine(group, tiny, 0, "align", unit=8)
-    assert len(lines("all loads go beside the steps", "vLLM copies states of mamba_cache_mode align")) == 1
+    assert len(lines("all loads go beside the steps", "the step works on a state")) == 1
