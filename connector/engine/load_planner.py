@@ -436,6 +436,8 @@ class LoadPlanner(EngineFacts):
             return 0, False
         streams = entry.awaited is not None and entry.awaited.result.streams  # it ends when P has computed the prompt
         beside = streams or params.wants_report(request.params)  # it ends with its plane and its time known
+        # An engine moves a state to where the step works on it before the connector sees the step.
+        beside = beside or any(table.kind == "state" for table in self.tables)
         inside = min(stop, prompt - 1)  # vLLM schedules it at once, with a token to compute
         entry.in_step = not beside and self._in_step(remote_prompt.peer, stop - num_local)
         if entry.in_step:
