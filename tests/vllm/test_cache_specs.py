@@ -315,3 +315,16 @@ def test_blocks_that_vllm_frees_while_a_request_runs_are_read_beside_the_steps(t
         if not stays:
             with pytest.raises(ConfigError, match="vLLM frees blocks of RSWASpec while a request runs"):
                 compat.check_prefix_reads(configured(tiny, 64, 1), kv_config)
+
+
+def test_states_are_loaded_beside_the_steps(tiny: Any) -> None:
+    """A step works on a state in the block that is loaded; so on a ring."""
+    state = vllms.MambaSpec(block_size=64, shapes=((64,),), dtypes=(torch.float32,), mamba_cache_mode="none")
+    for spec, why in (
+        (state, "a state in the block"),
+        (ring(8), "a state in the block"),
+        (alike("MLAAttentionSpec", 64), ""),
+    ):
+        kv_config = vllms.KVCacheConfig(8, [], [group(alike("MLAAttentionSpec", 64)), group(spec)])
+        said = compat.why_beside(configured(tiny, 64, 1), kv_config, None)
+        assert why in said and bool(said) is bool(why)

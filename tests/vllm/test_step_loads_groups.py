@@ -6,26 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from kvferry.connector.vllm import from_vllm
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import KVFERRY, MAX_LENGTH, PATIENT, ROOM, Engine, EngineGroup, Lines, settle
-from tests.vllm.stepped_family import FamilyEngine
+from tests.vllm.stepped import KVFERRY, Engine, EngineGroup, Lines, settle
 from tests.vllm.test_step_loads import (
     AHEAD,
-    IN_STEP,
     POLICIES,
     Failing,
     add,
@@ -195,48 +181,8 @@ def test_one_that_has_run_for_long_on_the_same_tokens_goes_on(group: EngineGroup
 # --- which rule -----------------------------------------------------------------------------------------------------
 
 
-def state_engine(
-    group: EngineGroup, model: ModelConfig, origin: int, mode: str, policy: str = "recompute", unit: int | None = None
-) -> FamilyEngine:
-    """Two layers of attention and a recurrent one, with states as vLLM keeps them in this mode. ``unit``: tokens of
-    which prefix hits are multiples, if not of blocks."""
-    block, cached = 16, mode == "align"
-    size = block if cached else MAX_LENGTH
-    config = VllmConfig(
-        model_config=model,
-        cache_config=CacheConfig(block_size=block, enable_prefix_caching=cached, num_gpu_blocks_override=200),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=512, max_model_len=MAX_LENGTH, is_encoder_decoder=False,
-            enable_chunked_prefill=True,
-        ),
-        parallel_config=ParallelConfig(distributed_executor_backend="mp"),
-        device_config=DeviceConfig(device="cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVFerryConnector", kv_connector_module_path="kvferry.connector.vllm.adapter",
-            kv_role="kv_both", kv_load_failure_policy=policy, kv_connector_extra_config=PATIENT | ROOM | IN_STEP,
-        ),
-    )  # fmt: skip
-    config.scheduler_config.async_scheduling = True
-    cache = config.cache_config
-    cache.mamba_cache_mode, cache.mamba_block_size, cache.kv_cache_layout = mode, size, "LBHNC"
-    cache.prefix_match_unit = unit
-    attention = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float32)
-    state = MambaSpec(
-        block_size=size, shapes=((attention.page_size_bytes // 4,),), dtypes=(torch.float32,), mamba_cache_mode=mode
-    )
-    specs: dict[str, Any] = {f"model.layers.{n}.self_attn.attn": attention for n in range(2)}
-    engine = FamilyEngine(config, specs | {"model.layers.2.mixer": state}, origin, {}, ahead=1)
-    group.engines.append(engine)
-    return engine
-
-
-def test_the_log_says_once_which_rule_sends_loads_beside_the_steps(
-    group: EngineGroup, tiny: ModelConfig, lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_says_once_which_rule_sends_loads_beside_the_steps(group: EngineGroup, lines: Lines) -> None:
     group.multi(0, KVFERRY)
     assert len(lines("all loads go beside the steps", "below MultiConnector a store may keep")) == 1
     group.engine(1, groups=("full", "window"), window=WINDOW, num_blocks=90)
     assert len(lines("all loads go beside the steps")) == 1
-    monkeypatch.setattr(from_vllm, "packing_name", lambda config, spec, layers: "")
-    state_engine(group, tiny, 0, "align")
-    assert len(lines("all loads go beside the steps", "the step works on a state")) == 1
