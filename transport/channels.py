@@ -272,6 +272,9 @@ class PulledChannel(Channel):
 
     pulls: ClassVar[Literal[True]] = True
 
+    def lend(self, fd: int) -> None:
+        """Let D open the file that P has open as ``fd``. Raises TransportError: D is gone."""
+
 
 DChannel = RecvChannel | PullChannel
 PChannel = SendChannel | PulledChannel

@@ -30,6 +30,14 @@ def host_id() -> str:
     return hashlib.blake2b(f"{boot} {namespace}".encode(), digest_size=8).hexdigest()
 
 
+def process_namespace() -> int:
+    """The same for all processes that have numbers for each other; 0 where the system does not report it."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def is_ours(address: str) -> bool:
     """Whether a numeric address belongs to this network namespace: a connection to it, or from it, stays in this
     kernel. An address that programs may bind although it is elsewhere (``ip_nonlocal_bind``) does not count."""

@@ -53,9 +53,10 @@ class PeerProcess:
         OSError: there is no such process.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, fd: int | None = None) -> None:
+        """``fd``: a descriptor that becomes readable with the end of the process; by default one is opened."""
         self.pid = pid
-        self.fd = os.pidfd_open(pid)
+        self.fd = os.pidfd_open(pid) if fd is None else fd
         self._lock = threading.Lock()  # without it ``ended`` beside ``close`` could ask a file that got the same number
 
     @property
@@ -86,9 +87,7 @@ class PeerProcess:
             ) from None
         if not held or self.ended:
             raise PeerUnreachableError(
-                f"process {self.pid} is not at the other end of the control connection: the prefill engine runs "
-                "in another process "
-                "namespace, or a proxy is between"
+                f"process {self.pid} is not at the other end of the control connection: a proxy is between"
             )
 
     def open_file(self, fd: int) -> int:

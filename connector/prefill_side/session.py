@@ -145,6 +145,8 @@ class Sessions:
                 session.channel.close()  # D could not use this data plane
                 session.channel = None
             session.channel, reply = plane.accept(attach.payload)
+            if session.channel.pulls and plane.same_host:
+                session.channel.lend(self._board.fd)
         except (TransportError, ProtocolError) as error:
             key, text = f"not attached {session.engine_id}", "kvferry: decode rank %s could not attach: %s"
             self._log.warning(key, text, session.engine_id[:8], error)

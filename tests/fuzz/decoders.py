@@ -60,6 +60,7 @@ from kvferry.transport.host import AllowedPeers
 from kvferry.transport.plane import MAX_PAYLOAD_BYTES, decode_payload
 from kvferry.transport.planes import cma, cuda_ipc, nixl, shm, tcp, ucx
 from kvferry.transport.planes import zmq as zmq_plane
+from kvferry.transport.planes.lent_files import NAME_PREFIX
 from kvferry.transport.planes.pull import MAX_FILE_BYTES, MemoryFileAddress, PullOffer
 from kvferry.transport.planes.socket_plane import SocketAttach
 from kvferry.transport.wake import Waker
@@ -141,14 +142,14 @@ def of_planes(honest: Honest) -> Iterator[Decoder]:
     secret = bytes(range(32))
     kinds: list[tuple[str, msgspec.Struct]] = [
         ("tcp offer", tcp.TcpOffer(5, secret)),
-        ("shm offer", shm.ShmOffer(shm.NAME_PREFIX + b"0" * 32, secret, 0)),
+        ("shm offer", shm.ShmOffer(NAME_PREFIX + b"0" * 32, secret, 0)),
         ("zmq attach", zmq_plane.ZmqAttach(1 << 20, 8)),
         ("zmq reply", zmq_plane.ZmqReply(5, secret)),
         ("socket attach", SocketAttach(b"k" * 16, 1 << 20)),
-        ("cma offer", PullOffer("host", 77)),
+        ("cma offer", PullOffer("host", 77, 4)),
         ("cma memory", cma.CmaMemory(4096, bytes(16), ((1, 2), (3, 4)))),
         ("memory file", MemoryFileAddress(7)),
-        ("cuda_ipc offer", cuda_ipc.IpcOffer("host", 77)),
+        ("cuda_ipc offer", cuda_ipc.IpcOffer("host", 77, 4, "", NAME_PREFIX + b"0" * 32, secret)),
         ("nixl offer", nixl.NixlOffer(5600, secret, "1.5.1", "rdma")),
         ("nixl reply", nixl.NixlReply("a", [secret] * 2, 1, nixl.NixlSlots(4096, 4096, 1, 8, None))),
         ("ucx offer", ucx.UcxOffer("host")),

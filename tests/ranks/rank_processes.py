@@ -27,9 +27,10 @@ class Seen:
 class RankProcesses:
     """Processes that stay while pairings come and go."""
 
-    def __init__(self, gpus: int = 0) -> None:
-        """``gpus``: how many GPUs the caches lie on; in host memory where there are none."""
-        self.gpus = gpus
+    def __init__(self, gpus: int = 0, remote: type[Remote] = Remote) -> None:
+        """``gpus``: how many GPUs the caches lie on; in host memory where there are none. ``remote``: what
+        kind of process each rank has."""
+        self.gpus, self._remote = gpus, remote
         self._hosts: list[Remote] = []
         self._count = itertools.count()
 
@@ -37,7 +38,7 @@ class RankProcesses:
         """One hand-over. ``inside``: a step of D computes with it. ``fault``: see ``rank_host.plant``. Raises
         RemoteError: ranks that did not start, or a process that ended or hangs; the processes are started anew."""
         if not self._hosts:
-            self._hosts = [Remote("tests.ranks.rank_host:Host") for _ in range(PROCESSES)]
+            self._hosts = [self._remote("tests.ranks.rank_host:Host") for _ in range(PROCESSES)]
             for host in self._hosts:
                 host.timeout = seconds + 30
                 host.answer()

@@ -13,6 +13,8 @@ from tests.ranks.matrix import GPU_PLANES
 from tests.ranks.pairing import Form, Model, Pairing
 from tests.ranks.rank_processes import RankProcesses
 from tests.ranks.sweep import drawn
+from tests.support.apart import need_namespaces
+from tests.support.remote import RemoteApart
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 SEED, COUNT = 21, 40
@@ -57,6 +59,20 @@ def test_one_gpu_for_both(plane: str) -> None:
     processes = RankProcesses(1)
     try:
         check(processes, replace(drawn(SEED, 1, GPU_PLANES)[0], plane=plane))
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "in-step"])
+def test_process_namespaces_of_their_own(inside: bool) -> None:
+    """As between containers that share the network namespace and see both GPUs. ``Pairing.plane`` lets D take no other
+    plane."""
+    need_namespaces()
+    processes = RankProcesses(GPUS, RemoteApart)
+    try:
+        check(
+            processes, Pairing(Model(heads=4), Form(), Form(tp=2), tokens=200, plane="cuda_ipc", seed=7), inside=inside
+        )
     finally:
         processes.close()
 

@@ -28,12 +28,14 @@ class Remote:
     timeout = 600.0
     """Seconds for each answer."""
 
+    program = PROGRAM
+
     def __init__(self, kind: str, **options: Any) -> None:
         """``options``: those of the object. Its making answers ``None``, as the first call."""
         self.connection, theirs = Pipe()
         with theirs:
             files = theirs.fileno(), 2
-            self.process = fork_server().start_with(files, "-c", PROGRAM, kind)
+            self.process = fork_server().start_with(files, "-c", self.program, kind)
         self.start("", **options)
 
     def start(self, method: str, *arguments: Any, **options: Any) -> None:
@@ -88,6 +90,12 @@ class Remote:
         """End it, whatever state it is in."""
         self.process.close()
         self.connection.close()
+
+
+class RemoteApart(Remote):
+    """In a process namespace of its own."""
+
+    program = "from tests.support.apart import leave; leave(); " + PROGRAM
 
 
 # --- the other end --------------------------------------------------------------------------------------------------

@@ -195,7 +195,12 @@ def changed(offer: bytes, changes: Mapping[str, object]) -> bytes:
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"host_id": "elsewhere"}, "another host"), ({"host_id": ""}, "another host"), ({"pid": 1 << 29}, "be found")],
+    [
+        ({"host_id": "elsewhere"}, "another host"),
+        ({"host_id": ""}, "another host"),
+        ({"pid": 1 << 29}, "be found"),
+        ({"pids": 1}, "in another process namespace"),
+    ],
 )
 def test_another_host_or_no_process_is_refused(
     child: Child, plane: CmaPlane, changes: dict[str, object], named: str

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, IpcMemory, IpcOffer
 from kvferry.transport.planes.pull import MAX_FILE_BYTES, MemoryFileAddress
+from tests.support.apart import need_namespaces
 from tests.support.fork_server import fork_server
 
 GPU = torch.device("cuda", 0)
@@ -201,6 +203,44 @@ def test_whom_it_does_not_concern_is_refused(
     with pytest.raises(PlaneUnavailableError, match=why):
         plane().connect(encoded(p.offer, **change), "127.0.0.1")
     assert not driver.mapped
+
+
+def test_a_p_of_another_process_namespace_lends_its_files(driver: Driver, plane: Make) -> None:
+    """P is process 1 of its own; the second file is as the board, which P lends when D has attached."""
+    need_namespaces()
+    script = """
+from tests.support.apart import leave
+leave()
+import os, sys, pytest
+from tests.transport.test_cuda_ipc import SIZE, Driver, context, memory_of
+from kvferry.transport.planes.cuda_ipc import CudaIpcPlane
+patch = pytest.MonkeyPatch()
+Driver().install(patch)
+plane = CudaIpcPlane(context(((3 * SIZE + 5, 100), (7 * SIZE, 10))))
+print(plane.offer().hex(), flush=True)
+channel, reply = plane.accept(bytes.fromhex(sys.stdin.readline()))
+file = os.memfd_create("board")
+os.write(file, b"content")
+channel.lend(file)
+print(reply.hex(), memory_of(os.getpid(), reply).secret.hex(), file, flush=True)
+sys.stdin.read()
+"""
+    with closing(plane()) as d, fork_server().start("-c", script, text=True) as process:
+        channel, payload = d.connect(bytes.fromhex(process.stdout.readline()), "127.0.0.1")
+        process.stdin.write(payload.hex() + "\n")
+        process.stdin.flush()
+        reply, secret, file = process.stdout.readline().split()
+        driver.secret = bytes.fromhex(secret)
+        assert not d.progress() or channel.error is None
+        d.finish(channel, bytes.fromhex(reply))
+        until(lambda: channel.ready, d)
+        assert channel.translate(7 * SIZE, 10) == 7 * SIZE + Driver.SHIFT
+        ours = channel.process.open_file(int(file))
+        assert os.pread(ours, 100, 0) == b"content" and not channel.process.ended
+        os.close(ours)
+        process.stdin.close()
+        until(lambda: channel.error is not None, d)
+        assert "died" in str(channel.error) and channel.process.ended
 
 
 def test_no_peer_access_is_told_before_anything_is_mapped(driver: Driver, plane: Make, p: P) -> None:

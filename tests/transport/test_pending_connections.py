@@ -13,7 +13,7 @@ import pytest
 from kvferry.transport import sockets
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes import shm, tcp
+from kvferry.transport.planes import lent_files, shm, tcp
 from kvferry.transport.planes.shm import ShmPlane
 from kvferry.transport.planes.tcp import TcpPlane
 from kvferry.transport.sockets import CHANNEL_BYTES, PendingConnections, Secrets
@@ -140,6 +140,6 @@ def test_shm_connects_to_no_socket_of_another_name_or_user(monkeypatch: pytest.M
         for name in NAMES:
             with pytest.raises(ProtocolError, match="shm offer"):
                 d.connect(msgspec.msgpack.encode({**msgspec.structs.asdict(offer), "name": name}), "127.0.0.1")
-        monkeypatch.setattr(shm, "same_user", lambda sock: False)
+        monkeypatch.setattr(lent_files, "same_user", lambda sock: False)
         with pytest.raises(PlaneUnavailableError, match="another user's"):
             d.connect(msgspec.msgpack.encode(offer), "127.0.0.1")

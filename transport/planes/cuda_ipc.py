@@ -2,7 +2,8 @@
 
 A process that has one of P's handles reads and writes all of the allocation. So the handles do not travel. They lie in
 P's file (``pull.py``), which the kernel opens only for a process that may look into P's memory (the same user; see
-ptrace(2), PTRACE_MODE_READ). The file also names the KV caches inside the allocations, and D reads nothing else there.
+ptrace(2), PTRACE_MODE_READ), or which P lends to a D of another process namespace (``lent_files.py``). The file also
+names the KV caches inside the allocations, and D reads nothing else there.
 
 Mapping takes milliseconds, and unmapping has to wait for the copies under way, so both happen on a thread of their own.
 """
@@ -20,13 +21,14 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from kvferry.transport import cuda
-from kvferry.transport.channels import Copy, PageRead
+from kvferry.transport import cuda, sockets
+from kvferry.transport.channels import Copy, PageRead, PulledChannel
 from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError, TransportError
-from kvferry.transport.host import host_id
+from kvferry.transport.host import host_id, process_namespace
 from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import pull
+from kvferry.transport.planes.lent_files import SOCKET_NAME_BYTES, BorrowedFiles, Lender
 from kvferry.transport.planes.pull import SECRET_BYTES, ProcessChannel, PullOffer, PullPlane, joined
 from kvferry.transport.wake import Waker
 
@@ -36,9 +38,12 @@ _MAX_ALLOCATIONS = 512
 
 
 class IpcOffer(PullOffer, frozen=True, forbid_unknown_fields=True):
-    """``why``: why P's memory cannot be mapped; empty where it can."""
+    """``why``: why P's memory cannot be mapped; empty where it can. ``name``, ``secret``: of the socket over which P
+    lends its files."""
 
     why: Annotated[str, Meta(max_length=512)] = ""
+    name: Annotated[bytes, Meta(max_length=SOCKET_NAME_BYTES)] = b""
+    secret: Annotated[bytes, Meta(max_length=sockets.SECRET_BYTES)] = b""
 
 
 class IpcAllocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -130,6 +135,7 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
         memory = context.memory
         self.device, self.synchronize = memory.device, memory.synchronize
         self._probe: torch.Tensor | None = None
+        self._lender = Lender()
         self.waker = Waker()
         self.thread = ThreadPoolExecutor(1, "kvferry-cuda-ipc")
         cuda.bind_context(self.device)
@@ -157,14 +163,23 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
         self.publish(IpcMemory(secret, cuda.device_uuid(self.device), probe, allocations, joined(ranges)))
 
     def offer(self) -> bytes:
-        return msgspec.msgpack.encode(IpcOffer(host_id(), os.getpid(), self.cannot_serve[:512]))
+        name, secret = (b"", b"") if self.cannot_serve else self._lender.offer()
+        why = self.cannot_serve[:512]
+        return msgspec.msgpack.encode(IpcOffer(host_id(), os.getpid(), process_namespace(), why, name, secret))
 
-    def check(self, offer: PullOffer) -> None:
+    def process_of(self, offer: PullOffer) -> tuple[PeerProcess, bytes]:
         assert isinstance(offer, IpcOffer)
         if offer.why:
             raise PlaneUnavailableError(f"the prefill engine's memory cannot be mapped: {offer.why}")
+        if offer.pids != process_namespace():
+            files = BorrowedFiles(self.name, offer.name, offer.secret)
+            return files, files.channel
         if offer.pid == os.getpid():
             raise PlaneUnavailableError("the prefill engine is this very process")
+        return super().process_of(offer)
+
+    def channel_to(self, payload: bytes) -> PulledChannel:
+        return self._lender.accept(payload) if payload else super().channel_to(payload)
 
     def join(self, process: PeerProcess) -> IpcChannel:
         return IpcChannel(self, process)
@@ -177,14 +192,14 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
         self.thread.submit(channel.map, memory)
 
     def pollables(self) -> list[tuple[int, int]]:
-        return [(self.waker.fd, select.POLLIN), *super().pollables()]
+        return [(fd, select.POLLIN) for fd in (self.waker.fd, self._lender.sockets.fd)] + super().pollables()
 
     @property
     def active(self) -> bool:
         return False
 
     def progress(self) -> bool:
-        changed = self.waker.drain()
+        changed = self.waker.drain() | self._lender.progress()
         return self.watch() or changed
 
     def arm(self) -> bool:
@@ -194,4 +209,5 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
         super().close()
         self.thread.shutdown()
         self.waker.close()
+        self._lender.close()
         self._probe = None

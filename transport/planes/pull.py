@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from kvferry.transport.channels import DChannel, PullChannel, PulledChannel
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.host import host_id
+from kvferry.transport.host import host_id, process_namespace
 from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane, decode_payload
 
@@ -39,8 +39,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class PullOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``pid``: P's number in the process namespace ``pids``."""
+
     host_id: Annotated[str, Meta(max_length=64)]
     pid: Annotated[int, Meta(ge=1, le=1 << 30)]
+    pids: Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class MemoryFileAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,27 +123,37 @@ class PullPlane(Plane, Generic[C, M]):
         PlaneUnavailableError: D cannot read it."""
 
     def offer(self) -> bytes:
-        return msgspec.msgpack.encode(PullOffer(host_id(), os.getpid()))
+        return msgspec.msgpack.encode(PullOffer(host_id(), os.getpid(), process_namespace()))
 
     def connect(self, offer: bytes, host: str) -> tuple[C, bytes]:
         theirs = decode_payload(offer, self.offers, f"{self.name} offer")
         if not theirs.host_id or theirs.host_id != host_id():
             raise self.elsewhere("the prefill engine is on another host or in another network namespace")
-        self.check(theirs)
+        process, payload = self.process_of(theirs)
+        channel = self.join(process)
+        self._channels.append(channel)
+        return channel, payload
+
+    def process_of(self, offer: PullOffer) -> tuple[PeerProcess, bytes]:
+        """D: the P of this offer, on this host, and the payload for its ``accept``. Raises PlaneUnavailableError: D
+        cannot read it."""
+        if offer.pids != process_namespace():
+            raise self.elsewhere("the prefill engine runs in another process namespace")
         try:
-            channel = self.join(PeerProcess(theirs.pid))
+            return PeerProcess(offer.pid), b""
         except OSError as error:
             raise self.elsewhere(f"the prefill engine's process cannot be found: {error.strerror}") from None
-        self._channels.append(channel)
-        return channel, b""
-
-    def check(self, offer: PullOffer) -> None:
-        """D: raises PlaneUnavailableError where D cannot read the P of this offer on this host."""
 
     def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
         if self._file < 0:
             raise TransportError(f"{self.name}: {self.cannot_serve}")
-        return PulledChannel(), msgspec.msgpack.encode(MemoryFileAddress(self._file))
+        channel = self.channel_to(payload)
+        channel.lend(self._file)
+        return channel, msgspec.msgpack.encode(MemoryFileAddress(self._file))
+
+    def channel_to(self, payload: bytes) -> PulledChannel:
+        """P: the channel to the D of this payload. Raises TransportError: no channel to that D is possible."""
+        return PulledChannel()
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
         found = next(each for each in self._channels if each is channel)

@@ -14,12 +14,10 @@ Bytes on the socket, little endian: D sends ``secret`` and ``channel``; P answer
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import mmap
 import os
-import secrets
 import socket
 import struct
 import weakref
@@ -36,6 +34,7 @@ from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
+from kvferry.transport.planes.lent_files import SOCKET_NAME_BYTES, connect_unix, listen_unix, receive_fds, same_user
 from kvferry.transport.planes.push import PushReceiver, WindowedSender
 from kvferry.transport.planes.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.sockets import SECRET_BYTES
@@ -47,10 +46,7 @@ D's processor with slots of 1 / 2 / 4 / 8 MiB, though small slots stay in a core
 MAX_SLOTS = 8
 """Slots of one channel; more slots would only use more of the cache."""
 
-NAME_PREFIX, _NAME_BYTES = b"\0kvferry-", 16
-"""The name of P's socket: this prefix, which is abstract, and the hexadecimal digits of so many random bytes."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_DIGITS = frozenset(b"0123456789abcdef")
 GEOMETRY = struct.Struct("<QI")
 """Slot bytes, number of slots."""
 FILLED = struct.Struct("<QII")
@@ -60,11 +56,9 @@ FREED = struct.Struct("<I")
 
 
 class ShmOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``name``: of P's socket. It must have the form that P gives it, so that no path of a file is connected."""
+    """``name``: of P's socket."""
 
-    name: Annotated[
-        bytes, Meta(min_length=len(NAME_PREFIX) + 2 * _NAME_BYTES, max_length=len(NAME_PREFIX) + 2 * _NAME_BYTES)
-    ]
+    name: Annotated[bytes, Meta(min_length=SOCKET_NAME_BYTES, max_length=SOCKET_NAME_BYTES)]
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
     uid: Annotated[int, Meta(ge=0, lt=1 << 32)]
 
@@ -240,7 +234,7 @@ class ShmRecvChannel(PushReceiver):
 
     def _take_arena(self) -> bool:
         try:
-            data, fds, flags = _recv_fd(self.sock)
+            data, fds, flags = receive_fds(self.sock)
         except BlockingIOError:
             return False
         except OSError:
@@ -317,35 +311,19 @@ class ShmPlane(SocketPlane):
 
     def offer(self) -> bytes:
         if not self._name:
-            name = NAME_PREFIX + secrets.token_hex(_NAME_BYTES).encode()
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-            listener.bind(name)
+            listener, self._name = listen_unix()
             self.listen(listener, welcome=same_user)
-            self._name = name
         return msgspec.msgpack.encode(ShmOffer(self._name, self.secrets.new(), os.getuid()))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, ShmOffer, "shm offer")
-        if not theirs.name.startswith(NAME_PREFIX) or not _DIGITS.issuperset(theirs.name[len(NAME_PREFIX) :]):
-            raise ProtocolError(f"shm offer: {theirs.name!r} is no name of a KVFerry socket")
         if theirs.uid != os.getuid():
             raise PlaneUnavailableError(f"shm: the prefill rank runs as uid {theirs.uid}, we run as {os.getuid()}")
-        try:
-            sock, attach = self.connect_unix(socket.SOCK_SEQPACKET, theirs.name, theirs.secret)
-        except OSError as error:
-            reason = "it is on another host or in another network namespace, or gone"
-            if isinstance(error, BlockingIOError):
-                reason = "too many consumers are connecting to it right now"
-            raise PlaneUnavailableError(
-                f"shm: the prefill rank cannot be reached ({error.strerror}): {reason}"
-            ) from None
-        if not same_user(sock):
-            sock.close()
-            raise PlaneUnavailableError("shm: the prefill rank's socket is another user's")
+        sock, channel_id = connect_unix(self.name, theirs.name, theirs.secret)
         channel = ShmRecvChannel(self, sock)
         self.channels[channel] = None
         self.sockets.watch(sock, channel.on_readable)
-        return channel, msgspec.msgpack.encode(attach)
+        return channel, msgspec.msgpack.encode(SocketAttach(channel_id, self.slot_bytes))
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, SocketAttach, "shm attach")
@@ -374,17 +352,3 @@ class ShmPlane(SocketPlane):
         self.channels[channel] = None
         self.sockets.watch(sock, channel.on_readable)
         return channel, b""
-
-
-def same_user(sock: socket.socket) -> bool:
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.getuid())
-
-
-def _recv_fd(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    fds = array.array("i")
-    data, ancillary, flags, _ = sock.recvmsg(256, socket.CMSG_LEN(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, list(fds), flags

@@ -169,21 +169,8 @@ class SocketPlane(PushPlane):
             raise PlaneUnavailableError(f"{self.name}: {host} cannot be reached: {error.strerror}") from None
         return sock
 
-    def connect_unix(self, kind: int, address: bytes, secret: bytes) -> tuple[socket.socket, SocketAttach]:
-        """D: a Unix socket of type ``kind`` that is connected to ``address`` and has sent its hello, and the payload of
-        its channel. A Unix socket connects without a wait, so D's hello arrives before D's payload. Raises OSError: P
-        is not there, or its queue of new connections is full (``BlockingIOError``)."""
-        sock, attach = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK), self.new_attach()
-        try:
-            sock.connect(address)
-            sock.send(secret + attach.channel, socket.MSG_NOSIGNAL)
-        except OSError:
-            sock.close()
-            raise
-        return sock, attach
-
     def take_connection(self, channel: bytes) -> socket.socket:
-        """P: the connection of a channel whose hello arrives before its payload, see ``connect_unix``. Raises
+        """P: the connection of a channel whose hello arrives before its payload, see ``lent_files``. Raises
         TransportError: there is none."""
         self.progress()
         sock = None if self.pending is None else self.pending.take(channel)
