@@ -193,6 +193,7 @@ def test_it_is_unmapped_once_the_copies_have_ended(driver: Driver, plane: Make, 
         ({"host_id": "another"}, "another host or in another network namespace"),
         ({"host_id": ""}, "another host"),
         ({"pid": os.getpid()}, "this very process"),
+        ({"pid": os.getpid(), "pids": 1}, "CUDA compares numbers"),
         ({"pid": 1 << 29}, "cannot be found"),
         ({"why": "no handles"}, "cannot be mapped: no handles"),
     ],
@@ -206,7 +207,7 @@ def test_whom_it_does_not_concern_is_refused(
 
 
 def test_a_p_of_another_process_namespace_lends_its_files(driver: Driver, plane: Make) -> None:
-    """P is process 1 of its own; the second file is as the board, which P lends when D has attached."""
+    """The second file is as the board, which P lends when D has attached."""
     need_namespaces()
     script = """
 from tests.support.apart import leave

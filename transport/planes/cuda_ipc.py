@@ -171,12 +171,14 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
         assert isinstance(offer, IpcOffer)
         if offer.why:
             raise PlaneUnavailableError(f"the prefill engine's memory cannot be mapped: {offer.why}")
-        if offer.pids != process_namespace():
-            files = BorrowedFiles(self.name, offer.name, offer.secret)
-            return files, files.channel
+        apart = offer.pids != process_namespace()
         if offer.pid == os.getpid():
-            raise PlaneUnavailableError("the prefill engine is this very process")
-        return super().process_of(offer)
+            text = f"the prefill engine is process {offer.pid}, as we are in our namespace, and CUDA compares numbers"
+            raise PlaneUnavailableError(text if apart else "the prefill engine is this very process")
+        if not apart:
+            return super().process_of(offer)
+        files = BorrowedFiles(self.name, offer.name, offer.secret)
+        return files, files.channel
 
     def channel_to(self, payload: bytes) -> PulledChannel:
         return self._lender.accept(payload) if payload else super().channel_to(payload)

@@ -85,6 +85,16 @@ def load_ucxx() -> tuple[Any, Any]:
     return libucxx, Array
 
 
+def ucx_context(host: str, *, here: bool) -> Any:
+    """UCX's context for workers that peers reach at the local address ``host``. ``here``: these peers are on this host.
+    It opens no port, and the first one of a process with a GPU takes 0.75 s. Raises PlaneUnavailableError: UCXX or UCX
+    cannot be had, or ``host`` is on no network device."""
+    library, _ = load_ucxx()
+    settings, feature = settings_for(host, os.environ, here=here), library.Feature
+    with failing_as(PlaneUnavailableError, f"ucx: UCX does not start on {host}"):
+        return library.UCXContext(settings, (feature.TAG, feature.WAKEUP))
+
+
 def _not_installed(package: str | None) -> PlaneUnavailableError:
     return PlaneUnavailableError(f"ucx: {package} is not installed; pip install 'kvferry[ucx]'")
 
@@ -149,16 +159,14 @@ class UcxWorker:
     There is one link per peer process, and it stays until that process is gone: UCX over TCP leaves a connection
     behind for each endpoint that is closed between two living workers.
 
-    From its construction on UCX listens, see ``ucx_settings.settings_for``. Raises PlaneUnavailableError: UCXX or UCX
-    cannot be had."""
+    From its construction on UCX listens, see ``ucx_settings.settings_for``. Raises PlaneUnavailableError: UCX does not
+    start."""
 
-    def __init__(self, host: str, *, here: bool) -> None:
+    def __init__(self, context: Any, host: str) -> None:
         self._host = host
         self._library, _ = load_ucxx()
-        settings, feature = settings_for(host, os.environ, here=here), self._library.Feature
         with failing_as(PlaneUnavailableError, f"ucx: UCX does not start on {host}"):
-            self._context = self._library.UCXContext(settings, (feature.TAG, feature.WAKEUP))
-            self.native = self._library.UCXWorker(self._context)
+            self.native = self._library.UCXWorker(context)
             self.native.init_blocking_progress_mode()
         self.fd: int = self.native.epoll_file_descriptor
         self.address = bytes(self.native.address)
@@ -212,7 +220,7 @@ class UcxWorker:
             if all(request.completed for request in closing):
                 break
         self._links.clear()
-        del self.native, self._context
+        del self.native
 
 
 # --- the plane ------------------------------------------------------------------------------------------------------
@@ -346,7 +354,7 @@ class UcxPlane(PushPlane):
         self.window, self.receives = windows(_GPU_WINDOWS if self.on_gpu else _WINDOWS, staging_bytes, slot_bytes)
         self.moved_at = 0.0
         _, self.make_array = load_ucxx()
-        settings_for(context.host, os.environ, here=False)  # a wrong address is reported here
+        self._contexts = {here: ucx_context(context.host, here=here) for here in (False, True)}
         self._host = context.host
         self._workers: dict[bool, UcxWorker] = {}
         self.send_pool, self.recv_pool = (SlotPool(slot_bytes, staging_bytes, device) for _ in range(2))
@@ -410,7 +418,7 @@ class UcxPlane(PushPlane):
 
     def _worker(self, *, here: bool) -> UcxWorker:
         if here not in self._workers:
-            self._workers[here] = UcxWorker(self._host, here=here)
+            self._workers[here] = UcxWorker(self._contexts[here], self._host)
         return self._workers[here]
 
     def pollables(self) -> list[tuple[int, int]]:
@@ -465,6 +473,7 @@ class UcxPlane(PushPlane):
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+        self._contexts.clear()
         self._pending.clear()
         self.transfers.clear()  # these too keep the worker alive, and with that its connections
         self._farewells.clear()
