@@ -129,6 +129,12 @@ def check_options(vllm_config: VllmConfig) -> None:
             f"enable_sleep_mode: vLLM {vllm.__version__} does not tell connectors when it unmaps the KV cache; peers "
             "would read pages that are gone; leave out --enable-sleep-mode, or run vLLM 0.33"
         )
+    options = getattr(vllm_config, "aux_output_config", vllm_config.model_config)  # of the model in 0.26
+    if getattr(options, "enable_return_routed_experts", False):
+        raise ConfigError(
+            "enable_return_routed_experts: D has no experts of the tokens that it loads; "
+            "leave out --enable-return-routed-experts"
+        )
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False) and "fp8" in str(cache.cache_dtype):  # gone in 0.32
         raise ConfigError(

@@ -88,6 +88,15 @@ def test_the_default_failure_policy_is_warned_of(group: EngineGroup, lines: Line
     assert len(lines("kv_load_failure_policy", "recompute")) == 1
 
 
+def test_returned_experts_are_refused(monkeypatch: pytest.MonkeyPatch, group: EngineGroup) -> None:
+    """With them vLLM 0.32 ends at the first prompt that D has loaded, and 0.33 has D load nothing."""
+    config = group.engine(1).config
+    options = getattr(config, "aux_output_config", config.model_config)
+    monkeypatch.setattr(options, "enable_return_routed_experts", True)
+    with pytest.raises(ConfigError, match=r"no experts of the tokens that it loads; leave out --enable-return"):
+        compat.check_options(config)
+
+
 def test_026_with_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch, group: EngineGroup) -> None:
     engine = group.engine(1)
     engine.kv_config.kv_cache_groups *= 2
