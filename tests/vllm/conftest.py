@@ -5,47 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from kvferry.connector.step_loads import step_hold
 from kvferry.transport.bootstrap import BootstrapServer
-from tests.vllm.releases import RELEASE
+from tests.vllm.releases import why_not
 from tests.vllm.stepped import RUNNERS, EngineGroup, Lines, Pair, as_release_of, tiny_model
-
-MODULES_026 = {
-    "test_copies_behind": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
-    "test_digest_vllm": "the configuration of 0.32's models",
-    "test_families_vllm": "the caches of 0.32's models",
-    "test_kv_postprocess_vllm": "0.26's functions take another layout",
-    "test_prefix_histories": "0.26's statistics have another form",
-    "test_walk": "preempts as 0.32 does, which drops the outputs in flight",
-    "test_step_loads": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
-    "test_prometheus": "0.26's statistics have another form",
-}
-"""What does not fit 0.26, by module."""
-TESTS_026 = {
-    "test_026_with_a_window_is_refused": "needs a release that takes it",
-    "test_026_with_several_groups_is_refused": "needs a release that takes it",
-    "test_preempted_on_p": "preempts as 0.32 does",
-    "test_figures_pass_through_multiconnector": "MultiConnector of 0.32",
-    "test_figures_reach_vllms_log_line_and_prometheus": "0.26's statistics have another form",
-    "test_of_an_edited_history_only_what_is_common": "0.26's statistics have another form",
-    "test_a_source_that_answers_late": "0.26's statistics have another form",
-    "test_what_cannot_be_read_is_refused": "0.26 refuses some of these engines itself",
-}
-"""What does not fit 0.26, by test."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with its reason, what was written for later releases than the vLLM that is imported."""
-    if RELEASE >= (0, 32):
-        return
+    """Skip, with its reason, what the vLLM that is imported cannot run."""
     for item in items:
-        name = getattr(item, "originalname", item.name)
-        why = MODULES_026.get(item.path.stem) or TESTS_026.get(name)
-        if why is not None:
-            item.add_marker(pytest.mark.skip(reason=f"not for vLLM 0.26: {why}"))
+        if why := why_not(item.path.stem, getattr(item, "originalname", ""), item.name):
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_looked_at_here() -> Iterator[None]:
+    """vLLM starts a process to look at a model's class, lest this one touches a GPU: 8 s of a core for each model."""
+    with mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look()):
+        yield
 
 
 @pytest.fixture(autouse=True)

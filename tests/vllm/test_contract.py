@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import multiprocessing
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from kvferry.connector.wire.step_plan import Load, PeerEngine, pack_ids
 from kvferry.transport.errors import ConfigError
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import prompt
-from tests.vllm.releases import RELEASE
+from tests.vllm.releases import COMPILED, NOT_026, RELEASE
 from tests.vllm.stepped import KVFERRY, Engine, EngineGroup, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
@@ -85,6 +86,15 @@ def test_what_differs_between_releases_is_known() -> None:
     is_032, is_033 = RELEASE >= (0, 32), RELEASE >= (0, 33)
     assert compat.HAS_TRANSFER_RESULTS is compat.DROPS_STALE_OUTPUT is is_032
     assert compat.TELLS_OF_SLEEP is is_033
+
+
+def test_what_is_left_out_with_a_release_exists_and_is_told() -> None:
+    """A name that no test has leaves nothing out."""
+    tests = {path.stem: path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py")}
+    known = {*tests, *re.findall(r"^def (test_\w+)", "".join(tests.values()), re.MULTILINE)}
+    assert known >= {name.partition("[")[0] for name in (*NOT_026, *COMPILED)}
+    page = (Path(__file__).parents[2] / "docs" / "releases.md").read_text()
+    assert not [name for name in COMPILED if f"::{name}`" not in page]
 
 
 def moves(p: Engine, d: Engine) -> None:

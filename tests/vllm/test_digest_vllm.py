@@ -167,7 +167,6 @@ def test_scales_that_every_engine_makes_up_are_refused_by_name(folder: Path) -> 
 # --- vLLM's own cache write ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"), reason="needs vLLM's compiled kernels")
 @pytest.mark.parametrize(("name", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_a_number_becomes_what_the_cache_write_of_vllm_makes_of_it(name: str, dtype: torch.dtype, scale: float) -> None:

@@ -21,9 +21,6 @@ from vllm.platforms import current_platform  # noqa: E402
 
 if not current_platform.is_cpu():
     pytest.skip("packing inside blocks is vLLM's CPU attention's", allow_module_level=True)
-current_platform.import_kernels()
-if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
-    pytest.skip("vLLM's compiled kernels for the CPU are not installed, only its Python files", allow_module_level=True)
 
 from vllm._custom_ops import cpu_attn_reshape_and_cache  # noqa: E402
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa  # noqa: E402

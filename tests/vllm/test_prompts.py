@@ -21,10 +21,9 @@ from kvferry.transport.wake import RateLimitedLog
 from tests.support.inside import leases_of, scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase
-from tests.vllm.releases import RELEASE
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, hand_over, loaded, run, settle
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(RELEASE < (0, 32), reason="0.26's statistics have another form")]
+pytestmark = pytest.mark.vllm
 IDS = prompt(6 * BLOCK + 1)
 """All but the last token lie in whole blocks, which the prefix cache of D can have."""
 
