@@ -100,7 +100,9 @@ def result_of(rows: list[Row]) -> Row:
 def show(result: Row) -> None:
     """Print the table, then ratios and figures with their targets."""
     rows = sorted(result["rows"], key=lambda r: (r["order"], r["sequences"], r["tokens"], r["connector"]))
-    print(pages.table(rows, {"connector": "{connector}", "samples": "{samples}", **pages.ONE_GPU}))
+    print(
+        pages.table(rows, {"connector": "{connector}", "samples": "{samples}", **pages.OF["gpu-busy-one-gpu"].columns})
+    )
     for name, value in (result["ratios"] | result["figures"]).items():
         limit = TARGETS.get(name)
         verdict = "" if limit is None else f"<= {limit:g}  {'reached' if value <= limit else 'NOT REACHED'}"

@@ -185,8 +185,8 @@ def figures_of(rows: list[Row], replays: list[Row]) -> dict[str, float]:
 
 
 def show(result: Row) -> None:
-    print(pages.table(result["rows"], pages.PREFIX_TURNS))
-    print(pages.table(result["replays"], pages.PREFIX_REPLAYS))
+    print(pages.table(result["rows"], pages.OF["prefix-reads"].columns))
+    print(pages.table(result["replays"], pages.OF["prefix-replays"].columns))
     for name in ("figures", "ways", "prefix_reads"):
         print(name, json.dumps(result[name]))
 

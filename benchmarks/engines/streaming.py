@@ -212,8 +212,8 @@ def main() -> int:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(pages.table(result["rows"], pages.STREAMED))
-    print(pages.table(result["targets"], pages.TARGETS))
+    print(pages.table(pages.streamed(result["rows"]), pages.OF["gpu-streaming"].columns))
+    print(pages.table(result["targets"], pages.OF["streaming-targets"].columns))
 
 
 if __name__ == "__main__":
