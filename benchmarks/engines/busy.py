@@ -108,16 +108,13 @@ def warm_up(pair: BusyPair, cells: list[Cell], args: Namespace) -> None:
     pair.connect(Pace(1, args.period))
     for order in args.orders:
         pair.collect(order)
-        shares = pair.look(order, sorted(args.tokens)[len(args.tokens) // 2 - 1])
-        said = ", ".join(f"{share:.1%}" for share in shares)
-        print(f"{order}, {pair.connector}: bytes equal; blocks in sequence on P, D: {said}", flush=True)
+        pair.look(order, sorted(args.tokens)[len(args.tokens) // 2 - 1])
+        print(f"{order}, {pair.connector}: bytes equal; {pair.in_sequence[order]:.1%} of D's blocks in sequence")
     for cell in dict.fromkeys(Cell(cells[0].order, cell.sequences) for cell in cells):
         pair.turn(cell, Pace(1, args.period), keep=False)
 
 
 def result_of(pairs: list[BusyPair], args: Namespace, rounds: int) -> dict[str, Any]:
-    for pair in pairs:
-        pair.add_logged()
     rows = [row for pair in pairs for row in busy_figures.rows_of(pair)]
     return busy_figures.result_of(rows) | {
         "device": args.device, "gpus_of_p_and_d": list(args.gpus), "policy": args.policy, "kv_config": args.kv_config,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
 from itertools import product
 from typing import Any
 
 from benchmarks.engines.busy_turns import BusyPair, Sample
 from benchmarks.engines.engine_pair import OURS, THEIRS, Marks
-from benchmarks.harness import pages
+from benchmarks.harness import pages, report
 
 BUSY = 32
 """Decoding sequences of the busy D that figures are of."""
@@ -22,13 +21,6 @@ TARGETS = {f"{load}_ttft_vs_nixl_{size}": 1.0 for load in LOADS for size in SIZE
 Row = dict[str, Any]
 
 
-def percentile(values: Sequence[float], percent: int) -> float | None:
-    """None of less than two values."""
-    if len(values) < 2:
-        return None
-    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1], 3)
-
-
 def copy_ms(marks: Marks) -> float | None:
     """From the first copy's begin to the last one's end: on the GPU where that is known, else for the host."""
     begin, end = marks["on_gpu"] if "on_gpu" in marks else (marks.get("begun"), marks.get("ended"))
@@ -38,39 +30,24 @@ def copy_ms(marks: Marks) -> float | None:
 def rows_of(pair: BusyPair) -> list[Row]:
     """One row for each cell and prompt length."""
     cells = dict.fromkeys((sample.cell, sample.tokens) for sample in pair.measured)
-    return [
-        row_of(pair.connector, [s for s in pair.measured if (s.cell, s.tokens) == key], pair.quiet.get(key[0], []))
-        for key in cells
-    ]
+    return [row_of(pair, [s for s in pair.measured if (s.cell, s.tokens) == key]) for key in cells]
 
 
-def row_of(connector: str, samples: list[Sample], quiet: list[float]) -> Row:
-    def p50(value: Callable[[Sample], float | None]) -> float | None:
-        found = [number for sample in samples if (number := value(sample)) is not None]
-        return round(statistics.median(found), 3) if found else None
-
-    ways = [sample.loaded["way"] for sample in samples]
-    gaps, local = ([gap for s in samples for gap in getattr(s, name)] for name in ("gaps", "local_gaps"))
-    tables = [s.loaded["in_sequence"] for s in samples if "in_sequence" in s.loaded]
+def row_of(pair: BusyPair, samples: list[Sample]) -> Row:
+    cell = samples[0].cell
+    gaps, local_gaps = ([gap for s in samples for gap in getattr(s, name)] for name in ("gaps", "local_gaps"))
+    quiet = pair.quiet.get(cell, [])
+    loaded, local = ([round(sample.ttft(which), 3) for sample in samples] for which in ("loaded", "local"))
+    copies = [ms for sample in samples if (ms := copy_ms(sample.loaded)) is not None]
     return {
-        "connector": connector, "order": samples[0].cell.order, "sequences": samples[0].cell.sequences,
-        "tokens": samples[0].tokens, "samples": len(samples),
-        "ttft_ms": p50(lambda s: s.ttft("loaded")), "local_ttft_ms": p50(lambda s: s.ttft("local")),
-        "copy_ms": p50(lambda s: copy_ms(s.loaded)), "logged_ms": p50(lambda s: s.loaded.get("logged_ms")),
-        "ways": {way: ways.count(way) for way in sorted(set(ways))},
-        "planes": sorted({s.loaded["plane"] for s in samples if "plane" in s.loaded}),
-        "in_sequence": round(statistics.median(tables), 3) if tables else None,
-        "gap_p50_ms": percentile(gaps, 50), "gap_p99_ms": percentile(gaps, 99), "gap_max_ms": most(gaps),
-        "local_gap_p99_ms": percentile(local, 99), "local_gap_max_ms": most(local),
-        "quiet_p50_ms": percentile(quiet, 50), "quiet_p99_ms": percentile(quiet, 99), "quiet_max_ms": most(quiet),
-        "gaps": len(gaps), "quiet_gaps": len(quiet),
-        "all_ttft_ms": [round(sample.ttft("loaded"), 2) for sample in samples],
-        "all_local_ttft_ms": [round(sample.ttft("local"), 2) for sample in samples],
+        "connector": pair.connector, "order": cell.order, "sequences": cell.sequences, "tokens": samples[0].tokens,
+        "samples": len(samples), "ttft_ms": report.percentile(loaded, 50),
+        "local_ttft_ms": report.percentile(local, 50), "copy_ms": report.percentile(copies, 50),
+        "ways": dict(sorted(Counter(sample.loaded["way"] for sample in samples).items())),
+        "in_sequence": pair.in_sequence[cell.order], "gaps": len(gaps), "quiet_gaps": len(quiet),
+        **report.spread("gap", gaps), **report.spread("local_gap", local_gaps), **report.spread("quiet", quiet),
+        "all_ttft_ms": loaded, "all_local_ttft_ms": local,
     }  # fmt: skip
-
-
-def most(values: Sequence[float]) -> float | None:
-    return round(max(values), 3) if values else None
 
 
 def summed_up(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:

@@ -33,7 +33,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from tests.support.fragment import in_sequence
 from tests.support.kv_bytes import KVBytes
 
 NOTES = "KVFERRY_BUSY_NOTES"
@@ -66,10 +65,6 @@ class Notes:
         """Append what was noted since the last call."""
         requests, self.requests = self.requests, {}
         steps, self.steps = self.steps, []
-        for marks in requests.values():
-            blocks = marks.pop("blocks", None)
-            if blocks is not None:
-                marks["in_sequence"] = in_sequence(blocks)
         with path.open("a") as file:
             file.write(json.dumps({"requests": requests, "steps": steps}) + "\n")
 
@@ -90,23 +85,14 @@ class _Probed:
         super().__init__(*args, **kwargs)
         self.busy_notes = Notes()
         self.busy_path = Path(os.environ[NOTES])
-        self.busy_open: set[str] = set()  # ids of followed requests that no step has computed yet
         watch_arrivals(self.busy_notes)
         if self.connector is not None:  # type: ignore[attr-defined]
             watch_connector(self.connector, self.busy_notes)  # type: ignore[attr-defined]
 
-    def add_request(self, request: Any) -> None:
-        if name_of(request.request_id):
-            self.busy_open.add(request.request_id)
-        super().add_request(request)  # type: ignore[misc]
-
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        for request_id in list(self.busy_open):
-            if request_id in output.num_scheduled_tokens:
-                self.busy_open.discard(request_id)
-                computed = output.num_scheduled_tokens[request_id]
-                self.busy_notes.mark(request_id, computed=computed)
+        for new in output.scheduled_new_reqs:
+            self.busy_notes.mark(new.req_id, computed=output.num_scheduled_tokens[new.req_id])
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,19 +159,6 @@ def watch_connector(connector: Any, notes: Notes) -> None:
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     connector.update_state_after_alloc = update_state_after_alloc
-    for name, is_table in (("request_finished", True), ("request_finished_all_groups", False)):
-        if hasattr(connector, name):
-            setattr(connector, name, noting_blocks(getattr(connector, name), notes, is_table))
-
-
-def noting_blocks(original: Callable[..., Any], notes: Notes, is_table: bool) -> Callable[..., Any]:
-    """Keep the block table that a request ends with. It is looked at when the notes are written."""
-
-    def request_finished(request: Any, block_ids: Any) -> Any:
-        notes.mark(request.request_id, blocks=block_ids if is_table else block_ids[0])
-        return original(request, block_ids)
-
-    return request_finished
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

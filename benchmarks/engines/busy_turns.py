@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from benchmarks.engines.engine_pair import (
@@ -22,8 +21,6 @@ from tests.support.fragment import in_sequence
 from tests.support.kv_bytes import compare
 from tests.support.pd_client import METRICS, stream
 from tests.support.server import EngineError, Server, metric_sum
-
-DONE = re.compile(r"hand-over of \S*?(fg-\d+)\S* done: \d+ tokens, \d+ bytes in ([\d.]+) ms over (\S+) from")
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,8 @@ class Sample:
 class BusyPair:
     """The engines of one connector, and what was measured on them.
 
-    ``prompts``: by length, held by P. ``longest``: tokens of a sequence. ``repeated``: turns that were measured again,
-    each with the reason.
+    ``prompts``: by length, held by P. ``longest``: tokens of a sequence. ``in_sequence``: by order, the share of the
+    blocks of D's tables that follow one another. ``repeated``: turns that were measured again, each with the reason.
     """
 
     connector: str
@@ -77,6 +74,7 @@ class BusyPair:
     measured: list[Sample] = field(default_factory=list)
     quiet: dict[Cell, list[float]] = field(default_factory=dict)
     failed_before: list[float] = field(default_factory=list)
+    in_sequence: dict[str, float] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
 
     @property
@@ -109,8 +107,8 @@ class BusyPair:
                     raise
         self.failed_before = self.failures()
 
-    def look(self, order: str, tokens: int) -> tuple[float, float]:
-        """Hand one prompt over and compare all its bytes; the shares of blocks in sequence in P's and in D's table."""
+    def look(self, order: str, tokens: int) -> None:
+        """Hand one prompt over and compare all its bytes."""
         for engine in self.engines:
             engine.rpc("kv_watch")
         request = body(self.words(tokens))
@@ -121,7 +119,7 @@ class BusyPair:
         differ = compare(of_d, of_p)
         if differ is not None:
             raise EngineError(f"{self.connector}, {order}: {differ}")
-        return in_sequence(of_p[-1]["blocks"][0]), in_sequence(of_d[-1]["blocks"][0])
+        self.in_sequence[order] = round(in_sequence(of_d[-1]["blocks"][0]), 3)
 
     def failures(self) -> list[float]:
         return [metric_sum(engine.metrics(), METRICS[self.connector].failed) or 0.0 for engine in self.engines]
@@ -193,13 +191,6 @@ class BusyPair:
         right = loaded.get("external", 0) >= tokens - 1 and not local.get("external")
         if not right or any("token" not in marks or marks.get("computed") != 1 for marks in pair):
             raise EngineError(f"{self.connector}: {tokens} tokens were to be loaded and found, but {pair}")
-
-    def add_logged(self) -> None:
-        """Add to the samples what KVFerry wrote to D's log of each hand-over: its milliseconds and its data plane."""
-        found = {name: (float(ms), plane) for name, ms, plane in DONE.findall(self.decode.server.log_text())}
-        for sample in self.measured:
-            if (said := found.get(sample.loaded["name"])) is not None:
-                sample.loaded["logged_ms"], sample.loaded["plane"] = said
 
 
 def sample_of(cell: Cell, tokens: int, pair: tuple[Marks, Marks], steps: Steps, period: float) -> Sample:

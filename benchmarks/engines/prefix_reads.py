@@ -38,7 +38,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
-from benchmarks.engines.busy_figures import most, percentile
 from benchmarks.engines.engine_pair import CPU, LLAMA_8B, OURS, Setup, Words, gpus_of, graph_sizes, servers, start
 from benchmarks.engines.prefix_pair import ALTERNATE, P_AND_D, WAYS, PrefixPair, Turn
 from benchmarks.harness import pages, report
@@ -112,7 +111,7 @@ def result_of(pair: PrefixPair, args: Namespace) -> Row:
     ends = {each.server.name: ends_of(each.server.metrics()) for each in (pair.source, pair.reader)}
     return {
         "device": args.device, "policy": "recompute", "kv_config": args.kv_config,
-        "period_s": args.period, "new_tokens": pair.new, "figures": figures_of(rows, replays), "rows": rows,
+        "period_s": args.period, "new_tokens": pair.new, "figures": figures_of(rows), "rows": rows,
         "replays": replays, "ways": pair.ways, "prefix_reads": ends, "measured_again": pair.repeated,
     }  # fmt: skip
 
@@ -134,17 +133,12 @@ def row_of(pair: PrefixPair, sequences: int, tokens: int) -> Row:
     row: Row = {"sequences": sequences, "tokens": tokens, "samples": len(samples)}
     for way in WAYS:
         times = [sample.ttft[way] for sample in samples if way in sample.ttft]
-        row[f"{way}_ms"] = round(statistics.median(times), 3) if times else None
-        row[f"{way}_p99_ms"] = percentile(times, 99)
+        row |= {f"{way}_ms": report.percentile(times, 50), f"{way}_p99_ms": report.percentile(times, 99)}
         row[f"all_{way}_ms"] = [round(time, 2) for time in times]
     both = [sample.ttft["read"] - sample.ttft["own"] for sample in samples if "read" in sample.ttft]
-    row["over_own_ms"] = round(statistics.median(both), 3) if both else None
-    row["missed"] = len(samples) - len(both)
-    gaps = [gap for sample in samples for gap in sample.gaps]
-    quiet = pair.quiet.get(sequences, []) if sequences else []
-    for name, values in (("gap", gaps), ("quiet", quiet)):
-        row |= {f"{name}_p{percent}_ms": percentile(values, percent) for percent in (50, 99)}
-        row[f"{name}_max_ms"] = most(values)
+    gaps, quiet = [gap for sample in samples for gap in sample.gaps], pair.quiet.get(sequences, [])
+    row |= {"over_own_ms": report.percentile(both, 50), "missed": len(samples) - len(both)}
+    row |= report.spread("gap", gaps) | report.spread("quiet", quiet)
     return row | {"gaps": len(gaps), "quiet_gaps": len(quiet)}
 
 
@@ -165,7 +159,7 @@ def replay_row(turns: list[Turn], load: str, form: str, named: bool) -> Row:
     }  # fmt: skip
 
 
-def figures_of(rows: list[Row], replays: list[Row]) -> dict[str, float]:
+def figures_of(rows: list[Row]) -> dict[str, float]:
     """``crossover_tokens``: from this length on a read takes less than computing, in the median of idle engines."""
     figures: dict[str, float] = {}
     idle = sorted((row for row in rows if not row["sequences"]), key=lambda row: -row["tokens"])
@@ -173,14 +167,6 @@ def figures_of(rows: list[Row], replays: list[Row]) -> dict[str, float]:
         if row["read_ms"] is None or row["read_ms"] >= row["computed_ms"]:
             break
         figures["crossover_tokens"] = row["tokens"]
-    for row in rows:
-        if row["over_own_ms"] is not None:
-            figures[f"{'busy' if row['sequences'] else 'idle'}_over_own_ms_{row['tokens']}"] = row["over_own_ms"]
-        if row["gap_p99_ms"] and row["quiet_p99_ms"]:
-            figures[f"gap_p99_of_quiet_{row['tokens']}"] = round(row["gap_p99_ms"] / row["quiet_p99_ms"], 3)
-    for row in replays:
-        if row["named"]:
-            figures[f"most_over_new, {row['load']}, {row['form']}"] = row["most_over_new"]
     return figures
 
 

@@ -10,10 +10,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -72,6 +74,17 @@ def finish(path: Path | None, measure: Callable[[], dict[str, Any]], show: Calla
     show(result)
     write(path, result)
     return 0
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """None of no values."""
+    return round(float(np.percentile(values, percent)), 3) if len(values) else None
+
+
+def spread(name: str, milliseconds: Sequence[float]) -> dict[str, float | None]:
+    """Of a row: the median, the 99th percentile and the largest of these times."""
+    percents = {"p50": 50, "p99": 99, "max": 100}
+    return {f"{name}_{what}_ms": percentile(milliseconds, percent) for what, percent in percents.items()}
 
 
 def line(row: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ def test_every_cell_of_busy_has_its_samples(tmp_path: Path) -> None:
     rows = {(row["sequences"], row["tokens"]): row for row in result["rows"]}
     assert rows.keys() == {(sequences, tokens) for sequences in (0, 4) for tokens in (97, 385)}
     for (sequences, _), row in rows.items():
-        assert row["samples"] == 2 and row["logged_ms"] > 0 and row["copy_ms"] > 0
+        assert row["samples"] == 2 and row["copy_ms"] > 0
         assert row["in_sequence"] < 0.5, "the blocks of a scattered table have few neighbours"
         assert (row["quiet_gaps"] > 0) == (row["gaps"] > 0) == (sequences > 0)
         assert row["ttft_ms"] > 0 and row["local_ttft_ms"] > 0
