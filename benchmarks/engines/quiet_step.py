@@ -19,14 +19,13 @@ by ``busy_probe.py``, from a request's arrival in the engine's queue to the end 
 Models: ``narrow``, a Llama of 128 KiB of KV per token whose step is host-bound; ``8b``, with the shape of Llama-3.1-8B,
 whose step is GPU-bound. Weights are made up.
 
-Each figure of a contender is compared with ``none`` within the same round; the result has the median over the rounds
-of the differences, with their quartiles.
+Each figure of a contender is compared with ``none`` within the same round: the median over the rounds of the
+differences.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from argparse import Namespace
@@ -36,6 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
+import numpy as np
 import torch
 
 from benchmarks.engines.engine_pair import (
@@ -157,43 +157,27 @@ def measure(args: Namespace) -> dict[str, Any]:
     return result_of(samples, args)
 
 
-def p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
-
-
 def result_of(samples: dict[tuple[str, int, str, str], list[list[float]]], args: Namespace) -> dict[str, Any]:
     rows = []
     for (model, sequences, name, figure), rounds in samples.items():
         base = samples.get((model, sequences, args.contenders[0], figure), [])
-        row: dict[str, Any] = {
-            "model": model, "sequences": sequences, "contender": name, "figure": figure, "rounds": len(rounds),
-            "samples": sum(map(len, rounds)),
-        }  # fmt: skip
-        for key, of in (("p50", statistics.median), ("p99", p99)):
-            row[f"{key}_ms"] = round(of([value for values in rounds for value in values]), 4)
-            differences = [of(ours) - of(theirs) for ours, theirs in zip(rounds, base, strict=False)]
-            low, middle, high = quartiles(differences)
-            row |= {f"{key}_over_ms": middle, f"{key}_over_p25_ms": low, f"{key}_over_p75_ms": high}
+        row: dict[str, Any] = {"model": model, "sequences": sequences, "contender": name, "figure": figure}
+        row |= {"rounds": len(rounds), "samples": sum(map(len, rounds))}
+        for key, percent in (("p50", 50), ("p99", 99)):
+            pairs = zip(rounds, base, strict=False)
+            over = [np.percentile(ours, percent) - np.percentile(theirs, percent) for ours, theirs in pairs]
+            row[f"{key}_ms"] = report.percentile(np.concatenate(rounds), percent)
+            row[f"{key}_over_ms"] = report.percentile(over, 50)
         rows.append(row)
     return {
-        "ratios": {}, "figures": {}, "rows": rows, "device": args.device, "seconds": args.seconds, "hits": args.hits,
-        "base": args.contenders[0], "policy": "recompute",
+        "rows": rows, "device": args.device, "seconds": args.seconds, "hits": args.hits, "base": args.contenders[0],
+        "policy": "recompute",
     }  # fmt: skip
 
 
-def quartiles(values: list[float]) -> list[float]:
-    if len(values) < 2:
-        return [round(value, 4) for value in values * 3]
-    return [round(value, 4) for value in statistics.quantiles(values, n=4, method="inclusive")]
-
-
 def show(result: dict[str, Any]) -> None:
-    print(f"{'model':8}{'seqs':>5} {'figure':12}{'contender':16}{'p50 ms':>9}{'over':>9}{'p99 ms':>9}{'over':>9}")
     for row in sorted(result["rows"], key=lambda row: (row["model"], row["sequences"], row["figure"])):
-        print(
-            f"{row['model']:8}{row['sequences']:5} {row['figure']:12}{row['contender']:16}{row['p50_ms']:9.3f}"
-            f"{row['p50_over_ms']:+9.3f}{row['p99_ms']:9.3f}{row['p99_over_ms']:+9.3f}"
-        )
+        report.line(row)
 
 
 def main() -> int:

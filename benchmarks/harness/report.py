@@ -76,7 +76,7 @@ def finish(path: Path | None, measure: Callable[[], dict[str, Any]], show: Calla
     return 0
 
 
-def percentile(values: Sequence[float], percent: int) -> float | None:
+def percentile(values: Sequence[float] | np.ndarray, percent: int) -> float | None:
     """None of no values."""
     return round(float(np.percentile(values, percent)), 3) if len(values) else None
 
