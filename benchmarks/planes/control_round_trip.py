@@ -1,80 +1,70 @@
 """The control port: a round trip of an ask and its answer, and a new connection with its first answer.
 
-    python benchmarks/planes/control_round_trip.py [--rounds 40] [--former CHECKOUT] [--json FILE]
+    python benchmarks/planes/control_round_trip.py [--rounds 40] [--json FILE]
 
-Two processes for each wire: KVFerry's control plane (TLS 1.3), bare TCP, and the control plane of an older checkout
-(ZMQ and CURVE) where ``--former`` names one. Both ends sleep in ``poll``. The wires take turns; half of a turn is
-beside a thread of D that computes in Python and never gives up the GIL by itself, at a hand-over's switch interval.
-The ratios are medians over the turns.
+Two processes for each wire: KVFerry's control plane (TLS 1.3), and bare TCP. Both ends sleep in ``poll``. The wires
+take turns; half of a turn is beside a thread of D that computes in Python and never gives up the GIL by itself, at the
+switch interval of a hand-over. The ratios are medians over the turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import select
 import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-OURS, TCP, FORMER = "tls", "tcp", "former"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
+
+from benchmarks.harness import report
+from kvferry.transport.control.dialer import Dialer
+from kvferry.transport.control.keys import Keys, new_secret
+from kvferry.transport.control.listener import Listener
+from kvferry.transport.wake import ShortSwitchInterval, keep_time_exactly
+
+OURS, TCP = "tls", "tcp"
 ASK_BYTES, ANSWER_BYTES = 300, 1200
 """A prompt of 4096 tokens: an ask with one span, and a grant with 256 block ids."""
 MESSAGES = 25
 """Round trips of one round, and as many beside a thread that computes."""
 LIMIT = 8 << 20
 ASK, ANSWER = ([b"kvferry", b"\0\7", bytes(size - 9)] for size in (ASK_BYTES, ANSWER_BYTES))
-TYPING = Path(__file__).resolve().parents[2] / ".typing"
 SWITCH_SECONDS = 2e-5
-"""As in connector/engine/loop.py, which an older checkout has elsewhere."""
+"""As in connector/engine/loop.py."""
 
 
 # --- the wires ------------------------------------------------------------------------------------------------------
 
 
-def poller(wire: str) -> Any:
-    """As the transfer thread of that checkout has it."""
-    if wire != FORMER:
-        return select.poll()
-    import zmq
-
-    return zmq.Poller()
-
-
-def serve(wire: str, secret: str) -> None:
-    """P: answers every message until its stdin ends."""
-    poll, stdin = poller(wire), sys.stdin.fileno()
-    poll.register(stdin, select.POLLIN)
+def serve(wire: str, secret: str, orders: Connection) -> None:
+    """P: answers every message until ``orders`` has something."""
+    poll = select.poll()
+    poll.register(orders, select.POLLIN)
     if wire == TCP:
-        serve_tcp(poll)
+        serve_tcp(poll, orders)
         return
-    from kvferry.transport.control import listener as control
-    from kvferry.transport.control.keys import Keys
-
-    make: Any = control.Listener if wire == OURS else control.listen  # type: ignore[attr-defined]
-    listener = make("127.0.0.1", 0, keys=Keys(secret), max_message_bytes=LIMIT)
-    print(listener.port, flush=True)
-    poll.register(listener.fd if wire == OURS else listener.socket, select.POLLIN)
-    while stdin not in dict(poll.poll()):
+    listener = Listener("127.0.0.1", 0, keys=Keys(secret), max_message_bytes=LIMIT)
+    orders.send(listener.port)
+    poll.register(listener.fd, select.POLLIN)
+    while orders.fileno() not in dict(poll.poll()):
         for identity, _, _ in listener.receive():
             listener.send(identity, ANSWER)
 
 
-def serve_tcp(poll: Any) -> None:
+def serve_tcp(poll: select.poll, orders: Connection) -> None:
     server, peers = socket.create_server(("127.0.0.1", 0)), dict[int, socket.socket]()
-    print(server.getsockname()[1], flush=True)
+    orders.send(server.getsockname()[1])
     poll.register(server, select.POLLIN)
-    while sys.stdin.fileno() not in (ready := dict(poll.poll())):
+    while orders.fileno() not in (ready := dict(poll.poll())):
         for fd in ready:
             if fd == server.fileno():
                 peer = prepared(server.accept()[0])
@@ -114,20 +104,14 @@ class TcpEnd:
 
 
 class ControlEnd:
-    """As ``TcpEnd``, over the control plane of that checkout."""
+    """As ``TcpEnd``, over the control plane."""
 
-    def __init__(self, wire: str, keys: Any) -> None:
-        from kvferry.transport.control import dialer as control
-
-        make: Any = control.Dialer if wire == OURS else control.make_dialer  # type: ignore[attr-defined]
-        self._wire, self._key = wire, keys.fingerprint
-        self._dialer = make(keys, max_message_bytes=LIMIT)
+    def __init__(self, keys: Keys) -> None:
+        self._key, self._dialer, self._poll = keys.fingerprint, Dialer(keys, max_message_bytes=LIMIT), select.poll()
 
     def connect(self, port: int) -> None:
         self._connection = self._dialer.connect("127.0.0.1", port, key=self._key)
-        self._poll = poller(self._wire)
-        for each in [self._dialer.fd] if self._wire == OURS else self._dialer.pollables:
-            self._poll.register(each, select.POLLIN)
+        self._poll.register(self._dialer.fd, select.POLLIN)
 
     def exchange(self) -> None:
         self._connection.send(ASK)
@@ -147,8 +131,6 @@ class ControlEnd:
 
 @contextmanager
 def beside_a_computing_thread() -> Iterator[None]:
-    from kvferry.transport.wake import ShortSwitchInterval
-
     ended = False
 
     def compute() -> None:
@@ -173,67 +155,62 @@ def timed(act: Callable[[], object]) -> float:
     return (time.perf_counter() - begun) * 1e6
 
 
-def dial(wire: str, port: int, secret: str) -> None:
-    """D: a round for each line of its stdin; the times go to its stdout."""
-    from kvferry.transport.control.keys import Keys
-    from kvferry.transport.wake import keep_time_exactly
-
+def dial(wire: str, secret: str, port: int, orders: Connection) -> None:
+    """D: a round for each order but the last, None; it answers with the times."""
     keep_time_exactly()
     keys = Keys(secret)
 
     def make() -> TcpEnd | ControlEnd:
-        return TcpEnd() if wire == TCP else ControlEnd(wire, keys)
+        return TcpEnd() if wire == TCP else ControlEnd(keys)
 
     end = make()
     end.connect(port)
     end.exchange()  # a handshake has a deadline, and the first round may be late
-    for _ in sys.stdin:
+    while orders.recv() is not None:
         found = {"alone": [timed(end.exchange) for _ in range(MESSAGES)]}
         with beside_a_computing_thread():
             found["computing"] = [timed(end.exchange) for _ in range(MESSAGES)]
         end.close()
         end = make()
         found["new"] = [timed(partial(end.connect, port)) + timed(end.exchange)]
-        print(json.dumps(found), flush=True)
+        orders.send(found)
     end.close()
 
 
 # --- both processes -------------------------------------------------------------------------------------------------
 
 
+def started(run: Callable[..., None], *arguments: Any) -> Connection:
+    """Our end of the pipe to a new process."""
+    ours, theirs = Pipe()
+    get_context("spawn").Process(target=run, args=(*arguments, theirs), daemon=True).start()
+    theirs.close()
+    return ours
+
+
 class Wire:
     """A P and a D of one wire. ``rounds``: the times of each round, in microseconds, by what was timed."""
 
-    def __init__(self, name: str, paths: Path, secret: str, stack: ExitStack) -> None:
-        self.name = name
+    def __init__(self, name: str) -> None:
+        self.name, secret = name, new_secret()
         self.rounds: list[dict[str, list[float]]] = []
-        environment = os.environ | {"PYTHONPATH": str(paths)}
-
-        def start(*arguments: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, __file__, *arguments, "--wire", name, "--secret", secret], env=environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
-            return stack.enter_context(process)  # its end closes stdin, and waits
-
-        p = start("--serve")
-        assert p.stdout is not None
-        self._d = start("--dial", p.stdout.readline().strip())
+        self._p = started(serve, name, secret)
+        self._d = started(dial, name, secret, self._p.recv())
 
     def round(self) -> None:
-        assert self._d.stdin is not None and self._d.stdout is not None
-        self._d.stdin.write("\n")
-        self._d.stdin.flush()
-        self.rounds.append(json.loads(self._d.stdout.readline()))
+        self._d.send("round")
+        self.rounds.append(self._d.recv())
+
+    def close(self) -> None:
+        self._d.send(None)
+        self._p.send(None)
 
     def row(self) -> dict[str, Any]:
         every = {name: [time for found in self.rounds for time in found[name]] for name in self.rounds[0]}
-        row: dict[str, Any] = {"wire": self.name}
+        row: dict[str, Any] = {"wire": self.name, "new_connection_us_p50": report.percentile(every["new"], 50)}
         for name, title in (("alone", "round_trip_us"), ("computing", "computing_us")):
-            hundredths = statistics.quantiles(every[name], n=100)
-            for number in (50, 10, 99):
-                row[f"{title}_p{number}"] = round(hundredths[number - 1], 1)
-        return row | {"new_connection_us_p50": round(statistics.median(every["new"]), 1)}
+            row |= {f"{title}_p{percent}": report.percentile(every[name], percent) for percent in (50, 10, 99)}
+        return row
 
 
 def ratio(wire: Wire, than: Wire, what: str) -> float:
@@ -243,54 +220,24 @@ def ratio(wire: Wire, than: Wire, what: str) -> float:
     return round(statistics.median(ratios), 3)
 
 
-def measure(rounds: int, former: Path | None) -> dict[str, Any]:
-    with ExitStack() as stack:
-        paths = {OURS: TYPING, TCP: TYPING}
-        if former is not None:
-            paths[FORMER] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            (paths[FORMER] / "kvferry").mkdir()
-            for part in ("connector", "transport", "kernels", "router"):
-                (paths[FORMER] / "kvferry" / part).symlink_to(former.resolve() / part)
-        from kvferry.transport.control.keys import new_secret
-
-        wires = {name: Wire(name, path, new_secret(), stack) for name, path in paths.items()}
-        for number in range(rounds + 1):
-            for wire in list(wires.values())[:: 1 if number % 2 else -1]:
-                wire.round()
-                if not number:  # to warm up
-                    wire.rounds.clear()
-    names = {"alone": "control_round_trip", "computing": "control_round_trip_computing", "new": "control_connection"}
-    ratios = {
-        f"{title}_vs_{name}": ratio(wires[OURS], than, what)
-        for name, than in wires.items() if than is not wires[OURS] for what, title in names.items()
-    }  # fmt: skip
-    return {"ratios": ratios, "figures": {}, "rows": [wire.row() for wire in wires.values()], "rounds": rounds}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.options(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--former", type=Path, help="a checkout whose control plane is ZMQ and CURVE")
-    parser.add_argument("--json", type=Path)
-    for name in ("--wire", "--secret", "--dial"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        serve(args.wire, args.secret)
-        return
-    if args.dial:
-        dial(args.wire, int(args.dial), args.secret)
-        return
-
-    sys.path.insert(0, str(TYPING))
-    from benchmarks.harness import report  # it imports torch, which P and D do not need
-
-    result = measure(args.rounds, args.former)
-    for row in result["rows"]:
-        report.line(row)
-    print(result["ratios"])
-    report.write(args.json, result)
+    wires = [Wire(OURS), Wire(TCP)]
+    for number in range(args.rounds + 1):
+        for wire in wires[:: 1 if number % 2 else -1]:
+            wire.round()
+            if not number:  # to warm up
+                wire.rounds.clear()
+    for wire in wires:
+        wire.close()
+        report.line(wire.row())
+    names = {"alone": "control_round_trip", "computing": "control_round_trip_computing", "new": "control_connection"}
+    ratios = {f"{title}_vs_tcp": ratio(*wires, what) for what, title in names.items()}
+    print(ratios)
+    rows = [wire.row() for wire in wires]
+    report.write(args.json, {"ratios": ratios, "figures": {}, "rows": rows, "rounds": args.rounds})
 
 
 if __name__ == "__main__":
