@@ -21,12 +21,16 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import SUPPRESS
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
+
+import uvloop
 
 from benchmarks.harness import report
 from kvferry.router.request_bodies import PREFILL_TAG
@@ -56,6 +60,13 @@ SHAPES: dict[str, tuple[bytes, bytes, bytes]] = {
 """The beginning, the repeated part and the end of a prompt."""
 LARGE_ROUNDS = 5
 WAITS = "waits beside a large body"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%s\r\ncontent-length: %d\r\n\r\n"
+
+
+def started(run: Callable[..., None], *arguments: Any) -> BaseProcess:
+    process = get_context("spawn").Process(target=run, args=arguments, daemon=True)
+    process.start()
+    return process
 
 
 class Stub(asyncio.Protocol):
@@ -95,10 +106,15 @@ def answer(role: str, at_once: bool) -> tuple[bytes, bytes]:
     return lines % len(content) + content, stream
 
 
-async def serve(role: str, port: int, at_once: bool) -> None:
+def serve(role: str, port: int, at_once: bool) -> None:
+    """In a process of its own."""
     whole, stream = answer(role, at_once)
-    server = await asyncio.get_running_loop().create_server(lambda: Stub(whole, stream), "127.0.0.1", port)
-    await server.serve_forever()
+
+    async def forever() -> None:
+        server = await asyncio.get_running_loop().create_server(lambda: Stub(whole, stream), "127.0.0.1", port)
+        await server.serve_forever()
+
+    uvloop.run(forever())
 
 
 class Client:
@@ -110,10 +126,10 @@ class Client:
 
     async def ask(self, body: dict[str, Any]) -> None:
         content = json.dumps(body, separators=(",", ":")).encode()
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        )
-        self._writer.write(head % len(content) + content)
+        await self.exchange(POST % (b"content-type: application/json", len(content)) + content)
+
+    async def exchange(self, request: bytes) -> None:
+        self._writer.write(request)
         answered = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         if b" 200 " not in answered[:16]:
             raise RuntimeError(answered.decode())
@@ -136,43 +152,34 @@ async def until_open(port: int) -> None:
     raise RuntimeError(f"nothing listens on port {port}")
 
 
-async def ask_health(port: int, over: asyncio.Event) -> float:
-    """The longest wait in ms."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    longest = 0.0
-    while not over.is_set():
+async def ask_health(port: int, sending: BaseProcess) -> float:
+    """The longest wait in ms, while a process lives."""
+    client, longest = await Client().open(port), 0.0
+    while sending.is_alive():
         begun = time.perf_counter()
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+        await client.exchange(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         longest = max(longest, time.perf_counter() - begun)
         await asyncio.sleep(0.002)
-    writer.close()
     return longest * 1e3
 
 
 async def waits(port: int) -> dict[str, float]:
     """By shape of a large body."""
     found = {}
-    for name, (begin, part, end) in SHAPES.items():
-        content = b'{"model":"m","prompt":' + begin + part * (LARGE // len(part)) + end + b"}"
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    for name in SHAPES:
         longest = []
         for _ in range(LARGE_ROUNDS):
-            over = asyncio.Event()
-            waiting = asyncio.ensure_future(ask_health(port, over))
-            sent = await asyncio.create_subprocess_exec(
-                sys.executable, __file__, "--send", str(port), stdin=asyncio.subprocess.PIPE
-            )  # a process of its own: this one only asks
-            await sent.communicate(head % len(content) + content)
-            over.set()
-            longest.append(await waiting)
+            sending = started(send, name, port)  # a process of its own: this one only asks
+            longest.append(await ask_health(port, sending))
         found[name] = round(statistics.median(longest), 1)
     return found
 
 
-def send(port: int) -> None:
-    content = sys.stdin.buffer.read()
+def send(shape: str, port: int) -> None:
+    """In a process of its own: a large body."""
+    begin, part, end = SHAPES[shape]
+    body = b'{"model":"m","prompt":' + begin + part * (LARGE // len(part)) + end + b"}"
+    content = POST % (b"connection: close", len(body)) + body
     with socket.create_connection(("127.0.0.1", port)) as connection:
         with suppress(OSError):  # it may be refused before its end
             connection.sendall(content)
@@ -185,11 +192,9 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
     """One row; that of ``WAITS`` has the waits beside large bodies."""
     stream, at_once = CASES.get(name, (False, False))
     p, d, own = free_port(), free_port(), free_port()
-    option = ["--at-once"] if at_once else []
-    commands = [[__file__, "--serve", role, str(port), *option] for role, port in (("prefill", p), ("decode", d))]
-    router = ["-m", "kvferry.cli.main", "router", "--port", str(own)]
-    commands.append([*router, "--prefill", f"http://127.0.0.1:{p}", "--decode", f"http://127.0.0.1:{d}"])
-    processes = [subprocess.Popen([sys.executable, *command]) for command in commands]
+    urls = ["--prefill", f"http://127.0.0.1:{p}", "--decode", f"http://127.0.0.1:{d}"]
+    router = subprocess.Popen([sys.executable, "-m", "kvferry.cli.main", "router", "--port", str(own), *urls])
+    stubs = [started(serve, role, port, at_once) for role, port in (("prefill", p), ("decode", d))]
     try:
         for port in (p, d, own):
             await until_open(port)
@@ -219,10 +224,10 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
                 if number >= 0:
                     through.append(middle - begun)
                     direct.append(time.perf_counter() - middle)
-            before = core_seconds(processes[2].pid)
+            before = core_seconds(router.pid)
             await asyncio.gather(*map(load, many))
             if number >= 0:
-                per_core.append(core_seconds(processes[2].pid) - before)
+                per_core.append(core_seconds(router.pid) - before)
         p50 = [statistics.median(times) * 1e3 for times in (through, direct)]
         return {
             "case": name, "through_router_ms_p50": round(p50[0], 3), "direct_ms_p50": round(p50[1], 3),
@@ -230,26 +235,15 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
             "requests_per_core_second": round(rounds * CLIENTS * REQUESTS / sum(per_core)),
         }  # fmt: skip
     finally:
-        for process in processes:
+        for process in (router, *stubs):
             process.terminate()
-        for process in processes:
-            process.wait(30)
+        router.wait(30)
 
 
 def main() -> None:
     parser = report.options(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--serve", nargs=2, metavar=("ROLE", "PORT"), help=SUPPRESS)
-    parser.add_argument("--send", type=int, help=SUPPRESS)
-    parser.add_argument("--at-once", action="store_true", help=SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        import uvloop
-
-        uvloop.run(serve(args.serve[0], int(args.serve[1]), args.at_once))
-        return
-    if args.send:
-        return send(args.send)
     rows = []
     for name in CASES:
         rows.append(asyncio.run(measure(name, args.rounds)))
