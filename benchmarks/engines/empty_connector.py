@@ -7,31 +7,21 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 
+def nothing(*_: Any, **__: Any) -> Any:
+    return None
+
+
 class EmptyConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands nothing over."""
+
+    update_state_after_alloc = nothing
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = nothing
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        return None
-
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        return None
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return None
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        return None
-
-    def wait_for_save(self) -> None:
-        return None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return False, None

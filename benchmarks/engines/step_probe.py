@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,16 +44,6 @@ class DeviceClock:
         return self._base[0] + self._base[1].elapsed_time(mark) / 1e3
 
 
-def core_seconds(task: str | int) -> tuple[float, float]:
-    """How long a thread of this process has run, and for how long it was ready but waited for a core. 0 where the
-    thread has ended, or the kernel does not count it."""
-    try:
-        ran, waited, _ = Path(f"/proc/self/task/{task}/schedstat").read_text().split()
-    except (OSError, ValueError):
-        return 0.0, 0.0
-    return int(ran) / 1e9, int(waited) / 1e9
-
-
 class StepProbe:
     """Mixed into vLLM's worker; its methods are called through ``collective_rpc``, on the engine's own thread."""
 
@@ -78,14 +67,12 @@ class StepProbe:
             if not tokens:
                 self.probed_empty += 1
                 return execute(scheduler_output, *args, **kwargs)
-            me = threading.get_native_id()
-            ran, waited = core_seconds(me)
+            ran = time.thread_time()
             step: dict[str, Any] = {"begin": clock.mark(), "tokens": tokens}
             self.probed_steps.append(step)
             result = execute(scheduler_output, *args, **kwargs)
             step["end"] = clock.mark()
-            now = core_seconds(me)
-            step["core"], step["queued"] = now[0] - ran, now[1] - waited
+            step["core"] = time.thread_time() - ran
             return result
 
         runner.execute_model = execute_model
@@ -93,9 +80,9 @@ class StepProbe:
     def probe_take(self) -> dict[str, Any]:
         """What was noted since the last call.
 
-        ``steps``: those that computed tokens, with ``begin``, ``end``, ``tokens``; of the engine's thread the seconds
-        on a core (``core``) and ready without one (``queued``). ``empty``: the number of the others. ``moves``: bytes
-        as they came into D's pages, (time, bytes).
+        ``steps``: those that computed tokens, with ``begin``, ``end``, ``tokens``, and the seconds of the engine's
+        thread on a ``core``. ``empty``: the number of the others. ``moves``: bytes as they came into D's pages, (time,
+        bytes).
         """
         steps, seconds = list(self.probed_steps), self.probed_clock.seconds
         self.probed_steps.clear()

@@ -37,14 +37,11 @@ def row(way: str, turns: Turns) -> Row:
     first = [sample.arrived[0] for sample in samples]
     return {
         "way": way, "samples": len(samples), "first_ms": ms(first),
-        "after_prefill_ms": ms([sample.arrived[0] - sample.prefill_end for sample in samples]),
         "second_ms": ms([sample.arrived[1] for sample in samples]),
         "last_ms": ms([sample.arrived[-1] for sample in samples]),
         "prefill_ms": ms([sample.prefill for sample in samples]),
         "prefill_slower_percent": slower(lambda sample: sample.prefill),
-        "core_slower_percent": slower(lambda sample: sample.of_prefill("core")),
-        "core_ms": ms([sample.of_prefill("core") for sample in samples]),
-        "queued_ms": ms([sample.of_prefill("queued") for sample in samples]),
+        "core_slower_percent": slower(lambda sample: sample.core),
         "d_step_ms": ms(decode_steps) if decode_steps else None,
         "mib": round(statistics.median(sample.curve[-1][1] if sample.curve else 0 for sample in samples) / 2**20, 1),
         "before_end": round(statistics.median(sample.before_end for sample in samples), 3),
@@ -86,7 +83,8 @@ def _of_cell(cell: dict[str, Row], theirs: Row | None, tokens: int) -> list[Row]
         what, verdicts = "first token: 1.1 times the transfer alone, and a step of D, ms", []
     else:
         what, limit = "first token: that of P alone, a step of D and 5 ms, ms", alone["first_ms"] + step + 5
-        verdicts = [_at_least("share of the bytes at D when P's last step ends", at_once["before_end"], 0.95)]
+        share, at_least = at_once["before_end"], {"limit": ">= 0.95", "met": at_once["before_end"] >= 0.95}
+        verdicts = [{"target": "share of the bytes at D when P's last step ends", "figure": share, **at_least}]
     verdicts.append(_at_most(what, at_once["first_ms"], limit))
     verdicts.append(_at_most("P's prefill slower than alone, %", at_once["prefill_slower_percent"], 1))
     if theirs is not None and tokens >= 8000:
@@ -97,7 +95,3 @@ def _of_cell(cell: dict[str, Row], theirs: Row | None, tokens: int) -> list[Row]
 
 def _at_most(target: str, figure: float, limit: float) -> Row:
     return {"target": target, "figure": round(figure, 3), "limit": f"<= {limit:.4g}", "met": figure <= limit}
-
-
-def _at_least(target: str, figure: float, limit: float) -> Row:
-    return {"target": target, "figure": round(figure, 3), "limit": f">= {limit:.3g}", "met": figure >= limit}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -14,14 +13,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from benchmarks.engines.shaped_link import LinkBytes
 from kvferry.router.identities import identity_of
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup
+from tests.support.pd_client import client
 from tests.support.served import descendants
-from tests.support.server import PATIENCE_SECONDS, EngineError, Server
+from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec
 
 OURS_NAME, PULL_NAME, PUSH_NAME = "KVFerry", "NIXL, pull", "NIXL, push"
@@ -60,9 +58,10 @@ class Sample:
     def prefill(self) -> float:
         return self.prefill_end - float(self.steps[0]["begin"])
 
-    def of_prefill(self, what: str) -> float:
-        """Seconds of P's engine thread in these steps: on a ``core``, or ``queued`` for one."""
-        return float(sum(step[what] for step in self.steps))
+    @property
+    def core(self) -> float:
+        """Seconds of P's engine thread on a core in these steps."""
+        return float(sum(step["core"] for step in self.steps))
 
     @property
     def before_end(self) -> float:
@@ -94,12 +93,6 @@ class Engines:
     decode: Server
     link: Callable[[], AbstractContextManager[LinkBytes | None]] = nullcontext
     urls: dict[str, str] = field(default_factory=dict)
-
-
-@functools.cache
-def client() -> httpx.Client:
-    """One for all: making one takes tens of milliseconds. Connections are not kept, as with many clients."""
-    return httpx.Client(trust_env=False, timeout=PATIENCE_SECONDS, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def stream(url: str, prompt: list[int]) -> list[float]:

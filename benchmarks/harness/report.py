@@ -7,9 +7,9 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -112,17 +112,12 @@ def _cpu() -> str:
 
 def _gpus() -> dict[str, str]:
     """Names, and the driver's version where its tool is at hand."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        names, drivers = zip(*(line.split(", ") for line in output.strip().splitlines()), strict=True)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        import torch
+    import torch
+    from torch.utils.collect_env import get_nvidia_driver_version, run
 
-        names = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
-        drivers = ("unknown" if names else "none",)
-    kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    return {"gpus": ", ".join(kinds) or "none", "driver": drivers[0]}
+    names = Counter(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
+    kinds = ", ".join(f"{count} x {name}" for name, count in names.items())
+    return {"gpus": kinds or "none", "driver": (get_nvidia_driver_version(run) or "unknown") if names else "none"}
 
 
 def write(path: Path | None, report: dict[str, Any]) -> None:

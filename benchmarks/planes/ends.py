@@ -45,18 +45,8 @@ SETTLE_SECONDS = 15.0
 """How long P may take to hear that its leases are over."""
 
 
-class Warnings(logging.Handler):
-    """The last lines that our library logged, which say why a hand-over failed."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: deque[str] = deque(maxlen=3)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-WARNINGS = Warnings()
+WARNINGS: deque[str] = deque(maxlen=3)
+"""The last lines that our library logged, which say why a hand-over failed."""
 
 
 class PlaneEndpoint(Endpoint):
@@ -226,7 +216,9 @@ def _end(config: Config) -> Endpoint:
 def main() -> None:
     config = msgspec.json.decode(sys.argv[1], type=Config)
     torch.set_num_threads(1)
-    logging.getLogger("vllm.kvferry").addHandler(WARNINGS)
+    log = logging.Handler(logging.WARNING)
+    log.emit = lambda record: WARNINGS.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.kvferry").addHandler(log)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     end: Endpoint | None = None
@@ -234,7 +226,7 @@ def main() -> None:
     for line in iter(orders.readline, b""):
         order = json.loads(line)
         command = order.pop("do")
-        WARNINGS.lines.clear()
+        WARNINGS.clear()
         try:
             if command == "open":
                 end, answer = _end(config), None
@@ -245,7 +237,7 @@ def main() -> None:
             print(json.dumps({"answer": answer}), file=answers, flush=True)
         except Exception as error:
             traceback.print_exc()
-            said = "; ".join([f"{type(error).__name__}: {error}", *WARNINGS.lines])
+            said = "; ".join([f"{type(error).__name__}: {error}", *WARNINGS])
             print(json.dumps({"error": said}), file=answers, flush=True)
     if end is not None:
         end.close()

@@ -46,7 +46,7 @@ class Answer:
 
 
 @functools.cache
-def _client() -> httpx.Client:
+def client() -> httpx.Client:
     """One for all: making one costs tens of milliseconds, which are not to be in anybody's time to first token."""
     return httpx.Client(trust_env=False, timeout=PATIENCE_SECONDS, limits=httpx.Limits(max_keepalive_connections=0))
 
@@ -63,9 +63,9 @@ def stream(url: str, body: dict[str, Any]) -> Answer:
     body = {"return_token_ids": True, **body, "stream": True, "stream_options": {"include_usage": True}}
     ids: list[int] = []
     prompt_tokens, ttft = 0, 0.0
-    _client()
+    client()
     began = time.perf_counter()
-    with _client().stream("POST", f"{url}/v1/completions", json=body) as response:
+    with client().stream("POST", f"{url}/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise EngineError(f"{url}: HTTP {response.status_code}: {response.read()[:500]!r}")
         for line in response.iter_lines():
