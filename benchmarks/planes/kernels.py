@@ -3,9 +3,9 @@
     python benchmarks/planes/kernels.py [--device cuda] [--rounds N] [--json FILE]
 
 ``pack``, ``unpack``: between scattered pages and a slot; ``direct``: from P's pages to D's, which may differ in layout,
-block size and heads. ``fix-up``: in place, of pages whose bytes are in P's order (``kv_postprocess``), checked against
-gather, permute and scatter. Every round runs all of them in turn, so that a noisy neighbour meets all. On the host
-single-threaded, as a worker's transfer thread. Axes [L, B, H, N, C].
+block size and heads. ``fix-up``: in place, of pages whose bytes are in P's order (``kv_postprocess``). Every round runs
+all of them in turn, so that a noisy neighbour meets all. On the host single-threaded, as a worker's transfer thread.
+Axes [L, B, H, N, C].
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import report
-from kvferry.kernels import kv_postprocess
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
+from tests.kernels.kv_postprocess_cases import Case, fix_up
 
 TOKENS, CONTENT = 1024, 512
 """4 MiB a layer for 8 heads: K and V of 128 bfloat16 each per head and token."""
@@ -72,28 +72,15 @@ COPIES = (
 )
 
 
-@dataclass(frozen=True)
-class FixUp:
-    """Of a random half of a cache's blocks. ``ratio``: D's block size over P's, negative where P's is the larger one.
-    ``relayout``: P has the other layout."""
-
-    name: str
-    layout: str
-    ratio: int
-    relayout: bool
-    tokens: int = 16
-    heads: int = 8
-    content: int = CONTENT // 2
-
-
-FIX_UPS = (
-    FixUp("blksize_hnd_4_to_16", "HND", 4, False),
-    FixUp("blksize_hnd_64_to_16", "HND", -4, False),
-    FixUp("layout_hnd_to_nhd_16", "NHD", 1, True),
-    FixUp("layout_nhd_to_hnd_16", "HND", 1, True),
-    FixUp("both_hnd_16_to_nhd_64", "NHD", 4, True, tokens=64),
-    FixUp("both_nhd_16_to_hnd_64", "HND", 4, True, tokens=64),
-)
+FIX_UPS = {
+    "blksize_hnd_4_to_16": Case("blksize", tokens=16, ratio=4),
+    "blksize_hnd_64_to_16": Case("blksize", tokens=16, ratio=-4),
+    "layout_hnd_to_nhd_16": Case("blksize_and_layout", "NHD", tokens=16),
+    "layout_nhd_to_hnd_16": Case("blksize_and_layout", tokens=16),
+    "both_hnd_16_to_nhd_64": Case("blksize_and_layout", "NHD", tokens=64, ratio=4),
+    "both_nhd_16_to_hnd_64": Case("blksize_and_layout", tokens=64, ratio=4),
+}
+"""Of a random half of a cache's blocks, with 8 heads and 256 elements of content."""
 
 
 class Bench:
@@ -105,8 +92,8 @@ class Bench:
         self._keep: list[torch.Tensor] = []
         for copy in COPIES:
             self._add_copy(copy)
-        for fix_up in FIX_UPS:
-            self._add_fix_up(fix_up)
+        for name, case in FIX_UPS.items():
+            self._add_fix_up(name, case)
         size = LAYERS[device.type] * 8 * TOKENS * CONTENT
         source, target = self._memory(size), self._memory(size)
         self.moves["copy"] = size, lambda: target.copy_(source)
@@ -142,23 +129,14 @@ class Bench:
         self.moves[f"pack {copy.name}"] = nbytes, lambda: copy_pages(wire, p, **sizes)
         self.moves[f"unpack {copy.name}"] = nbytes, lambda: copy_pages(p, wire, **sizes)
 
-    def _add_fix_up(self, fix_up: FixUp) -> None:
-        block_bytes = fix_up.heads * fix_up.tokens * fix_up.content * 2
-        blocks = LAYERS[self.device.type] * (4 << 20) // block_bytes
-        shape = (fix_up.heads, fix_up.tokens) if fix_up.layout == "HND" else (fix_up.tokens, fix_up.heads)
-        cache = torch.randn(2 * blocks, *shape, fix_up.content, device=self.device).to(torch.bfloat16)
+    def _add_fix_up(self, name: str, case: Case) -> None:
+        blocks = LAYERS[self.device.type] * (4 << 20) // (8 * case.tokens * CONTENT)
+        inner = (8, case.tokens) if case.layout == "HND" else (case.tokens, 8)
+        cache = torch.randn(2 * blocks, *inner, CONTENT // 2, device=self.device).to(torch.bfloat16)
+        heads_first = cache if case.layout == "HND" else cache.transpose(1, 2)
         indices = torch.randperm(2 * blocks, device=self.device)[:blocks]
-        name = "blksize_and_layout" if fix_up.relayout else "blksize"
-        function = getattr(kv_postprocess, f"kv_postprocess_{name}_on_receive")
-        expected = cache.clone()
-        both = [each if fix_up.layout == "HND" else each.transpose(1, 2) for each in (cache, expected)]
-        function(both[0], indices, fix_up.ratio)
-        gather_permute_scatter(both[1], indices, fix_up)
-        if not torch.equal(cache.view(torch.int16), expected.view(torch.int16)):
-            raise SystemExit(f"{fix_up.name}: the fix-up's bytes differ from those of gather, permute, scatter")
-        nbytes = blocks * block_bytes
-        self.moves[f"fix-up {fix_up.name}"] = nbytes, lambda: function(both[0], indices, fix_up.ratio)
-        self.moves[f"torch {fix_up.name}"] = nbytes, lambda: gather_permute_scatter(both[1], indices, fix_up)
+        nbytes = blocks * 8 * case.tokens * CONTENT
+        self.moves[f"fix-up {name}"] = nbytes, lambda: fix_up(case, heads_first, indices)
 
     def seconds(self, go: Callable[[], object]) -> float:
         """From the call to the end of what it enqueued; on a GPU by events on the current stream."""
@@ -173,23 +151,6 @@ class Bench:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
-
-
-def gather_permute_scatter(cache: torch.Tensor, indices: torch.Tensor, case: FixUp) -> None:
-    """As vLLM does it."""
-    group, parts = max(1, -case.ratio), max(1, case.ratio)
-    remote_tokens = case.tokens * group // parts
-    memory = cache if case.layout == "HND" else cache.transpose(1, 2)
-    received = memory.index_select(0, indices)
-    if (case.layout == "HND") != case.relayout:
-        remote = received.reshape(-1, case.heads, remote_tokens, case.content)
-    else:
-        remote = received.reshape(-1, remote_tokens, case.heads, case.content).transpose(1, 2)
-    if parts > 1:
-        local = remote.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3)
-    else:
-        local = remote.unflatten(2, (group, -1)).transpose(1, 2).flatten(0, 1)
-    cache.index_copy_(0, indices, local)
 
 
 def main() -> None:

@@ -37,10 +37,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
+import numpy as np
+
 from benchmarks.harness import report
+from benchmarks.harness.pages import rate, table
 from benchmarks.planes import points as forms
-from benchmarks.planes.points import FIRST, FIRST_POINT, LONG, MAIN, NIXL, ONE_BLOCK, Config, Contender, Point, channel
-from benchmarks.planes.process import Pair, Process, ProcessError, gpus, introduce, move, transports, verify
+from benchmarks.planes.points import FIRST, FIRST_POINT, NIXL, ONE_BLOCK, Config, Contender, Point, channel
+from benchmarks.planes.process import Pair, Process, ProcessError, gpus, introduce, transports, verify
 
 MIN_ROUNDS = 5
 TURN_SECONDS, TURN_MOVES = 0.02, 8
@@ -164,9 +167,9 @@ class Run:
                 self._first_handovers(contender, prefix)
                 times, each = FIXED_COST
                 pair = self.pairs[contender.pair]
-                seconds = sorted(s for _ in range(times) for s in pair.move(contender.name, ONE_BLOCK, each))
-                self.figures[f"{prefix}handover_ms_p50"] = 1e3 * statistics.median(seconds)
-                self.figures[f"{prefix}handover_ms_p99"] = 1e3 * percentile(seconds, 0.99)
+                seconds = [s for _ in range(times) for s in pair.move(contender.name, ONE_BLOCK, each)]
+                for percent in (50, 99):
+                    self.figures[f"{prefix}handover_ms_p{percent}"] = 1e3 * float(np.percentile(seconds, percent))
             except ProcessError as error:
                 self.errors[contender.link, contender.name, "small and first hand-overs"] = str(error)
                 log(f"{contender.name}: small and first hand-overs fail: {error}")
@@ -178,8 +181,6 @@ class Run:
             source.answer()
             introduce(source, target, f"new-{number}")
             times.append(verify(source, target, contender.name, FIRST, f"new-{number}"))
-            again = move(source, target, contender.name, FIRST, 3, f"new-{number}")
-            self.figures[f"{contender.name}_second_handover_ms"] = 1e3 * statistics.median(again)
         for source in sources:  # not before: D takes down what it had for a peer that is gone
             source.end()
             source.close()
@@ -193,7 +194,7 @@ class Run:
         for contender in self.contenders:
             for point in self.taken(contender):
                 key = contender.link, contender.name, point.name
-                seconds, error = sorted(self.seconds[key]), self.errors.get(key)
+                seconds, error = self.seconds[key], self.errors.get(key)
                 if not seconds and error is None:
                     continue
                 row: dict[str, Any] = {"point": point.name, "contender": contender.name, "bytes": point.nbytes}
@@ -203,12 +204,9 @@ class Run:
                 if error is not None:
                     found.append(row | {"error": error})
                     continue
-                median = statistics.median(seconds)
-                found.append(
-                    row
-                    | {"changes_form": contender.changes_form(point), "gb_per_s": point.nbytes / median / 1e9}
-                    | {"ms_p50": median * 1e3, "ms_p99": percentile(seconds, 0.99) * 1e3, "samples": len(seconds)}
-                )
+                p50, p99 = np.percentile(seconds, [50, 99]).tolist()
+                row |= {"changes_form": contender.changes_form(point), "gb_per_s": point.nbytes / p50 / 1e9}
+                found.append(row | {"ms_p50": p50 * 1e3, "ms_p99": p99 * 1e3, "samples": len(seconds)})
         return found
 
     def transports(self) -> dict[str, list[str]]:
@@ -217,46 +215,17 @@ class Run:
         return {f"ucx, {end.config.role}": transports(end.text()) for pair in ucx for end in pair.ends}
 
 
-def percentile(ordered: list[float], share: float) -> float:
-    """The nearest rank; of few values, the largest."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Ratios of bandwidths of which both sides were measured, at 8k tokens unless the name says more."""
-    rates = {(row["contender"], row["point"]): row["gb_per_s"] for row in rows if "gb_per_s" in row and "point" in row}
-    pairs = {
-        "cuda_ipc_vs_peer_copy": (("kernel", MAIN), ("peer_copy", MAIN)),
-        "cuda_ipc_vs_peer_copy_at_32k_tokens": (("kernel", LONG), ("peer_copy", LONG)),
-        "cuda_ipc_handover_vs_peer_copy": (("cuda_ipc", MAIN), ("peer_copy", MAIN)),
-        "cuda_ipc_handover_vs_peer_copy_at_32k_tokens": (("cuda_ipc", LONG), ("peer_copy", LONG)),
-        "ucx_vs_peer_copy": (("ucx", MAIN), ("peer_copy", MAIN)),
-        "cuda_ipc_vs_nixl_8k": (("cuda_ipc", "pieces_8k"), ("nixl", "pieces_8k")),
-        "cuda_ipc_vs_nixl_32k": (("cuda_ipc", "pieces_32k"), ("nixl", "pieces_32k")),
-        "cuda_ipc_vs_nixl_best": (("kernel", MAIN), ("nixl_best", MAIN)),
-    }
-    found = {name: rates[ours] / rates[than] for name, (ours, than) in pairs.items() if {ours, than} <= rates.keys()}
-    on_host = {(row["link"], row["kind"], row["block_kib"]): row["gb_per_s"] for row in rows if "link" in row}
-    for (link, kind, kib), rate in on_host.items():
-        if kib in (8, 32) and kind != NIXL and (link, NIXL, kib) in on_host:
-            found[f"{link}_{kind}_vs_nixl_{kib}k".replace(" ", "_")] = rate / on_host[link, NIXL, kib]
-    return found
-
-
 def show(result: dict[str, Any]) -> None:
-    """GB/s by contender and point, then ratios and figures."""
-    cells: dict[str, dict[str, str]] = {}
+    """GB/s by contender and point, then figures."""
+    cells: dict[str, dict[str, str]] = defaultdict(dict)
     for row in result["rows"]:
         name = row.get("contender") or f"{row['link']}: {row['kind']}"
-        point = row.get("point") or (f"{row['block_kib']} KiB" if row["block_kib"] else "contiguous")
-        mark = "" if row.get("changes_form", True) else "*"
-        cells.setdefault(point, {})[name] = "failed" if "error" in row else f"{row['gb_per_s']:.1f}{mark}"
-    names = list(dict.fromkeys(name for of_point in cells.values() for name in of_point))
-    print(f"{'GB/s':24}" + "".join(f"{point:>14}" for point in cells))
-    for name in names:
-        print(f"{name:24}" + "".join(f"{of_point.get(name, ''):>14}" for of_point in cells.values()))
+        cells[name][row.get("point") or f"{row['block_kib']} KiB"] = rate(row)
+    points = dict.fromkeys(point for of_one in cells.values() for point in of_one)
+    columns = {"GB/s": "{name}", **{point: f"{{{point}}}" for point in points}}
+    print(table([{"name": name, **of_one} for name, of_one in cells.items()], columns))
     print("* moves P's pieces to blocks of P's form: the change of form is still to be made, and is not in the time")
-    for name, value in (result["ratios"] | result["figures"]).items():
+    for name, value in result["figures"].items():
         print(f"{name:44}{value:10.3f}")
     for failure in result["failures"]:
         print(f"FAILED: {failure['contender']} at {failure['at']}: {failure['error'][:400]}")
@@ -338,14 +307,13 @@ def main() -> None:
         run.measure(options.rounds, STARTED + options.budget)
     finally:
         run.close()
-    rows = run.rows()
     result = {
-        "ratios": summarise(rows), "figures": run.figures, "rounds": run.rounds, "device": options.device,
+        "figures": run.figures, "rounds": run.rounds, "device": options.device,
         "failures": [
             {"contender": f"{name} over {link}", "at": at, "error": error}
             for (link, name, at), error in run.errors.items()
         ],
-        "ucx_transports": run.transports(), "rows": rows,
+        "ucx_transports": run.transports(), "rows": run.rows(),
     }  # fmt: skip
     show(result)
     report.write(options.json, result)

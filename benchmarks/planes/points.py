@@ -100,8 +100,7 @@ def cache_bytes(forms: dict[Form, int]) -> int:
 
 LLAMA = Form()
 LLAMA_D = replace(LLAMA, block=64, order="HND")
-MAIN, LONG = "tokens_8192", "tokens_32768"
-ONE_BLOCK, SMALL, FIRST = "tokens_16", "tokens_512", "first"
+ONE_BLOCK, FIRST = "tokens_16", "first"
 
 
 def _both(name: str, form: Form) -> Point:
