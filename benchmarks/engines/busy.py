@@ -41,7 +41,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
-from benchmarks.engines import busy_figures
+from benchmarks.engines import busy_turns
 from benchmarks.engines.busy_turns import BusyPair, Cell, Pace
 from benchmarks.engines.engine_pair import CPU, GPU, OURS, THEIRS, Words, gpus_of, graph_sizes, servers, start
 from benchmarks.harness import report
@@ -115,8 +115,8 @@ def warm_up(pair: BusyPair, cells: list[Cell], args: Namespace) -> None:
 
 
 def result_of(pairs: list[BusyPair], args: Namespace, rounds: int) -> dict[str, Any]:
-    rows = [row for pair in pairs for row in busy_figures.rows_of(pair)]
-    return busy_figures.result_of(rows) | {
+    rows = [row for pair in pairs for row in busy_turns.rows_of(pair)]
+    return busy_turns.result_of(rows) | {
         "device": args.device, "gpus_of_p_and_d": list(args.gpus), "policy": args.policy, "kv_config": args.kv_config,
         "rounds": rounds, "measured_again": [why for pair in pairs for why in pair.repeated],
         "period_s": args.period, "cuda_graphs": args.device == "cuda",
@@ -144,7 +144,7 @@ def main() -> int:
     for tokens in args.tokens:
         if tokens % args.setup.block != 1:
             parser.error(f"--tokens: {tokens} is not a multiple of {args.setup.block} plus one")
-    return report.finish(args.json, lambda: measure(args), busy_figures.show)
+    return report.finish(args.json, lambda: measure(args), busy_turns.show)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 import httpx
 
-from benchmarks.engines import shaped_link, streaming_figures, streaming_pair
+from benchmarks.engines import shaped_link, streaming_pair
 from benchmarks.engines.engine_pair import EXECUTOR, LLAMA_8B, OURS, servers
 from benchmarks.engines.streaming_pair import OURS_NAME, PULL_NAME, PUSH_NAME, Engines, Patience
 from benchmarks.harness import pages, report
@@ -171,9 +171,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                         found = streaming_pair.turns(
                             engines, tokens, rng, args.patience if cold else replace(args.patience, warm_ups=0)
                         )
-                        result["rows"] += streaming_figures.rows_of(found, name=name, tokens=tokens, gb_per_s=rate)
+                        result["rows"] += streaming_pair.rows_of(found, name=name, tokens=tokens, gb_per_s=rate)
                         print(f"{name}, {tokens} tokens, {rate or '-'} GB/s: {len(found)} turns", flush=True)
-                        result["targets"] = streaming_figures.targets(result["rows"])
+                        result["targets"] = streaming_pair.targets(result["rows"])
                         report.save(args.json, result)  # the others take as long again
             except (EngineError, httpx.HTTPError) as error:  # such as a plane that this machine does not have
                 if connector == OURS and args.device == "cpu":

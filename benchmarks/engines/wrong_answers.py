@@ -176,18 +176,21 @@ class Bench:
 # --- the faults: each has a batch of prompts answered ----------------------------------------------------------------
 
 
-def no_fault(bench: Bench, asks: Sequence[Ask]) -> None:
-    bench.all(lambda ask: bench.answer(ask, bench.params(ask)), asks)
+def each(act: Callable[..., None]) -> Callable[..., None]:
+    """A fault that meets every request by itself."""
+    return lambda bench, asks, **how: bench.all(lambda ask: act(bench, ask, **how), asks)
 
 
-def changed(bench: Bench, asks: Sequence[Ask], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+@each
+def no_fault(bench: Bench, ask: Ask) -> None:
+    bench.answer(ask, bench.params(ask))
+
+
+@each
+def changed(bench: Bench, ask: Ask, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """D gets another reference than P gave."""
-
-    def act(ask: Ask) -> None:
-        params = bench.params(ask)
-        bench.answer(ask, params and params | change(params))
-
-    bench.all(act, asks)
+    params = bench.params(ask)
+    bench.answer(ask, params and params | change(params))
 
 
 def unknown_request(params: dict[str, Any]) -> dict[str, Any]:
@@ -202,15 +205,12 @@ def blocks_out_of_range(params: dict[str, Any]) -> dict[str, Any]:
     return {"remote_block_ids": [[10 * P_BLOCKS + n for n in range(TOKENS // BLOCK)]]}
 
 
-def used_reference(bench: Bench, asks: Sequence[Ask]) -> None:
+@each
+def used_reference(bench: Bench, ask: Ask) -> None:
     """The request is sent again with the same reference, as by a router that tries again."""
-
-    def act(ask: Ask) -> None:
-        params = bench.params(ask)
-        bench.decode(ask, params)
-        bench.answer(ask, params)
-
-    bench.all(act, asks)
+    params = bench.params(ask)
+    bench.decode(ask, params)
+    bench.answer(ask, params)
 
 
 def used_reference_later(bench: Bench, asks: Sequence[Ask]) -> None:
@@ -244,19 +244,16 @@ def d_stands_still(bench: Bench, asks: Sequence[Ask]) -> None:
         legs.result()
 
 
-def appended_token(bench: Bench, asks: Sequence[Ask]) -> None:
+@each
+def appended_token(bench: Bench, ask: Ask) -> None:
     """The router ends D's prompt with the token that P sampled, which then begins a block. D has computed the prompt
     before, without its last block."""
-
-    def act(ask: Ask) -> None:
-        begin = {"prompt": ask.prompt[: TOKENS - BLOCK + 1], "max_tokens": 1}
-        with suppress(EngineError):
-            bench.d.post("/v1/completions", ask.body | begin, PATIENCE_SECONDS)
-        answer = bench.prefill(ask)
-        first = answer["choices"][0]["token_ids"] if "choices" in answer else []
-        bench.answer(ask, answer.get("kv_transfer_params"), first)
-
-    bench.all(act, asks)
+    begin = {"prompt": ask.prompt[: TOKENS - BLOCK + 1], "max_tokens": 1}
+    with suppress(EngineError):
+        bench.d.post("/v1/completions", ask.body | begin, PATIENCE_SECONDS)
+    answer = bench.prefill(ask)
+    first = answer["choices"][0]["token_ids"] if "choices" in answer else []
+    bench.answer(ask, answer.get("kv_transfer_params"), first)
 
 
 def p_restarted(bench: Bench, asks: Sequence[Ask]) -> None:
@@ -269,16 +266,13 @@ def p_restarted(bench: Bench, asks: Sequence[Ask]) -> None:
     bench.answer_all(asks, old + bench.all(bench.params, asks[half:]))
 
 
-def d_aborts(bench: Bench, asks: Sequence[Ask]) -> None:
+@each
+def d_aborts(bench: Bench, ask: Ask) -> None:
     """Beside each request another one is handed over whose client leaves soon, so that D uses its blocks for others."""
-
-    def act(ask: Ask) -> None:
-        given_up = Ask("left", [bench.rng.randrange(2, 1000) for _ in range(TOKENS)], ANSWER_TOKENS)
-        params = bench.params(given_up)
-        leave(bench.d, given_up.body | {"kv_transfer_params": params}, "left", bench.rng.uniform(0, 0.05))
-        bench.answer(ask, bench.params(ask))
-
-    bench.all(act, asks)
+    given_up = Ask("left", [bench.rng.randrange(2, 1000) for _ in range(TOKENS)], ANSWER_TOKENS)
+    params = bench.params(given_up)
+    leave(bench.d, given_up.body | {"kv_transfer_params": params}, "left", bench.rng.uniform(0, 0.05))
+    bench.answer(ask, bench.params(ask))
 
 
 @dataclass(frozen=True)

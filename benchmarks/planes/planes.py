@@ -42,7 +42,7 @@ import numpy as np
 from benchmarks.harness import report
 from benchmarks.harness.pages import rate, table
 from benchmarks.planes import points as forms
-from benchmarks.planes.points import FIRST, FIRST_POINT, NIXL, ONE_BLOCK, Config, Contender, Point, channel
+from benchmarks.planes.points import FIRST, FIRST_POINT, ONE_BLOCK, Config, Contender, Point, channel
 from benchmarks.planes.process import Pair, Process, ProcessError, gpus, introduce, transports, verify
 
 MIN_ROUNDS = 5

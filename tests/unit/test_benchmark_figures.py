@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines import busy_figures, streaming_figures
+from benchmarks.engines import busy_turns, streaming_pair
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -16,6 +16,6 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 def test_committed_figures_are_those_of_the_committed_rows(name: str) -> None:
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     if "targets" in stored:
-        assert stored["targets"] == streaming_figures.targets(stored["rows"])
+        assert stored["targets"] == streaming_pair.targets(stored["rows"])
     else:
-        assert (stored["ratios"], stored["figures"]) == busy_figures.summed_up(stored["rows"])
+        assert (stored["ratios"], stored["figures"]) == busy_turns.summed_up(stored["rows"])
