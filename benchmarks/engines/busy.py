@@ -13,9 +13,8 @@ in its prefix cache by then, the next hand-over, and so on. Both compute one tok
 times to first token. The connectors are compared by the first; the second, the local hit, is never subtracted. P finds
 its prompts in its own prefix cache and has answered before D is asked.
 
-All times are taken in D's engine process, from the request's arrival in the engine's queue to the end of the step that
-made its token, see ``busy_probe.py``; HTTP is in none of them. The gaps of the others are the times between their
-tokens within one period after a hand-over (``gap``), after a local hit (``local_gap``), and before all of them
+All times are taken in D's engine process, see ``busy_probe.py``; HTTP is in none of them. The gaps of the others are
+those within one period after a hand-over (``gap``), after a local hit (``local_gap``), and before all of them
 (``quiet``), of equally many seconds.
 
 ``fresh``: D's free blocks are in the order of memory when a turn begins. ``scattered``: they are shuffled, so that
@@ -23,10 +22,10 @@ hardly two blocks of a table lie side by side. D's prefix cache is empty in both
 
 Every hand-over is checked: its tokens came from P, and D computed one. One per connector and order is compared byte for
 byte. A turn is measured again, at most four times, if the sequences did not decode all the while, or if a hand-over
-failed in it; the reasons are printed, and are under ``measured_again`` of the result.
+failed in it; the reasons are under ``measured_again`` of the result.
 
-Rounds go over all cells; with less ``--budget`` there are fewer rounds, not fewer cells. After each round the file of
-``--json`` is written. The defaults suit GPUs of 140 GiB; with 80 GiB give ``--kv-gib 30`` and fewer ``--tokens``.
+With less ``--budget`` there are fewer rounds over all cells. The defaults suit GPUs of 140 GiB; with 80 GiB give
+``--kv-gib 30`` and fewer ``--tokens``.
 """
 
 from __future__ import annotations

@@ -256,14 +256,8 @@ class Background:
 
 
 def unsteady(sequences: int, steps: Steps, quiet: tuple[float, float], last: float) -> str | None:
-    """Why a load of so many ``sequences`` was not steady; None where it was.
-
-    Args:
-        sequences: how many were to decode.
-        steps: D's.
-        quiet: begin and end of the quiet time.
-        last: when the last request had its token.
-    """
+    """Why a load of so many ``sequences`` was not steady; None where it was. ``quiet``: begin and end of the quiet
+    time. ``last``: when the last request had its token."""
     steps = [step for step in steps if step[0] >= quiet[0]]
     counts = [number for at, number in steps if at <= last]
     if counts.count(sequences) < STEADY * len(counts):

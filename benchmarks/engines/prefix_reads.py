@@ -9,19 +9,16 @@ Llama-8B with made-up weights, CUDA graphs, asynchronous scheduling. On the CPU:
 
 Turns by length: a random prefix of so many tokens, and behind it other new tokens each time. The source computes the
 first such turn. The reader is asked for a second one and names the source, then for a third one, whose prefix it has by
-then. All three times to first token are taken in the engine's process, from the request's arrival in its queue to the
-end of the step that made its token (``busy_probe.py``); HTTP is in none of them. Once all engines are idle; once the
-source, which has computed the prefixes before, decodes ``--sequences`` sequences. Gaps are those between their tokens,
-within one period after a read has arrived, and before all reads (``quiet``).
+then. The times to first token are those of ``busy_probe.py``. Once all engines are idle; once the source, which has
+computed the prefixes before, decodes ``--sequences`` sequences. Gaps are those between their tokens, within one period
+after a read has arrived, and before all reads (``quiet``).
 
-Conversations: those of an agent grow by 632 tokens a turn in the median; others are six turns each of Mooncake's
-conversation trace (``benchmarks/router/loads.py``). Either the turns alternate between both engines, or the source is P
-and the reader is D, which decodes all answers. Each once with the engine of the last answer named as a source, and once
-without. P's computed tokens are those that vLLM counts as such.
+Conversations: those of an agent, and some of Mooncake's trace (``benchmarks/router/loads.py``). Either the turns
+alternate between both engines, or the source is P and the reader is D, which decodes all answers. Each once with the
+engine of the last answer named as a source, and once without.
 
 A read of which not all came is ``missed``: it is counted, and its time is in no figure.
-
-Rounds go over all lengths; with less ``--budget`` there are fewer rounds, not fewer lengths.
+With less ``--budget`` there are fewer rounds over all lengths.
 """
 
 from __future__ import annotations

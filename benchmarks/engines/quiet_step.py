@@ -13,8 +13,7 @@ of the same thing.
 
 A turn: the engine decodes so many sequences for ``--seconds``: the gaps between the tokens of a sequence. Then, beside
 them, come requests of ``--tokens`` tokens that the engine has in its prefix cache, one at a time: the time to first
-token. With 0 sequences there are only these requests, on an idle engine. All times are taken in the engine's process
-by ``busy_probe.py``, from a request's arrival in the engine's queue to the end of the step that made its token.
+token, as ``busy_probe.py`` takes it. With 0 sequences there are only these requests, on an idle engine.
 
 Models: ``narrow``, a Llama of 128 KiB of KV per token whose step is host-bound; ``8b``, with the shape of Llama-3.1-8B,
 whose step is GPU-bound. Weights are made up.

@@ -12,11 +12,8 @@ noted by KVFerry's transfer thread on D; of NIXL they are not known.
 On the CPU: two network namespaces joined by a veth pair whose ends send at most so many GB/s (tc's token bucket filter;
 no delay is added): ``TOKENS@RATE`` is a cell. P is in one namespace; D, the router and the client are in the other. The
 model is small and its KV is not, so that P computes a prompt in longer than the faster links take. The executor is
-``uni``: with ``mp``, vLLM's default on the CPU, an engine core and its worker spin while they wait for each other
-(``SpinCondition.wait`` of ``shm_broadcast.py``), so a D that waits takes a core from P. The bytes at D are those that
-had come over the link, from the counters of D's end of it.
-
-The thread of P's engine, which stands for a device, has a core of its own where there are two.
+``uni``: with ``mp`` a D that waits takes a core from P. The bytes at D are those that had come over the link. Where
+there are two cores, the thread of P's engine, which stands for a device, has one of its own.
 
 Ways, in turn, each with a prompt of its own: P alone (the client asks P, and P decodes); both legs one after the other;
 both legs at once, where P offers it. ``--variant NAME=JSON`` adds an engine pair with these settings of KVFerry.
@@ -137,16 +134,17 @@ def start_engine(
 @contextmanager
 def started(
     args: argparse.Namespace, hosts: Hosts | None, connector: str, name: str, extra: dict[str, Any]
-) -> Iterator[tuple[Engines, str]]:
-    """A pair and its routers, up, warm and on their cores; and which these are."""
-    with servers(args, name.replace(", ", "-").replace(" ", "-")) as group:
+) -> Iterator[Engines]:
+    """A pair and its routers, up, warm and on their cores."""
+    with streaming_pair.spare_core() as core, servers(args, name.replace(", ", "-").replace(" ", "-")) as group:
         prefill, decode = (start_engine(group, role, connector, extra, hosts, args) for role in ("prefill", "decode"))
         group.wait_ready(args.start_seconds)
         engines = Engines(name, prefill, decode, nullcontext if hosts is None else shaped_link.LinkBytes)
         streaming_pair.open_ways(group, engines, "127.0.0.1" if hosts is None else hosts[3])
         (engine_thread,) = prefill.rpc("probe_watch")
-        with streaming_pair.own_cores(int(engine_thread), group.servers) as cores:
-            yield engines, cores
+        if core is not None:
+            os.sched_setaffinity(int(engine_thread), [core])
+        yield engines
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -162,7 +160,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             enter(hosts[2])
         for connector, name, extra in pairs_of(args):
             try:
-                with started(args, hosts, connector, name, extra) as (engines, result["cores"]):
+                with started(args, hosts, connector, name, extra) as engines:
                     for number, (tokens, rate) in enumerate(args.cells):
                         if hosts is not None and rate is not None:
                             for host in (hosts[0], hosts[2]):

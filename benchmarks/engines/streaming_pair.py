@@ -9,10 +9,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.shaped_link import LinkBytes
@@ -20,7 +19,6 @@ from kvferry.router.identities import identity_of
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup
 from tests.support.pd_client import client
-from tests.support.served import descendants
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec
 
@@ -196,35 +194,15 @@ def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience)
 
 
 @contextmanager
-def own_cores(engine_thread: int, servers: list[Server]) -> Iterator[str]:
-    """Keep threads that stand for devices and for hosts from waiting for each other's cores. Yields what was done.
-
-    The last core is for the thread that stands for P's device. All else shares the others: these servers, with what
-    they have started, and this process. No thread has a real-time priority: one that spins would hold its core for
-    ever.
-    """
+def spare_core() -> Iterator[int | None]:
+    """Keep the last core for the thread that stands for P's device, if there are two: this process, and what it starts,
+    has the others. No thread has a real-time priority: one that spins would hold its core for ever."""
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        yield "One core for all"
-        return
-    started = [server.process.pid for server in servers]
+    os.sched_setaffinity(0, cores[: max(1, len(cores) - 1)])
     try:
-        for pid in [os.getpid(), *started, *(below for each in started for below in descendants(each))]:
-            for task in tasks(pid):
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(task, cores[-1:] if task == engine_thread else cores[:-1])
-        yield f"P's engine thread has a core of its own, all else shares {len(cores) - 1}"
+        yield cores[-1] if len(cores) > 1 else None
     finally:
-        for task in tasks(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(task, cores)
-
-
-def tasks(pid: int) -> list[int]:
-    try:
-        return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:  # it has ended
-        return []
+        os.sched_setaffinity(0, cores)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Section(msgspec.Struct, forbid_unknown_fields=True):
     by: list[str] = []
     over: str = ""
     rows: str = "rows"
+    lines: list[dict[str, str]] = []
     part: str = ""
     parts: list[Part] = []
 
@@ -88,6 +89,10 @@ class Cells(Formatter):
             return "yes" if value else "no"
         if format_spec in NAMES:
             return NAMES[format_spec].get(value, f"`{value}`")
+        if format_spec == "rate":
+            return rate(value)
+        if format_spec == "mib":
+            return f"{value / 2**20:.0f}"
         if format_spec == "counts":
             return ", ".join(f"{count} {name}" for name, count in value.items())
         return format(value, format_spec)
@@ -188,12 +193,8 @@ def gpu_planes_picture() -> str:
 def gpu_bandwidth(result: Row) -> Row:
     lines = [line for lines in result["ucx_transports"].values() for line in lines if "GPU" in line]
     transports = ", ".join(sorted({line.rsplit(", ", 1)[1] for line in lines})) or "host transports"
-    rows = [
-        {"point": point, "mib": found["cuda_ipc"]["bytes"] / 2**20}
-        | {name: rate(row) for name, row in found.items() if name != "point"}
-        for point, found in ((point, points()[point]) for point in NAMES["points"])
-    ]
-    return {"rows": rows, "transports": transports, "picture": PICTURE}
+    found = points()
+    return {"rows": [found[name] for name in NAMES["points"]], "transports": transports, "picture": PICTURE}
 
 
 def cpu_bandwidth(result: Row) -> Row:
@@ -276,33 +277,12 @@ def plan_accuracy(result: Row) -> Row:
 
 
 def systems(result: Row) -> Row:
-    """KVFerry beside NIXL, whichever is faster, of the shortest and the longest prompt. Nothing here has measured
-    Mooncake or LMCache."""
-    busy, found, no = load("gpu_busy"), points(), "not measured"
-    forms = {name: NAMES["points"][name] for name in ("pieces_8k", "pieces_32k")}
-    forms["tokens_8192"] = "8192 tokens of Llama-8B, other blocks and layout on D"
-    rows = [
-        (f"GB/s between two GPUs, {form}", rate(found[point]["cuda_ipc"]), rate(found[point]["nixl"]), "gpu_planes")
-        for point, form in forms.items()
-    ]
-    whole = rate(found["tokens_8192"]["nixl_best"])
-    rows.append(("GB/s between two GPUs, one contiguous piece of 1 GiB", no, whole, "gpu_planes"))
-    cells = sorted(by(["sequences", "tokens"], "connector", busy["rows"]), key=lambda cell: cell["sequences"])
-    lengths = sorted(cell["tokens"] for cell in cells)
-    beside = "gaps between tokens beside a hand-over, 99th percentile"
-    for what, name in (("TTFT", "ttft_ms"), (beside, "gap_p99_ms")):
-        for cell in cells:
-            values = [cell[connector][name] for connector in NAMES["connectors"]]
-            if cell["tokens"] in (lengths[0], lengths[-1]) and None not in values:
-                where = f"D with CUDA graphs that decodes {cell['sequences']} sequences, {cell['tokens']} tokens"
-                rows.append((f"{what}, ms, {where}", f"{values[0]:.1f}", f"{values[1]:.1f}", "gpu_busy"))
-    rows.append(("anything over RDMA hardware", no, no, ""))
-    linked = [
-        {"what": what, "ours": ours, "theirs": theirs,
-         "link": f"[{name}](../benchmarks/results/{name}.json)" if name else "none"}
-        for what, ours, theirs, name in rows
-    ]  # fmt: skip
-    return {"rows": linked, "vllm": busy["versions"]["vllm"]}
+    """KVFerry beside NIXL, of the shortest and the longest prompt. Nothing here has measured Mooncake or LMCache."""
+    busy = load("gpu_busy")
+    cells = by(["sequences", "tokens"], "connector", busy["rows"])
+    known = points() | {f"{cell['sequences']}, {cell['tokens']}": cell for cell in cells}
+    rows = [{name: Cells().cell(form, known) for name, form in line.items()} for line in OF["measured"].lines]
+    return {"rows": rows, "vllm": busy["versions"]["vllm"]}
 
 
 def soak(result: Row) -> Row:

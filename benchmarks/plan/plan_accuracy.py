@@ -67,7 +67,6 @@ class Ranks:
 
     def __init__(self, plane: str, geometry: str) -> None:
         p, d = GEOMETRIES[geometry]
-        self.reads = {n: plan_handover(Pair(SHAPE, p, d, plan_fit.slot_bytes(plane, "cpu")), n) for n in TOKENS}
         self.p = [
             RemoteRank(settings={"plane": plane}, tp_rank=rank, tp_size=p.tp_size, **self._form(p))
             for rank in range(p.tp_size)

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import report
+from benchmarks.planes.endpoints import Cache
+from benchmarks.planes.points import Form
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from tests.kernels.kv_postprocess_cases import Case, fix_up
 
@@ -32,46 +34,36 @@ TOKENS, CONTENT = 1024, 512
 LAYERS = {"cpu": 16, "cuda": 256}
 
 
-@dataclass(frozen=True)
-class Side:
-    """One side's cache: the copy takes the last ``heads`` of its ``all_heads``."""
-
-    order: str = "HND"
-    block: int = 16
-    all_heads: int = 8
-    content: int = CONTENT
-    token: int = 0
+HND = Form(content=CONTENT, order="HND")
+NHD, BLOCK_64, TWO_HEADS = replace(HND, order="NHD"), replace(HND, block=64), replace(HND, heads=2)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """From P's form to D's; to and from a slot where there is no ``d``."""
+    """From P's form to D's, of the last heads where one side has more; to and from a slot where there is no ``d``."""
 
-    name: str
-    p: Side
-    d: Side | None = None
+    p: Form
+    d: Form | None = None
     heads: int = 8
+    token: int = 0
 
 
-HND, NHD = Side(), Side("NHD")
-COPIES = (
-    Copy("hnd", HND),
-    Copy("nhd", NHD),
-    Copy("mla", Side(all_heads=1, content=1152), heads=1),
-    Copy("hnd_unaligned", Side(token=5)),
-    Copy("hnd_2_of_8_heads", HND, heads=2),
-    Copy("hnd_to_hnd", HND, HND),
-    Copy("nhd_to_hnd", NHD, HND),
-    Copy("hnd_to_nhd", HND, NHD),
-    Copy("block_16_to_64", HND, Side(block=64)),
-    Copy("block_64_to_16", Side(block=64), HND),
-    Copy("block_48_to_32", Side(block=48), Side(block=32)),
-    Copy("nhd_16_to_hnd_64", NHD, Side(block=64)),
-    Copy("head_slice", HND, Side(all_heads=2), heads=2),
-    Copy("head_merge", Side(all_heads=2), HND, heads=2),
-)
-
-
+COPIES = {
+    "hnd": Copy(HND),
+    "nhd": Copy(NHD),
+    "mla": Copy(replace(HND, heads=1, content=1152), heads=1),
+    "hnd_unaligned": Copy(HND, token=5),
+    "hnd_2_of_8_heads": Copy(HND, heads=2),
+    "hnd_to_hnd": Copy(HND, HND),
+    "nhd_to_hnd": Copy(NHD, HND),
+    "hnd_to_nhd": Copy(HND, NHD),
+    "block_16_to_64": Copy(HND, BLOCK_64),
+    "block_64_to_16": Copy(BLOCK_64, HND),
+    "block_48_to_32": Copy(replace(HND, block=48), replace(HND, block=32)),
+    "nhd_16_to_hnd_64": Copy(NHD, BLOCK_64),
+    "head_slice": Copy(HND, TWO_HEADS, heads=2),
+    "head_merge": Copy(TWO_HEADS, HND, heads=2),
+}
 FIX_UPS = {
     "blksize_hnd_4_to_16": Case("blksize", tokens=16, ratio=4),
     "blksize_hnd_64_to_16": Case("blksize", tokens=16, ratio=-4),
@@ -89,9 +81,9 @@ class Bench:
     def __init__(self, device: torch.device) -> None:
         self.device, self.rng = device, np.random.default_rng(0)
         self.moves: dict[str, tuple[int, Callable[[], object]]] = {}
-        self._keep: list[torch.Tensor] = []
-        for copy in COPIES:
-            self._add_copy(copy)
+        self._keep: list[Any] = []
+        for name, copy in COPIES.items():
+            self._add_copy(name, copy)
         for name, case in FIX_UPS.items():
             self._add_fix_up(name, case)
         size = LAYERS[device.type] * 8 * TOKENS * CONTENT
@@ -103,31 +95,28 @@ class Bench:
         self._keep.append(memory)
         return memory
 
-    def _pages(self, side: Side, heads: int) -> Pages:
-        """One allocation per layer, of which the copy takes every other block in random order."""
-        used = -(-(side.token + TOKENS) // side.block)
-        row = side.block * side.content
-        block_bytes = side.all_heads * row
-        strides = (row, side.content) if side.order == "HND" else (side.content, side.all_heads * side.content)
-        bases = [self._memory(2 * used * block_bytes).data_ptr() for _ in range(LAYERS[self.device.type])]
-        return Pages(
-            np.array(bases, dtype=np.int64), self.rng.permutation(2 * used)[:used].astype(np.int64), side.block,
-            block_bytes, *strides, head=side.all_heads - heads, token=side.token,
-        )  # fmt: skip
+    def _pages(self, form: Form, heads: int, token: int) -> Pages:
+        """Every other block of a cache, in random order."""
+        used = -(-(token + TOKENS) // form.block)
+        cache = Cache.own(replace(form, layers=LAYERS[self.device.type]), 2 * used, self.device)
+        cache.fill(torch.Generator(self.device))  # memory that nobody has written is faster to read
+        self._keep.append(cache)
+        pages = cache.pages(self.rng.permutation(2 * used)[:used].astype(np.int64))
+        return replace(pages, head=form.heads - heads, token=token)
 
-    def _add_copy(self, copy: Copy) -> None:
+    def _add_copy(self, name: str, copy: Copy) -> None:
         layers, content = LAYERS[self.device.type], copy.p.content
         nbytes = layers * copy.heads * TOKENS * content
         sizes: dict[str, Any] = {"num_heads": copy.heads, "num_tokens": TOKENS, "content_bytes": content}
         sizes["device"] = self.device
-        p = self._pages(copy.p, copy.heads)
+        p = self._pages(copy.p, copy.heads, copy.token)
         if copy.d is not None:
-            d = self._pages(copy.d, copy.heads)
-            self.moves[f"direct {copy.name}"] = nbytes, lambda: copy_pages(d, p, **sizes)
+            d = self._pages(copy.d, copy.heads, copy.token)
+            self.moves[f"direct {name}"] = nbytes, lambda: copy_pages(d, p, **sizes)
             return
         wire = wire_pages(self._memory(nbytes).data_ptr(), layers, copy.heads, TOKENS, content)
-        self.moves[f"pack {copy.name}"] = nbytes, lambda: copy_pages(wire, p, **sizes)
-        self.moves[f"unpack {copy.name}"] = nbytes, lambda: copy_pages(p, wire, **sizes)
+        self.moves[f"pack {name}"] = nbytes, lambda: copy_pages(wire, p, **sizes)
+        self.moves[f"unpack {name}"] = nbytes, lambda: copy_pages(p, wire, **sizes)
 
     def _add_fix_up(self, name: str, case: Case) -> None:
         blocks = LAYERS[self.device.type] * (4 << 20) // (8 * case.tokens * CONTENT)

@@ -12,10 +12,9 @@ contender moves each point once and the bytes on D are compared with P's. Time i
 On GPUs a plane of ours is whole hand-overs between worker halves as an idle engine has them: from the posting of D's
 step to the report of its load. ``nixl``: READs of P's blocks, layer by layer, from prepared lists; it cannot change
 block size or layout (* in the table). ``nixl_best``: as many contiguous bytes in descriptors of 64 MiB. ``torch``:
-gather, peer copy, permute and scatter. ``kernel``: the copy that ``cuda_ipc`` makes over P's mapped pages, from launch
-to completion seen. ``peer_copy``: one contiguous copy. ``handover_ms``: a
-hand-over of one block of 16 tokens; ``first_handover_ms``: from a P that D, which has served others, has not met.
-``--only NAME --device cpu --hand-overs`` tries these hand-overs on a CPU, with few layers and tokens.
+gather, peer copy, permute and scatter. ``kernel``: the copy that ``cuda_ipc`` makes, from launch to completion seen.
+``peer_copy``: one contiguous copy. ``handover_ms``: a hand-over of one block of 16 tokens; ``first_handover_ms``: from
+a P that D has not met. ``--only NAME --device cpu --hand-overs`` tries these on a CPU, with few layers and tokens.
 
 On the CPU a plane is moved by its channels: scattered blocks are packed on P and unpacked on D, each side one thread
 and one process. "host" leaves all libraries their choice of transport, "tcp" sets UCX_TLS=tcp for all. NIXL's progress
@@ -220,7 +219,7 @@ def show(result: dict[str, Any]) -> None:
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for row in result["rows"]:
         name = row.get("contender") or f"{row['link']}: {row['kind']}"
-        cells[name][row.get("point") or f"{row['block_kib']} KiB"] = rate(row)
+        cells[name][row.get("point") or (f"{row['block_kib']} KiB" if row["block_kib"] else "contiguous")] = rate(row)
     points = dict.fromkeys(point for of_one in cells.values() for point in of_one)
     columns = {"GB/s": "{name}", **{point: f"{{{point}}}" for point in points}}
     print(table([{"name": name, **of_one} for name, of_one in cells.items()], columns))

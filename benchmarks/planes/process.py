@@ -6,12 +6,11 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,22 +35,40 @@ class ProcessError(Exception):
 
 
 class Orders:
-    """What one end is ordered to do, and answers: lines of JSON."""
+    """What one end is ordered to do, and answers: lines of JSON over a socket."""
 
-    config: Config
+    def __init__(self, config: Config, sock: socket.socket) -> None:
+        self.config, self._sock, self._lines = config, sock, sock.makefile("rb")
+
+    def ended(self) -> str:
+        """Why it says no more."""
+        return "the source has ended; its messages are on the other host"
 
     def send(self, line: bytes) -> None:
-        raise NotImplementedError
+        try:
+            self._sock.sendall(line)
+        except OSError:
+            raise ProcessError(self.ended()) from None
 
     def receive(self, seconds: float) -> bytes:
-        """A line."""
-        raise NotImplementedError
+        """A line. Raises ProcessError where the end has ended, or says nothing for so long, which ends it."""
+        try:
+            self._sock.settimeout(seconds)
+            line = self._lines.readline()
+        except TimeoutError:
+            self.close(0)
+            raise ProcessError(f"no answer within {seconds:g} s; {self.ended()}") from None
+        except OSError:
+            line = b""
+        if not line:
+            raise ProcessError(self.ended())
+        return line
 
     def tell(self, do: str, **arguments: Any) -> None:
         self.send(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def answer(self, seconds: float = MOVE_SECONDS) -> Any:
-        """Raises ProcessError where the end fails, ends, or says nothing for so long, which ends it."""
+        """Raises ProcessError as ``receive`` does, and where the end fails."""
         reply = json.loads(self.receive(seconds))
         if "error" in reply:
             raise ProcessError(reply["error"])
@@ -61,68 +78,49 @@ class Orders:
         self.tell(do, **arguments)
         return self.answer()
 
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Wait so long for the end, or make it."""
+        self._lines.close()
+        self._sock.close()
+
 
 class Process(Orders):
     """One end; what it prints besides its answers is kept in ``printed``."""
 
     def __init__(self, config: Config, gpus: str, environ: dict[str, str]) -> None:
-        self.config = config
         self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         shown = {"CUDA_VISIBLE_DEVICES": gpus} if config.device == "cuda" else {}
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "ends.py"), msgspec.json.encode(config).decode()], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.printed,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | shown | environ,
-        )  # fmt: skip
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._orders, self._answers, self._buffered = self.process.stdin, self.process.stdout, b""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "ends.py"), msgspec.json.encode(config).decode()],
+                stdin=theirs, stdout=theirs, stderr=self.printed,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | shown | environ,
+            )  # fmt: skip
+        super().__init__(config, ours)
 
-    def send(self, line: bytes) -> None:
-        try:
-            self._orders.write(line)
-            self._orders.flush()
-        except BrokenPipeError:
-            raise ProcessError(self._ended()) from None
-
-    def receive(self, seconds: float) -> bytes:
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._buffered:
-            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                self.process.kill()
-                self.process.wait()
-                raise ProcessError(f"no answer within {seconds:g} s; {self.last_words()}")
-            data = os.read(self._answers.fileno(), 1 << 20)
-            if not data:
-                raise ProcessError(self._ended())
-            self._buffered += data
-        line, _, self._buffered = self._buffered.partition(b"\n")
-        return line
-
-    def _ended(self) -> str:
-        return f"the {self.config.role} ended with status {self.process.wait()}; {self.last_words()}"
+    def ended(self) -> str:
+        lines = self.text().strip().splitlines()
+        said = f"last line printed: {lines[-1][:200]}" if lines else "it printed nothing"
+        return f"the {self.config.role} ended with status {self.process.wait()}; {said}"
 
     def text(self) -> str:
         """All that it printed."""
         self.printed.seek(0)
         return self.printed.read().decode(errors="replace")
 
-    def last_words(self) -> str:
-        lines = self.text().strip().splitlines()
-        return f"last line printed: {lines[-1][:200]}" if lines else "it printed nothing"
-
     def end(self) -> None:
         """Ask it to end; without it, what a library printed may be lost."""
-        with contextlib.suppress(BrokenPipeError):
-            self._orders.close()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
 
-    def close(self) -> None:
-        """Wait for the end, or make it."""
+    def close(self, seconds: float = END_SECONDS) -> None:
         try:
-            self.process.wait(END_SECONDS)
+            self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._answers.close()
+        super().close()
 
 
 def gpus() -> list[str]:

@@ -67,24 +67,12 @@ class Source(Orders):
     """P's end, on the other host."""
 
     def __init__(self, config: Config, peer: tuple[str, int]) -> None:
-        self.config = config
-        self._socket = socket.create_connection(peer, timeout=PATIENCE_SECONDS)
-        self._lines = self._socket.makefile("rb")
+        super().__init__(config, socket.create_connection(peer, timeout=PATIENCE_SECONDS))
         self.send(msgspec.json.encode(config) + b"\n")
-        self.facts = json.loads(self._lines.readline())
-
-    def send(self, line: bytes) -> None:
-        self._socket.sendall(line)
+        self.facts = json.loads(self.receive(PATIENCE_SECONDS))
 
     def receive(self, seconds: float) -> bytes:
-        if not (line := self._lines.readline()):
-            raise ProcessError("the source has ended; its messages are on the other host")
-        return line
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._lines.close()
-        self._socket.close()
+        return super().receive(PATIENCE_SECONDS)
 
 
 def check(host: str, peer: tuple[str, int], mib: int, rounds: int) -> dict[str, Any]:
@@ -113,8 +101,8 @@ def check(host: str, peer: tuple[str, int], mib: int, rounds: int) -> dict[str, 
                 rates[name] = point.nbytes / statistics.median(times) / 1e9
         finally:
             target.end()
-            target.close()
-            source.close()
+            for end in (target, source):
+                end.close()
     best = max(rate for name, rate in rates.items() if name.startswith(NIXL_PLANE))
     return {
         "lanes": {"here": lanes.shown, "there": source.facts["lanes"]},

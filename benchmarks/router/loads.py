@@ -10,49 +10,20 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest, parsed_trace
+from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
 
 SAMPLE = Path(__file__).resolve().parent / "conversation_sample.json"
+"""The requests 2000, 6500 and 11000 of the trace with 299 behind each. Of a request: ms, tokens of the prompt and of
+the answer, the earlier one that shares most blocks, and how many it shares."""
 TURNS = SAMPLE.with_name("conversation_turns.json")
-PARTS, PART_REQUESTS = (2000, 6500, 11000), 300
-"""Where parts of the trace begin; its first conversations have no earlier turns."""
+"""The first six turns of four conversations whose answers have at most 2500 tokens together."""
+PART_REQUESTS = 300
 GRAIN_MS = 3000
 POLICIES = ("always", "never", "decide")
 
 
-def sampled(path: Path) -> list[list[list[int]]]:
-    """Of each request of each part: ms, tokens of the prompt and of the answer, the earlier one that shares most
-    blocks, and how many it shares."""
-    trace, parts = parsed_trace(path.read_bytes().splitlines()), []
-    for begin in PARTS:
-        found, holders = [], dict[int, int]()  # by block, the first request that has it
-        for number, request in enumerate(trace[begin:][:PART_REQUESTS]):
-            shared = sum(block in holders for block in request.hash_ids)  # a block has all before it
-            parent = holders[request.hash_ids[shared - 1]] if shared else 0
-            at = int(request.timestamp - trace[begin].timestamp)
-            found.append([at, request.input_length, request.output_length, parent, shared])
-            holders |= {block: number for block in request.hash_ids if block not in holders}
-        parts.append(found)
-    return parts
-
-
 Turns = list[list[int]]
 """Of one conversation: by turn, the tokens of the prompt and of the answer."""
-
-
-def turns_sampled(path: Path, count: int = 4, turns: int = 6, most: int = 2500) -> list[Turns]:
-    """The first turns of conversations of the trace whose answers are short together. A request is the next turn of the
-    one whose full blocks it begins with."""
-    chains: dict[int, Turns] = {}  # by the last full block, which has all before it
-    for request in parsed_trace(path.read_bytes().splitlines()):
-        ids, tokens, full = request.hash_ids, request.input_length, request.input_length // BLOCK_TOKENS
-        last = next((block for block in reversed(ids[1:]) if block in chains and chains[block][-1][0] < tokens), None)
-        chain = [] if last is None else chains.pop(last)
-        if full > 1:
-            chains[ids[full - 1]] = [*chain, [tokens, request.output_length]]
-    long = [chain[:turns] for chain in chains.values() if len(chain) >= turns]
-    found = [chain for chain in long if sum(answer for _, answer in chain) <= most]
-    return found[:: len(found) // count][:count]
 
 
 def agent_turns(rng: random.Random, start: int, turns: int, growth: int = 632, answer: int = 96) -> Turns:

@@ -3,13 +3,11 @@
     python benchmarks/router/where_to_prefill.py --json FILE                  # simulated engines, half a minute
     python benchmarks/router/where_to_prefill.py --device cuda --json FILE    # engines of vLLM on two GPUs, 10 minutes
     python benchmarks/router/where_to_prefill.py --device cpu --json FILE     # on the CPU, an hour
-    python benchmarks/router/where_to_prefill.py --sample conversation_trace.jsonl
 
 Conversations are 300 requests of a part of Mooncake's conversation trace (https://github.com/kvcache-ai/Mooncake,
 FAST25-release/traces/conversation_trace.jsonl, Apache-2.0), whose times are stretched to a rate; they are whole
-multiples of 3 s there, and spread evenly within these here. ``--sample`` makes conversation_sample.json, their lengths
-and shared blocks, anew from the trace, and conversation_turns.json. Turns are random: short ones of 60 to 300 tokens,
-long ones of 500 to 3,000, and 20 to 200 of the answer.
+multiples of 3 s there, and spread evenly within these here. Turns are random: short ones of 60 to 300 tokens, long ones
+of 500 to 3,000, and 20 to 200 of the answer.
 
 Beside the three policies, as many engines that each prefill and decode: aggregated.
 
@@ -26,7 +24,6 @@ of the mean gaps of answers.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from math import inf
@@ -36,7 +33,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.harness import report
-from benchmarks.router.loads import LOADS, POLICIES, SAMPLE, TURNS, sampled, turns_sampled
+from benchmarks.router.loads import LOADS, POLICIES
 from benchmarks.router.simulated_engines import Simulation, Speed
 from kvferry.cli.plan.handover import Deployment, Pair
 from kvferry.cli.plan.model import model_shape
@@ -113,18 +110,9 @@ def to_better(row: dict[str, Any], figure: str = "ttft_ms") -> float:
 
 def main() -> None:
     parser = report.options(__doc__)
-    parser.add_argument("--sample", type=Path, metavar="TRACE", help="make conversation_sample.json from it, no more")
     parser.add_argument("--device", choices=("simulated", "cpu", "cuda"), default="simulated")
     parser.add_argument("--folder", type=Path, default=report.ROOT / ".bench" / "where", help="for model and logs")
     args = parser.parse_args()
-    if args.sample:
-        samples: list[tuple[Path, list[Any]]] = [
-            (SAMPLE, sampled(args.sample)), (TURNS, turns_sampled(args.sample)),
-        ]  # fmt: skip
-        for path, parts in samples:
-            lines = ",\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
-            path.write_text(f"[\n{lines}\n]\n")
-        return
     if args.device == "simulated":
         found = simulate()
     else:
