@@ -96,22 +96,20 @@ class BusyPair:
                 self.prefill.post("/v1/completions", body(prompt))
 
     def connect(self, pace: Pace) -> None:
-        """Hand prompts over until one comes: the first pays for the handshake, which may fail on a busy machine.
+        """Hand a prompt over: the first hand-over pays for the handshake, which may fail on a busy machine.
 
         Raises:
-            EngineError: none of them came.
+            DisturbedTurnError: none of several came.
         """
         tokens, prompts = next(iter(self.prompts.items()))
-        for last in [False] * 4 + [True]:
+
+        def once() -> None:
             self.collect("fresh")
             names = self.ask(prompts[0], pace)
             marks, _ = self.collect("fresh")
-            try:
-                self.check(tokens, (marks.get(names[0], {}), marks.get(names[1], {})))
-                break
-            except EngineError:
-                if last:
-                    raise
+            self.check(tokens, (marks.get(names[0], {}), marks.get(names[1], {})))
+
+        undisturbed(once, self.repeated)
         self.failed_before = self.failures()
 
     def look(self, order: str, tokens: int) -> None:
@@ -138,11 +136,11 @@ class BusyPair:
             raise EngineError(f"{self.connector}: failed hand-overs of P, D: {failed}, before {self.failed_before}")
 
     def turn(self, cell: Cell, pace: Pace, *, keep: bool = True) -> None:
-        """Measure every length on an empty prefix cache; with ``keep`` the samples count. A disturbed turn is
-        measured again.
+        """Measure every length on an empty prefix cache; with ``keep`` the samples count.
 
         Raises:
-            EngineError: a prompt was computed that should have been loaded or found, or every attempt was disturbed.
+            DisturbedTurnError: in every attempt the load was not steady, a hand-over failed, or a prompt was computed
+                that should have been loaded or found.
         """
         samples, quiet = undisturbed(lambda: self.measure_turn(cell, pace), self.repeated)
         if keep:
@@ -150,12 +148,7 @@ class BusyPair:
             self.quiet.setdefault(cell, []).extend(quiet)
 
     def measure_turn(self, cell: Cell, pace: Pace) -> tuple[list[Sample], list[float]]:
-        """One attempt at a turn: its samples, and the quiet gaps.
-
-        Raises:
-            DisturbedTurnError: the load was not steady, or a hand-over failed.
-            EngineError: a prompt was computed that should have been loaded or found.
-        """
+        """One attempt at a turn: its samples, and the quiet gaps. Raises DisturbedTurnError."""
         self.collect(cell.order)
         asked = []
         with Background(self.decode.server, self.words, cell.sequences, self.longest) as background:
@@ -163,18 +156,15 @@ class BusyPair:
             for number in range(pace.pairs):
                 asked += [(tokens, self.ask(self.prompts[tokens][number], pace)) for tokens in self.prompts]
         marks, steps = self.collect(cell.order)
+        before, self.failed_before = self.failed_before, self.failures()
+        if before != self.failed_before:
+            raise DisturbedTurnError(f"{self.connector}: failed hand-overs of P, D: {self.failed_before}, not {before}")
         samples = []
         for tokens, names in asked:
             self.check(tokens, both := (marks.get(names[0], {}), marks.get(names[1], {})))
             samples.append(sample_of(cell, tokens, both, steps, pace.period))
         quiet = gaps_between(steps, begin, end)
-        why = None
-        if cell.sequences:
-            why = unsteady(cell.sequences, steps, (begin, end), samples[-1].local["token"])
-        if (failed := self.failures()) != self.failed_before:
-            why = f"failed hand-overs of P, D: {failed}, before {self.failed_before}"
-            self.failed_before = failed
-        if why is not None:
+        if cell.sequences and (why := unsteady(cell.sequences, steps, (begin, end), samples[-1].local["token"])):
             raise DisturbedTurnError(f"{self.connector}, {cell.order}, {cell.sequences} sequences: {why}")
         return samples, quiet
 
@@ -197,7 +187,7 @@ class BusyPair:
         loaded, local = pair
         right = loaded.get("external", 0) >= tokens - 1 and not local.get("external")
         if not right or any("token" not in marks or marks.get("computed") != 1 for marks in pair):
-            raise EngineError(f"{self.connector}: {tokens} tokens were to be loaded and found, but {pair}")
+            raise DisturbedTurnError(f"{self.connector}: {tokens} tokens were to be loaded and found, but {pair}")
 
 
 def sample_of(cell: Cell, tokens: int, pair: tuple[Marks, Marks], steps: Steps, period: float) -> Sample:

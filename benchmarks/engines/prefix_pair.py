@@ -169,39 +169,32 @@ class PrefixPair:
     # --- conversations ------------------------------------------------------------------------------------------
 
     def replay(self, form: str, named: bool, load: str, conversations: Sequence[Turns]) -> None:
-        """Conversations, one after the other."""
+        """Conversations, one after the other. A prompt that is shorter than all that was said before has the beginning
+        of it."""
         for conversation in conversations:
-            turns = self._conversation(form, named, load, conversation)
+            self.collect()
+            history: list[int] = []
+            known, turns, serial = 0, [], form == P_AND_D
+            for number, (tokens, most) in enumerate(conversation):
+                history = [*history[:tokens], *self.words(tokens - len(history))]
+                engines = (self.source, self.reader)
+                engine, last = engines if serial or number % 2 == 0 else engines[::-1]
+                sources = {"sources": [self.addresses[last.server.name]]} if named and number else {}
+                before = by_source(engine.server)
+                whole = body(history) | {"max_tokens": most, "ignore_eos": True, "return_token_ids": True}
+                first = body(history) | {"kv_transfer_params": PREFILL_TAG | sources}
+                name, answer = engine.ask(first if serial else whole | {"kv_transfer_params": sources or None})
+                computed = int(grown(engine.server, before, tokens)["local_compute"])
+                if serial:
+                    _, answer = self.reader.ask(whole | {"kv_transfer_params": answer["kv_transfer_params"]})
+                turns.append((name, tokens, max(1, tokens - known), computed))  # the last token is computed in any case
+                history += answer["choices"][0]["token_ids"]
+                known = len(history) - 1  # the KV of the last token is not computed
+                time.sleep(self.settle)
             marks, _ = self.collect()
-            for name, turn in turns:
-                turn.ttft = (marks[name]["token"] - marks[name]["arrived"]) * 1e3
-                self.turns.append(turn)
-
-    def _conversation(self, form: str, named: bool, load: str, conversation: Turns) -> list[tuple[str, Turn]]:
-        """Its turns but the first, each with the name of the request that computes it. A prompt that is shorter than
-        all that was said before has the beginning of it."""
-        self.collect()
-        history: list[int] = []
-        known, turns, serial = 0, [], form == P_AND_D
-        for number, (tokens, most) in enumerate(conversation):
-            history = [*history[:tokens], *self.words(tokens - len(history))]
-            engines = (self.source, self.reader)
-            engine, last = engines if serial or number % 2 == 0 else engines[::-1]
-            sources = {"sources": [self.addresses[last.server.name]]} if named and number else {}
-            before = by_source(engine.server)
-            whole = body(history) | {"max_tokens": most, "ignore_eos": True, "return_token_ids": True}
-            first = body(history) | {"kv_transfer_params": PREFILL_TAG | sources}
-            name, answer = engine.ask(first if serial else whole | {"kv_transfer_params": sources or None})
-            computed = grown(engine.server, before, tokens)["local_compute"]
-            if serial:
-                _, answer = self.reader.ask(whole | {"kv_transfer_params": answer["kv_transfer_params"]})
-            if number:
-                new = max(1, tokens - known)  # the last token is computed in any case
-                turns.append((name, Turn(form, named, load, tokens, new, int(computed), 0.0)))
-            history += answer["choices"][0]["token_ids"]
-            known = len(history) - 1  # the KV of the last token is not computed
-            time.sleep(self.settle)
-        return turns
+            for name, tokens, new, computed in turns[1:]:
+                ttft = (marks[name]["token"] - marks[name]["arrived"]) * 1e3
+                self.turns.append(Turn(form, named, load, tokens, new, computed, ttft))
 
 
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")

@@ -159,12 +159,12 @@ def measure(args: Namespace) -> dict[str, Any]:
 def result_of(samples: dict[tuple[str, int, str, str], list[list[float]]], args: Namespace) -> dict[str, Any]:
     rows = []
     for (model, sequences, name, figure), rounds in samples.items():
-        base = samples.get((model, sequences, args.contenders[0], figure), [])
+        bases = samples.get((model, sequences, args.contenders[0], figure), [])
         row: dict[str, Any] = {"model": model, "sequences": sequences, "contender": name, "figure": figure}
         row |= {"rounds": len(rounds), "samples": sum(map(len, rounds))}
         for key, percent in (("p50", 50), ("p99", 99)):
-            pairs = zip(rounds, base, strict=False)
-            over = [np.percentile(ours, percent) - np.percentile(theirs, percent) for ours, theirs in pairs]
+            pairs = zip(rounds, bases, strict=False)
+            over = [float(np.percentile(ours, percent) - np.percentile(base, percent)) for ours, base in pairs]
             row[f"{key}_ms"] = report.percentile(np.concatenate(rounds), percent)
             row[f"{key}_over_ms"] = report.percentile(over, 50)
         rows.append(row)

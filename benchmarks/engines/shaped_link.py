@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+from examples.two_node.run_netns import two_hosts
 from tests.support.server import EngineError
 
 DEVICE = "kvf0"
@@ -23,15 +24,12 @@ def why_not() -> str | None:
         return "needs root, to make network namespaces"
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs the commands ip and tc (iproute2)"
-    name = f"kvferry-try{os.getpid()}"
-    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return f"no network namespace can be made here: {done.stderr.strip()}"
-    rate = ["tbf", "rate", "1gbit", "burst", "1mb", "latency", "50ms"]
-    command = ["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", *rate]
-    shaped = subprocess.run(command, capture_output=True, text=True, check=False)
-    subprocess.run(["ip", "netns", "delete", name], check=False)
-    return f"tc cannot shape a link here: {shaped.stderr.strip()}" if shaped.returncode else None
+    try:
+        with two_hosts() as (name, *_):
+            shape(name, 0.125)
+    except EngineError as error:
+        return f"cannot make and shape a link here: {error}"
+    return None
 
 
 def shape(namespace: str, gigabytes_per_second: float) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
@@ -18,7 +17,7 @@ from benchmarks.engines.shaped_link import LinkBytes
 from kvferry.router.identities import identity_of
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup
-from tests.support.pd_client import client
+from tests.support.pd_client import events
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec
 
@@ -98,17 +97,10 @@ class Engines:
 def stream(url: str, prompt: list[int]) -> list[float]:
     """When each token came, of which a chunk may hold several: time.monotonic. Raises EngineError."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     arrived: list[float] = []
-    with client().stream("POST", f"{url}/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise EngineError(f"{url}: HTTP {response.status_code}: {response.read()[:500]!r}")
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise EngineError(f"{url}: {event['error']}")
-                arrived += [time.monotonic()] * (event["usage"]["completion_tokens"] - len(arrived))
+    for event in events(url, body):
+        arrived += [time.monotonic()] * (event["usage"]["completion_tokens"] - len(arrived))
     if len(arrived) != ANSWER_TOKENS:
         raise EngineError(f"{url}: {len(arrived)} of {ANSWER_TOKENS} tokens came")
     return arrived

@@ -214,7 +214,7 @@ def quiet_step(result: Row) -> Row:
 
 def streamed(rows: Iterable[Row]) -> list[Row]:
     """Without the times of a transfer where next to no KV went to D."""
-    return [row if row["mib"] >= 1 else row | {"mib": None, "before_end": None, "moving_ms": None} for row in rows]
+    return [row if row["mib"] >= 1 else {**row, "mib": None, "before_end": None, "moving_ms": None} for row in rows]
 
 
 def streaming(result: Row) -> Row:
@@ -249,7 +249,7 @@ def where_to_prefill(result: Row) -> Row:
     usual = {None, "NVLink", "alike"}
     loads = [", ".join([row["load"], *({row.get("link"), row.get("speeds")} - usual)]) for row in result["rows"]]
     rows = zip(result["rows"], loads, strict=True)
-    return {"rows": [{"engines": "1 + 1"} | row | {"load": load} for row, load in rows]}
+    return {"rows": [{"engines": "1 + 1", **row, "load": load} for row, load in rows]}
 
 
 def odd_requests(result: Row) -> Row:

@@ -234,7 +234,7 @@ def main() -> None:
         wire.close()
         report.line(wire.row())
     names = {"alone": "control_round_trip", "computing": "control_round_trip_computing", "new": "control_connection"}
-    ratios = {f"{title}_vs_tcp": ratio(*wires, what) for what, title in names.items()}
+    ratios = {f"{title}_vs_tcp": ratio(wires[0], wires[1], what) for what, title in names.items()}
     print(ratios)
     rows = [wire.row() for wire in wires]
     report.write(args.json, {"ratios": ratios, "figures": {}, "rows": rows, "rounds": args.rounds})

@@ -94,7 +94,7 @@ class Process(Orders):
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "ends.py"), msgspec.json.encode(config).decode()],
-                stdin=theirs, stdout=theirs, stderr=self.printed,
+                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=self.printed,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | shown | environ,
             )  # fmt: skip
         super().__init__(config, ours)

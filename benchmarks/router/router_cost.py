@@ -235,8 +235,9 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
             "requests_per_core_second": round(rounds * CLIENTS * REQUESTS / sum(per_core)),
         }  # fmt: skip
     finally:
-        for process in (router, *stubs):
-            process.terminate()
+        router.terminate()
+        for stub in stubs:
+            stub.terminate()
         router.wait(30)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,26 +61,31 @@ def stream(url: str, body: dict[str, Any]) -> Answer:
     Raises:
         EngineError: an HTTP error, or an error in the stream.
     """
-    body = {"return_token_ids": True, **body, "stream": True, "stream_options": {"include_usage": True}}
+    body = {"return_token_ids": True, **body, "stream_options": {"include_usage": True}}
     ids: list[int] = []
     prompt_tokens, ttft = 0, 0.0
     client()
     began = time.perf_counter()
-    with client().stream("POST", f"{url}/v1/completions", json=body) as response:
+    for event in events(url, body):
+        for choice in event["choices"]:  # vLLM sends none without a token
+            ttft = ttft or time.perf_counter() - began
+            ids += choice.get("token_ids") or []
+        if event.get("usage"):
+            prompt_tokens = event["usage"]["prompt_tokens"]
+    return Answer(ids, prompt_tokens, began, ttft)
+
+
+def events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a streamed completion. Raises EngineError, as ``stream`` does."""
+    with client().stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as response:
         if response.status_code != 200:
             raise EngineError(f"{url}: HTTP {response.status_code}: {response.read()[:500]!r}")
         for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise EngineError(f"{url}: {event['error']}")
-            for choice in event["choices"]:  # vLLM sends none without a token
-                ttft = ttft or time.perf_counter() - began
-                ids += choice.get("token_ids") or []
-            if event.get("usage"):
-                prompt_tokens = event["usage"]["prompt_tokens"]
-    return Answer(ids, prompt_tokens, began, ttft)
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise EngineError(f"{url}: {event['error']}")
+                yield event
 
 
 def loads(engine: Server, names: Names) -> dict[str, float | None]:
