@@ -41,7 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.engines import busy_turns
-from benchmarks.engines.busy_turns import BusyPair, Cell, Pace
+from benchmarks.engines.busy_turns import BusyPair, Cell
 from benchmarks.engines.engine_pair import CPU, GPU, OURS, THEIRS, Words, gpus_of, graph_sizes, servers, start
 from benchmarks.harness import report
 from tests.support.engines import ServerGroup
@@ -59,7 +59,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "period": 0.25, "kv_gib": 1,
     },
 }  # fmt: skip
-"""What is measured where nothing else is asked for. ``pairs``: as of ``Pace``."""
+"""What is measured where nothing else is asked for. ``pairs``: hand-overs of each length in a turn."""
 LONGEST = 8192
 """Tokens of a background sequence at least. It should last longer than a turn, also where the host stands still."""
 
@@ -76,7 +76,8 @@ def start_pair(group: ServerGroup, connector: str, model: Path, args: Namespace)
         )
         for role, gpus in zip(("prefill", "decode"), gpus_of(args), strict=True)
     )  # fmt: skip
-    return BusyPair(connector, prefill.server, decode, Words(connector, args.setup.spec.vocabulary), longest)
+    words = Words(connector, args.setup.spec.vocabulary)
+    return BusyPair(connector, prefill.server, decode, words, longest, args.period)
 
 
 def measure(args: Namespace) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def measure(args: Namespace) -> dict[str, Any]:
         for number in report.rounds(-(-args.samples // args.pairs), began, args.budget):
             for cell in cells:
                 for pair in pairs if number % 2 else reversed(pairs):
-                    pair.turn(cell, Pace(args.pairs, args.period))
+                    pair.turn(cell, args.pairs)
             result = result_of(pairs, args, number)
             report.save(args.json, result)  # what follows may not end
         for pair in pairs:
@@ -104,13 +105,13 @@ def warm_up(pair: BusyPair, cells: list[Cell], args: Namespace) -> None:
     """Have P compute the prompts, compare a hand-over's bytes, and let D pay once for what it pays once for."""
     pair.decode.server.rpc("busy_watch")
     pair.prefill_all(args.tokens, args.pairs)
-    pair.connect(Pace(1, args.period))
+    pair.connect()
     for order in args.orders:
         pair.collect(order)
         pair.look(order, sorted(args.tokens)[len(args.tokens) // 2 - 1])
         print(f"{order}, {pair.connector}: bytes equal; {pair.in_sequence[order]:.1%} of D's blocks in sequence")
     for cell in dict.fromkeys(Cell(cells[0].order, cell.sequences) for cell in cells):
-        pair.turn(cell, Pace(1, args.period), keep=False)
+        pair.turn(cell, 1, keep=False)
 
 
 def result_of(pairs: list[BusyPair], args: Namespace, rounds: int) -> dict[str, Any]:

@@ -38,15 +38,6 @@ class Cell:
     sequences: int
 
 
-@dataclass(frozen=True)
-class Pace:
-    """``pairs``: hand-overs of each length in a turn, each with a local hit behind it. ``period``: seconds from one
-    request to the next."""
-
-    pairs: int
-    period: float
-
-
 @dataclass
 class Sample:
     """One hand-over and the local hit of the same prompt behind it. ``gaps``: milliseconds between the tokens of the
@@ -68,7 +59,8 @@ class Sample:
 class BusyPair:
     """The engines of one connector, and what was measured on them.
 
-    ``prompts``: by length, held by P. ``longest``: tokens of a sequence. ``in_sequence``: by order, the share of the
+    ``period``: seconds from one request to the next. ``prompts``: by length, held by P. ``longest``: tokens of a
+    sequence. ``in_sequence``: by order, the share of the
     blocks of D's tables that follow one another. ``repeated``: turns that were measured again, each with the reason.
     """
 
@@ -77,6 +69,7 @@ class BusyPair:
     decode: ProbedEngine
     words: Words
     longest: int
+    period: float
     prompts: dict[int, list[list[int]]] = field(default_factory=dict)
     measured: list[Sample] = field(default_factory=list)
     quiet: dict[Cell, list[float]] = field(default_factory=dict)
@@ -95,7 +88,7 @@ class BusyPair:
             for prompt in self.prompts[tokens]:
                 self.prefill.post("/v1/completions", body(prompt))
 
-    def connect(self, pace: Pace) -> None:
+    def connect(self) -> None:
         """Hand a prompt over: the first hand-over pays for the handshake, which may fail on a busy machine.
 
         Raises:
@@ -105,7 +98,7 @@ class BusyPair:
 
         def once() -> None:
             self.collect("fresh")
-            names = self.ask(prompts[0], pace)
+            names = self.ask(prompts[0])
             marks, _ = self.collect("fresh")
             self.check(tokens, (marks.get(names[0], {}), marks.get(names[1], {})))
 
@@ -135,26 +128,27 @@ class BusyPair:
         if failed != self.failed_before:
             raise EngineError(f"{self.connector}: failed hand-overs of P, D: {failed}, before {self.failed_before}")
 
-    def turn(self, cell: Cell, pace: Pace, *, keep: bool = True) -> None:
-        """Measure every length on an empty prefix cache; with ``keep`` the samples count.
+    def turn(self, cell: Cell, pairs: int, *, keep: bool = True) -> None:
+        """Measure every length so often on an empty prefix cache, each time with a local hit behind the hand-over; with
+        ``keep`` the samples count.
 
         Raises:
             DisturbedTurnError: in every attempt the load was not steady, a hand-over failed, or a prompt was computed
                 that should have been loaded or found.
         """
-        samples, quiet = undisturbed(lambda: self.measure_turn(cell, pace), self.repeated)
+        samples, quiet = undisturbed(lambda: self.measure_turn(cell, pairs), self.repeated)
         if keep:
             self.measured += samples
             self.quiet.setdefault(cell, []).extend(quiet)
 
-    def measure_turn(self, cell: Cell, pace: Pace) -> tuple[list[Sample], list[float]]:
+    def measure_turn(self, cell: Cell, pairs: int) -> tuple[list[Sample], list[float]]:
         """One attempt at a turn: its samples, and the quiet gaps. Raises DisturbedTurnError."""
         self.collect(cell.order)
         asked = []
         with Background(self.decode.server, self.words, cell.sequences, self.longest) as background:
-            begin, end = background.quiet(pace.pairs * pace.period)
-            for number in range(pace.pairs):
-                asked += [(tokens, self.ask(self.prompts[tokens][number], pace)) for tokens in self.prompts]
+            begin, end = background.quiet(pairs * self.period)
+            for number in range(pairs):
+                asked += [(tokens, self.ask(self.prompts[tokens][number])) for tokens in self.prompts]
         marks, steps = self.collect(cell.order)
         before, self.failed_before = self.failed_before, self.failures()
         if before != self.failed_before:
@@ -162,17 +156,17 @@ class BusyPair:
         samples = []
         for tokens, names in asked:
             self.check(tokens, both := (marks.get(names[0], {}), marks.get(names[1], {})))
-            samples.append(sample_of(cell, tokens, both, steps, pace.period))
+            samples.append(sample_of(cell, tokens, both, steps, self.period))
         quiet = gaps_between(steps, begin, end)
         if cell.sequences and (why := unsteady(cell.sequences, steps, (begin, end), samples[-1].local["token"])):
             raise DisturbedTurnError(f"{self.connector}, {cell.order}, {cell.sequences} sequences: {why}")
         return samples, quiet
 
-    def ask(self, prompt: list[int], pace: Pace) -> tuple[str, str]:
+    def ask(self, prompt: list[int]) -> tuple[str, str]:
         """Hand one prompt over, and ask D for it again; the names of both requests."""
         params = prefill_leg(self.prefill, body(prompt))
-        loaded, _ = self.decode.ask(body(prompt) | {"kv_transfer_params": params}, pace.period)
-        return loaded, self.decode.ask(body(prompt), pace.period)[0]
+        loaded, _ = self.decode.ask(body(prompt) | {"kv_transfer_params": params}, self.period)
+        return loaded, self.decode.ask(body(prompt), self.period)[0]
 
     def collect(self, order: str) -> tuple[dict[str, Marks], Steps]:
         """As of ``ProbedEngine``, with the notes of D's worker."""

@@ -66,17 +66,12 @@ PLANS: dict[str, dict[str, Any]] = {
 """At 0.125 GB/s, 2000 tokens take longer over the link than to compute."""
 
 
-def cell_of(text: str) -> Cell:
+def cell(text: str) -> Cell:
     tokens, at, rate = text.partition("@")
-    try:
-        cell = int(tokens), float(rate) if at else None
-    except ValueError:
-        cell = 0, 0.0
-    if cell[0] <= 0 or (cell[1] is not None and cell[1] <= 0):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no cell, expected TOKENS, or TOKENS@RATE with GB/s, such as 2000@1.25"
-        )
-    return cell
+    found = int(tokens), float(rate) if at else None
+    if found[0] <= 0 or (found[1] is not None and found[1] <= 0):
+        raise ValueError
+    return found
 
 
 def model_spec(args: argparse.Namespace) -> ModelSpec:
@@ -186,7 +181,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def arguments() -> argparse.ArgumentParser:
     parser = report.engine_options(__doc__, "streaming")
     parser.add_argument("--planes", nargs="+", help="of KVFerry: tcp, ucx and cuda_ipc, on the CPU tcp")
-    parser.add_argument("--cells", "--tokens", type=cell_of, nargs="+", metavar="TOKENS[@RATE]", help="GB/s on the CPU")
+    parser.add_argument("--cells", "--tokens", type=cell, nargs="+", metavar="TOKENS[@RATE]", help="GB/s on the CPU")
     parser.add_argument("--chunk", type=int, help="tokens that an engine computes in one step: 2048, on the CPU 256")
     parser.add_argument("--layers", type=int, help="on the CPU")
     parser.add_argument("--seconds", type=float, help="of a cell and a pair, 3 turns at least")

@@ -8,15 +8,14 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import httpx
 
 from benchmarks.engines.engine_pair import CPU, GPU, LLAMA_8B, OURS, Setup, servers, start
+from benchmarks.harness import report
 from benchmarks.router.loads import LOADS, POLICIES
 from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
 from tests.support.engines import ServerGroup, free_port, python_path
@@ -81,42 +80,29 @@ def of_real(times: list[Times]) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where real engines run. ``shrink``: what lengths are divided by. ``batched``: the most tokens of a step.
-    ``loads``: each with its requests per second, for ``seconds``."""
-
-    setup: Setup
-    gpus: tuple[tuple[int, ...], tuple[int, ...]]
-    kv_gib: int
-    shrink: int
-    longest: int
-    batched: int
-    loads: tuple[tuple[str, float], ...]
-    seconds: float
-    rounds: int
-
-
-PLACES = {
-    "cpu": Place(
-        CPU, gpus=((), ()), kv_gib=1, shrink=32, longest=8192, batched=2048,
-        loads=(("conversations", 0.3), ("conversations", 0.9), ("short turns", 0.5), ("short turns", 2.0)),
-        seconds=90.0, rounds=2,
-    ),
-    "cuda": Place(
-        Setup(LLAMA_8B, GPU.block), gpus=((0,), (1,)), kv_gib=14, shrink=4, longest=32768, batched=8192,
-        loads=(("conversations", 2.0), ("conversations", 8.0), ("short turns", 5.0), ("short turns", 40.0)),
-        seconds=12.0, rounds=1,
-    ),
+PLACES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "setup": CPU, "gpus": ((), ()), "kv_gib": 1, "shrink": 32, "longest": 8192, "batched": 2048,
+        "loads": (("conversations", 0.3), ("conversations", 0.9), ("short turns", 0.5), ("short turns", 2.0)),
+        "seconds": 90.0, "rounds": 2,
+    },
+    "cuda": {
+        "setup": Setup(LLAMA_8B, GPU.block), "gpus": ((0,), (1,)), "kv_gib": 14, "shrink": 4, "longest": 32768,
+        "batched": 8192,
+        "loads": (("conversations", 2.0), ("conversations", 8.0), ("short turns", 5.0), ("short turns", 40.0)),
+        "seconds": 12.0, "rounds": 1,
+    },
 }  # fmt: skip
+"""``shrink``: what lengths are divided by. ``batched``: the most tokens of a step. ``loads``: each with its requests
+per second, for ``seconds``."""
 
 
 class Replays:
     """Two engines with KVFerry, two without a connector on the same GPUs or cores, and the routers."""
 
-    def __init__(self, group: ServerGroup, place: Place, folder: Path) -> None:
+    def __init__(self, group: ServerGroup, place: argparse.Namespace) -> None:
         self._place = place
-        model = build_model(folder / "model", place.setup.spec, weights=False)
+        model = build_model(place.folder / "model", place.setup.spec, weights=False)
         self._engines = [
             start(
                 group, f"{name}-{number}", model, place.setup, gpus=gpus, kv_gib=place.kv_gib, sequences=248,
@@ -157,18 +143,19 @@ class Replays:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    place, everybody = PLACES[args.device], (*POLICIES, "aggregated")
+    report.fill_in(args, PLACES[args.device])
+    everybody = (*POLICIES, "aggregated")
     with servers(args) as group:
-        replays = Replays(group, place, args.folder)
-        for policy, (load, rate) in product(everybody, place.loads):
+        replays = Replays(group, args)
+        for policy, (load, rate) in product(everybody, args.loads):
             replays.turn(policy, load, rate, LEARNING, -1)
-        for number, (load, rate) in enumerate(place.loads):
+        for number, (load, rate) in enumerate(args.loads):
             times: dict[str, list[Times]] = {policy: [] for policy in everybody}
             before = replays.left_to_d()
-            for turn in range(place.rounds):
+            for turn in range(args.rounds):
                 for policy in everybody if turn % 2 == 0 else reversed(everybody):
                     salt = 100 * number + 10 * turn + everybody.index(policy)
-                    times[policy] += replays.turn(policy, load, rate, int(rate * place.seconds), salt)
+                    times[policy] += replays.turn(policy, load, rate, int(rate * args.seconds), salt)
                     print(f"{load}, {rate:g}/s, {policy}: {of_real(times[policy])}", flush=True)
             found = {policy: of_real(times[policy]) for policy in everybody}
             left = (replays.left_to_d() - before) / len(times["decide"])

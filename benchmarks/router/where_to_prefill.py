@@ -17,9 +17,9 @@ and other rates.
 
 Real: one P, one D, a router before them for each policy, and two aggregated engines without a connector on the same
 GPUs, which get half of the conversations each. They take turns, and the others idle meanwhile. Lengths of conversations
-are divided by ``Place.shrink``. Before each turn the prefix caches are emptied; first requests, by which engines meet
-and the router learns, do not count. The client takes the time of each chunk of the stream; here ``gap_p99_ms`` is that
-of the mean gaps of answers.
+are divided by ``shrink`` of ``real_engines.py``. Before each turn the prefix caches are emptied; first requests, by
+which engines meet and the router learns, do not count. The client takes the time of each chunk of the stream; here
+``gap_p99_ms`` is that of the mean gaps of answers.
 """
 
 from __future__ import annotations
