@@ -40,7 +40,6 @@ from benchmarks.engines.prefix_pair import ALTERNATE, P_AND_D, WAYS, PrefixPair,
 from benchmarks.harness import pages, report
 from benchmarks.router.loads import TURNS, agent_turns
 from tests.support.engines import ServerGroup
-from tests.support.server import metric_sum
 from tests.support.tiny_model import build_model
 
 Row = dict[str, Any]
@@ -115,13 +114,9 @@ def result_of(pair: PrefixPair, args: Namespace) -> Row:
 
 def ends_of(samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[str, float]:
     """What KVFerry counted of prefixes on one engine."""
-    name = "vllm:kvferry_prefix_reads_total"
-    labels = [dict(have) for (sample, have), value in samples.items() if sample == name and value]
-    return {
-        f"{of['result']} {of['reason']}".rstrip(): metric_sum(samples, name, result=of["result"], reason=of["reason"])
-        or 0
-        for of in labels
-    }
+    counted = {have: value for (name, have), value in samples.items() if name == "vllm:kvferry_prefix_reads_total"}
+    ends = [(dict(labels), value) for labels, value in counted.items() if value]
+    return {f"{labels['result']} {labels['reason']}".rstrip(): value for labels, value in ends}
 
 
 def row_of(pair: PrefixPair, sequences: int, tokens: int) -> Row:

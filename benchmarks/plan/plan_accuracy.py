@@ -1,11 +1,10 @@
 """What ``kvferry plan`` predicts beside what hand-overs take, on this host: planes, geometries, 1 to 16 at once.
 
-    python benchmarks/plan/plan_accuracy.py [--rounds 15] [--planes cma shm tcp] [--json FILE] [--calibration FILE]
+    python benchmarks/plan/plan_accuracy.py [--rounds 15] [--planes cma shm tcp] [--json FILE]
 
 P's ranks and D's rank are processes with real caches, without a model. The costs of a plane are fitted to one half of
 its cases; the other half is predicted. Each case comes once in every round, so noise of the host meets all of them.
-Time is taken on D, from the request to the report. ``--calibration`` writes the costs, fitted to all cases, for
-``kvferry plan --calibration``.
+Time is taken on D, from the request to the report.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
@@ -32,7 +29,7 @@ from benchmarks.plan import plan_fit
 from benchmarks.plan.plan_fit import Measured
 from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
 from kvferry.cli.plan.model import uniform_shape
-from kvferry.cli.plan.time_model import Calibration, PlaneCosts, finish_seconds, work_of
+from kvferry.cli.plan.time_model import PlaneCosts, finish_seconds, work_of
 from kvferry.connector.config import Settings
 from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import Rank, load_plan
@@ -50,16 +47,13 @@ GEOMETRIES = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     geometry: str
     tokens: int
     at_once: int
 
 
-CASES = [
-    Case(*case) for case in product(GEOMETRIES, TOKENS, AT_ONCE) if case[1] * case[2] <= CACHE_TOKENS
-]  # fmt: skip
+CASES = [Case(*case) for case in product(GEOMETRIES, TOKENS, AT_ONCE) if case[1] * case[2] <= CACHE_TOKENS]
 
 
 class Ranks:
@@ -166,14 +160,11 @@ def row_of(plane: str, case: Case, rounds: list[list[float]]) -> Measured:
 def run(planes: Sequence[str], rounds: int) -> dict[str, Any]:
     """What ``--json`` writes."""
     rows: list[dict[str, Any]] = []
-    costs_of: dict[str, Any] = {}
     for plane in planes:
         by_round = measure(plane, rounds)
         measured = {case: row_of(plane, case, seconds) for case, seconds in by_round.items()}
         half = {case for place, case in enumerate(CASES) if place % 2 == 0}
-        turn_bytes = plan_fit.turn_bytes(plane)
-        costs = plan_fit.fitted([measured[case] for case in CASES if case in half], turn_bytes)
-        costs_of[plane] = msgspec.to_builtins(plan_fit.fitted(list(measured.values()), turn_bytes), str_keys=True)
+        costs = plan_fit.fitted([measured[case] for case in CASES if case in half], plan_fit.turn_bytes(plane))
         for case, row in measured.items():
             p50, p95 = predicted(plane, case, costs)
             rows.append(
@@ -183,7 +174,7 @@ def run(planes: Sequence[str], rounds: int) -> dict[str, Any]:
             )  # fmt: skip
     for plane in plan_fit.GPU_PLANES:
         rows += on_gpus(plane)
-    return {"ratios": {}, "figures": figures(rows), "costs": costs_of, "rows": rows}
+    return {"ratios": {}, "figures": figures(rows), "rows": rows}
 
 
 def on_gpus(plane: str) -> list[dict[str, Any]]:
@@ -220,7 +211,6 @@ def main() -> None:
     parser = report.options(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--planes", nargs="+", default=["cma", "shm", "tcp"])
-    parser.add_argument("--calibration", type=Path, help="write the costs for kvferry plan --calibration here")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = run(args.planes, args.rounds)
@@ -229,10 +219,6 @@ def main() -> None:
     for name, value in result["figures"].items():
         print(f"{name:36}{value:8.3f}")
     report.write(args.json, result)
-    if args.calibration is not None:
-        planes = {f"{p}/host": msgspec.convert(c, PlaneCosts, strict=False) for p, c in result["costs"].items()}
-        made = Calibration("kvferry-calibration-1", {"host": "benchmarks/plan/plan_accuracy.py"}, planes)
-        args.calibration.write_bytes(plan_fit.encoded(made))
 
 
 if __name__ == "__main__":

@@ -196,11 +196,8 @@ class TorchEndpoint(Endpoint):
     def scrub(self, point: str, way: str) -> None:
         noise(self.arenas["d"], self.generators["d"])
 
-    def digest(self, point: str, way: str, side: Side) -> str:
-        it = self.points[point]
-        form = it.p if side == "p" else it.d
-        cache = self.cache(form, side)
-        return cache.digest(it.tables(side, form, cache.num_blocks), it.tokens)
+    def cache_of(self, point: Point, way: str, side: Side) -> Cache:
+        return self.cache(point.p if side == "p" else point.d, side)
 
     def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
         it = self.points[point]

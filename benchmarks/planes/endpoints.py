@@ -141,6 +141,12 @@ class Endpoint:
 
     def digest(self, point: str, way: str, side: Side) -> str:
         """Of what was moved, as it lies on one side."""
+        it = self.points[point]
+        cache = self.cache_of(it, way, side)
+        return cache.digest(it.tables(side, cache.form, cache.num_blocks), it.tokens)
+
+    def cache_of(self, point: Point, way: str, side: Side) -> Cache:
+        """Where that lies."""
         raise NotImplementedError
 
     def serve(self, point: str, way: str, repeats: int) -> Any:
@@ -186,13 +192,10 @@ class ArenaEndpoint(Endpoint):
         noise(self.arena, self.generator)
 
     def digest(self, point: str, way: str, side: Side) -> str:
-        it = self.points[point]
-        if way in BULK:
-            return digest(self.arena[: it.nbytes])
-        changed = side == "d" and way == "kernel"
-        form = it.d if changed else it.p
-        cache = self.cache(form, "d" if changed else "p")
-        return cache.digest(it.tables(side, form, cache.num_blocks), it.tokens)
+        return digest(self.arena[: self.points[point].nbytes]) if way in BULK else super().digest(point, way, side)
+
+    def cache_of(self, point: Point, way: str, side: Side) -> Cache:
+        return self.cache(point.d, "d") if side == "d" and way == "kernel" else self.cache(point.p, "p")
 
     def _timed(self, go: Callable[[], object], repeats: int) -> list[float]:
         found = []

@@ -69,27 +69,6 @@ def started(run: Callable[..., None], *arguments: Any) -> BaseProcess:
     return process
 
 
-class Stub(asyncio.Protocol):
-    """An engine that answers each request with the same bytes."""
-
-    def __init__(self, whole: bytes, stream: bytes) -> None:
-        self._whole, self._stream, self._unread = whole, stream, b""
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._unread += data
-        while (end := self._unread.find(b"\r\n\r\n")) >= 0:
-            head = self._unread[:end].lower()
-            at = head.find(b"content-length:")
-            size = int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0
-            if len(self._unread) < end + 4 + size:
-                return
-            body, self._unread = self._unread[end + 4 : end + 4 + size], self._unread[end + 4 + size :]
-            self._transport.write(self._stream if b'"stream":true' in body else self._whole)
-
-
 def answer(role: str, at_once: bool) -> tuple[bytes, bytes]:
     choice = {"index": 0, "text": "word", "finish_reason": "length", "token_ids": [7], "prompt_token_ids": None}
     head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
@@ -107,12 +86,19 @@ def answer(role: str, at_once: bool) -> tuple[bytes, bytes]:
 
 
 def serve(role: str, port: int, at_once: bool) -> None:
-    """In a process of its own."""
+    """In a process of its own: an engine that answers each request with the same bytes."""
     whole, stream = answer(role, at_once)
 
+    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError):  # the client has left
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                _, found, rest = head.partition(b"content-length:")
+                body = await reader.readexactly(int(rest.split(b"\r\n")[0]) if found else 0)
+                writer.write(stream if b'"stream":true' in body else whole)
+
     async def forever() -> None:
-        server = await asyncio.get_running_loop().create_server(lambda: Stub(whole, stream), "127.0.0.1", port)
-        await server.serve_forever()
+        await (await asyncio.start_server(answer_all, "127.0.0.1", port)).serve_forever()
 
     uvloop.run(forever())
 
