@@ -56,8 +56,7 @@ class LinkBytes:
     """Notes what has come over the link, from ``__enter__`` to ``__exit__``; times are those of time.monotonic."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
-        self.counts: list[int] = []
+        self._samples: list[tuple[float, int]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._note, daemon=True)
 
@@ -76,10 +75,9 @@ class LinkBytes:
             self._stop.wait(SAMPLE_SECONDS)
 
     def _sample(self) -> None:
-        self.times.append(time.monotonic())
-        self.counts.append(received_bytes())
+        self._samples.append((time.monotonic(), received_bytes()))
 
     @property
     def curve(self) -> list[tuple[float, int]]:
         """(time, bytes since the begin)."""
-        return [(at, count - self.counts[0]) for at, count in zip(self.times, self.counts, strict=True)]
+        return [(at, count - self._samples[0][1]) for at, count in self._samples]

@@ -43,7 +43,7 @@ import httpx
 
 from benchmarks.engines import shaped_link, streaming_pair
 from benchmarks.engines.engine_pair import EXECUTOR, LLAMA_8B, OURS, servers
-from benchmarks.engines.streaming_pair import OURS_NAME, PULL_NAME, PUSH_NAME, Engines, Patience
+from benchmarks.engines.streaming_pair import OURS_NAME, PULL_NAME, PUSH_NAME, Engines
 from benchmarks.harness import pages, report
 from examples.two_node.run_netns import enter, two_hosts
 from tests.support.engines import ServerGroup
@@ -56,14 +56,15 @@ Cell = tuple[int, float | None]
 PLANS: dict[str, dict[str, Any]] = {
     "cuda": {
         "planes": ["tcp", "ucx", "cuda_ipc"], "cells": [(128, None), (2000, None), (8000, None)], "chunk": 2048,
-        "kv_gib": 24, "seconds": Patience.seconds,
+        "kv_gib": 24, "seconds": 60.0, "least": 3, "most": 15,
     },
     "cpu": {
         "planes": ["tcp"], "cells": [(128, 1.25), (2000, 0.125), (2000, 1.25), (2000, 3.0), (8000, 1.25)],
-        "chunk": 256, "layers": 8, "seconds": Patience.seconds,
+        "chunk": 256, "layers": 8, "seconds": 60.0, "least": 3, "most": 15,
     },
 }  # fmt: skip
 """At 0.125 GB/s, 2000 tokens take longer over the link than to compute."""
+SMALL = {"cells": [(400, 1.25)], "chunk": 128, "layers": 4, "least": 2, "most": 2}
 
 
 def cell(text: str) -> Cell:
@@ -162,8 +163,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                                 shaped_link.shape(host, rate)
                         cold = number == 0 or args.device == "cuda"  # a GPU engine compiles and tunes for each length
                         found = streaming_pair.turns(
-                            engines, tokens, rng, args.patience if cold else replace(args.patience, warm_ups=0)
-                        )
+                            engines, tokens, rng, least=args.least, most=args.most, seconds=args.seconds,
+                            warm_ups=2 if cold else 0,
+                        )  # fmt: skip
                         result["rows"] += streaming_pair.rows_of(found, name=name, tokens=tokens, gb_per_s=rate)
                         print(f"{name}, {tokens} tokens, {rate or '-'} GB/s: {len(found)} turns", flush=True)
                         result["targets"] = streaming_pair.targets(result["rows"])
@@ -193,11 +195,10 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = arguments().parse_args()
-    report.fill_in(args, PLANS[args.device])
-    args.patience = Patience(seconds=args.seconds)
     if args.small:
-        args.cells, args.chunk, args.layers, args.nixl = [(400, 1.25)], 128, 4, False
-        args.patience = Patience(least=2, most=2)
+        args.nixl = False
+        report.fill_in(args, SMALL)
+    report.fill_in(args, PLANS[args.device])
     if args.device == "cpu" and (reason := shaped_link.why_not()):
         print(f"streaming.py {reason}")
         return 2

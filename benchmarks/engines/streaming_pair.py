@@ -155,24 +155,16 @@ def offers_at_once(prefill: Server) -> bool:
     return identity_of(prefill.post("/v1/completions", body).get("kv_transfer_params")) is not None
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How many samples of a cell: ``least`` at least, then until ``seconds`` have passed, at most ``most``; before them
-    ``warm_ups`` that do not count."""
-
-    least: int = 3
-    most: int = 15
-    seconds: float = 60.0
-    warm_ups: int = 2
-
-
-def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience) -> list[dict[str, Sample]]:
+def turns(
+    engines: Engines, tokens: int, rng: random.Random, *, least: int, most: int, seconds: float, warm_ups: int
+) -> list[dict[str, Sample]]:
     """Samples by way, of each turn, in which all ways have a prompt of their own. So a drift of the machine falls on
-    all, and figures of one turn can be compared."""
+    all, and figures of one turn can be compared. ``least`` turns at least, then until ``seconds`` have passed, at most
+    ``most``; before them ``warm_ups`` that do not count."""
     found: list[dict[str, Sample]] = []
-    until = time.monotonic() + patience.seconds
-    for number in range(-patience.warm_ups, patience.most):
-        if number >= patience.least and time.monotonic() > until:
+    until = time.monotonic() + seconds
+    for number in range(-warm_ups, most):
+        if number >= least and time.monotonic() > until:
             break
         ways = list(engines.urls)
         turn: dict[str, Sample] = {}

@@ -127,7 +127,7 @@ def test_every_measurement_first_says_its_failure_policy() -> None:
 
 
 def test_the_readme_has_no_figure_of_another_policy_than_it_recommends() -> None:
-    shown = generator()["pages"].end_to_end()
+    shown = generator()["pages"].section("end-to-end")
     assert "`kv_load_failure_policy` `recompute`" in shown
     assert '"kv_load_failure_policy": "recompute"' in read("README.md")
 
