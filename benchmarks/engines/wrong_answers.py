@@ -120,10 +120,10 @@ class Bench:
 
     # --- the legs -----------------------------------------------------------------------------------------------
 
-    def all(self, act: Callable[[Any], Any], items: Sequence[Any], at_once: int = AT_ONCE) -> list[Any]:
+    def all(self, act: Callable[..., Any], *items: Sequence[Any], at_once: int = AT_ONCE) -> list[Any]:
         """The results, of so many calls at a time."""
         with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(act, items))
+            return list(pool.map(act, *items))
 
     def prefill(self, ask: Ask) -> dict[str, Any]:
         """P's leg: its answer. A P that does not answer is an error of the request."""
@@ -156,9 +156,6 @@ class Bench:
     def answer(self, ask: Ask, params: dict[str, Any] | None, first: Sequence[int] = ()) -> None:
         """As ``decode``, for an answer that counts."""
         self.outcomes.append(self.decode(ask, params, first))
-
-    def answer_all(self, asks: Sequence[Ask], params: Sequence[dict[str, Any] | None], at_once: int = AT_ONCE) -> None:
-        self.all(lambda pair: self.answer(*pair), list(zip(asks, params, strict=True)), at_once)
 
     def others(self) -> None:
         """P computes other prompts, which take all blocks that are free."""
@@ -215,9 +212,9 @@ def used_reference(bench: Bench, ask: Ask) -> None:
 
 def used_reference_later(bench: Bench, asks: Sequence[Ask]) -> None:
     params = bench.all(bench.params, asks)
-    bench.all(lambda pair: bench.decode(*pair), list(zip(asks, params, strict=True)))
+    bench.all(bench.decode, asks, params)
     bench.others()
-    bench.answer_all(asks, params)
+    bench.all(bench.answer, asks, params)
 
 
 def lease_over(bench: Bench, asks: Sequence[Ask], *, others: bool = False) -> None:
@@ -226,14 +223,14 @@ def lease_over(bench: Bench, asks: Sequence[Ask], *, others: bool = False) -> No
     time.sleep(LEASE_SECONDS + 1.5)
     if others:
         bench.others()
-    bench.answer_all(asks, params)
+    bench.all(bench.answer, asks, params)
 
 
 def d_stands_still(bench: Bench, asks: Sequence[Ask]) -> None:
     """D's processes stop for longer than the lease, soon after the requests have come; P serves others meanwhile."""
     params = bench.all(bench.params, asks)
     with ThreadPoolExecutor(1) as pool:
-        legs = pool.submit(bench.answer_all, asks, params, BATCH)
+        legs = pool.submit(bench.all, bench.answer, asks, params, at_once=BATCH)
         try:
             time.sleep(bench.rng.uniform(0, 0.3))
             bench.signal_d(signal.SIGSTOP)
@@ -263,7 +260,7 @@ def p_restarted(bench: Bench, asks: Sequence[Ask]) -> None:
     old = bench.all(bench.params, asks[:half])
     bench.restart(p=True)
     bench.others()
-    bench.answer_all(asks, old + bench.all(bench.params, asks[half:]))
+    bench.all(bench.answer, asks, old + bench.all(bench.params, asks[half:]))
 
 
 @each
