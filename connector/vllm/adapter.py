@@ -61,9 +61,9 @@ class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVFerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Where a worker listens, on its way to the scheduler."""
+    """Where a worker and those of its PCP group listen, on its way to the scheduler."""
 
-    address: RankAddress
+    addresses: tuple[RankAddress, ...]
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -111,7 +111,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 settings,
                 str(transfer.engine_id),
                 tables,
-                tp_size=parallel.tensor_parallel_size,
+                tp_size=from_vllm.tp_size(parallel),
                 pp_size=parallel.pipeline_parallel_size,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
@@ -283,7 +283,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """MultiConnector tells all its children what the first of them had to tell."""
         handshakes = list(metadata.values())
-        ours = [handshake.address for handshake in handshakes if isinstance(handshake, KVFerryHandshake)]
+        told = [handshake.addresses for handshake in handshakes if isinstance(handshake, KVFerryHandshake)]
+        ours = set().union(*told)
         if ours:
             self._scheduling.set_ranks(ours)
             if self._bootstrap is not None:
@@ -349,7 +350,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> KVFerryHandshake | None:
         address = self._working.address
-        return None if address is None else KVFerryHandshake(address)
+        return None if address is None else KVFerryHandshake(from_vllm.addresses(self._vllm_config, address))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

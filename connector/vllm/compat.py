@@ -26,8 +26,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.vllm.cache_kinds import GAPPED, cache_kind, first_spec, keeps_blocks
-from kvferry.connector.vllm.from_vllm import blocks_leave_at_end, check_groups, shardings, transfer_group_ids
+from kvferry.connector.vllm.cache_kinds import GAPPED, cache_kind, entry_tokens, first_spec, keeps_blocks, layer_specs
+from kvferry.connector.vllm.from_vllm import blocks_leave_at_end, check_groups, pcp_size, shardings, transfer_group_ids
 from kvferry.connector.wire.messages import PREFIX_TOKENS
 from kvferry.transport.errors import ConfigError
 
@@ -114,9 +114,10 @@ def check_options(vllm_config: VllmConfig) -> None:
         ConfigError: names the option and what to do.
     """
     parallel = vllm_config.parallel_config
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+    if pcp_size(parallel) > 1 and not hasattr(parallel, "pcp_shard_decode_requests"):
         raise ConfigError(
-            f"prefill_context_parallel_size {parallel.prefill_context_parallel_size} is not carried yet, expected 1"
+            f"prefill_context_parallel_size {pcp_size(parallel)} is not carried from or to vLLM {vllm.__version__}, "
+            "whose ranks share out the KV by another rule; expected 1, or run vLLM 0.32"
         )
     sharded = parallel.decode_context_parallel_size > 1
     if sharded and not hasattr(vllm_config, "adjust_dcp_kv_cache_interleave_size"):
@@ -147,6 +148,14 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     """Refuse what cannot be served, with this model's caches, in one line. Raises ConfigError."""
     check_options(vllm_config)
     check_groups(kv_cache_config)
+    replicas = pcp_size(vllm_config.parallel_config)
+    for index in transfer_group_ids(kv_cache_config) if replicas > 1 else ():
+        for spec in layer_specs(kv_cache_config.kv_cache_groups[index].kv_cache_spec):
+            if type(spec).__name__ != "MLAAttentionSpec" or entry_tokens(spec) > 1:  # of others vLLM tells no rule
+                raise ConfigError(
+                    f"prefill_context_parallel_size {replicas}: KV cache group {index} is a {type(spec).__name__} with "
+                    f"{entry_tokens(spec)} tokens in an entry; only MLA with one is carried; expected 1"
+                )
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         for table, sharding in zip(
             transfer_group_ids(kv_cache_config), shardings(vllm_config, kv_cache_config), strict=True

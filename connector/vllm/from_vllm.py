@@ -10,12 +10,12 @@ import platform
 from collections.abc import Iterator, Sequence, Set
 from copy import copy
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -36,11 +36,12 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.vllm.cache_kinds import cache_kind, entry_tokens, first_spec, is_ring, keeps_blocks, layer_specs
 from kvferry.connector.vllm.lora_content import REPLACED, known_adapters, lora_content
+from kvferry.connector.wire.step_plan import RankAddress
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.tracing import sampled_traceparent
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -269,18 +270,55 @@ def packing_name(vllm_config: VllmConfig, spec: KVCacheSpec, layers: Sequence[ob
     return f"cpu {platform.machine()} {isa}"
 
 
+def pcp_size(parallel: ParallelConfig) -> int:
+    """Ranks of prefill context parallelism; 1 in a release that has none."""
+    return int(getattr(parallel, "prefill_context_parallel_size", 1))
+
+
+def tp_size(parallel: ParallelConfig) -> int:
+    """The ranks of a stage. Those of prefill context parallelism share out the computation, not the KV: each gathers
+    and writes all of it (``PCPManager``), so they count as further tensor-parallel ranks with the same heads."""
+    return int(parallel.tensor_parallel_size) * pcp_size(parallel)
+
+
 def rank_info(vllm_config: VllmConfig, model_tag: str | None = None) -> RankInfo:
-    """This worker's place, from vLLM's own process groups. ``model_tag``: that of the settings."""
+    """This worker's place, from vLLM's own process groups. ``model_tag``: that of the settings.
+
+    Ranks of one PCP group are neighbours here: that is the order in which vLLM's DCP groups take a stage's ranks
+    (``initialize_model_parallel``), and not the order of its ranks, in which PCP groups lie ``tp`` apart.
+
+    Raises:
+        ConfigError: this vLLM orders the ranks of a DCP group otherwise.
+    """
     parallel = vllm_config.parallel_config
+    replicas, dcp = pcp_size(parallel), parallel.decode_context_parallel_size
+    tp_rank = get_tensor_model_parallel_rank() * replicas + (get_pcp_group().rank_in_group if replicas > 1 else 0)
+    if replicas > 1 < dcp and get_dcp_group().rank_in_group != tp_rank % dcp:
+        raise ConfigError(
+            f"prefill_context_parallel_size {replicas} with decode_context_parallel_size {dcp}: this vLLM numbers the "
+            f"ranks that share tokens out otherwise than 0.32 ({get_dcp_group().rank_in_group}, not {tp_rank % dcp}); "
+            "leave one of them out"
+        )
     return RankInfo(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
-        tp_rank=get_tensor_model_parallel_rank(),
-        tp_size=parallel.tensor_parallel_size,
+        tp_rank=tp_rank,
+        tp_size=tp_size(parallel),
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
         model=model_identity_of(vllm_config, model_tag),
         dp_rank=getattr(parallel, "data_parallel_index", 0),
     )
+
+
+def addresses(vllm_config: VllmConfig, ours: RankAddress) -> tuple[RankAddress, ...]:
+    """Where the ranks of this one's PCP group listen: all of them call this at once, as vLLM asks for handshakes. It
+    keeps one for each tensor-parallel rank, and where DCP is off, that is one of a whole PCP group."""
+    if pcp_size(vllm_config.parallel_config) == 1:
+        return (ours,)
+    group = get_pcp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, ours, group=group.cpu_group)
+    return tuple(found)
 
 
 def model_identity_of(vllm_config: VllmConfig, tag: str | None = None) -> dict[str, str]:
@@ -358,9 +396,10 @@ def scheduled_tokens(
 
 def max_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
     """The largest tensor- and pipeline-parallel sizes of an engine of this model: each rank has an attention head, each
-    stage a layer."""
+    stage a layer. With MLA more ranks can hold the same, by prefill context parallelism."""
     config = vllm_config.model_config.hf_text_config
     sizes = [getattr(config, name, None) for name in ("num_attention_heads", "num_hidden_layers")]
+    sizes[0] = MAX_RANKS if vllm_config.model_config.use_mla else sizes[0]
     heads, layers = (size if isinstance(size, int) and 0 < size < MAX_RANKS else MAX_RANKS for size in sizes)
     return heads, layers
 

@@ -100,7 +100,7 @@ def _spread(pairing: Pairing, taken: dict[Rank, list[Read]]) -> Iterator[str]:
 def _freed(pairing: Pairing, seen: Seen, taken: dict[Rank, list[Read]]) -> Iterator[str]:
     """P frees when all that read there, at any of its stages, have released at every stage; unread ranks free too.
     Beside readers, ranks may release that would read of a longer prompt."""
-    readers: dict[int, set[int]] = {tp: set() for tp in range(pairing.p.tp)}
+    readers: dict[int, set[int]] = {tp: set() for tp in range(pairing.p.size)}
     for rank, asked in taken.items():
         for source, _, _ in asked:
             readers[source[1]].add(rank[1])
@@ -110,11 +110,11 @@ def _freed(pairing: Pairing, seen: Seen, taken: dict[Rank, list[Read]]) -> Itera
             yield f"{who}: its blocks were not released ({found['why_freed'] or 'still held'})"
             continue
         votes = found["released_when_freed"]
-        by_tp = {number % pairing.d.tp for number in votes}
+        by_tp = {number % pairing.d.size for number in votes}
         reading = readers[rank[1]]
         waiting = {tp for tp in by_tp - reading if not _common(pairing, rank[1], tp)}
         right = reading <= by_tp <= reading | waiting if reading or waiting else len(by_tp) == 1
-        wanted = sorted(pp * pairing.d.tp + tp for pp in range(pairing.d.pp) for tp in by_tp)
+        wanted = sorted(pp * pairing.d.size + tp for pp in range(pairing.d.pp) for tp in by_tp)
         if not right or sorted(votes) != wanted:
             yield f"{who}: freed after D's ranks {votes} released, its readers are tp {sorted(readers[rank[1]])}"
 

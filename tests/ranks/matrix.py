@@ -43,6 +43,12 @@ CONTEXT = {
     "TP 6, DCP 3": Form(tp=6, dcp=3),
     "TP 2, PP 2, DCP 2": Form(tp=2, pp=2, dcp=2),
 }
+PREFILL_CONTEXT = {
+    "PCP 2": Form(pcp=2),
+    "PCP 2, DCP 2": Form(pcp=2, dcp=2),
+    "TP 2, PCP 2, DCP 2": Form(tp=2, pcp=2, dcp=2),
+    "TP 2, PCP 2, DCP 4": Form(tp=2, pcp=2, dcp=4),
+}
 TABLES = ("parallel", "layout", "block", "context")
 
 
@@ -58,7 +64,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """All of them, always the same."""
-    found = [*_parallel(), *_layouts(), *_blocks(), *_context(), *_states()]
+    found = [*_parallel(), *_layouts(), *_blocks(), *_context(), *_prefill_context(), *_states()]
     return [replace(cell, pairing=replace(cell.pairing, plane=PLANES[n % 4])) for n, cell in enumerate(found)]
 
 
@@ -133,6 +139,25 @@ def _context() -> Iterator[Cell]:
                     tokens=rng.choice([33, 77, 150, 210]), start=rng.choice([0, 0, d_block * d.dcp, 13]) % 33,
                     seed=rng.randrange(99),
                 ))  # fmt: skip
+
+
+def _prefill_context() -> Iterator[Cell]:
+    """To and from all of these and those, of MLA, the only caches with which vLLM runs it."""
+    forms = CONTEXT | PREFILL_CONTEXT
+    for row, p in forms.items():
+        for column, d in forms.items():
+            if p.pcp == d.pcp == 1:
+                continue
+            rng = random.Random(f"{row} {column} prefill context")
+            p_block, d_block = rng.choice([16, 32, 48]), rng.choice([16, 32, 48])
+            yield Cell("context", row, column, Pairing(
+                Model("mla", 3, 4, 16),
+                replace(p, layout=rng.choice(LAYOUTS), block=p_block, kernel=p_block,
+                        interleave=rng.choice([1, 8, p_block]) if p.dcp > 1 else 1),
+                replace(d, layout=rng.choice(LAYOUTS), block=d_block, kernel=d_block,
+                        interleave=rng.choice([1, 16, d_block]) if d.dcp > 1 else 1),
+                tokens=rng.choice([33, 77, 210]), start=rng.choice([0, 0, 13, 32]), seed=rng.randrange(99),
+            ))  # fmt: skip
 
 
 def _heads(p: Form, d: Form) -> int:

@@ -7,7 +7,7 @@ A pairing has a name that says all of it, so that any can be repeated by one com
 model (kind, layers, KV heads, elements per head and token), P, D (tensor and pipeline ranks, layout of vLLM 0.32 over
 ``[L,B,H,N,C]``, tokens of a manager and of a kernel block, elements of padding, dtype where it is not int32), prompt
 tokens and those that D has already, data plane, seed of the block tables. Where ranks share tokens out, ``.dcp2i16``
-after ``pp1``: two ranks in turn, 16 tokens each.
+after ``pp1``: two ranks in turn, 16 tokens each. ``.pcp2`` before it: prefill context parallelism, of MLA.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOATS = tuple(ITEM_SIZES)[1:]
 INPUTS, STATE_SIZE = 3, 5
 """Of states: what a convolution keeps, and the elements of B, of C, and of each channel of the recurrent state."""
 
-_FORM = r"tp(\d+)\.pp(\d+)(?:\.dcp(\d+)i(\d+))?\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)(?:\.(\w+))?"
+_FORM = r"tp(\d+)\.pp(\d+)(?:\.pcp(\d+))?(?:\.dcp(\d+)i(\d+))?\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)(?:\.(\w+))?"
 _NAME = re.compile(rf"([a-z]+)\.l(\d+)\.h(\d+)\.c(\d+)-{_FORM}-{_FORM}-t(\d+)\.s(\d+)-([a-z_]+)-seed(\d+)")
 
 Rank = tuple[int, int]  # (pipeline rank, tensor-parallel rank)
@@ -66,9 +66,15 @@ class Form:
     dcp: int = 1
     interleave: int = 1
     dtype: str = "int32"
+    pcp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of a stage. Those of prefill context parallelism hold the same, and are neighbours."""
+        return self.tp * self.pcp
 
     def ranks(self) -> list[Rank]:
-        return [(pp, tp) for pp in range(self.pp) for tp in range(self.tp)]
+        return [(pp, tp) for pp in range(self.pp) for tp in range(self.size)]
 
     def stage(self, pp_rank: int, layers: int) -> range:
         """Layers of a pipeline stage, as vLLM cuts them: the last stage is the last to get one of the rest. A stage may
@@ -95,7 +101,8 @@ class Form:
         return self.block * self.dcp
 
     def __str__(self) -> str:
-        context = f".dcp{self.dcp}i{self.interleave}" if self.dcp > 1 else ""
+        context = f".pcp{self.pcp}" if self.pcp > 1 else ""
+        context += f".dcp{self.dcp}i{self.interleave}" if self.dcp > 1 else ""
         dtype = "" if self.dtype == "int32" else f".{self.dtype}"
         return f"tp{self.tp}.pp{self.pp}{context}.{self.layout}.b{self.block}k{self.kernel}.pad{self.pad}{dtype}"
 
@@ -200,6 +207,8 @@ def check_form(form: Form, model: Model) -> None:
     known = form.layout in LAYOUTS and form.dtype in ITEM_SIZES
     if not known or form.block % form.kernel or min(form.tp, form.pp, form.kernel) < 1:
         raise ValueError(f"{form} is no form")
+    if form.pcp > 1 and (model.kind != "mla" or form.dcp not in (1, form.pcp, form.size)):
+        raise ValueError(f"{form} is no form of prefill context parallelism that vLLM runs")
     if form.kernel != form.block and not shardings(form, model):
         raise ValueError(f"{form}: pages of this layout do not split into kernel blocks")
     if form.dcp not in shards(form, model) or form.block % form.interleave or form.dcp == 1 < form.interleave:
@@ -210,8 +219,8 @@ def shards(form: Form, model: Model) -> list[int]:
     """The ranks that vLLM could have sharing tokens out: neighbours, no more than hold the same heads."""
     if model.kind == "state":
         return [1]
-    replicas = form.tp if model.kind == "mla" else form.tp // model.heads
-    return [size for size in range(1, form.tp + 1) if form.tp % size == 0 and size <= max(1, replicas)]
+    replicas = form.size if model.kind == "mla" else form.tp // model.heads
+    return [size for size in range(1, form.size + 1) if form.size % size == 0 and size <= max(1, replicas)]
 
 
 def parse(name: str) -> Pairing:
@@ -222,10 +231,10 @@ def parse(name: str) -> Pairing:
     kind, *rest = found.groups()
     layers, heads, content = map(int, rest[:3])
     forms = []
-    for tp, pp, dcp, turn, layout, block, kernel, pad, dtype in (rest[3:12], rest[12:21]):
+    for tp, pp, pcp, dcp, turn, layout, block, kernel, pad, dtype in (rest[3:13], rest[13:23]):
         form = Form(int(tp), int(pp), layout, int(block), int(kernel), int(pad), int(dcp or 1), int(turn or 1))
-        forms.append(replace(form, dtype=dtype or "int32"))
-    tokens, start, plane, seed = rest[21:]
+        forms.append(replace(form, dtype=dtype or "int32", pcp=int(pcp or 1)))
+    tokens, start, plane, seed = rest[23:]
     p, d = forms
     return Pairing(Model(kind, layers, heads, content), p, d, int(tokens), int(start), plane, int(seed))
 

@@ -58,7 +58,7 @@ class HostedRank:
             convert_dtype=side == "d" and pairing.converts,
         )  # fmt: skip
         info = RankInfo(
-            engine_id=engine_id, tp_rank=rank[1], tp_size=form.tp, pp_rank=rank[0], pp_size=form.pp,
+            engine_id=engine_id, tp_rank=rank[1], tp_size=form.size, pp_rank=rank[0], pp_size=form.pp,
             model={"architectures": "Numbered"},
         )  # fmt: skip
         groups = [_states(self.caches)] if isinstance(self.caches, StateCaches) else [

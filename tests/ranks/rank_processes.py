@@ -59,7 +59,7 @@ class RankProcesses:
         addresses = [host.answer() for host in hosts][: len(p_hosts)]
         shardings = (TokenSharding(pairing.p.dcp, pairing.p.interleave),)
         peer = PeerEngine(
-            f"engine-p{number}", pairing.p.tp, pairing.p.pp, 300.0, tuple(itertools.chain(*addresses)),
+            f"engine-p{number}", pairing.p.size, pairing.p.pp, 300.0, tuple(itertools.chain(*addresses)),
             shardings=shardings,
         )  # fmt: skip
         every(p_hosts, "grant", token, fault)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, cells
+from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, PREFILL_CONTEXT, TABLES, cells
 from tests.ranks.pairing import LAYOUTS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "matrix.json"
-FORMS = {"parallel": tuple(PARALLEL), "layout": LAYOUTS, "block": tuple(BLOCKS), "context": tuple(CONTEXT)}
+FORMS = {
+    "parallel": tuple(PARALLEL), "layout": LAYOUTS, "block": tuple(BLOCKS),
+    "context": tuple(CONTEXT | PREFILL_CONTEXT),
+}  # fmt: skip
 TITLES = {
     "parallel": "tensor-parallel (TP) and pipeline-parallel (PP) sizes: heads divided between ranks, replicated heads, "
     "MLA, recurrent states; with stages also MLA layers beside others",
     "layout": "layout of vLLM 0.32, by the order of layers, blocks, heads, tokens (N) and content in memory",
     "block": "tokens in a block",
-    "context": "decode context parallelism (DCP): MLA, heads, and both; equal and different interleaves of the tokens",
+    "context": "decode context parallelism (DCP): MLA, heads, and both; equal and different interleaves of the tokens; "
+    "prefill context parallelism (PCP): MLA",
 }
 
 

@@ -47,6 +47,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -219,7 +220,7 @@ class Forward:
             found = torch.stack([self._found[request_id][layer] for layer in range(LAYERS)])
             differs = (found >> 1) != (labels(worker.heads, 0, turn.ids[: turn.start], 0)[:, :, held] >> 1)
             for layer, kind in enumerate(engine.kind_of):
-                if kind != "full":
+                if kind not in ("full", "mla"):
                     window = engine.window or 0
                     first = turn.start // window * window if kind == "chunk" else max(0, turn.start - window + 1)
                     differs[layer, :, :first] = False
@@ -236,10 +237,13 @@ class Forward:
 
 
 @contextmanager
-def place_of(rank: int) -> Iterator[None]:
-    """There are no process groups here; the ranks are told by hand. And no CPU attention, which packs its blocks."""
+def place_of(rank: int, tp: int = 1 << 30, dcp_rank: int = 0) -> Iterator[None]:
+    """There are no process groups here; the ranks are told by hand. And no CPU attention, which packs its blocks.
+    ``rank``: vLLM's, of ``tp`` tensor-parallel ranks for each of prefill context parallelism."""
     with (
-        mock.patch.object(from_vllm, "get_tensor_model_parallel_rank", lambda: rank),
+        mock.patch.object(from_vllm, "get_tensor_model_parallel_rank", lambda: rank % tp),
+        mock.patch.object(from_vllm, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=rank // tp)),
+        mock.patch.object(from_vllm, "get_dcp_group", lambda: SimpleNamespace(rank_in_group=dcp_rank)),
         mock.patch.object(from_vllm, "packing_name", lambda config, spec, layers: ""),
         mock.patch.object(from_vllm, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
     ):
@@ -252,9 +256,12 @@ class Worker:
     def __init__(self, engine: Engine, rank: int) -> None:
         self.engine, self.rank = engine, rank
         count, first = max(1, HEADS // engine.tp), rank * HEADS // engine.tp
-        self.heads = range(first, first + count)
+        self.heads = range(1) if "mla" in engine.kind_of else range(first, first + count)
         self.caches = self.make_caches()
-        with place_of(rank):
+        # As vLLM's initialize_model_parallel lays the ranks of a stage out, and groups them.
+        stage = torch.arange(engine.ranks).reshape(-1, engine.tp)
+        self.dcp_rank = int((stage.T.reshape(-1, engine.dcp) == rank).nonzero()[0, 1])
+        with place_of(rank, engine.tp, self.dcp_rank):
             self.connector: Any = KVConnectorFactory.create_connector(
                 config=engine.config, role=KVConnectorRole.WORKER, kv_cache_config=engine.kv_config
             )
@@ -405,7 +412,7 @@ class Worker:
         dcp, interleave = self.engine.dcp, self.engine.interleave
         if dcp == 1:
             return list(range(stop))
-        return [token for token in range(stop) if token // interleave % dcp == self.rank % dcp]
+        return [token for token in range(stop) if token // interleave % dcp == self.dcp_rank]
 
 
 # --- an engine ----------------------------------------------------------------------------------------------------
@@ -469,6 +476,7 @@ class Engine:
         groups: Sequence[str] = (),
         dcp: int = 1,
         interleave: int = 1,
+        pcp: int = 1,
         layout: str = "HND",
         engine_id: str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -480,10 +488,11 @@ class Engine:
         ``window``: the last layer attends to as many tokens only, and has a block table of its own. ``groups``: block
         tables of these kinds, of which the last ones have one layer each; the window is that of each ``window`` and
         ``chunk``. ``dcp``:
-        tensor-parallel ranks that hold the same heads and share tokens out, ``interleave`` each in turn. ``layout``:
-        whether heads or tokens come first in a block."""
+        ranks that hold the same heads and share tokens out, ``interleave`` each in turn. ``pcp``: ranks that share out
+        the computation of a prompt. ``layout``: whether heads or tokens come first in a block."""
         self.tp, self.runner, self.num_blocks, self.layout, self.dtype = tp, runner, num_blocks, layout, dtype
         self.dcp, self.interleave, self.block, self.window = dcp, interleave, block, window
+        self.ranks = tp * pcp
         self.one_process = one_process
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
         transfer = KVTransferConfig(
@@ -494,6 +503,10 @@ class Engine:
             method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=4, target_model_config=model,
             target_parallel_config=ParallelConfig(),
         ) if drafts else None  # fmt: skip
+        parallel = ParallelConfig(
+            tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave,
+            prefill_context_parallel_size=pcp, distributed_executor_backend="mp",
+        )  # fmt: skip
         config = VllmConfig(
             model_config=model,
             cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
@@ -502,13 +515,11 @@ class Engine:
                 is_encoder_decoder=False, enable_chunked_prefill=True,
             ),
             speculative_config=speculative,
-            parallel_config=ParallelConfig(
-                tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave,
-                distributed_executor_backend="mp",
-            ),
+            parallel_config=parallel if pcp == 1 else ParallelConfig(),  # no model runner on the CPU takes it
             device_config=DeviceConfig(device="cpu"),
             kv_transfer_config=transfer,
         )  # fmt: skip
+        config.parallel_config = parallel
         config.scheduler_config.async_scheduling = bool(ahead)  # vLLM forces it off on the CPU
         if dp_rank is not None:  # as EngineCoreProc.run_engine_core does
             transfer.engine_id = f"{transfer.engine_id}_dp{dp_rank}"
@@ -519,6 +530,7 @@ class Engine:
         }  # fmt: skip
         specs: dict[str, Callable[[], Any]] = {
             "full": lambda: FullAttentionSpec(**form),
+            "mla": lambda: MLAAttentionSpec(**form | {"num_kv_heads": 1, "head_size": CONTENT}),
             "window": lambda: SlidingWindowSpec(sliding_window=window, **form),
             "chunk": lambda: ChunkedLocalAttentionSpec(attention_chunk_size=window, **form),
         }
@@ -559,12 +571,12 @@ class Engine:
         self.connector: Any = self.scheduler.connector
         self.workers: list[Worker] = []
         try:
-            self.workers += [self.worker_class(self, rank) for rank in range(self.tp)]
+            self.workers += [self.worker_class(self, rank) for rank in range(self.ranks)]
         except BaseException:
             self.close()
             raise
         self.introduce()
-        self._aggregator = KVOutputAggregator.from_connector(self.connector, self.tp)
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, self.ranks)
         self._pipe = multiprocessing.Pipe()
         self.answers: dict[str, Answer] = {}
         self.origins: dict[str, Origins] = {}
@@ -590,10 +602,31 @@ class Engine:
         self.baseline = self.free_blocks
 
     def introduce(self) -> None:
-        """The workers' addresses, as the engine core collects them."""
-        handshakes = {(0, worker.rank): worker.connector.get_handshake_metadata() for worker in self.workers}
+        """The workers' addresses, as the engine core collects them: without DCP, by tensor-parallel rank."""
+        handshakes = {
+            (0, worker.rank if self.dcp > 1 else worker.rank % self.tp): self.handshake(worker)
+            for worker in self.workers
+        }
         if all(metadata is not None for metadata in handshakes.values()):
             self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+
+    def handshake(self, worker: Worker) -> Any:
+        """What a worker tells, together with the others of its PCP group."""
+        group = self.workers[worker.rank % self.tp :: self.tp]
+
+        def alone(found: list[Any], ours: object, **_: object) -> None:
+            found[:] = [ours]
+
+        def gather(found: list[Any], ours: object, **_: object) -> None:
+            with mock.patch.object(torch.distributed, "all_gather_object", alone):
+                found[:] = [one.connector.get_handshake_metadata().addresses[0] for one in group]
+
+        pcp = SimpleNamespace(world_size=len(group), cpu_group=None)
+        with (
+            mock.patch.object(from_vllm, "get_pcp_group", lambda: pcp),
+            mock.patch.object(torch.distributed, "all_gather_object", gather),
+        ):
+            return worker.connector.get_handshake_metadata()
 
     @property
     def engine_id(self) -> str:
@@ -602,7 +635,7 @@ class Engine:
     @property
     def address(self) -> Any:
         """Where the first rank listens."""
-        return self.workers[0].connector.get_handshake_metadata().address
+        return self.handshake(self.workers[0]).addresses[0]
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -746,7 +779,7 @@ class Engine:
         carried = merged.kv_connector_output
         stand = standing_loads(carried.kv_connector_worker_meta if carried else None)
         loads = getattr(getattr(step.kv_connector_metadata, "plan", None), "loads", ())
-        failed = [load for load in loads if load.now and stand[load.request_id] < self.tp]
+        failed = [load for load in loads if load.now and stand[load.request_id] < self.ranks]
         self.fallen_loads.update(load.request_id for load in failed)
         return set().union(*(filled_blocks(load, scheduler_half(self).tables) for load in failed))
 

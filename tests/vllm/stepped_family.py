@@ -233,6 +233,7 @@ class FamilyEngine(Engine):
         config.cache_config.num_gpu_blocks = scheduled.num_blocks
         self.block = config.cache_config.block_size = min(g.kv_cache_spec.block_size for g in scheduled.kv_cache_groups)
         self.tp, self.dcp, self.runner, self.layers = config.parallel_config.tensor_parallel_size, 1, "v1", list(specs)
+        self.ranks = self.tp
         block_size, hash_size = resolve_kv_cache_block_sizes(scheduled, config)
         hit_tokens = resolve_cache_hit_alignment_tokens(scheduled, config, block_size, hash_size)
         for part in (scheduled, self.kv_config):  # as EngineCore does

@@ -1,19 +1,27 @@
-"""Decode context parallelism under vLLM's real schedulers: what its configuration, its block tables and its prefix
-cache make of it, with the adapter between them. No CPU attention can run it, so the forward and its order of tokens
-are those of a GPU."""
+"""Context parallelism, of decode and of prefill, under vLLM's real schedulers: what its configuration, its block tables
+and its prefix cache make of it, with the adapter between them. No CPU attention can run it, so the forward and its
+order of tokens are those of a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+import torch
+from vllm.config import ParallelConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kvferry.connector.geometry.token_sharding import TokenSharding
+from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.transport.errors import ConfigError
+from tests.support.inside import scheduler_half
 from tests.vllm.labelled import BLOCK, HEADS, prompt
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, settle, tiny_model
 
@@ -26,6 +34,16 @@ TWO = {"tp": 4, "dcp": 2, "interleave": BLOCK}
 """Four ranks, two of which hold each of the two heads."""
 TWO_BY_ONE = {"tp": 4, "dcp": 2, "interleave": 1}
 FOUR = {"tp": 8, "dcp": 4, "interleave": 8}
+MLA = {"groups": ("mla",)}
+"""The models that vLLM runs with prefill context parallelism."""
+P_FORMS = {
+    "PCP 2": {"pcp": 2},
+    "TP 2, PCP 2": {"tp": 2, "pcp": 2},
+    "PCP 2, DCP 2": {"pcp": 2, "dcp": 2, "interleave": BLOCK},
+    "TP 2, PCP 2, DCP 2": {"tp": 2, "pcp": 2, "dcp": 2},
+    "TP 2, PCP 2, DCP 4": {"tp": 2, "pcp": 2, "dcp": 4, "interleave": 8},
+}
+"""Of vLLM's PCP, alone, and with DCP over its ranks or over the whole stage."""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +79,103 @@ def test_any_form_to_any_form(context: EngineGroup, p_form: dict[str, int], d_fo
         assert d.computed[request_id] == 4, "the last prompt token, and what is decoded"
     settle(p, d)
     assert not d.failed
+
+
+@pytest.mark.parametrize("p_form", P_FORMS)
+@pytest.mark.parametrize("d_form", ["TP 1", "TP 4, DCP 2", "TP 2, PCP 2, DCP 2"])
+def test_prefill_context_parallelism_to_any_form(context: EngineGroup, p_form: str, d_form: str) -> None:
+    forms: dict[str, dict[str, Any]] = {"TP 1": PLAIN, "TP 4, DCP 2": TWO} | P_FORMS
+    p = context.engine(0, extra=ROOM, **MLA, **forms[p_form])
+    d = context.engine(1, extra=ROOM, **MLA, **forms[d_form])
+    assert len({(rank.host, rank.port) for rank in scheduler_half(p).ranks}) == len(p.workers)
+    for tokens in (70, 3, 2 * BLOCK * 4):
+        request_id = hand_over(p, d, prompt(tokens, tokens))
+        assert d.answers[request_id].external == tokens - d.step_loads[request_id]
+        assert d.computed[request_id] == 4, "the last prompt token, and what is decoded"
+    settle(p, d)
+    assert not d.failed
+
+
+STAGES = [(1, 2, 1, 1), (2, 2, 1, 2), (1, 2, 2, 1), (2, 2, 2, 1), (2, 2, 4, 2), (3, 2, 6, 1), (4, 1, 2, 1)]
+"""Ranks of TP, PCP, DCP and pipeline stages."""
+
+
+@pytest.mark.parametrize(("tp", "pcp", "dcp", "pp"), STAGES)
+def test_ranks_are_numbered_as_vllm_groups_them(
+    context: EngineGroup, monkeypatch: pytest.MonkeyPatch, tp: int, pcp: int, dcp: int, pp: int
+) -> None:
+    """vLLM's own code makes the groups; only the processes behind them are missing."""
+    config = copy(context.engine(0, extra=ROOM, **MLA).config)
+    config.parallel_config = ParallelConfig(
+        tensor_parallel_size=tp, prefill_context_parallel_size=pcp, decode_context_parallel_size=dcp,
+        pipeline_parallel_size=pp, distributed_executor_backend="mp",
+    )  # fmt: skip
+    ranks = range(tp * pcp * pp)
+    offsets, places = set(), set()
+    for rank in ranks:
+        with groups_of(rank, len(ranks), config, monkeypatch):
+            info = from_vllm.rank_info(config)
+            assert info.tp_size == tp * pcp and info.tp_rank // pcp == parallel_state.get_tp_group().rank_in_group
+            shard = TokenSharding(dcp).shard(info.tp_rank)
+            assert shard.rank == parallel_state.get_dcp_group().rank_in_group
+            offsets.add(info.port_offset)
+            places.add((info.pp_rank, info.tp_rank))
+            if pcp > 1 < dcp:  # another vLLM
+                parallel_state._DCP.rank_in_group ^= 1
+                with pytest.raises(ConfigError, match="numbers the ranks that share tokens out otherwise"):
+                    from_vllm.rank_info(config)
+    assert offsets == set(ranks) and len(places) == len(ranks)
+
+
+@contextmanager
+def groups_of(rank: int, world: int, config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's groups as one rank has them."""
+
+    def group(group_ranks: list[list[int]], *_: object, **__: object) -> Any:
+        (ours,) = [ranks for ranks in group_ranks if rank in ranks]
+        return SimpleNamespace(rank_in_group=ours.index(rank), world_size=len(ours), rank=rank)
+
+    with monkeypatch.context() as patch:
+        for name in ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB"):
+            patch.setattr(parallel_state, name, None, raising=False)
+        patch.setattr(parallel_state, "init_model_parallel_group", group)
+        patch.setattr(parallel_state, "get_world_group", lambda: SimpleNamespace(local_rank=rank, device_group=None))
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_world_size", lambda *_: world)
+        patch.setattr(torch.distributed, "get_rank", lambda *_: rank)
+        patch.setattr(torch.distributed, "get_backend", lambda *_: "gloo")
+        parallel = config.parallel_config
+        with set_current_vllm_config(config):
+            parallel_state.initialize_model_parallel(
+                parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
+                parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size,
+            )  # fmt: skip
+        yield
+
+
+def test_a_peer_may_have_more_ranks_than_heads_by_prefill_context_parallelism() -> None:
+    text = SimpleNamespace(num_attention_heads=4, num_hidden_layers=3)
+    for mla, heads in ((True, MAX_RANKS), (False, 4)):
+        model = SimpleNamespace(hf_text_config=text, use_mla=mla)
+        assert from_vllm.max_sizes(cast(Any, SimpleNamespace(model_config=model))) == (heads, 3)
+
+
+def test_what_prefill_context_parallelism_cannot_carry_is_refused(
+    context: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = context.engine(0, extra=ROOM, **MLA, pcp=2)
+    (group,) = engine.kv_config.kv_cache_groups
+    compat.check_config(engine.config, engine.kv_config)
+    for spec, text in (
+        (replace(group.kv_cache_spec, tokens_per_state=4), "a MLAAttentionSpec with 4 tokens in an entry"),
+        (FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32), "a FullAttentionSpec with 1"),
+    ):
+        caches = replace(engine.kv_config, kv_cache_groups=[group, KVCacheGroupSpec(["more"], spec)])
+        with pytest.raises(ConfigError, match=f"prefill_context_parallel_size 2: KV cache group 1 is {text}"):
+            compat.check_config(engine.config, caches)
+    monkeypatch.delattr(ParallelConfig, "pcp_shard_decode_requests")
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size 2 is not carried from or to vLLM"):
+        compat.check_options(engine.config)
 
 
 def test_a_prefix_hit_is_whole_blocks_of_all_ranks(context: EngineGroup) -> None:
@@ -102,13 +217,9 @@ def test_what_cannot_be_carried_is_refused_at_start(context: EngineGroup, groupe
     engine = context.engine(0, extra=ROOM, **TWO)
     config, caches = engine.config, engine.kv_config
     parallel = config.parallel_config
-    for name, value, text in (
-        ("cp_kv_cache_interleave_size", 3, "cp_kv_cache_interleave_size 3 does not divide"),
-        ("prefill_context_parallel_size", 2, "prefill_context_parallel_size 2 is not carried yet"),
-    ):
-        before = getattr(parallel, name)
-        setattr(parallel, name, value)
-        with pytest.raises(ConfigError, match=text):
-            compat.check_config(config, caches)
-        setattr(parallel, name, before)
+    before = parallel.cp_kv_cache_interleave_size
+    parallel.cp_kv_cache_interleave_size = 3
+    with pytest.raises(ConfigError, match="cp_kv_cache_interleave_size 3 does not divide"):
+        compat.check_config(config, caches)
+    parallel.cp_kv_cache_interleave_size = before
     compat.check_config(config, caches)
