@@ -20,9 +20,10 @@ from msgspec.structs import replace
 
 from kvferry.connector.decode_side.plane_choice import FailedPlanes, PlaneChoice
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
-from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.compatibility import compatible, draft_layers
 from kvferry.connector.geometry.dtypes import converted_pairs
 from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry
+from kvferry.connector.geometry.read_plan import routes
 from kvferry.connector.pages.checksums import chosen, described, trailer_bytes
 from kvferry.connector.pages.rank_context import RankContext, check_model
 from kvferry.connector.wire import messages
@@ -537,6 +538,12 @@ class Link:
             pairs = {f"{welcome.geometry.regions[j].dtype} to {ours.regions[i].dtype}" for i, j in self.converted}
             text = "kvferry: KV of %s is converted, %s"
             self._log.info(self._key("converted"), text, self.name, ", ".join(sorted(pairs)))
+        read = [(route.region, route.layer, route.num_layers) for route in routes(ours, welcome.geometry)]
+        if welcome.geometry.pp_size == 1 and (left := draft_layers(ours, read)):
+            text = (
+                "kvferry: %s lacks %d layers of the model that drafts here, which begins each loaded prompt without KV"
+            )
+            self._log.info(self._key("drafts"), text, self.name, len(left))
         block_size = next((region.block_size for region in welcome.geometry.regions), 0)
         described = self._rank_context.topology(welcome.geometry).describe(block_size)
         self._log.info(self._key("topology"), "kvferry: %s: %s", self.name, described)

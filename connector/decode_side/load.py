@@ -28,7 +28,8 @@ from kvferry.connector.decode_side.read import ActiveLoad, Reads
 from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.report import FinishedLoad, Results
 from kvferry.connector.decode_side.traces import attempt_span, handover_span
-from kvferry.connector.geometry.read_plan import check_complete, plan_reads
+from kvferry.connector.geometry.compatibility import draft_layers
+from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire.states import Lifetime
@@ -203,6 +204,7 @@ class Loads:
         except KVFerryError as error:
             yield _failed(Reason("incompatible", str(error)))
             return
+        self._clear_drafts(active_load, [span for spans in planned for span in spans])
         for read, spans in zip(active_load.reads, planned, strict=True):
             moved = read.plan(spans, now)
             event = moved or self._reads.ask(read, now)
@@ -210,6 +212,14 @@ class Loads:
                 yield event
                 if event.kind is LoadEventKind.FAILED:
                     return
+
+    def _clear_drafts(self, active_load: ActiveLoad, planned: Sequence[PlannedSpan]) -> None:
+        """Zero the KV of layers that draft and that P lacks. Else what drafts would attend to the KV of other requests,
+        or to bytes that are no numbers, with which a check of drafts by their probabilities may go wrong."""
+        caches = self._rank_context.caches
+        read = [(item.region, item.layer, item.span.num_layers) for item in planned]
+        for region, layer in draft_layers(caches.geometry, read):
+            caches.clear(region, layer, active_load.ids[region], *active_load.load.tokens[region])
 
     def _leave_attempt(self, active_load: ActiveLoad) -> None:
         state = active_load.lifetime.state

@@ -22,7 +22,7 @@ from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
-from kvferry.connector.geometry.regions import ElementOrder
+from kvferry.connector.geometry.regions import NO_DRAFTS, ElementOrder
 from kvferry.connector.pages.copies import Copies, DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.step_loads.load_ledger import LoadLedger
@@ -52,7 +52,7 @@ with messages in flight to a peer that does not read takes some seconds."""
 ASLEEP = "its KV caches are unmapped, the engine sleeps"
 
 
-_Registered = tuple[Mapping[str, torch.Tensor], int | None, ElementOrder | None]
+_Registered = tuple[Mapping[str, torch.Tensor], int | None, ElementOrder | None, Mapping[str, str]]
 """The arguments of ``register``."""
 
 
@@ -98,11 +98,12 @@ class WorkerHalf:
     # --- start and end ------------------------------------------------------------------------------------------
 
     def register(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None, places: ElementOrder | None = None
-    ) -> None:
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None, places: ElementOrder | None = None,
+        drafts: Mapping[str, str] = NO_DRAFTS,
+    ) -> None:  # fmt: skip
         """Take the caches that the engine allocated, and start to serve. ``kv_caches``: by layer name,
-        ``[B, H, N, C]`` or ``[B, N, C]``. ``num_blocks``: manager blocks, where known. ``places``: the order inside
-        packed blocks, as ``regions`` takes it.
+        ``[B, H, N, C]`` or ``[B, N, C]``. ``num_blocks``: manager blocks, where known. ``places`` and ``drafts``: the
+        order inside packed blocks, and the layers of a model that drafts, as ``regions`` takes them.
 
         Raises:
             GeometryError: caches of a form that is not carried, or on a device on which kernels do not run.
@@ -110,16 +111,17 @@ class WorkerHalf:
             PlaneUnavailableError: the rank can have no data plane.
         """
         self.unregister()  # where caches were registered before
-        self._registered = kv_caches, num_blocks, places
+        self._registered = kv_caches, num_blocks, places, drafts
         self._start(*self._registered)
         self._asleep = False
 
     def _start(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None, places: ElementOrder | None
-    ) -> None:
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None, places: ElementOrder | None,
+        drafts: Mapping[str, str],
+    ) -> None:  # fmt: skip
         """Begin a life of this rank: a new incarnation, at a port that may be another one."""
         settings, info = self._settings, self._info
-        caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
+        caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places, drafts)
         self._layers = frozenset(layer for region in caches.geometry.regions for layer in region.layers)
         raise_file_limit()
         keys = load_keys(settings)

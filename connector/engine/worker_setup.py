@@ -9,7 +9,7 @@ import torch
 from kvferry.connector.config import AUTO, Settings, load_keys
 from kvferry.connector.geometry.compatibility import check_geometry
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
-from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regions
+from kvferry.connector.geometry.regions import NO_DRAFTS, ElementOrder, rank_geometry, regions
 from kvferry.connector.pages.caches import RankCaches
 from kvferry.connector.pages.checksums import NO_CHECKSUM
 from kvferry.connector.pages.copies import copies_on
@@ -34,11 +34,12 @@ def bind_caches(
     kv_caches: Mapping[str, torch.Tensor],
     num_blocks: int | None,
     places: ElementOrder | None,
+    drafts: Mapping[str, str] = NO_DRAFTS,
 ) -> tuple[RankCaches, tuple[int, ...]]:
     """Describe a rank's caches for hand-overs; the arguments are those of ``WorkerHalf`` and ``WorkerHalf.register``.
     Returns the caches, and the block table of each region. Raises GeometryError: caches of a form that is not carried,
     or on a device on which kernels do not run."""
-    found = regions(groups, kv_caches, info, num_blocks, places)
+    found = regions(groups, kv_caches, info, num_blocks, places, drafts)
     device = torch.device(found[0].view.device) if found else _device()
     for region in found:
         if torch.device(region.view.device) != device:

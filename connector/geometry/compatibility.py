@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvferry.connector.geometry.dtypes import check_elements, check_same_elements, common_layers
 from kvferry.connector.geometry.packing import excluded_regions
@@ -12,7 +12,7 @@ from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
 MAX_BLOCK_TOKENS = 1 << 20  # Bound on a block; a peer names its own, and kernel blocks of one are counted out
 MAX_LAYERS = 8192  # Bound on the layers of a rank, over all regions
-LayerIndex = dict[tuple[str, str], tuple[int, int]]  # (region, place in it) by part and layer name
+LayerIndex = dict[tuple[str, str, str], tuple[int, int]]  # (region, place in it) by part, model that drafts, layer name
 
 
 def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True, convert: bool = False) -> None:
@@ -23,7 +23,7 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
         check_geometry(geometry)
     needs, has = (local, remote) if consumer else (remote, local)
     held = layer_index(has)
-    known = {layer for _, layer in held}
+    known = {(draft, layer) for _, draft, layer in held}
     missing = []
     over = excluded_regions(needs, has)
     for number, region in enumerate(needs.regions):
@@ -31,11 +31,12 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
             continue
         checked: set[int] = set()
         for layer in region.layers:
-            where = held.get((region.part, layer))
+            where = held.get((region.part, region.draft, layer))
             if where is None:
-                if layer in known:
+                if (region.draft, layer) in known:
                     _refuse_parts(layer, *((needs, has) if consumer else (has, needs)))
-                missing.append(layer)
+                if not region.draft:
+                    missing.append(layer)
             elif where[0] not in checked:
                 checked.add(where[0])
                 theirs = has.regions[where[0]]
@@ -100,14 +101,27 @@ def _check_shard(region: RegionGeometry, geometry: RankGeometry) -> None:
         )
 
 
+def draft_layers(local: RankGeometry, planned: Iterable[tuple[int, int, int]] = ()) -> list[tuple[int, int]]:
+    """The layers of D's model that drafts, as (region, place in it), but for those in ``planned``: (region, first
+    place, number of places)."""
+    read = {layer for number, first, n in planned for layer in local.regions[number].layers[first : first + n]}
+    return [
+        (number, place)
+        for number, region in enumerate(local.regions)
+        if region.draft and not region.part  # a cache whose parts are regions, too, is a region as a whole
+        for place, layer in enumerate(region.layers)
+        if layer not in read
+    ]
+
+
 def layer_index(geometry: RankGeometry) -> LayerIndex:
     """Where each layer is. Raises GeometryError: a layer listed twice."""
     index: LayerIndex = {}
     for g, region in enumerate(geometry.regions):
         for i, layer in enumerate(region.layers):
-            if (region.part, layer) in index:
+            if (region.part, region.draft, layer) in index:
                 raise GeometryError(f"layer {layer!r} is listed twice")
-            index[region.part, layer] = g, i
+            index[region.part, region.draft, layer] = g, i
     return index
 
 

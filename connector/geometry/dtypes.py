@@ -108,7 +108,7 @@ def converted_pairs(local: RankGeometry, remote: RankGeometry) -> frozenset[tupl
         (i, j)
         for i, ours in enumerate(local.regions)
         for j, theirs in enumerate(remote.regions)
-        if ours.part == theirs.part and (places := common_layers(ours, theirs))
+        if (ours.part, ours.draft) == (theirs.part, theirs.draft) and (places := common_layers(ours, theirs))
         if ours.dtype != theirs.dtype or any(scales(ours, a) != scales(theirs, b) for a, b in places)
     )
 

@@ -56,6 +56,9 @@ class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Packed tokens have no bytes of their own: only whole tiles move, between ranks with the same packing."""
     shard: TokenShard = ALL_TOKENS  # Which tokens of a prompt the rank holds
     rows: Size = 1  # Pieces of a token's content in memory (``CacheView.rows``); they stay apart on the wire
+    draft: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)] = ""
+    """Which model that drafts has these layers; empty for the model itself. D reads them from a P with the same one. No
+    token depends on their KV, as the model checks each draft."""
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

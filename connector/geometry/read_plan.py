@@ -116,8 +116,11 @@ def _counts(
 
 
 def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wanted: Iterable[bool]) -> None:
-    """Check that each (layer, head) of the wanted regions is in the plans once: ``counts`` are arrays ``[L, H]``."""
+    """Check that each (layer, head) of the wanted regions is in the plans once: ``counts`` are arrays ``[L, H]``. A
+    layer that drafts may be missing."""
     for region, count, needed in zip(local.regions, counts, wanted, strict=True):
+        if region.draft:
+            count = np.where(count.any(axis=1, keepdims=True), count, 1)  # noqa: PLW2901
         if not needed or bool((count == 1).all()):
             continue
         fewest: list[int] = count.min(axis=1).tolist()
@@ -187,7 +190,7 @@ def _runs(ours: RegionGeometry, held: LayerIndex) -> list[tuple[int, int, int, i
     number of layers). ``held``: P's layers."""
     runs: list[tuple[int, int, int, int]] = []
     for place, layer in enumerate(ours.layers):
-        where = held.get((ours.part, layer))
+        where = held.get((ours.part, ours.draft, layer))
         if where is None:
             continue
         if runs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ ElementOrder = Callable[[str], NDArray[np.int64] | None]
 """By layer name, the index of each element inside a (block, head), ``[2, N, D]`` as ``packing.split_packed`` takes it;
 ``None`` if the backend's order is not known."""
 
+NO_DRAFTS: Mapping[str, str] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -40,15 +43,16 @@ class Region:
 
 def regions(
     groups: Sequence[LayerGroup], kv_caches: Mapping[str, TensorLike], info: RankInfo, num_blocks: int | None = None,
-    places: ElementOrder | None = None,
+    places: ElementOrder | None = None, drafts: Mapping[str, str] = NO_DRAFTS,
 ) -> list[Region]:  # fmt: skip
     """The regions of one rank, in the order of ``groups``. Raises GeometryError: a cache is missing, has a form that is
     not carried, or has another number of heads than the rank should hold; names the layer. ``groups``: of the engine,
     with the layers of this rank. ``kv_caches``: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``. ``num_blocks``:
-    manager blocks, where known. ``places``: called for one layer of each packed group."""
+    manager blocks, where known. ``places``: called for one layer of each packed group. ``drafts``: the layers of a
+    model that drafts, and its name as ``RegionGeometry.draft``; states and rings count as those of the model itself."""
     found = []
     for group in groups:
-        for tensors in _alike(group, kv_caches):
+        for tensors in _alike(group, kv_caches, drafts):
             view = _by_token(view_of(tensors, group.block_size // group.entry_tokens, num_blocks), group.entry_tokens)
             for section in group.sections:
                 part = _section_view(section, view)
@@ -58,7 +62,8 @@ def regions(
                 found += [Region(group.table, ring.region(part.layers, 0, 1), part) for ring, part in _rings(view)]
             elif not group.sections:
                 for packed in _parts(group, view, places):
-                    found.append(Region(group.table, _geometry(group, packed, info), packed.view))
+                    geometry = _geometry(group, packed, info, drafts.get(view.layers[0], ""))
+                    found.append(Region(group.table, geometry, packed.view))
     return found
 
 
@@ -72,11 +77,14 @@ def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[
     )  # fmt: skip
 
 
-def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[str, TensorLike]]:
-    """The caches of a group by layer name, one mapping for each form; of layers that share a cache only the first."""
+def _alike(
+    group: LayerGroup, kv_caches: Mapping[str, TensorLike], drafts: Mapping[str, str]
+) -> list[dict[str, TensorLike]]:
+    """The caches of a group by layer name, one mapping for each form and model; of layers that share a cache only the
+    first, which is never one that drafts beside one of the model itself."""
     by_form: dict[object, dict[str, TensorLike]] = {}
     places: set[tuple[int, object]] = set()
-    for name in group.layers:
+    for name in sorted(group.layers, key=drafts.__contains__):
         tensor = kv_caches.get(name)
         if tensor is None:
             raise GeometryError(f"layer {name!r}: the engine registered no cache for it")
@@ -84,7 +92,7 @@ def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[
         place = tensor.data_ptr(), form
         if place not in places:
             places.add(place)
-            by_form.setdefault(form, {})[name] = tensor
+            by_form.setdefault((form, drafts.get(name)), {})[name] = tensor
     return list(by_form.values())
 
 
@@ -98,7 +106,7 @@ def _parts(group: LayerGroup, view: CacheView, places: ElementOrder | None) -> t
     return parts or (PackedPart("", view, packing, max(tile, group.entry_tokens)),)
 
 
-def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeometry:
+def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo, draft: str) -> RegionGeometry:
     view, cache_dtype = part.view, group.cache_dtype or CacheDtype(part.view.dtype)
     start, count = _held(view, info, group.total_heads)
     scales = cache_dtype.scales
@@ -107,7 +115,7 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeom
         total_heads=group.total_heads, content_bytes=view.content_bytes, dtype=canonical(cache_dtype.dtype),
         keys=cache_dtype.keys, scales=tuple(scales.get(layer, (1.0, 1.0)) for layer in view.layers) if scales else (),
         window=group.window, part=part.part, packing=part.packing, tile_tokens=part.tile_tokens, rows=view.rows,
-        shard=group.sharding.shard(info.tp_rank),
+        shard=group.sharding.shard(info.tp_rank), draft=draft,
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,13 +47,13 @@ BRIEF_BYTES, BRIEF_LOCAL_BYTES = 128 << 20, 32 << 20
 class RankCaches:
     """The KV caches of one rank: one view per region, and the geometry of all regions.
 
-    ``keep`` holds the tensors that the views point into.
+    ``keep`` holds the tensors that the views point into, by layer name.
     """
 
     geometry: RankGeometry
     views: tuple[CacheView, ...]
     copies: Copies
-    keep: object = None
+    keep: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -158,6 +158,19 @@ class RankCaches:
                     self.copies.start(partial(self._copy_wire, scratch.data_ptr(), box, to_wire=True, check=check))
         self.copies.synchronize()
         self.copies.idle = False
+
+    def clear(self, region: int, layer: int, kernel_ids: Ids, start: int, stop: int) -> None:
+        """Write zeros over the blocks of a layer that begin with one of tokens ``[start, stop)``. Done on return."""
+        view, shard = self.views[region], self.geometry.regions[region].shard
+        first, last = (-(-shard.count(token) // view.block_size) for token in (start, stop))
+        cache, ids = self.keep[view.layers[layer]], torch.from_numpy(kernel_ids[first:last])
+
+        @torch.inference_mode()
+        def enqueue() -> None:
+            cache.index_fill_(0, ids.to(self.device, non_blocking=True), 0)
+
+        self.copies.start(enqueue)
+        self.copies.synchronize()
 
     def in_pieces(self, box: PageBox) -> bool:
         """Whether the pieces of ``box`` are long enough that a socket moves them as fast as packed bytes."""

@@ -316,7 +316,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         runner = hooks.find_model_runner()
         if runner is not None:
             hooks.before_step(runner, self, self.before_step)
-        self._working.register(kv_caches, int(self._config.num_blocks), places)
+        drafts = from_vllm.draft_layers(self._vllm_config, runner)
+        self._working.register(kv_caches, int(self._config.num_blocks), places, drafts)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Iterator, Sequence, Set
 from copy import copy
+from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,27 @@ def transfer_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     """The KV cache groups that are handed over; in 0.26 all are."""
     ids = getattr(kv_cache_config, "transfer_group_ids", None)
     return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
+
+
+def draft_layers(vllm_config: VllmConfig, runner: object) -> dict[str, str]:
+    """The attention layers of the model that drafts, and its name as ``RegionGeometry.draft``: its method, and a digest
+    of its facts. Only what ``runner``, vLLM's model runner, knows for such layers counts: without its word a layer is
+    one of the model itself, and a P must have it. ``extract_hidden_states`` drafts nothing, and keeps what clients ask
+    for."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method == "extract_hidden_states":
+        return {}
+    v1, v2 = getattr(runner, "drafter", None), getattr(runner, "speculator", None)
+    layers = getattr(v1, "_draft_attn_layer_names", None) or getattr(v2, "draft_attn_layer_names", None)
+    if not layers:
+        return {}
+    model = speculative.draft_model_config
+    facts = model_identity.model_identity(
+        model.hf_config, model.hf_text_config, quantization=model.quantization,
+        max_model_len=vllm_config.model_config.max_model_len,
+    )  # fmt: skip
+    digest = sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    return dict.fromkeys(layers, f"{speculative.method} {digest[:16]}")
 
 
 def shardings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[TokenSharding, ...]:

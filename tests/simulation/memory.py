@@ -79,7 +79,7 @@ class Pages:
         bound, _ = bind_caches(Settings(), info, [group], {LAYER: tensor}, None, None)
         self.reads: list[Use] = []  # by copies and channels of this rank, out of its own pages
         self.writes: list[Use] = []
-        self.caches = SimCaches(bound.geometry, bound.views, copies, (tensor, bound.keep), self)
+        self.caches = SimCaches(bound.geometry, bound.views, copies, bound.keep, self)
         copies.pages = self
 
     def fill(self, blocks: Sequence[int], number: int) -> None:
