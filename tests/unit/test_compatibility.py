@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
-from kvferry.connector.geometry.compatibility import check_geometry, compatible
+from kvferry.connector.geometry.compatibility import check_geometry, compatible, draft_layers
 from kvferry.connector.geometry.rank_geometry import RankGeometry
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 from tests.unit.labelled_model import MODEL, OURS, Model, edit
@@ -66,3 +67,33 @@ def test_layers_and_block_sizes_may_differ_and_one_side_may_keep_what_has_left_t
 def test_a_geometry_that_contradicts_itself_is_refused(geometry: RankGeometry, message: str) -> None:
     with pytest.raises(GeometryError, match=message):
         check_geometry(geometry)
+
+
+def with_head(draft: str, layer: str = "layers.3") -> RankGeometry:
+    """A rank whose model that drafts has one layer."""
+    head = replace(OURS.regions[0], layers=(layer,), draft=draft)
+    return replace(OURS, regions=(*OURS.regions, head))
+
+
+def test_layers_that_draft_may_be_missing_at_p() -> None:
+    for theirs in (OURS, with_head("eagle 2"), with_head("eagle 1", "layers.4")):
+        compatible(with_head("eagle 1"), theirs)
+        compatible(theirs, with_head("eagle 1"), consumer=False)
+    compatible(OURS, with_head("eagle 1"))
+
+
+def test_a_layer_that_drafts_is_no_layer_of_the_model() -> None:
+    with pytest.raises(IncompatiblePeerError, match=r"'layers\.3' needed"):
+        compatible(with_head(""), with_head("eagle 1"))
+    with pytest.raises(IncompatiblePeerError, match=r"dtype of layer 'layers\.3' .* ours is bfloat16"):
+        compatible(with_head("eagle 1"), edit(with_head("eagle 1"), 2, dtype="float8_e4m3fn"))
+    with pytest.raises(IncompatiblePeerError, match=r"packing of layer 'layers\.3'"):
+        compatible(with_head("eagle 1"), edit(with_head("eagle 1"), 2, part="k", packing="pairs"))
+
+
+def test_a_packed_cache_that_drafts_is_read_whole_or_in_parts_or_not_at_all() -> None:
+    whole = with_head("eagle 1")
+    parts = [replace(whole.regions[2], part=part, packing="tiles") for part in "kv"]
+    d = replace(whole, regions=(*whole.regions, *parts))
+    assert draft_layers(d, [(0, 0, 2), (1, 0, 1)]) == [(2, 0)]
+    assert draft_layers(d, [(0, 0, 2), (3, 0, 1), (4, 0, 1)]) == draft_layers(d, [(2, 0, 1)]) == []

@@ -274,3 +274,31 @@ def test_asking_for_what_the_rank_does_not_hold_is_refused() -> None:
             check_spans([msgspec.structs.replace(span, **changes)], remote, 64)
     with pytest.raises(GeometryError, match=r"ask for 128 .* of 64"):
         check_spans([span, span], remote, 64)
+
+
+def test_a_layer_that_drafts_is_read_from_a_p_with_the_same_model_or_not_at_all() -> None:
+    """All heads of it, or none: a layer with the KV of some heads would be one of no model."""
+
+    def ranks(draft: str) -> list[RankGeometry]:
+        found = []
+        for number in range(2):
+            rank = MODEL.rank((number, 2), (0, 1), 16)
+            head = msgspec.structs.replace(rank.regions[0], layers=("layers.3",), draft=draft)
+            found.append(msgspec.structs.replace(rank, regions=(*rank.regions, head)))
+        return found
+
+    d = MODEL.rank((0, 1), (0, 1), 16)
+    head = msgspec.structs.replace(d.regions[0], layers=("layers.3",), draft="eagle 1")
+    d = msgspec.structs.replace(d, regions=(*d.regions, head))
+    tokens = [(0, 40)] * 3
+    others = [MODEL.rank((number, 2), (0, 1), 16) for number in range(2)]
+    for p, regions in ((others, {0, 1}), (ranks("eagle 2"), {0, 1}), (ranks("eagle 1"), {0, 1, 2})):
+        planned = [span for rank in p for span in plan_reads(d, rank, tokens)]
+        check_complete(d, planned, tokens)
+        assert {span.region for span in planned} == regions
+    with pytest.raises(IncompatiblePeerError, match=r"'layers\.3' needed"):
+        check_complete(d, planned[:-1], tokens)
+    with pytest.raises(IncompatiblePeerError, match=r"'layers\.3' needed once"):
+        check_complete(d, [*planned, planned[-1]], tokens)
+    with pytest.raises(IncompatiblePeerError, match=r"'layers\.0' and 1 more needed"):
+        check_complete(d, [span for span in planned if span.region], tokens)

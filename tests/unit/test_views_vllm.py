@@ -225,6 +225,14 @@ def test_layers_that_use_another_ones_cache_are_its_bytes() -> None:
     assert found.view.layers == ("a", "b")
 
 
+def test_layers_that_draft_are_regions_of_their_own_unless_they_use_a_cache_of_the_model() -> None:
+    caches = allocate({"g": (full(), ["a", "b"])}, kvi.KVCacheLayout.LBHNC)
+    group = LayerGroup("full", ("sharer", "a", "b"), 16, total_heads=3)
+    drafts = {"sharer": "mtp 1", "b": "mtp 1"}
+    found = regions([group], {**caches, "sharer": caches["a"]}, RankInfo("e", 0, 1, 0, 1, {}), PAGES, drafts=drafts)
+    assert [(region.view.layers, region.geometry.draft) for region in found] == [(("a",), ""), (("b",), "mtp 1")]
+
+
 def test_a_kind_of_cache_that_is_not_known_is_refused_by_name() -> None:
     class GivesBlocksBackByItsOwnRules(kvi.FullAttentionSpec):
         pass

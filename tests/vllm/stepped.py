@@ -499,10 +499,6 @@ class Engine:
             engine_id=engine_id, kv_connector=connector, kv_connector_module_path=module, kv_role=role,
             kv_load_failure_policy=policy, kv_connector_extra_config=extra or {},
         )  # fmt: skip
-        speculative = SpeculativeConfig(
-            method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=4, target_model_config=model,
-            target_parallel_config=ParallelConfig(),
-        ) if drafts else None  # fmt: skip
         parallel = ParallelConfig(
             tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave,
             prefill_context_parallel_size=pcp, distributed_executor_backend="mp",
@@ -514,7 +510,7 @@ class Engine:
                 max_num_seqs=8, max_num_batched_tokens=max_batched, max_model_len=MAX_LENGTH, policy=scheduling,
                 is_encoder_decoder=False, enable_chunked_prefill=True,
             ),
-            speculative_config=speculative,
+            speculative_config=self.speculative(model, drafts) if drafts else None,
             parallel_config=parallel if pcp == 1 else ParallelConfig(),  # no model runner on the CPU takes it
             device_config=DeviceConfig(device="cpu"),
             kv_transfer_config=transfer,
@@ -542,6 +538,16 @@ class Engine:
         made = [KVCacheGroupSpec(names, specs[kind]()) for names, kind in zip(named, kinds, strict=True)]
         self.kv_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=made)
         self.start(config, self.kv_config, origin, {"block_size": block * dcp}, block * dcp, ahead=ahead, drafts=drafts)
+
+    def speculative(self, model: ModelConfig, drafts: int) -> SpeculativeConfig:
+        """With which so many tokens are drafted; by no model, if not said otherwise."""
+        return SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=drafts,
+            prompt_lookup_max=4,
+            target_model_config=model,
+            target_parallel_config=ParallelConfig(),
+        )
 
     def start(
         self, config: VllmConfig, scheduled: KVCacheConfig, origin: int, sizes: dict[str, int], hash_size: int,

@@ -1,0 +1,161 @@
+"""The KV of layers that draft, under vLLM's real schedulers: from a P with the same ones, else left to D."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connector.vllm import from_vllm
+from tests.support.tiny_model import ModelSpec, build_model
+from tests.vllm.drafting import DRAFTS, HEAD, WINDOW, DraftingEngine, kv_of_head
+from tests.vllm.labelled import BLOCK, CONTENT, HEADS, prompt
+from tests.vllm.stepped import Engine, EngineGroup, Lines, hand_over, settle
+
+pytestmark = pytest.mark.vllm
+Make = Callable[..., DraftingEngine]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders of two heads of one form."""
+    folder = tmp_path_factory.mktemp("heads")
+    specs = [
+        ModelSpec(layers=1, hidden=32, heads=HEADS, kv_heads=HEADS, head_dim=CONTENT // 2, intermediate=size,
+                  vocabulary=300, max_tokens=1024)
+        for size in (32, 64)
+    ]  # fmt: skip
+    return [build_model(folder / str(number), spec, weights=False) for number, spec in enumerate(specs)]
+
+
+@pytest.fixture
+def make(group: EngineGroup, tiny: Any, heads: list[Path]) -> Make:
+    """Makes engines that draft: ``make(origin, number of its head)``."""
+
+    def made(origin: int, head: int = 0, **kwargs: Any) -> DraftingEngine:
+        engine = DraftingEngine(tiny, origin, head=heads[head], **kwargs)
+        group.engines.append(engine)
+        return engine
+
+    return made
+
+
+def of_first(d: DraftingEngine, name: str, tokens: int) -> torch.Tensor:
+    """[T,H,C] int32: the head's KV of all but the last of so many tokens, when D first computed with it."""
+    turn, found = d.first[name]
+    assert turn.start == len(found) == tokens - 1
+    return found
+
+
+LENGTHS = [2, BLOCK, 4 * BLOCK + 1, 250]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("own_table", [False, True])
+def test_a_head_on_both_sides(make: Make, runner: str, ahead: int, own_table: bool) -> None:
+    if runner == "v026" and own_table:
+        pytest.skip("0.26 takes one block table")
+    p, d = (make(n, ahead=ahead, runner=runner, own_table=own_table) for n in range(2))
+    for tokens in LENGTHS:
+        ids = prompt(tokens, tokens)
+        found = of_first(d, hand_over(p, d, ids, max_tokens=20), tokens)
+        first = max(0, tokens - WINDOW) if own_table else 0
+        wanted = kv_of_head(ids[first:-1], first, origin=0)[:, None, None]
+        assert torch.equal(found[first:], wanted.expand_as(found[first:])), f"{tokens} tokens"
+    settle(p, d)
+
+
+@pytest.mark.parametrize("own_table", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("another", [False, True], ids=["no-head", "another-head"])
+def test_a_p_without_the_head(
+    group: EngineGroup, make: Make, lines: Lines, own_table: bool, tp: int, another: bool
+) -> None:
+    """D has the model's KV, and none of another head's or of what its blocks held before."""
+    p: Engine = make(0, 1) if another else group.engine(0)
+    d = make(1, own_table=own_table, tp=tp)
+    for tokens in LENGTHS:
+        found = of_first(d, hand_over(p, d, prompt(tokens, tokens), max_tokens=20), tokens)
+        held = found[max(0, tokens - WINDOW) :] if own_table else found
+        assert not held.any(), f"{tokens} tokens"
+    settle(p, d)
+    assert not d.failed
+    assert len(lines("lacks 1 layers of the model that drafts here")) == tp
+
+
+def test_what_d_has_computed_itself_keeps_its_kv(group: EngineGroup, make: Make) -> None:
+    """The first blocks of a prompt are in D's prefix cache."""
+    p, d, ids = group.engine(0), make(1), prompt(8 * BLOCK)
+    d.finish(d.add(ids[: 5 * BLOCK]))
+    name = d.add(ids, p.prefill(ids), max_tokens=5)
+    d.finish(name, beside=[p])
+    found, ours = of_first(d, name, len(ids)), d.origins[name].ours
+    assert ours >= 3 * BLOCK
+    wanted = kv_of_head(ids[:ours], 0, origin=1)[:, None, None]
+    assert torch.equal(found[:ours], wanted.expand_as(found[:ours]))
+    assert not found[ours:].any()
+    settle(p, d)
+
+
+def test_a_d_without_the_head(group: EngineGroup, make: Make, lines: Lines) -> None:
+    p, d = make(0), group.engine(1)
+    for tokens in LENGTHS:
+        hand_over(p, d, prompt(tokens, tokens), max_tokens=20)
+    settle(p, d)
+    assert not lines("the model that drafts")
+
+
+def test_a_d_without_a_head_that_attends_to_a_window(group: EngineGroup, make: Make, lines: Lines) -> None:
+    """D cannot tell the head's table from one of the model of which P has freed blocks: it prefills longer prompts."""
+    p, d = make(0, own_table=True), group.engine(1)
+    hand_over(p, d, prompt(BLOCK, 1), max_tokens=20)
+    name = d.add(prompt(250), p.prefill(prompt(250)), max_tokens=20)
+    d.finish(name, beside=[p])
+    assert d.origins[name].theirs == 0 and lines("kept the window")
+    settle(p, d)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside-the-steps", "inside-the-step"])
+def test_the_step_after_a_load_has_the_form_of_a_decode_step(make: Make, inside: bool) -> None:
+    """As many tokens as a step with drafts: so a batch of D that decodes stays uniform, and has its full CUDA graph."""
+    p, d = make(0, ahead=1), make(1, ahead=1, extra={} if inside else {"step_hold_seconds": 0.0})
+    for number in range(3):  # how long loads take is known after the first
+        decoding = d.add(prompt(30, 90 + number), max_tokens=100)
+        d.step()
+        name = hand_over(p, d, prompt(100, number), max_tokens=5)
+        turn, _ = d.first[name]
+        assert len(turn.ids) - turn.start == 1 + DRAFTS
+        assert turn.drafts == [0] * DRAFTS, "placeholders: D has drafted nothing yet"
+        d.finish(decoding)
+    assert bool(d.step_loads) == inside
+    settle(p, d)
+
+
+# --- which layers draft ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_for_clients_drafts_nothing(make: Make) -> None:
+    d = make(0)
+    config = d.config
+    assert from_vllm.draft_layers(config, d.workers[0]).keys() == {HEAD}
+    assert from_vllm.draft_layers(config, SimpleNamespace(drafter=object())) == {}
+    kept = SimpleNamespace(speculative_config=SimpleNamespace(method="extract_hidden_states"))
+    runner = SimpleNamespace(speculator=SimpleNamespace(draft_attn_layer_names={HEAD}))
+    assert from_vllm.draft_layers(kept, runner) == {}
+
+
+def test_a_p_that_lacks_a_layer_which_no_runner_names_is_refused(
+    group: EngineGroup, make: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be one of the model itself."""
+    monkeypatch.setattr(from_vllm, "draft_layers", lambda config, runner: {})
+    p, d = group.engine(0), make(1)
+    name = d.add(prompt(40), p.prefill(prompt(40)), max_tokens=5)
+    d.finish(name, beside=[p])
+    assert d.origins[name].theirs == 0
+    assert lines("layers differs", HEAD)
+    settle(p, d)
