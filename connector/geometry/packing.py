@@ -124,8 +124,8 @@ def excluded_regions(needs: RankGeometry, has: RankGeometry) -> set[int]:
     ``needs``: D's rank. ``has``: P's rank."""
     over: set[int] = set()
     for whole, parts in alternatives(needs).items():
-        layers, draft = set(needs.regions[whole].layers), needs.regions[whole].draft
-        theirs = [r for r in has.regions if r.draft == draft and not layers.isdisjoint(r.layers)]
+        layers = set(needs.regions[whole].layers)
+        theirs = [region for region in has.regions if not layers.isdisjoint(region.layers)]
         over.update(parts if _as_a_whole(needs.regions[whole], theirs) else [whole])
     return over
 

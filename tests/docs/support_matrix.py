@@ -45,7 +45,12 @@ CARRIED = {
 FEATURES = {
     "chunked prefill": [f"{STEPS}::test_a_prompt_prefilled_in_chunks"],
     "preemption": [f"{STEPS}::test_preempted_on_p", f"{STEPS}::test_preempted_on_d_after_its_load"],
-    "speculative decoding": [f"{STEPS}::test_drafts_on_both_sides", f"{STEPS}::test_drafts_on_one_side_alone"],
+    "speculative decoding": [
+        f"{STEPS}::test_drafts_on_both_sides",
+        f"{STEPS}::test_drafts_on_one_side_alone",
+        "tests/vllm/test_draft_layers.py::",
+        "tests/engine/test_drafts.py::",
+    ],
     "several samples of a prompt": [f"{STEPS}::test_three_samples_of_one_prompt_read_under_one_lease"],
     "LoRA adapters": ["tests/vllm/test_lora.py::test_d_loads_what_p_computed_with_the_same_adapter"],
     "MultiConnector beside a store": ["tests/vllm/test_beside_example_connector.py::test_d_has_the_choice"],

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.drafting_model import SPEC, build_drafting_model
+from tests.support.drafting_model import SPEC, build_with_eagle, build_with_mtp
 from tests.support.kv_bytes import digest
 from tests.support.served import (
     PatientServerGroup,
@@ -45,18 +47,25 @@ class Engines:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("drafts")
-    model, head = build_drafting_model(folder)
-    config = {"method": "eagle", "model": str(head), "num_speculative_tokens": DRAFTS}
-    options: dict[str, Any] = {"kv_bytes": False, "max_model_len": 2048}
+    model, drafts = build_with_eagle(folder)
+    with started(folder, model, drafts, drafts, {}) as found:
+        yield Engines(*found)
+
+
+@contextmanager
+def started(folder: Path, model: Path, *drafts: dict[str, Any]) -> Iterator[list[Server]]:
+    """Engines with these ways to draft."""
     arguments = ["--worker-extension-cls", "tests.support.kv_drafts.KVDrafts", "--num-gpu-blocks-override", str(BLOCKS)]
-    drafts = ["--speculative-config", json.dumps(config)]
     with PatientServerGroup(folder / "logs") as group:
-        found = [group.engine(name, model, arguments=[*arguments, *drafts], **options) for name in ("one", "other")]
-        found.append(group.engine("plain", model, arguments=arguments, **options))
+        for number, config in enumerate(drafts):
+            drafting = ["--speculative-config", json.dumps({**config, "num_speculative_tokens": DRAFTS})]
+            more = [*arguments, *(drafting if config else ())]
+            group.engine(f"engine-{number}", model, kv_bytes=False, max_model_len=2048, arguments=more)
         group.wait_ready()
+        found = [*group.servers]
         for server in found:
             server.rpc("kv_watch")
-        yield Engines(*found)
+        yield found
         no_block_held(*found)
         assert all(server.alive for server in found)
 
@@ -97,13 +106,24 @@ def handed_over(p: Server, d: Server, ids: Sequence[int], layers: Sequence[str])
 
 @pytest.mark.parametrize("tokens", [2, 32, 33, 300, 1200])
 def test_d_drafts_as_if_it_had_prefilled(engines: Engines, tokens: int) -> None:
+    drafts_as_if_prefilled(engines.one, engines.other, tokens, [*MODEL, *HEAD])
+
+
+def test_modules_of_mtp(tmp_path: Path) -> None:
+    model, drafts = build_with_mtp(tmp_path)
+    with started(tmp_path, model, drafts, drafts) as (p, d):
+        for tokens in (33, 300):
+            drafts_as_if_prefilled(p, d, tokens, MODEL)
+
+
+def drafts_as_if_prefilled(p: Server, d: Server, tokens: int, layers: Sequence[str]) -> None:
     """The same drafts in the same steps, so the same are accepted."""
     ids = prompt(tokens, tokens)
-    alone = answered(engines.other, ids, cache_salt=f"alone-{tokens}")
-    answer, loaded = handed_over(engines.one, engines.other, ids, [*MODEL, *HEAD])
-    assert loaded.keys() == {*MODEL, *HEAD}
+    alone = answered(d, ids, cache_salt=f"alone-{tokens}")
+    answer, loaded = handed_over(p, d, ids, layers)
+    assert loaded.keys() == {*layers}
     assert answer == alone
-    assert answer.accepted >= ANSWER / 2, "the head is seldom right, which shows nothing"
+    assert answer.accepted >= ANSWER / 2, "drafts are seldom right, which shows nothing"
 
 
 def test_a_p_without_the_head(engines: Engines) -> None:

@@ -1,53 +1,95 @@
-"""A small Llama and EAGLE heads for it, whose drafts are right as a rule if the head has its KV of the prompt, and else
-hardly ever. No download, same bytes for same seed.
+"""Small models that draft, whose drafts are right as a rule if the layers that draft have their KV of the prompt, and
+else hardly ever. No download, same bytes for same seed.
 
-A head gets the embedding of the next token beside what the model made of this token, takes the former alone, and has
-copies of the model's layers. So it is the model on the prompt without its first token. vLLM's head does not normalise
-its input or its output: embeddings that are normal make up for the first, and a greedy choice does not depend on the
-second.
+What drafts gets the embedding of the next token beside what the model made of this token, takes the former alone, and
+has copies of the model's layers. So it is the model on the prompt without its first token. vLLM's EAGLE head does not
+normalise its input or its output: embeddings that are normal make up for the first, and a greedy choice does not depend
+on the second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.support.tiny_model import ModelSpec, write_tokenizer
 
-SPEC = ModelSpec(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=128, max_tokens=2048)
+SPEC = ModelSpec(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, max_tokens=2048)
 
 
-def build_drafting_model(folder: Path, spec: ModelSpec = SPEC) -> tuple[Path, Path]:
-    """Write the model and its head below ``folder``; returns their folders."""
+def build_with_eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Write a Llama and a head below ``folder``. Returns the model's folder, and what vLLM calls its
+    ``speculative_config``, without the number of tokens."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**_sizes(SPEC.layers), architectures=["LlamaForCausalLM"])
+    layers = _layers(_written(folder / "model", config, "LlamaForCausalLM", {}))
+    del layers["layers.0.input_layernorm.weight"]  # a head has none
+    _save(folder / "head", layers | {"fc.weight": _taking(first=True)})
+    config.save_pretrained(folder / "head")
+    return folder / "model", {"method": "eagle", "model": str(folder / "head")}
+
+
+def build_with_mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """As ``build_with_eagle``: a MiMo of one layer beside that of its MTP module."""
     import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
+    from transformers import Qwen2Config
 
-    logging.disable_progress_bar()
-    sizes: dict[str, Any] = {
-        "vocab_size": spec.vocabulary, "hidden_size": spec.hidden, "intermediate_size": spec.intermediate,
-        "num_hidden_layers": spec.layers, "num_attention_heads": spec.heads, "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim, "max_position_embeddings": spec.max_tokens, "bos_token_id": 0, "eos_token_id": 1,
-        "initializer_range": 0.1, "tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"],
-        "dtype": spec.dtype,
+    config = Qwen2Config(**_sizes(1), num_nextn_predict_layers=1, architectures=["MiMoForCausalLM"])
+    ones = {f"{name}_layernorm.weight": torch.ones(SPEC.hidden) for name in ("token", "hidden", "final")}
+    module = {"input_proj.weight": _taking(first=False), **ones}
+    _written(folder / "model", config, "Qwen2ForCausalLM", module)
+    return folder / "model", {"method": "mtp"}
+
+
+def _sizes(layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": SPEC.vocabulary, "hidden_size": SPEC.hidden, "intermediate_size": SPEC.intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": SPEC.heads, "num_key_value_heads": SPEC.kv_heads,
+        "head_dim": SPEC.head_dim, "max_position_embeddings": SPEC.max_tokens, "bos_token_id": 0, "eos_token_id": 1,
+        "initializer_range": 0.1, "tie_word_embeddings": False, "dtype": SPEC.dtype,
     }  # fmt: skip
+
+
+def _taking(*, first: bool) -> Any:
+    """[hidden, 2 * hidden]: takes one of two inputs alone."""
+    import torch
+
+    pair = [torch.eye(SPEC.hidden), torch.zeros(SPEC.hidden, SPEC.hidden)]
+    return torch.cat(pair if first else pair[::-1], dim=1)
+
+
+def _written(folder: Path, config: Any, model_class: str, module: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a model, its tokenizer and, with the model's first layer, the rest of an MTP ``module``. Returns its
+    weights."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
-    embeddings = model.model.embed_tokens.weight.data
+        torch.manual_seed(SPEC.seed)
+        weights = getattr(transformers, model_class)(config).state_dict()
+    embeddings = weights["model.embed_tokens.weight"]
     embeddings /= embeddings.square().mean(dim=1, keepdim=True).sqrt()
-    target, head = folder / "model", folder / "head"
-    target.mkdir(parents=True)
-    head.mkdir()
-    model.save_pretrained(target)
-    write_tokenizer(target, spec)
-    layers = {
-        name.removeprefix("model."): weight.clone()
-        for name, weight in model.state_dict().items()
-        if ".layers." in name and name != "model.layers.0.input_layernorm.weight"
-    }
-    takes = torch.cat([torch.eye(spec.hidden), torch.zeros(spec.hidden, spec.hidden)], dim=1)
-    save_file({**layers, "fc.weight": takes}, head / "model.safetensors", {"format": "pt"})
-    LlamaConfig(**sizes).save_pretrained(head)
-    return target, head
+    if module:
+        layer = {name.removeprefix("layers.0."): weight for name, weight in _layers(weights).items()}
+        weights |= {f"model.mtp_layers.0.{name}": weight for name, weight in {**layer, **module}.items()}
+    _save(folder, weights)
+    config.save_pretrained(folder)
+    write_tokenizer(folder, SPEC)
+    return weights
+
+
+def _layers(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """``layers.0.mlp...`` of the weights of a model."""
+    return {name.removeprefix("model."): weight for name, weight in weights.items() if ".layers." in name}
+
+
+def _save(folder: Path, weights: Mapping[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    save_file(
+        {name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.connector.geometry.compatibility import check_geometry, compatible, draft_layers
+from kvferry.connector.geometry.dtypes import converted_pairs
 from kvferry.connector.geometry.rank_geometry import RankGeometry
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 from tests.unit.labelled_model import MODEL, OURS, Model, edit
@@ -80,6 +81,9 @@ def test_layers_that_draft_may_be_missing_at_p() -> None:
         compatible(with_head("eagle 1"), theirs)
         compatible(theirs, with_head("eagle 1"), consumer=False)
     compatible(OURS, with_head("eagle 1"))
+    other = edit(with_head("eagle 2"), 2, dtype="float32", content_bytes=16)
+    compatible(with_head("eagle 1"), other)
+    assert not converted_pairs(with_head("eagle 1"), other), "nothing is read of it"
 
 
 def test_a_layer_that_drafts_is_no_layer_of_the_model() -> None:
