@@ -167,7 +167,7 @@ class RankCaches:
 
         @torch.inference_mode()
         def enqueue() -> None:
-            cache.index_fill_(0, ids.to(self.device, non_blocking=True), 0)
+            cache.view(torch.uint8).index_fill_(0, ids.to(self.device, non_blocking=True), 0)
 
         self.copies.start(enqueue)
         self.copies.synchronize()

@@ -36,7 +36,8 @@ def build_with_mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
     import torch
     from transformers import Qwen2Config
 
-    config = Qwen2Config(**_sizes(1), num_nextn_predict_layers=1, architectures=["MiMoForCausalLM"])
+    facts: dict[str, Any] = {**_sizes(1), "num_nextn_predict_layers": 1}
+    config = Qwen2Config(**facts, architectures=["MiMoForCausalLM"])
     ones = {f"{name}_layernorm.weight": torch.ones(SPEC.hidden) for name in ("token", "hidden", "final")}
     module = {"input_proj.weight": _taking(first=False), **ones}
     _written(folder / "model", config, "Qwen2ForCausalLM", module)

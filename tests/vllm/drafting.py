@@ -33,8 +33,6 @@ class DraftingForward(Forward):
         super().finish()
         engine, worker = self.engine, self.worker
         assert isinstance(engine, DraftingEngine) and isinstance(worker, DraftingModelRunner)
-        if engine.runner == "v1":
-            worker.connector.wait_for_layer_load(HEAD)  # as vLLM's attention does
         for request_id, turn in self.turns.items():
             table = torch.tensor(self.tables[request_id][-1 if engine.own_table else 0])
             if request_id not in engine.first:
