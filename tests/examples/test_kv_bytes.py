@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.kv_bytes import Cached, KVBytes, compare, places_of, prompt_digest, rows_of
+from tests.support.kv_bytes import Cached, KVBytes, compare, digest, places_of, prompt_digest, rows_of
 
 PAGE = 32
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -24,13 +25,23 @@ class _Worker(KVBytes):
         context = {name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()}
         group = SimpleNamespace(layer_names=list(LAYERS), kv_cache_spec=SimpleNamespace(block_size=PAGE))
         self.model_runner = SimpleNamespace(
-            execute_model=lambda step: None, kv_cache_config=SimpleNamespace(kv_cache_groups=[group])
+            execute_model=self.forward, kv_cache_config=SimpleNamespace(kv_cache_groups=[group])
         )
         self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
         self._kvb_table = {name: Cached(0, PAGE, (cache,)) for name, cache in self.caches.items()}
+        self.connector = SimpleNamespace(start_load_kv=self.load)
         self.kv_watch()
 
-    def step(self, scheduled: dict[str, int], new: list[Any] = (), cached: Any = None) -> None:  # type: ignore[assignment]
+    def forward(self, step: Any) -> None: ...
+
+    def load(self) -> None: ...
+
+    def _kvb_connector(self) -> Any:
+        return self.connector
+
+    def step(
+        self, scheduled: dict[str, int], new: Sequence[Any] = (), cached: Any = None, inside: bool = False
+    ) -> None:
         empty = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
         self.model_runner.execute_model(
             SimpleNamespace(
@@ -38,6 +49,7 @@ class _Worker(KVBytes):
                 scheduled_new_reqs=new,
                 scheduled_cached_reqs=cached or empty,
                 num_scheduled_tokens=scheduled,
+                has_sync_kv_loads=inside,
             )
         )
 
@@ -69,6 +81,38 @@ def test_equal_bytes_compare_equal_and_one_flipped_bit_is_told() -> None:
     assert [(r["when"], r["tokens"]) for r in of_d + of_p] == [("loaded", 69), ("computed", 69)]
     assert of_d[0]["prompt"] == prompt_digest(PROMPT) and compare(of_d, of_p) is None
     assert compare(*handed_over(corrupt=True)) == f"KV bytes differ in 1 of 2 layers: {LAYERS[0]}"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("corrupt", [True, False])
+def test_a_state_is_digested_between_its_load_and_the_forward_that_changes_it(inside: bool, corrupt: bool) -> None:
+    """As ``KVConnectorModelRunnerMixin`` orders a step: loads inside it start before the forward, others after it."""
+    theirs = torch.arange(6.0)
+
+    class Worker(_Worker):
+        def __init__(self) -> None:
+            self.state = torch.zeros(8, 6)
+            super().__init__(2)
+            self._kvb_table = {"mixer": Cached(0, PAGE, (self.state,), kind="state", aligned=True)}
+
+        def forward(self, step: Any) -> None:
+            if step.has_sync_kv_loads:
+                self.connector.start_load_kv()
+            self.state += 1
+            if not step.has_sync_kv_loads:
+                self.connector.start_load_kv()
+
+        def load(self) -> None:
+            self.state[7] = theirs
+
+    d = Worker()
+    if not inside:
+        d.load()
+    if corrupt:
+        d.kv_corrupt("1")
+    d.step({"b": 1}, [request("b", PROMPT, [5, 2, 7], len(PROMPT) - 1)], inside=inside)
+    (record,) = d.kv_records()
+    assert record["inside"] is inside and (record["layers"] == {"mixer": digest(theirs)}) is not corrupt
 
 
 @pytest.mark.vllm

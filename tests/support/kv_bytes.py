@@ -10,8 +10,9 @@ A record is made of what computing a prompt's last token needs of those before i
 layer: all their KV, with a sliding window or a local chunk the KV of those in it, and of a layer that keeps a state
 (Mamba, GDN, short convolutions) the state after them.
 
-- ``loaded``: in the step that first runs a request of which tokens are already there (D). Before its forward where a
-  layer keeps a state, which that changes; else after it, for a connector may load in the very step;
+- ``loaded``: in the step that first runs a request of which tokens are already there (D). States just before its
+  forward, which changes them, but after the connector has loaded what it loads inside the step; all else after it.
+  ``inside``: vLLM's scheduler has had the connector load in this step;
 - ``computed``: after the step that ran the prompt's last tokens, where those were not there (P, or D on its own).
 
 Both say how many tokens were digested: a comparison of anything but all of them is none. Both carry the digest of the
@@ -82,6 +83,9 @@ class _Seen:
     prompt: list[int]
     computed: int
     blocks: list[list[int]] = field(default_factory=list)
+    inside: bool = False
+    states: dict[str, str] = field(default_factory=dict)
+    """The digests of the states that were loaded, by layer."""
 
 
 def prompt_digest(token_ids: list[int]) -> str:
@@ -175,7 +179,7 @@ class KVBytes:
         if "_kvb_seen" not in self.__dict__:
             self._kvb_seen: dict[str, _Seen] = {}
             self._kvb_records: list[dict[str, Any]] = []
-            self._kvb_due: list[tuple[str, _Seen]] = []  # loaded, to be recorded after this step's forward
+            self._kvb_due: list[tuple[str, _Seen]] = []  # loaded, to be recorded in this step
             self._kvb_corrupt = 0
             self._kvb_on = True
             runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -188,9 +192,24 @@ class KVBytes:
                 return result
 
             runner.execute_model = execute_model
+            connector = self._kvb_connector()
+            if connector is not None:
+                start = connector.start_load_kv
+
+                def start_load_kv(*args: Any, **kwargs: Any) -> None:
+                    start(*args, **kwargs)
+                    self._kvb_take_states()
+
+                connector.start_load_kv = start_load_kv
         self._kvb_on = True
         layers = self._kvb_layers()
         return {"layers": sorted(layers), "states": sorted(n for n in layers if layers[n].kind == "state")}
+
+    def _kvb_connector(self) -> Any:
+        """vLLM's, on this worker; None where it has none."""
+        from vllm.distributed import kv_transfer
+
+        return kv_transfer.get_kv_transfer_group() if kv_transfer.has_kv_transfer_group() else None
 
     def kv_unwatch(self) -> dict[str, Any]:
         """Stop to record: for timings, since a digest costs time in the step it is taken in."""
@@ -228,16 +247,13 @@ class KVBytes:
             return
         for request_id in step.finished_req_ids:
             self._kvb_seen.pop(request_id, None)
-        kinds = {layer.kind for layer in self._kvb_layers().values()}
+        inside = bool(getattr(step, "has_sync_kv_loads", False))
         for new in step.scheduled_new_reqs:
-            seen = _Seen(list(new.prompt_token_ids), new.num_computed_tokens, [list(ids) for ids in new.block_ids])
+            blocks = [list(ids) for ids in new.block_ids]
+            seen = _Seen(list(new.prompt_token_ids), new.num_computed_tokens, blocks, inside)
             self._kvb_seen[new.req_id] = seen
             if seen.computed:
-                if "state" in kinds:
-                    self._kvb_flip(seen)
-                    self._kvb_record_loaded(new.req_id, seen)
-                else:
-                    self._kvb_due.append((new.req_id, seen))
+                self._kvb_due.append((new.req_id, seen))
             if seen.computed and seen.computed >= len(seen.prompt) - 1:  # all there: what is added is not compared
                 del self._kvb_seen[new.req_id]
         cached = step.scheduled_cached_reqs
@@ -252,14 +268,23 @@ class KVBytes:
             elif more is not None:
                 for have, ids in zip(seen_before.blocks, more, strict=True):
                     have.extend(ids)
+        if not inside:  # vLLM starts the loads beside the steps after the forward
+            self._kvb_take_states()
+
+    def _kvb_take_states(self) -> None:
+        """The forward is about to begin: what the step computes with has come."""
+        for _, seen in self._kvb_due:
+            if not seen.states:
+                self._kvb_flip(seen, states=True)
+                seen.states = self._kvb_digests(seen, self._kvb_loaded(seen), states=True)
 
     def _kvb_after(self, step: Any) -> None:
         if not self._kvb_on:
             return
-        while self._kvb_due:  # also loads that have landed inside this step
+        while self._kvb_due:
             request_id, loaded = self._kvb_due.pop(0)
-            self._kvb_flip(loaded)
-            self._kvb_record_loaded(request_id, loaded)
+            self._kvb_flip(loaded, states=False)
+            self._kvb_record("loaded", request_id, loaded, self._kvb_loaded(loaded))
         for request_id, count in step.num_scheduled_tokens.items():
             seen = self._kvb_seen.get(request_id)
             if seen is not None and seen.computed < len(seen.prompt) <= seen.computed + count:
@@ -269,24 +294,28 @@ class KVBytes:
                 if kinds != {"all"}:
                     self._kvb_record("computed", request_id, seen, len(seen.prompt))
 
-    def _kvb_flip(self, seen: _Seen) -> None:
-        for layer in self._kvb_layers().values():
-            if self._kvb_corrupt:
-                self._kvb_corrupt -= 1
-                layer.flip(seen.blocks[layer.group], min(seen.computed, len(seen.prompt) - 1))
+    @staticmethod
+    def _kvb_loaded(seen: _Seen) -> int:
+        return min(seen.computed, len(seen.prompt) - 1)
 
-    def _kvb_record_loaded(self, request_id: str, seen: _Seen) -> None:
-        self._kvb_record("loaded", request_id, seen, min(seen.computed, len(seen.prompt) - 1))
+    def _kvb_flip(self, seen: _Seen, *, states: bool) -> None:
+        for layer in self._kvb_layers().values():
+            if self._kvb_corrupt and (layer.kind == "state") is states:
+                self._kvb_corrupt -= 1
+                layer.flip(seen.blocks[layer.group], self._kvb_loaded(seen))
+
+    def _kvb_digests(self, seen: _Seen, tokens: int, *, states: bool) -> dict[str, str]:
+        layers = {name: layer for name, layer in self._kvb_layers().items() if (layer.kind == "state") is states}
+        return {name: digest(layer.content(seen.blocks[layer.group], tokens)) for name, layer in layers.items()}
 
     def _kvb_record(self, when: str, request_id: str, seen: _Seen, tokens: int) -> None:
         started = time.perf_counter()
-        layers = {
-            name: digest(layer.content(seen.blocks[layer.group], tokens)) for name, layer in self._kvb_layers().items()
-        }
+        states = seen.states if when == "loaded" else self._kvb_digests(seen, tokens, states=True)
         record = {
             "when": when, "request_id": request_id, "prompt": prompt_digest(seen.prompt), "tokens": tokens,
-            "prompt_tokens": len(seen.prompt), "covers": prompt_digest(seen.prompt[:tokens]),
-            "blocks": [list(ids) for ids in seen.blocks], "layers": layers, "span": (started, time.perf_counter()),
+            "prompt_tokens": len(seen.prompt), "covers": prompt_digest(seen.prompt[:tokens]), "inside": seen.inside,
+            "blocks": [list(ids) for ids in seen.blocks],
+            "layers": states | self._kvb_digests(seen, tokens, states=False), "span": (started, time.perf_counter()),
         }  # fmt: skip
         self._kvb_records.append(record)
 
