@@ -436,11 +436,12 @@ class LoadPlanner(EngineFacts):
             return 0, False
         streams = entry.awaited is not None and entry.awaited.result.streams  # it ends when P has computed the prompt
         beside = streams or params.wants_report(request.params)  # it ends with its plane and its time known
-        # An engine moves a state to where the step works on it before the connector sees the step.
-        beside = beside or any(table.kind == "state" for table in self.tables)
+        inside = min(stop, prompt - 1)  # vLLM schedules it at once, with a token to compute
+        # vLLM moves a state to where the step works on it before the connector sees the step.
+        beside = beside or any(table.moves_state(inside, prompt + self.drafts) for table in self.tables)
         entry.in_step = not beside and self._in_step(remote_prompt.peer, stop - num_local)
         if entry.in_step:
-            return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
+            return inside - num_local, False
         return stop - num_local, True
 
     def _in_step(self, peer: PeerEngine, tokens: int) -> bool:

@@ -71,6 +71,8 @@ class EngineFacts:
     step."""
     clears_blocks: bool = False
     """The engine fills new blocks with zeros before a step that computes with them, also those of a load inside it."""
+    drafts: int = 0
+    """Tokens that the engine drafts for a step at most."""
     shares_steps: bool = False
     """Other engines' steps wait for this engine's, as with data-parallel ranks."""
     streams: Callable[[], bool] = lambda: True

@@ -46,6 +46,11 @@ class BlockTable:
         """Whether it holds every token of a request."""
         return self.kind in ("full", "mla")
 
+    def moves_state(self, start: int, stop: int) -> bool:
+        """Whether the engine moves a state to another block before it computes the tokens from ``start`` to ``stop``,
+        after at least one token."""
+        return self.kind == "state" and (start - 1) // self.block_size != (stop - 1) // self.block_size
+
     def first_needed(self, num_computed: int) -> int:
         """The first token that token number ``num_computed`` attends to, by the rules of vLLM's
         ``get_num_skipped_tokens``."""

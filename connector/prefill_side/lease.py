@@ -400,11 +400,11 @@ class Leases:
         self._deadlines = Deadlines(self._due)
         self.ended: OrderedDict[bytes, None] = OrderedDict()
         self.board = GrantBoard()
-        kinds = {region.kind for region in rank_context.caches.geometry.regions}
-        # Of a model with states D never loads inside a step.
-        self.posts_grants = any(plane.pulls for plane in rank_context.planes) and "state" not in kinds
+        self.posts_grants = any(plane.pulls for plane in rank_context.planes)
         # Before its lease a prompt is read only where the engine frees none of its blocks meanwhile.
-        self.posts_early = self.posts_grants and kinds <= set(KEEPS_ALL)
+        self.posts_early = self.posts_grants and all(
+            region.kind in KEEPS_ALL for region in rank_context.caches.geometry.regions
+        )
 
     def prepare(self, prefill: Prefill, now: float) -> None:
         """The engine begins to compute a prompt that may be read before its lease."""

@@ -121,6 +121,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 step_loads=not beside,
                 steps=self._steps,
                 clears_blocks=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
+                drafts=int(getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0),
                 shares_steps=parallel.data_parallel_size > 1,
                 # Below MultiConnector, another connector may load tokens, and these may prove to be missing.
                 streams=lambda: getattr(scheduler, "connector", None) is self,

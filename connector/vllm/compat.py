@@ -26,7 +26,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.vllm.cache_kinds import GAPPED, cache_kind, entry_tokens, first_spec, keeps_blocks, layer_specs
+from kvferry.connector.vllm.cache_kinds import (
+    GAPPED,
+    RING,
+    cache_kind,
+    entry_tokens,
+    first_spec,
+    keeps_blocks,
+    layer_specs,
+)
 from kvferry.connector.vllm.from_vllm import blocks_leave_at_end, check_groups, pcp_size, shardings, transfer_group_ids
 from kvferry.connector.wire.messages import PREFIX_TOKENS
 from kvferry.transport.errors import ConfigError
@@ -198,10 +206,20 @@ def why_beside(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, schedule
     if skips is None or "processed_computed_tokens" not in signature(skips).parameters:
         return f"vLLM {vllm.__version__} takes blocks outside a window from steps in flight"
     specs = [first_spec(group.kv_cache_spec) for group in groups]
-    if any(cache_kind(spec)[0] == "state" for spec in specs):
-        return "the step works on a state in the block that is loaded"
-    if any(type(spec).__name__ == GAPPED for spec in specs):
-        return f"it was not tested with KV caches of kind {GAPPED}"
+    if untested := {type(spec).__name__ for spec in specs} & {RING, GAPPED}:
+        return f"it was not tested with KV caches of kind {'/'.join(sorted(untested))}"
+    # A step writes a state where it was loaded. vLLM has moved states and cleared blocks before it binds the connector,
+    # and reads states in the forward. MambaManager gives a block the hash of tokens that end in it, the step's and not
+    # the load's (``moves_state``), and lends it to no request of the same step. What was computed from a failed load
+    # leaves the prefix cache, states too; and a request that begins anew reads no state (``has_initial_state``).
+    modes = {spec.mamba_cache_mode for spec in specs if cache_kind(spec)[0] == "state"}
+    # With blocks of one size, prefix hits end where blocks end, and vLLM copies none before a step for them.
+    hits_end_with_blocks = (
+        len({spec.block_size for spec in specs}) == parallel.decode_context_parallel_size == 1
+        and getattr(vllm_config.cache_config, "prefix_match_unit", None) is None
+    )
+    if not modes <= ({"none", "align"} if hits_end_with_blocks else {"none"}):
+        return f"vLLM copies states of mamba_cache_mode {'/'.join(sorted(modes))} between blocks of requests"
     return ""
 
 

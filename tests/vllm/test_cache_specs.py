@@ -321,12 +321,21 @@ def test_blocks_that_vllm_frees_while_a_request_runs_are_read_beside_the_steps(t
                 compat.check_prefix_reads(configured(tiny, 64, 1), kv_config)
 
 
-def test_states_are_loaded_beside_the_steps(tiny: Any) -> None:
-    """A step works on a state in the block that is loaded; so on a ring."""
-    state = vllms.MambaSpec(block_size=64, shapes=((64,),), dtypes=(torch.float32,), mamba_cache_mode="none")
+def test_where_states_and_rings_are_loaded(tiny: Any) -> None:
+    """Inside the step, but where vLLM copies a state to another block before the connector hears of the step."""
+
+    def state(mode: str, block: int = 64, **more: Any) -> Any:
+        form = {"block_size": block, "shapes": ((64,),), "dtypes": (torch.float32,), "mamba_cache_mode": mode}
+        return vllms.MambaSpec(**form, **more)
+
+    on_the_way = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
     for spec, why in (
-        (state, "a state in the block"),
-        (ring(8), "a state in the block"),
+        (state("none", 4096), ""),
+        (state("align"), ""),
+        (state("align", **on_the_way), ""),
+        (state("align", 128), "vLLM copies states of mamba_cache_mode align"),
+        (state("all"), "vLLM copies states of mamba_cache_mode all"),
+        (ring(8), "it was not tested with KV caches of kind CircularBufferSpec"),
         (alike("MLAAttentionSpec", 64), ""),
     ):
         kv_config = vllms.KVCacheConfig(8, [], [group(alike("MLAAttentionSpec", 64)), group(spec)])
