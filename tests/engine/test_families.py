@@ -10,29 +10,38 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.geometry.portions import MAX_PORTIONS
 from tests.support.families import FAMILIES, WINDOW, Family
 from tests.support.kv_bytes import prompt_digest
-from tests.support.served import Pair, complete, differ, prompt, records, started_pair, tokens_of
+from tests.support.served import Pair, complete, differ, prefill_leg, prompt, records, started_pair, tokens_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BLOCK = 32
-LENGTHS = (2, BLOCK, WINDOW + BLOCK - 1, 140, 1200)
-"""In the third, the first token of the last one's window ends a block: vLLM gives that block back once all tokens are
-computed, a token too early for a D that computes the last one again. The last is much longer than any window."""
+LENGTHS = (1200, 2, BLOCK, WINDOW + BLOCK - 1, 140)
+"""The first is much longer than any window; by its time D expects the others to be fast. In the fourth, the first token
+of the last one's window ends a block: vLLM gives that block back once all tokens are computed, a token too early for a
+D that computes the last one again."""
+MOST_ATTEMPTS = 40
+"""On a host that stands still for seconds a load is seen to be slow, and the next one goes beside the steps."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     model = family.build(tmp_path / "model")
-    options: dict[str, Any] = {"dtype": family.dtype, "block_size": BLOCK, "arguments": family.arguments}
+    extension = ("--worker-extension-cls", "tests.support.kv_portions.KVPortions")
+    options: dict[str, Any] = {
+        "dtype": family.dtype, "block_size": BLOCK, "arguments": (*family.arguments, *extension), "kv_bytes": False,
+        "extra": {"step_hold_seconds": 1.0},
+    }  # fmt: skip
     with started_pair(tmp_path / "logs", model, **options) as pair:
         of_a_family(pair, family)
 
 
 def of_a_family(pair: Pair, family: Family) -> None:
     prefill, decode = pair.prefill, pair.decode
+    decode.rpc("kv_portions", "1")
     watched = decode.rpc("kv_watch")[0]
     assert (len(watched["layers"]), len(watched["states"])) == (family.layers, family.states)
     for tokens in LENGTHS:
@@ -42,6 +51,8 @@ def of_a_family(pair: Pair, family: Family) -> None:
         alone = complete(decode, ids, cache_salt=f"alone-{tokens}")
         assert not family.exact or tokens_of(answer) == tokens_of(alone), f"{tokens} tokens"
 
+    _check_inside_a_step(pair, watched)
+    _check_one_that_fails_inside_its_step(pair, family)
     if family.states:
         _check_that_a_state_tells_one_token_more(pair, watched["states"])
     ids = prompt(300, 2)
@@ -50,6 +61,47 @@ def of_a_family(pair: Pair, family: Family) -> None:
     of_d, of_p = records(decode), records(prefill)
     assert f"KV bytes differ in {family.layers} of {family.layers} layers" in str(differ(of_d, of_p, ids))
     pair.check(prompt(300, 3))
+    log = decode.log_text()  # beside go the first one, that with a report, and the one after the failure
+    print(f"{log.count(', inside the step')} of {log.count(' done: ')} loads went inside their steps")
+
+
+def _check_inside_a_step(pair: Pair, watched: dict[str, list[str]]) -> None:
+    """D's tokens after a load inside a step are those after one beside the steps, whatever its kernels round: in both
+    cases D computes one token with the same bytes. Inside goes a load of which D expects that it is fast. It comes in
+    portions, for which D's attention layers wait one by one; states are in the first."""
+    ids, tokens, portions = prompt(200, 5), dict[bool, list[list[int]]](), 0
+    wanted = min(len(watched["layers"]) - len(watched["states"]), MAX_PORTIONS)
+    for attempt in range(MOST_ATTEMPTS):
+        pair.forget()
+        salt: dict[str, Any] = {"cache_salt": f"attempt {attempt}"}
+        params = prefill_leg(pair.prefill, ids, **salt)
+        params["report"] = False not in tokens  # a client that asks for the time of a load gets it beside the steps
+        answer = complete(pair.decode, ids, kv_transfer_params=params, **salt)
+        of_d, of_p = records(pair.decode), records(pair.prefill)
+        assert differ(of_d, of_p, ids) is None
+        (inside,) = [record["inside"] for record in of_d if record["when"] == "loaded"]
+        tokens[inside] = tokens_of(answer)
+        portions = max([portions, *pair.decode.rpc("kv_portions_seen")[0]])
+        if len(tokens) == 2 and portions:
+            break
+    assert tokens[True] == tokens[False] and portions == wanted
+
+
+def _check_one_that_fails_inside_its_step(pair: Pair, family: Family) -> None:
+    """D's tokens are those of a D that was handed nothing; and what the step made of nothing is not found again, where
+    the prompt ends a block either."""
+    decode = pair.decode
+    decode.rpc("kv_fail_inside")
+    for attempt in range(MOST_ATTEMPTS):
+        ids = prompt(10 * BLOCK, 600 + attempt)
+        answer = complete(decode, ids, kv_transfer_params=prefill_leg(pair.prefill, ids))
+        if failed := "failed inside its step" in decode.log_text():
+            break
+    decode.rpc("kv_fail_inside")
+    longer = [*ids, *prompt(40, 6)]
+    after = complete(decode, longer)
+    assert failed and tokens_of(answer) == tokens_of(complete(decode, ids, cache_salt="alone"))
+    assert not family.exact or tokens_of(after) == tokens_of(complete(decode, longer, cache_salt="alone"))
 
 
 def _check_that_a_state_tells_one_token_more(pair: Pair, states: list[str]) -> None:

@@ -1,7 +1,8 @@
-"""vLLM worker extensions that also say in how many portions the loads inside steps came.
+"""vLLM worker extensions that also say in how many portions the loads inside steps came, and have them fail.
 
 POST /collective_rpc {"method": "kv_portions", "args": ["1"]}       once; portions of so many bytes at least
 POST /collective_rpc {"method": "kv_portions_seen"}                 of each read that could be cut since the last call
+POST /collective_rpc {"method": "kv_fail_inside"}                   until it is called again: before a byte is copied
 """
 
 from __future__ import annotations
@@ -38,6 +39,24 @@ class _Portions:
         found = list(self._portions_seen)
         self._portions_seen.clear()
         return found
+
+    def kv_fail_inside(self) -> list[int]:
+        """Loads beside the steps are as ever."""
+        from kvferry.connector.decode_side.read import Reads
+
+        if "_portions_planted" in self.__dict__:
+            self.__dict__.pop("_portions_planted").stop()
+            return []
+        begin = Reads.begin_pull
+
+        def begin_pull(reads: Any, read: Any, *args: Any) -> Any:
+            if read.active_load.load.now:
+                raise RuntimeError("planted")
+            return begin(reads, read, *args)
+
+        self._portions_planted = mock.patch.object(Reads, "begin_pull", begin_pull)
+        self._portions_planted.start()
+        return []
 
 
 class KVPortions(_Portions, KVBytes):
