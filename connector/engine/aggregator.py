@@ -140,7 +140,7 @@ class KVOutputAggregator:
             invalid |= getattr(report, "invalid_block_ids", None) or set()
             self._failed |= getattr(report, "failed_recving", None) or set()
             for request, end in getattr(report, "load_ends", {}).items():
-                ends[request] = of_both(end, ends.get(request, end))
+                ends[request] = of_both(end, ends[request]) if request in ends else end
             stats = _merged(stats, getattr(report, "kv_connector_stats", None))
             meta = _merged(meta, getattr(report, "kv_connector_worker_meta", None), mixed=True)
             events = _merged(events, getattr(report, "kv_cache_events", None))

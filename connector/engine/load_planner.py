@@ -514,13 +514,33 @@ class LoadPlanner(EngineFacts):
         for request_id, end in ends.items():
             entry = self._loading(request_id)
             if entry is not None:
-                entry.end = of_both(end, entry.end or end)
+                entry.end = end if entry.end is None else of_both(end, entry.end)
         for request_id in request_ids:
             loading = self._loading(request_id)
             if (entry := self._requests.get(request_id)) is not None:
                 self._advance(entry, RequestEvent.REPORTED)
             if loading is not None:
                 self._load_ended(loading, loading.end or LoadEnd())
+
+    def reports_due(self, reports: Iterable[str], ends: Mapping[str, LoadEnd]) -> set[str]:
+        """Of the reports of loads that the engine has counted, by request, those that stand, beside other connectors:
+        one of these may report a load of this connector while ranks of ours still write. So a load of ours is reported
+        when ``ends``, which comes before ``loads_finished``, has come from all ranks, and not otherwise."""
+        due = set(reports)
+        for request_id in due | ends.keys():
+            entry = self._loading(request_id)
+            if entry is None or not (request_id in self._unreported or entry.life.phase is _R.LOADING):
+                continue
+            ranks = sum(end.ranks for end in (entry.end, ends.get(request_id)) if end is not None)
+            (due.add if ranks >= self.tp_size * self.pp_size else due.discard)(request_id)
+        return due
+
+    def is_afar(self, request_id: str) -> bool:
+        """Whether a P on another host has computed the prompt of a request."""
+        entry = self._requests[request_id]
+        return (
+            entry.remote_prompt is not None and not entry.is_prefix and entry.remote_prompt.peer.host_id != self.host_id
+        )
 
     def step_load_ended(self, request_id: str, end: LoadEnd) -> None:
         """A load inside a step has ended on all ranks, and the engine is about to use the output of the step."""

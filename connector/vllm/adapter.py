@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,7 @@ from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat, from_vllm, hooks
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
+from kvferry.connector.vllm.store_beside import SharedLoads, fence, store_of, wanted
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PromptLookup, RankAddress, StepPlan, StepResults
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
@@ -57,6 +59,8 @@ class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's plan on its way to the workers."""
 
     plan: StepPlan
+    shared: frozenset[str] = frozenset()
+    """Of the plan's loads, by request, those of which a store beside loads the beginning."""
 
 
 @dataclass
@@ -89,6 +93,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._steps: StepsInFlight | None = None
         self._bootstrap: BootstrapServer | None = None
         self._block_pool: Any = None
+        self._stored: dict[str, int] = {}  # tokens that the store beside loads, of requests that are being scheduled
+        self._shared: dict[str, int] = {}  # likewise, of the loads of the step
+        self._shared_loads: SharedLoads | None = None
         if role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self.alone = self.stepping_alone(parallel)
@@ -96,6 +103,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
             scheduler = self._vllm_scheduler = hooks.find_scheduler()
             beside = compat.why_beside(vllm_config, kv_cache_config, scheduler)
+            one = len(tables) == 1 and tables[0].whole and len(kv_cache_config.kv_cache_groups) == 1
+            # Where a store and P may each load a part: a multiple of so many tokens.
+            self._part_size = tables[0].block_size if one and compat.HAS_TRANSFER_RESULTS else 0
             if beside and transfer.is_kv_consumer and settings.step_hold_seconds:
                 logger.info("kvferry: all loads go beside the steps, and take about three steps more: %s", beside)
             fits = transfer.is_kv_consumer and (from_vllm.blocks_leave_at_end(kv_cache_config) or not beside)
@@ -124,7 +134,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 drafts=int(getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0),
                 shares_steps=parallel.data_parallel_size > 1,
                 # Below MultiConnector, another connector may load tokens, and these may prove to be missing.
-                streams=lambda: getattr(scheduler, "connector", None) is self,
+                streams=lambda: self._engine_connector is self,
                 is_paused=lambda: compat.is_paused(scheduler),
                 prefix_seed=self._prefix_seed(vllm_config, settings),
                 watch_blocks=self._watch_blocks,
@@ -200,7 +210,23 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduling.on_new_request(view)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduling.num_new_matched_tokens(from_vllm.request_view(request), num_computed_tokens)
+        view, half = from_vllm.request_view(request), self._scheduling
+        self._stored.pop(view.request_id, None)
+        tokens, beside = half.num_new_matched_tokens(view, num_computed_tokens)
+        store = store_of(self._engine_connector, self) if tokens and half.is_afar(view.request_id) else None
+        if store is None or not self._part_size:
+            return tokens, beside
+        stored, also_beside = store.get_num_new_matched_tokens(request, num_computed_tokens)
+        if stored is None:
+            return None, False
+        if not also_beside or (num_computed_tokens + stored) % self._part_size:
+            return tokens, beside
+        ours, _ = half.num_new_matched_tokens(view, num_computed_tokens + stored)
+        if not ours:  # the store has all: MultiConnector asks it next
+            half.num_new_matched_tokens(view, num_computed_tokens)
+            return 0, False
+        self._stored[view.request_id] = stored
+        return stored + ours, True
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """A hand-over carries the request's own blocks, of every transfer group."""
@@ -208,8 +234,23 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids() if num_external_tokens else ((),) * len(self._config.kv_cache_groups)
-        self._scheduling.after_alloc(from_vllm.request_view(request), self._select(block_ids), num_external_tokens)
-        compat.not_cached(request, num_external_tokens)
+        stored = self._stored.pop(request.request_id, 0)
+        ours = num_external_tokens - stored if num_external_tokens else 0
+        if ours:
+            fence(self._engine_connector, block_ids)
+        if ours and stored:
+            store_of(self._engine_connector, self).update_state_after_alloc(request, blocks, stored)
+            self._shared[request.request_id] = stored
+        self._scheduling.after_alloc(from_vllm.request_view(request), self._select(block_ids), ours)
+        compat.not_cached(request, ours)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """0.32 asks, right after it has given a request its blocks."""
+        stored = self._shared.get(request.request_id, 0)
+        store = store_of(self._engine_connector, self) if stored else None
+        sources = Counter(store.get_external_cache_hit_sources(request, stored) if store else {})
+        sources[self._cache_hit_source] += num_external_tokens - stored
+        return dict(+sources)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
         idle = self.alone and scheduler_output.total_num_scheduled_tokens == 0
@@ -220,7 +261,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan = self._scheduling.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
         if self._recovery is not None:
             self._recovery.scheduled(scheduler_output, plan.loads)
-        return KVFerryMetadata(plan)
+        shared, self._shared = frozenset(self._shared), {}
+        return KVFerryMetadata(plan, shared)
 
     def reset_cache(self) -> bool:
         """``/reset_prefix_cache?reset_external=true``, and the end of ``/pause``. False: leases or loads are ending, so
@@ -239,6 +281,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if meta is None and not received and not sent:
             return
         ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})
+        if compat.HAS_TRANSFER_RESULTS and self._engine_connector not in (None, self):
+            due = wanted(self._vllm_scheduler, self._scheduling.reports_due(received or (), ours.ends))
+            connector_output.finished_recving = received = due
         self._scheduling.loads_finished(received or (), ours.ends, ours.estimates)
         self._scheduling.lookups_answered(ours.met)
         self._scheduling.leases_ended(sent or ())
@@ -251,6 +296,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._steps is not None:
             self._steps.freed(block_id for ids in block_ids for block_id in ids if block_id != NULL_BLOCK)
+        self._stored.pop(request.request_id, None)
         view, ids, completed = from_vllm.request_view(request), self._select(block_ids), from_vllm.completed(request)
         if completed and self._scheduling.prefix_seed:
             # The KV of the last token is not computed.
@@ -299,6 +345,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
 
     set_xfer_handshake_metadata = set_xfer_handshake_metadata_pp_aware
+
+    @property
+    def _engine_connector(self) -> Any:
+        """In the scheduler's process: this connector, or MultiConnector; ``None`` where vLLM's scheduler is unknown."""
+        return getattr(self._vllm_scheduler, "connector", None)
 
     def _select(self, block_ids: Iterable[Any]) -> list[Any]:
         every = list(block_ids)
@@ -357,6 +408,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         plan = connector_metadata.plan
+        if connector_metadata.shared:
+            self._shared_loads = self._shared_loads or SharedLoads(store_of(get_kv_transfer_group(), self))
+            self._shared_loads.begin(connector_metadata.shared)
         if plan.nothing:
             self._working.post(plan)
             self._prefills = None
@@ -379,7 +433,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         working = self._working
         if working.step_hold.layer_waits is not None:
             working.finish_forward()
-        return working.take_results()
+        results = working.take_results()
+        if self._shared_loads is not None:
+            self._shared_loads.both(results)
+        return results
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         results = self._finish_step()

@@ -36,6 +36,7 @@ from kvferry.connector.vllm.cache_kinds import (
     layer_specs,
 )
 from kvferry.connector.vllm.from_vllm import blocks_leave_at_end, check_groups, pcp_size, shardings, transfer_group_ids
+from kvferry.connector.vllm.store_beside import check_store
 from kvferry.connector.wire.messages import PREFIX_TOKENS
 from kvferry.transport.errors import ConfigError
 
@@ -108,9 +109,13 @@ def ranks_here(vllm_config: VllmConfig) -> int | None:
 
 
 def check_children(vllm_config: VllmConfig) -> None:
-    """Refuse KVFerry twice below MultiConnector, which dies when both answer for one request. Raises ConfigError."""
+    """Refuse KVFerry twice below MultiConnector, which dies when both answer for one request; and a store that KVFerry
+    would take blocks from. Raises ConfigError."""
     children = vllm_config.kv_transfer_config.kv_connector_extra_config.get("connectors", ())
-    ours = sum(isinstance(child, dict) and child.get("kv_connector") == "KVFerryConnector" for child in children)
+    names = [child.get("kv_connector") for child in children if isinstance(child, dict)]
+    ours = names.count("KVFerryConnector")
+    if ours:
+        check_store(names)
     if ours > 1:
         raise ConfigError(f"connectors of MultiConnector: {ours} are KVFerryConnector, expected one")
 

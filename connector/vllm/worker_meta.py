@@ -51,10 +51,11 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVFerryWorkerMeta) -> KVFerryWorkerMeta:
         """Of two sets of ranks."""
         standing = self.result() + other.result()
-        ends = self.ends | {name: of_both(end, self.ends.get(name, end)) for name, end in other.ends.items()}
+        both = {name: of_both(end, self.ends[name]) for name, end in other.ends.items() if name in self.ends}
         return KVFerryWorkerMeta(
-            self.estimates | other.estimates, standing=standing, met=self.met | other.met, ends=ends
-        )
+            self.estimates | other.estimates, standing=standing, met=self.met | other.met,
+            ends=self.ends | other.ends | both,
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
         # vLLM waits for the tokens (``get_output``), then pickles, and calls no connector between. An earlier wait

@@ -297,12 +297,13 @@ class StepPlan(msgspec.Struct, frozen=True):
 class LoadEnd(msgspec.Struct, frozen=True):
     """D: the end of a load on one rank, or on several. ``failed``: why its tokens are not in the blocks; empty where
     they are. ``plane``: the data plane. ``milliseconds``: from the request to the last byte. ``peer``: the first
-    characters of P's engine id."""
+    characters of P's engine id. ``ranks``: how many."""
 
     failed: LoadFailure = ""
     plane: str = ""
     milliseconds: float = 0.0
     peer: str = ""
+    ranks: int = 1
 
 
 LOST = LoadEnd("internal")
@@ -311,7 +312,8 @@ LOST = LoadEnd("internal")
 
 def of_both(one: LoadEnd, other: LoadEnd) -> LoadEnd:
     """The end of a load on two sets of ranks: the one that failed, or took longer."""
-    return max(one, other, key=lambda end: (bool(end.failed), end.milliseconds))
+    worse = max(one, other, key=lambda end: (bool(end.failed), end.milliseconds))
+    return msgspec.structs.replace(worse, ranks=one.ranks + other.ranks)
 
 
 @dataclass(slots=True)

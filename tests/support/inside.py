@@ -143,9 +143,14 @@ def request_phase(half: SchedulerHalf, request_id: str) -> RequestPhase | None:
 # --- vLLM ---------------------------------------------------------------------------------------------------------
 
 
+def _ours(connector: Any) -> Any:
+    """This connector, or of those below MultiConnector ours."""
+    return next((child for child in getattr(connector, "_connectors", ()) if hasattr(child, "before_step")), connector)
+
+
 def scheduler_half(connector: Any) -> SchedulerHalf:
     """Of a connector in the scheduler's process, or of what has one as ``connector``."""
-    half = getattr(connector, "connector", connector)._scheduler
+    half = _ours(getattr(connector, "connector", connector))._scheduler
     assert isinstance(half, SchedulerHalf)
     return half
 
@@ -157,7 +162,7 @@ def recovery_of(engine: Any) -> Any:
 
 def worker_half(connector: Any) -> WorkerHalf:
     """Of a connector in a worker's process, or of what has one as ``connector``."""
-    half = getattr(connector, "connector", connector)._worker
+    half = _ours(getattr(connector, "connector", connector))._worker
     assert isinstance(half, WorkerHalf)
     return half
 

@@ -17,6 +17,7 @@ RELEASE = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 """Of the vLLM that is imported: (0, 32)."""
 
 NOT_026 = {
+    "test_beside_offloading_connector": "MultiConnector and OffloadingConnector of 0.32",
     "test_copies_behind": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
     "test_digest_vllm": "the configuration of 0.32's models",
     "test_families_vllm": "the caches of 0.32's models",

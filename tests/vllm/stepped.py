@@ -294,6 +294,8 @@ class Worker:
         """One step of the model runner: its calls to the connector around the forward."""
         idle, config = step.total_num_scheduled_tokens == 0, self.engine.config
         with self.group():
+            if self.engine.runner == "v1":
+                self.connector.handle_preemptions(step.kv_connector_metadata)
             if self.engine.runner == "v026":
                 output = self._run_v026(step, turns, idle)
             elif self._v2 is not None:
@@ -591,6 +593,8 @@ class Engine:
         """Those that the step they are told in computes with, and that no worker reports."""
         self.streamed_loads: set[str] = set()
         """Those of prompts that P still computes when D plans them."""
+        self.shared_loads: set[str] = set()
+        """Those of which a store beside loads the beginning."""
         self.fallen_loads: set[str] = set()
         """Those inside steps that have failed."""
         self.leases: Counter[str] = Counter()
@@ -797,6 +801,7 @@ class Engine:
                 self.step_loads.update(load.request_id for load in plan.loads if load.now)
                 self.streamed_loads.update(load.request_id for load in plan.loads if load.step_tokens)
                 self.leases.update(lease.request_id for lease in plan.leases)
+                self.shared_loads |= child.shared
 
     def block_tables(self, request_id: str) -> tuple[list[int], ...]:
         """Of a request."""

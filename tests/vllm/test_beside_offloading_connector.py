@@ -1,0 +1,303 @@
+"""KVFerry and vLLM's OffloadingConnector below MultiConnector, both as they are but for the store's copies, which
+``host_store.py`` makes. The sequences are of reports of wrong tokens and dead engines, with other connectors in
+KVFerry's place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.request import RequestStatus
+
+from kvferry.connector.vllm import adapter
+from kvferry.connector.wire.messages import Ask
+from kvferry.transport.host import host_id
+from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.paused_transfer import PausedTransfer
+from tests.vllm.stepped import KVFERRY, PATIENT, ROOM, Engine, EngineGroup, Lines, hand_over, loaded, run, settle
+
+pytestmark = pytest.mark.vllm
+IDS = prompt(100)
+STORE: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "spec_name": "HostStoreSpec", "spec_module_path": "tests.vllm.host_store", "cpu_bytes_to_use": 1 << 22,
+    },
+}  # fmt: skip
+ORDER = pytest.mark.parametrize("first", [True, False], ids=["kvferry-first", "kvferry-second"])
+AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"])
+
+
+def beside_store(
+    group: EngineGroup, origin: int = 1, *, first: bool = True, store: Any = STORE, **kwargs: Any
+) -> Engine:
+    ours = KVFERRY | {"kv_connector_extra_config": ROOM | PATIENT | {"plane": "tcp"}}
+    return group.multi(origin, *((ours, store) if first else (store, ours)), **kwargs)
+
+
+@pytest.fixture
+def afar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second engine does not know whether it is on the first one's host."""
+    hosts = iter([host_id(), ""])
+    monkeypatch.setattr(adapter, "host_id", lambda: next(hosts))
+
+
+def copiers(engine: Engine) -> list[Any]:
+    children = [worker.connector.sub_connectors for worker in engine.workers]
+    return [
+        child.connector_worker.worker for each in children for child in each if isinstance(child, OffloadingConnector)
+    ]
+
+
+def hold(engine: Engine, held: bool) -> None:
+    for copier in copiers(engine):
+        copier.held = held
+
+
+def stored(engine: Engine) -> None:
+    """Step until the store has made the copies that it began."""
+    hold(engine, held=False)
+    for _ in range(3):
+        engine.step()
+    run([engine], lambda: at_rest(engine), 60.0)
+
+
+def at_rest(engine: Engine) -> bool:
+    """No request is left, all blocks are free, and the store makes no copy. Its loads are not counted."""
+    nothing = not engine.scheduler.requests and engine.free_blocks == engine.baseline
+    return nothing and not any(copier.jobs for copier in copiers(engine))
+
+
+def forget(engine: Engine) -> None:
+    """Only the store has what was computed and loaded."""
+    assert engine.scheduler.reset_prefix_cache()
+    for worker in engine.workers:
+        for cache in worker.caches.values():
+            cache.fill_(-1.0)
+
+
+def store(engine: Engine, ids: Sequence[int]) -> None:
+    """Have the engine compute a prompt, and only its store keep it."""
+    engine.finish(engine.add(ids))
+    stored(engine)
+    forget(engine)
+
+
+def found_right(engine: Engine, ids: Sequence[int], least: int = 1) -> None:
+    """What the store has of a prompt is right, and is so much."""
+    forget(engine)
+    name = engine.add(ids, max_tokens=4)
+    engine.finish(name)
+    assert engine.origins[name].ours + engine.origins[name].theirs >= least, "the store had less"
+    stored(engine)
+
+
+@ORDER
+@AHEAD
+def test_both_load(group: EngineGroup, first: bool, ahead: int) -> None:
+    """What P has, the store keeps when it was loaded; what only the store has is loaded from it."""
+    p, d = group.engine(0, ahead=ahead), beside_store(group, first=first, ahead=ahead)
+    hand_over(p, d, IDS, max_tokens=4)
+    stored(d)
+    found_right(d, IDS, 96)
+    store(d, prompt(100, 1))
+    name = d.add(prompt(100, 1), p.prefill(prompt(100, 1)), max_tokens=4)
+    d.finish(name, beside=[p])
+    assert d.origins[name].ours == (0 if first else 96)
+    settle(p)
+
+
+@AHEAD
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_blocks_of_a_copy_under_way(group: EngineGroup, runner: str, ahead: int) -> None:
+    """vllm#46951: the store copies the blocks of a prompt after its request has ended. Blocks are few, so a load is
+    given them, and the store must have ended its copy before the load writes."""
+    p, d = group.engine(0), beside_store(group, num_blocks=10, runner=runner, ahead=ahead)
+    params = p.prefill(prompt(100, 1))
+    hold(d, held=True)
+    own = d.add(IDS)
+    other = d.add(prompt(100, 1), params)
+    loaded(p, d, other)
+    assert d.answers[own].finish is not None
+    stored(d)
+    found_right(d, IDS, 96)
+    found_right(d, prompt(100, 1), 96)
+
+
+@ORDER
+@pytest.mark.parametrize("how", ["loaded", "aborted", "failed"])
+def test_nothing_is_stored_of_a_load_under_way(group: EngineGroup, first: bool, how: str) -> None:
+    """vllm#35092: a store must not keep blocks that P's KV has not reached."""
+    p, d = group.engine(0, extra={"plane": "tcp"}), beside_store(group, first=first)
+    params = p.prefill(IDS)
+    pause = PausedTransfer(p, Ask)
+    name = d.add(IDS, params)
+    beside = d.add(prompt(60, 2), max_tokens=20)
+    d.finish(beside, beside=[p])
+    assert d.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS
+    if how == "aborted":
+        d.abort(name)
+    if how == "failed":
+        d.scheduler.reset_prefix_cache(reset_connector=True)
+    for _ in range(4):
+        d.step()
+    pause.open()
+    if how != "aborted":
+        d.finish(name, beside=[p])
+    run([p, d], lambda: p.idle and at_rest(d), 60.0)
+    stored(d)
+    found_right(d, IDS, 0 if how == "aborted" else 96)
+
+
+# --- each loads a part --------------------------------------------------------------------------------------------
+
+
+@AHEAD
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize(("tp", "chunk"), [(1, 1), (2, 1), (1, 2)])
+def test_each_loads_a_part(group: EngineGroup, afar: None, runner: str, ahead: int, tp: int, chunk: int) -> None:
+    """The store has the beginning of a prompt, P sends the rest: half of the bytes."""
+    form = STORE | {"kv_connector_extra_config": STORE["kv_connector_extra_config"] | {"blocks_per_chunk": chunk}}
+    p, d = group.engine(0), beside_store(group, store=form, runner=runner, ahead=ahead, tp=tp)
+    begin = prompt(200)[:96]
+    store(d, begin)
+    sources: list[dict[str, int]] = []
+    told = d.connector.get_external_cache_hit_sources
+    d.connector.get_external_cache_hit_sources = lambda *asked: sources.append(told(*asked)) or sources[-1]
+    name = d.add(prompt(200), p.prefill(prompt(200)), max_tokens=20)
+    answer = loaded(p, d, name, 200 - 1 - 96)
+    assert d.origins[name].ours == 96 and d.loads[name] == 1
+    assert answer.external == 200 and answer.cached == 96
+    assert sources == [{"host": 96, "p2p": 104}]
+    settle(p)
+    stored(d)
+    found_right(d, prompt(200), 192)
+
+
+@pytest.mark.parametrize("last", ["store", "p"])
+def test_a_load_ends_with_its_last_part(group: EngineGroup, afar: None, last: str) -> None:
+    """vllm#50546: whichever connector reports first, the request runs when both have."""
+    p, d = group.engine(0, extra={"plane": "tcp"}), beside_store(group)
+    store(d, IDS[:64])
+    params = p.prefill(IDS)
+    pause = PausedTransfer(p, Ask)
+    hold(d, held=last == "store")
+    name = d.add(IDS, params, max_tokens=4)
+    if last == "store":
+        pause.open()
+        run([p, d], lambda: p.idle, 60.0)
+    d.finish(d.add(prompt(60, 2), max_tokens=20), beside=[p])
+    assert d.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS
+    hold(d, held=False)
+    pause.open()
+    loaded(p, d, name, 99 - 64)
+
+
+@pytest.mark.parametrize("last", ["store", "p"])
+@pytest.mark.parametrize("how", ["aborted", "reset", "recompute", "fail"])
+def test_our_part_fails(group: EngineGroup, afar: None, lines: Lines, how: str, last: str) -> None:
+    """Before or after the store's part has ended. No block is given out again before the store writes it no more."""
+    policy = "fail" if how == "fail" else "recompute"
+    p, d = group.engine(0, extra={"plane": "tcp"}), beside_store(group, policy=policy, num_blocks=24)
+    store(d, IDS[:64])
+    params = p.prefill(IDS)
+    pause = PausedTransfer(p, Ask)
+    hold(d, held=True)
+    name = d.add(IDS, params, max_tokens=4)
+    d.step()
+    assert d.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS
+    hold(d, held=last == "store")
+    d.step()
+    if how == "aborted":
+        d.abort(name)
+    elif how == "reset":
+        d.scheduler.reset_prefix_cache(reset_connector=True)
+    else:
+        d.let_time_pass(700.0)
+    run([d], lambda: bool(lines("hand-over of", "failed")), 60.0)
+    d.finish(d.add(prompt(200, 2), max_tokens=20), beside=[p])
+    if last == "store" and how != "reset":  # a reset waits for the store's copies, and D ends its part without P
+        assert d.free_blocks < d.baseline, "the store may still write"
+    hold(d, held=False)
+    pause.open()
+    run([p, d], lambda: p.idle and at_rest(d), 60.0)
+    assert d.answers[name].finish == {"aborted": None, "fail": "error"}.get(how, "length")
+
+
+def test_what_p_sends_is_placed_by_position(group: EngineGroup, afar: None) -> None:
+    """vllm#50558: D has some blocks itself, the store the next ones, P the rest; and D's prompt has one token more."""
+    p, d = group.engine(0), beside_store(group)
+    store(d, IDS[:80])
+    d.finish(d.add(IDS[:32], max_tokens=1))
+    name = d.add([*IDS, 7], p.prefill(IDS), max_tokens=4)
+    loaded(p, d, name, 100 - 80)
+    assert d.origins[name].ours == 80 and d.computed[name] == 1 + 3
+
+
+@pytest.mark.parametrize("length", [33, 100, 112])
+def test_the_store_has_all(group: EngineGroup, afar: None, length: int) -> None:
+    """D releases P's lease, and the store loads the prompt."""
+    p, d = group.engine(0), beside_store(group)
+    ids = prompt(length)
+    store(d, [*ids, *prompt(32, 1)])
+    name = d.add(ids, p.prefill(ids), max_tokens=4)
+    d.finish(name, beside=[p])
+    assert d.origins[name].theirs == (0 if length % BLOCK < 2 else length - 1 - length // BLOCK * BLOCK)
+    settle(p)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_child_reports_what_it_did_not_load(group: EngineGroup, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#50546, LMCache#4355: a store loads what MultiConnector gave to KVFerry, and reports it; once while P's KV is
+    under way, once when it is there."""
+    p, d = group.engine(0, extra={"plane": "tcp"}), beside_store(group, tp=tp)
+    told: set[str] = set()
+    monkeypatch.setattr(OffloadingConnector, "get_finished", lambda self, finished: (set(), {*told}))
+    params = p.prefill(IDS)
+    pause = PausedTransfer(p, Ask)
+    name = d.add(IDS, params, max_tokens=8)
+    d.step()
+    told.add(name)
+    d.step()
+    d.step()
+    told.clear()
+    d.finish(d.add(prompt(60, 2), max_tokens=20), beside=[p])
+    assert d.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS
+    pause.open()
+    run([p, d], lambda: bool(d.answers[name].tokens), 60.0)
+    told.add(name)
+    d.step()
+    told.clear()
+    loaded(p, d, name)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_at_random(group: EngineGroup, afar: None, seed: int) -> None:
+    """Prompts that begin alike, few blocks, copies that end late, requests that end early: every token is right, and
+    nothing is left."""
+    rng = random.Random(seed)
+    p = group.engine(0, extra={"plane": "tcp"}, num_blocks=161)
+    d = beside_store(
+        group, num_blocks=30, scheduling="priority", ahead=seed % 3, runner=("v1", "v2")[seed % 2], tp=1 + seed % 2
+    )
+    names: list[str] = []
+    for _ in range(200):
+        turn = rng.random()
+        if turn < 0.25 and len(d.scheduler.requests) < 6:
+            ids = prompt(450, rng.randrange(4))[: rng.choice((17, 60, 100, 130, 200, 300))]
+            params = p.prefill(ids) if rng.random() < 0.7 else None
+            names.append(d.add(ids, params, max_tokens=rng.choice((1, 3, 20)), priority=rng.randrange(3)))
+        elif turn < 0.3 and names:
+            d.abort(rng.choice(names))
+        elif turn < 0.31:
+            d.scheduler.reset_prefix_cache(reset_connector=True)
+        elif turn < 0.4:
+            hold(d, held=rng.random() < 0.5)
+        p.step()
+        d.step()
+    hold(d, held=False)
+    run([p, d], lambda: p.idle and at_rest(d), 60.0)
+    assert 0 < len(d.shared_loads) < d.loads.total()
