@@ -48,9 +48,9 @@ def store_of(engine_connector: Any, ours: object) -> Any:
 
 
 def fence(engine_connector: Any, block_ids: Iterable[Iterable[int]]) -> None:
-    """Have stores end, before this step, their copies from blocks that a load is about to write. A store sees blocks
-    that are given out only where the step computes with them, or it loads into them itself (vllm#46951): it would keep
-    the KV of one prompt as another's."""
+    """Have stores end, before this step, their copies from blocks that a load is about to write. Before 0.33 a store
+    sees blocks that are given out only where the step computes with them, or it loads into them itself (vllm#46951): it
+    would keep the KV of one prompt as another's."""
     for child in getattr(engine_connector, "_connectors", ()):
         if type(child).__name__ == STORE:
             getattr(child.connector_scheduler, _FENCE).update(

@@ -1,7 +1,7 @@
 """KVFerry and vLLM's own ExampleConnector, a store of whole prompts in files, as children of MultiConnector.
 
-vLLM's OffloadingConnector refuses CPU engines. A second connector between P and D, as NixlConnector is, cannot be a
-child beside KVFerry: it would take the same kv_transfer_params for its own.
+``test_beside_offloading_connector.py`` is of another store. A second connector between P and D, as NixlConnector is,
+cannot be a child beside KVFerry: it would take the same kv_transfer_params for its own.
 """
 
 from __future__ import annotations

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.vllm import adapter
+from kvferry.connector.vllm import adapter, compat
 from kvferry.connector.wire.messages import Ask
+from kvferry.transport.errors import ConfigError
 from kvferry.transport.host import host_id
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer
@@ -150,6 +152,15 @@ def test_nothing_is_stored_of_a_load_under_way(group: EngineGroup, first: bool, 
     run([p, d], lambda: p.idle and at_rest(d), 60.0)
     stored(d)
     found_right(d, IDS, 0 if how == "aborted" else 96)
+
+
+def test_a_store_that_cannot_be_kept_apart_is_refused(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release may keep its copies in another way."""
+    config = beside_store(group).config
+    compat.check_children(config)
+    monkeypatch.setattr(OffloadingConnectorScheduler, "update_state_after_alloc", lambda *allocated: None)
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        compat.check_children(config)
 
 
 # --- each loads a part --------------------------------------------------------------------------------------------
