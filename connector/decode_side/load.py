@@ -69,6 +69,7 @@ class Loads:
         self._rank_context, self._log = rank_context, rank_context.log
         self._links, self._reads, self._renewals = links, reads, renewals
         self._results, self._deadlines = results, deadlines
+        self._drafts = any(region.draft for region in rank_context.caches.geometry.regions)
         self.running: dict[ActiveLoad, None] = {}
         self._done, self._failed = (RateLimitedLog(logger, per_key=lines) for lines in (DONE_LINES, FAILED_LINES))
 
@@ -204,7 +205,8 @@ class Loads:
         except KVFerryError as error:
             yield _failed(Reason("incompatible", str(error)))
             return
-        self._clear_drafts(active_load, [span for spans in planned for span in spans])
+        if self._drafts:
+            self._clear_drafts(active_load, [span for spans in planned for span in spans])
         for read, spans in zip(active_load.reads, planned, strict=True):
             moved = read.plan(spans, now)
             event = moved or self._reads.ask(read, now)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -166,6 +166,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads_fail_requests=from_vllm.loads_fail_requests(vllm_config),
                 tracer=open_tracer(vllm_config.observability_config.otlp_traces_endpoint, name),
             )
+            self._take_results: Callable[[], StepResults] = self._worker.take_results
 
     def _prefix_seed(self, vllm_config: VllmConfig, settings: Settings) -> bytes:
         """As ``SchedulerHalf`` takes it."""
@@ -261,8 +262,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan = self._scheduling.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
         if self._recovery is not None:
             self._recovery.scheduled(scheduler_output, plan.loads)
+        return KVFerryMetadata(plan) if plan.nothing else KVFerryMetadata(plan, self._take_shared())
+
+    def _take_shared(self) -> frozenset[str]:
         shared, self._shared = frozenset(self._shared), {}
-        return KVFerryMetadata(plan, shared)
+        return shared
 
     def reset_cache(self) -> bool:
         """``/reset_prefix_cache?reset_external=true``, and the end of ``/pause``. False: leases or loads are ending, so
@@ -296,7 +300,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._steps is not None:
             self._steps.freed(block_id for ids in block_ids for block_id in ids if block_id != NULL_BLOCK)
-        self._stored.pop(request.request_id, None)
+        for parts in (self._stored, self._shared):
+            parts.pop(request.request_id, None)
         view, ids, completed = from_vllm.request_view(request), self._select(block_ids), from_vllm.completed(request)
         if completed and self._scheduling.prefix_seed:
             # The KV of the last token is not computed.
@@ -408,13 +413,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         plan = connector_metadata.plan
-        if connector_metadata.shared:
-            self._shared_loads = self._shared_loads or SharedLoads(store_of(get_kv_transfer_group(), self))
-            self._shared_loads.begin(connector_metadata.shared)
         if plan.nothing:
             self._working.post(plan)
             self._prefills = None
             return
+        if connector_metadata.shared:
+            self._shared_loads = self._shared_loads or SharedLoads(store_of(get_kv_transfer_group(), self))
+            self._shared_loads.begin(connector_metadata.shared)
+            self._take_results = partial(self._shared_loads.take_results, self._working)
         self._post(plan)
         if not compat.HAS_TRANSFER_RESULTS:
             beside = (load for load in plan.loads if not load.now)
@@ -433,10 +439,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         working = self._working
         if working.step_hold.layer_waits is not None:
             working.finish_forward()
-        results = working.take_results()
-        if self._shared_loads is not None:
-            self._shared_loads.both(results)
-        return results
+        return self._take_results()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         results = self._finish_step()

@@ -19,6 +19,8 @@ from kvferry.transport.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from kvferry.connector.engine.worker import WorkerHalf
+
 STORE = "OffloadingConnector"
 _FENCE = "_current_batch_allocated_block_ids"
 
@@ -89,8 +91,9 @@ class SharedLoads:
     def begin(self, request_ids: Iterable[str]) -> None:
         self._ended |= dict.fromkeys(request_ids, False)
 
-    def both(self, results: StepResults) -> None:
-        """Of what our part reports: take out the loads whose other part runs, and put in those where it has ended."""
+    def take_results(self, working: WorkerHalf) -> StepResults:
+        """What ``working`` reports, without the loads whose other part runs, and with those where it has ended."""
+        results = working.take_results()
         for name in results.received & self._ended.keys():
             results.received.remove(name)
             self._parked[name] = name in results.failed, results.ends.pop(name, LoadEnd())
@@ -101,3 +104,4 @@ class SharedLoads:
             results.received.add(name)
             if failed:
                 results.failed.add(name)
+        return results

@@ -454,6 +454,8 @@ class Engine:
     worker_class, forward_class = Worker, Forward
     one_process = False
     """The scheduler finds its only rank in its own process, as where vLLM starts an engine of one GPU."""
+    kind_of: Sequence[str] = ()
+    """The kind of each layer's cache, where the engine's caches are made here."""
 
     def __init__(
         self,
