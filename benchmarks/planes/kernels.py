@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    bench = Bench(torch.device(options.device))
+    bench = Bench(torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu"))
     seconds: dict[str, list[float]] = {name: [] for name in bench.moves}
     for turn in range(options.rounds + 2):
         for name, (_, go) in bench.moves.items():

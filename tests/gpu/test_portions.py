@@ -104,3 +104,12 @@ def test_each_layer_is_there_when_its_portion_is(
 def _after_a_while(launch: partial[None]) -> None:
     torch.cuda._sleep(LONG)
     launch()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_the_blocks_of_some_tokens_of_one_layer_are_cleared(device: str) -> None:
+    d = side(device, 32, 3)
+    before = {name: tensor.cpu().clone() for name, tensor in d.tensors.items()}
+    d.caches.clear(0, 4, d.ids.numpy(), 33, 129)  # those that begin at tokens 64, 96 and 128
+    before[NAMES[4]][d.ids[2:5]] = 0
+    assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in d.tensors.items())
