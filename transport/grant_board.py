@@ -42,7 +42,8 @@ KEY_BYTES = 16
 _DIGEST_BYTES = 16
 HEADER = struct.Struct(f"<q{KEY_BYTES}s{_DIGEST_BYTES}sI")
 """Counter, key, digest, bytes of the text."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10
+"""The last one is F_SEAL_FUTURE_WRITE, of Linux 5.1: who has the descriptor can only read."""
 FIRST = SLOT_BYTES  # the board begins with a slot that holds its secret
 
 
@@ -68,8 +69,8 @@ class GrantBoard:
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvferry-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, FIRST + SLOTS * SLOT_BYTES)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self.memory = mmap.mmap(self.fd, 0)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self.counters = np.frombuffer(self.memory, dtype=np.int64)
         self.posted: set[int] = set()
         self._lock = threading.Lock()

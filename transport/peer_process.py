@@ -3,7 +3,8 @@
 A plane that reads P's memory must read the process at the other end of D's control connection and no other one. No
 message can prove that: a process between D and a real P can pass every message on. So D asks the kernel, which names
 the socket at the other end of a TCP connection, and the process that has this socket open. What arrives on the
-connection was then written by that process, and its own word about its own memory suffices.
+connection was then written by that process, and its own word about its own memory suffices. Between process namespaces
+the kernel names no process; ``planes/lent_files.py`` has what D relies on there.
 """
 
 from __future__ import annotations

@@ -266,6 +266,8 @@ class Loads:
             if (reason := active_load.lifetime.state.reason) is None:
                 self._report_succeeded(active_load)
             else:
+                if self._drafts:
+                    self._rank_context.caches.copies.synchronize()  # zeros under way: others may get the blocks now
                 self._report_failed(active_load.original, reason, active_load)
         finally:
             for read in active_load.reads:

@@ -549,9 +549,12 @@ class LoadPlanner(EngineFacts):
             self._load_ended(entry, end)
 
     def _loading(self, request_id: str) -> EngineRequest | None:
-        """The request whose load is not reported. It may have ended."""
+        """The request whose load is not reported. Either may have been given up: the ranks may still write."""
         entry = self._unreported.get(request_id) or self._requests.get(request_id)
-        return entry if entry is not None and entry.tokens and not entry.handed_over else None
+        if entry is None or not entry.tokens:
+            return None
+        given_up = request_id in self._unreported or entry.life.phase is _R.LOADING
+        return entry if given_up or not entry.handed_over else None
 
     def _load_ended(self, entry: EngineRequest, end: LoadEnd) -> None:
         self._unreported.pop(entry.request_id, None)
@@ -584,8 +587,9 @@ class LoadPlanner(EngineFacts):
             return None
         awaited = entry.awaited if entry.life.phase is RequestPhase.AWAITED else None
         unanswered = awaited is not None and not (awaited.known or request.rejected or entry.is_prefix)
+        loading = entry.life.phase is _R.LOADING
         self._advance(entry, RequestEvent.ENDED)
-        if not entry.handed_over and entry.tokens:
+        if entry.tokens and (loading or not entry.handed_over):
             self._unreported[request.request_id] = entry
         elif params.wants_load(request.params) or entry.is_prefix:
             self._settle(entry, "local", "no_answer" if unanswered else "ended")

@@ -160,17 +160,17 @@ class RankCaches:
         self.copies.idle = False
 
     def clear(self, region: int, layer: int, kernel_ids: Ids, start: int, stop: int) -> None:
-        """Write zeros over the blocks of a layer that begin with one of tokens ``[start, stop)``. Done on return."""
+        """Begin to write zeros over the blocks of a layer that begin with one of tokens ``[start, stop)``."""
         view, shard = self.views[region], self.geometry.regions[region].shard
         first, last = (-(-shard.count(token) // view.block_size) for token in (start, stop))
         cache, ids = self.keep[view.layers[layer]], torch.from_numpy(kernel_ids[first:last])
+        ids = ids.pin_memory() if self.device.type == "cuda" else ids
 
         @torch.inference_mode()
         def enqueue() -> None:
             cache.view(torch.uint8).index_fill_(0, ids.to(self.device, non_blocking=True), 0)
 
         self.copies.start(enqueue)
-        self.copies.synchronize()
 
     def in_pieces(self, box: PageBox) -> bool:
         """Whether the pieces of ``box`` are long enough that a socket moves them as fast as packed bytes."""

@@ -112,12 +112,12 @@ def check_children(vllm_config: VllmConfig) -> None:
     """Refuse KVFerry twice below MultiConnector, which dies when both answer for one request; and a store that KVFerry
     would take blocks from. Raises ConfigError."""
     children = vllm_config.kv_transfer_config.kv_connector_extra_config.get("connectors", ())
-    names = [child.get("kv_connector") for child in children if isinstance(child, dict)]
-    ours = names.count("KVFerryConnector")
-    if ours:
-        check_store(names)
-    if ours > 1:
-        raise ConfigError(f"connectors of MultiConnector: {ours} are KVFerryConnector, expected one")
+    children = [child for child in children if isinstance(child, dict)]
+    ours = [child for child in children if child.get("kv_connector") == "KVFerryConnector"]
+    if any(child.get("kv_role") != "kv_producer" for child in ours):  # one that only produces writes no block
+        check_store(child.get("kv_connector") for child in children)
+    if len(ours) > 1:
+        raise ConfigError(f"connectors of MultiConnector: {len(ours)} are KVFerryConnector, expected one")
 
 
 def check_options(vllm_config: VllmConfig) -> None:
@@ -144,7 +144,7 @@ def check_options(vllm_config: VllmConfig) -> None:
             "would read pages that are gone; leave out --enable-sleep-mode, or run vLLM 0.33"
         )
     options = getattr(vllm_config, "aux_output_config", vllm_config.model_config)  # of the model in 0.26
-    if getattr(options, "enable_return_routed_experts", False):
+    if getattr(options, "enable_return_routed_experts", False) and vllm_config.kv_transfer_config.is_kv_consumer:
         raise ConfigError(
             "enable_return_routed_experts: D has no experts of the tokens that it loads; "
             "leave out --enable-return-routed-experts"

@@ -6,6 +6,7 @@ The driver itself is met in tests/ranks/test_gpus.py and tests/gpu, on GPUs.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -242,6 +243,21 @@ sys.stdin.read()
         process.stdin.close()
         until(lambda: channel.error is not None, d)
         assert "died" in str(channel.error) and channel.process.ended
+
+
+def test_what_cannot_be_lent_leaves_no_socket_behind(driver: Driver, plane: Make) -> None:
+    """P's poll loop sees no end of a D that only reads nothing any more."""
+    p, d = plane(), plane()
+    offer = encoded(msgspec.msgpack.decode(p.offer(), type=IpcOffer), pids=1, pid=1)
+    before = len(os.listdir("/proc/self/fd"))
+    channel, payload = d.connect(offer, "127.0.0.1")
+    assert isinstance(channel, IpcChannel)
+    with socket.socket(fileno=os.dup(channel.process.fd)) as theirs:
+        theirs.shutdown(socket.SHUT_RD)
+        with pytest.raises(TransportError, match="gone"):
+            p.accept(payload)
+    channel.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_peer_access_is_told_before_anything_is_mapped(driver: Driver, plane: Make, p: P) -> None:

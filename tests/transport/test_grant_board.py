@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import mmap
 import os
 import secrets
 import time
@@ -91,6 +92,15 @@ def test_notes_fall_when_the_board_closes() -> None:
     writer.close()
     assert note is not None and not note.is_current
     assert writer.post(one, b"text") is None and reader.find(one) is None, "another thread may come too late"
+
+
+def test_who_has_its_descriptor_can_only_read() -> None:
+    writer = GrantBoard()
+    with pytest.raises(PermissionError):
+        mmap.mmap(writer.place.fd, 0)
+    with pytest.raises(PermissionError):
+        os.pwrite(writer.place.fd, b"x", 0)
+    assert writer.post(key(), b"text") is not None
 
 
 @pytest.mark.parametrize("change", ["secret", "fd", "a file that may shrink", "another size"])

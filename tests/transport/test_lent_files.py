@@ -67,6 +67,26 @@ def test_a_d_that_is_gone_is_told_to_p(opened: list[int]) -> None:
             channel.lend(memfd(opened))
 
 
+def test_a_child_of_p_does_not_seem_to_be_p() -> None:
+    with closing(Lender()) as lender, closing(BorrowedFiles("cuda_ipc", *lender.offer())) as files:
+        channel = lender.accept(files.channel)
+        (wait, end), (begun, begins) = os.pipe(), os.pipe()
+        if not (child := os.fork()):
+            os.close(end)
+            os.write(begins, b"x")
+            os.read(wait, 1)
+            os._exit(0)
+        os.close(wait)
+        os.read(begun, 1)
+        channel.close()
+        ended = files.ended
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(begun)
+        os.close(begins)
+        assert ended
+
+
 @pytest.mark.parametrize("what", ["no descriptor", "two descriptors", "short", "repeated", "too many"])
 def test_a_p_that_sends_something_else_has_ended(what: str, opened: list[int]) -> None:
     before = len(os.listdir("/proc/self/fd"))
@@ -87,7 +107,7 @@ def test_a_p_that_sends_something_else_has_ended(what: str, opened: list[int]) -
         for data, fds in sends[what]:
             assert not files.ended
             socket.send_fds(p, [data], fds)
-        assert files.ended
+        assert files.ended and files.ended, "for good"
     assert len(os.listdir("/proc/self/fd")) == before + len(opened), "all descriptors that came are closed"
 
 

@@ -14,8 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.request import RequestStatus
 
+from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.vllm import adapter, compat
 from kvferry.connector.wire.messages import Ask
+from kvferry.connector.wire.step_plan import StepResults
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.host import host_id
 from tests.vllm.labelled import BLOCK, prompt
@@ -283,6 +285,31 @@ def test_a_child_reports_what_it_did_not_load(group: EngineGroup, tp: int, monke
     d.step()
     told.clear()
     loaded(p, d, name)
+
+
+def test_after_a_reset_another_s_report_frees_no_block(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store whose cache was reset reports its loads at once, and our rank has not ended its own yet."""
+    told: set[str] = set()
+    silent: list[bool] = []
+    take = WorkerHalf.take_results
+    monkeypatch.setattr(WorkerHalf, "take_results", lambda self: StepResults() if silent else take(self))
+    monkeypatch.setattr(OffloadingConnector, "get_finished", lambda self, finished: (set(), {*told}))
+    p, d = group.engine(0, extra={"plane": "tcp"}), beside_store(group)
+    params = p.prefill(IDS)
+    pause = PausedTransfer(p, Ask)
+    name = d.add(IDS, params, max_tokens=4)
+    d.step()
+    silent.append(True)
+    d.scheduler.reset_prefix_cache(reset_connector=True)
+    told.add(name)
+    for _ in range(3):
+        d.step()
+        assert d.free_blocks < d.baseline and d.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS
+    told.clear()
+    silent.clear()
+    pause.open()
+    run([p, d], lambda: p.idle and not d.scheduler.requests and d.free_blocks == d.baseline, 60.0)
+    assert d.answers[name].finish == "length"
 
 
 @pytest.mark.parametrize("seed", range(6))

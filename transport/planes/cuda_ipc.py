@@ -173,8 +173,10 @@ class CudaIpcPlane(PullPlane[IpcChannel, IpcMemory]):
             raise PlaneUnavailableError(f"the prefill engine's memory cannot be mapped: {offer.why}")
         apart = offer.pids != process_namespace()
         if offer.pid == os.getpid():
+            if not apart:
+                raise PlaneUnavailableError("the prefill engine is this very process")
             text = f"the prefill engine is process {offer.pid}, as we are in our namespace, and CUDA compares numbers"
-            raise PlaneUnavailableError(text if apart else "the prefill engine is this very process")
+            raise self.elsewhere(text)
         if not apart:
             return super().process_of(offer)
         files = BorrowedFiles(self.name, offer.name, offer.secret)

@@ -16,6 +16,7 @@ import secrets
 import socket
 import stat
 import struct
+import weakref
 from functools import partial
 
 from kvferry.transport.channels import PulledChannel
@@ -29,6 +30,16 @@ SOCKET_NAME_BYTES = len(NAME_PREFIX) + 2 * NAME_BYTES
 NUMBER = struct.Struct("<I")
 _MOST_FILES = 4
 _DIGITS = frozenset(b"0123456789abcdef")
+_lent: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""The sockets of this process. A child that it forks must not seem to be P."""
+
+
+def _close_lent() -> None:
+    for sock in list(_lent):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_lent)
 
 
 def listen_unix() -> tuple[socket.socket, bytes]:
@@ -123,6 +134,7 @@ class LendingChannel(PulledChannel):
 
     def __init__(self, sockets: Sockets, sock: socket.socket) -> None:
         self._sockets, self._sock = sockets, sock
+        _lent.add(sock)
         sockets.watch(sock, partial(sockets.drop, sock))  # D sends nothing: it is gone
 
     def lend(self, fd: int) -> None:
@@ -144,6 +156,7 @@ class BorrowedFiles(PeerProcess):
     def __init__(self, plane: str, name: bytes, secret: bytes) -> None:
         self._sock, self.channel = connect_unix(plane, name, secret)
         self._files: dict[int, int] = {}
+        self._broken = False  # P has sent what it may not
         super().__init__(0, self._sock.fileno())
 
     @property
@@ -174,7 +187,7 @@ class BorrowedFiles(PeerProcess):
 
     def _receive(self) -> bool:
         """Receive what is here. Returns whether P lives."""
-        while True:
+        while not self._broken:
             try:
                 data, fds, flags = receive_fds(self._sock)
             except BlockingIOError:
@@ -186,5 +199,7 @@ class BorrowedFiles(PeerProcess):
             if not whole or number in self._files or len(self._files) == _MOST_FILES:
                 for fd in fds:
                     os.close(fd)
-                return False
+                self._broken = True
+                break
             self._files[number] = fds[0]
+        return False

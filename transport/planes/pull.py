@@ -73,7 +73,7 @@ class ProcessChannel(PullChannel):
         """Whether P's process has just ended; sets ``error``."""
         if not self.process.ended:
             return False
-        self.fail(f"{self._name}: the prefill rank died")
+        self.fail(f"{self._name}: the prefill rank died, or has ended the session")
         return True
 
 
@@ -148,7 +148,11 @@ class PullPlane(Plane, Generic[C, M]):
         if self._file < 0:
             raise TransportError(f"{self.name}: {self.cannot_serve}")
         channel = self.channel_to(payload)
-        channel.lend(self._file)
+        try:
+            channel.lend(self._file)
+        except TransportError:
+            channel.close()
+            raise
         return channel, msgspec.msgpack.encode(MemoryFileAddress(self._file))
 
     def channel_to(self, payload: bytes) -> PulledChannel:

@@ -354,7 +354,9 @@ class UcxPlane(PushPlane):
         self.window, self.receives = windows(_GPU_WINDOWS if self.on_gpu else _WINDOWS, staging_bytes, slot_bytes)
         self.moved_at = 0.0
         _, self.make_array = load_ucxx()
-        self._contexts = {here: ucx_context(context.host, here=here) for here in (False, True)}
+        self._contexts = {False: ucx_context(context.host, here=False)}
+        with contextlib.suppress(PlaneUnavailableError):  # a peer on this host is told so
+            self._contexts[True] = ucx_context(context.host, here=True)
         self._host = context.host
         self._workers: dict[bool, UcxWorker] = {}
         self.send_pool, self.recv_pool = (SlotPool(slot_bytes, staging_bytes, device) for _ in range(2))
@@ -418,7 +420,8 @@ class UcxPlane(PushPlane):
 
     def _worker(self, *, here: bool) -> UcxWorker:
         if here not in self._workers:
-            self._workers[here] = UcxWorker(self._contexts[here], self._host)
+            context = self._contexts.get(here) or ucx_context(self._host, here=here)
+            self._workers[here] = UcxWorker(context, self._host)
         return self._workers[here]
 
     def pollables(self) -> list[tuple[int, int]]:
