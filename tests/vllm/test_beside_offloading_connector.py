@@ -28,7 +28,7 @@ pytestmark = pytest.mark.vllm
 IDS = prompt(100)
 STORE: dict[str, Any] = {
     "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
-        "spec_name": "HostStoreSpec", "spec_module_path": "tests.vllm.host_store", "cpu_bytes_to_use": 1 << 22,
+        "spec_name": "HostStoreSpec", "spec_module_path": "tests.support.host_store", "cpu_bytes_to_use": 1 << 22,
     },
 }  # fmt: skip
 ORDER = pytest.mark.parametrize("first", [True, False], ids=["kvferry-first", "kvferry-second"])

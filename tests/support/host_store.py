@@ -6,6 +6,7 @@ of the connector is vLLM's: what is stored and found, when a copy may begin, and
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ class HostCopier(OffloadingWorker):
             [torch.zeros(*form, pages.shape[1], dtype=pages.dtype) for pages in each] for each in self._groups
         ]
         self._jobs: dict[int, tuple[Any, Any, bool]] = {}
-        self._done: list[int] = []
+        self._done: list[TransferResult] = []
 
     @property
     def jobs(self) -> int:
@@ -50,15 +51,18 @@ class HostCopier(OffloadingWorker):
         if not self.held:
             self.wait(set(self._jobs))
         done, self._done = self._done, []
-        return [TransferResult(job_id, success=True) for job_id in done]
+        return done
 
     def _copy(self, job_id: int) -> None:
         pages, chunks, stores = self._jobs.pop(job_id)
+        began, size = time.perf_counter(), 0
         blocks, kept = iter(pages.block_ids.tolist()), iter(chunks.block_ids.tolist())
-        for group, (size, first) in enumerate(zip(pages.group_sizes, pages.block_indices, strict=True)):
-            self._copy_group(group, [next(blocks) for _ in range(size)], first, kept, stores)
+        for group, (count, first) in enumerate(zip(pages.group_sizes, pages.block_indices, strict=True)):
+            self._copy_group(group, [next(blocks) for _ in range(count)], first, kept, stores)
+            size += count * sum(pages.shape[1] * pages.element_size() for pages in self._groups[group])
         assert next(blocks, None) is None and next(kept, None) is None
-        self._done.append(job_id)
+        taken = time.perf_counter() - began
+        self._done.append(TransferResult(job_id, success=True, transfer_size=size, transfer_time=taken))
 
     def _copy_group(self, group: int, blocks: Sequence[int], first: int, kept: Any, stores: bool) -> None:
         """``first``: the place of the first of these blocks in its request."""
