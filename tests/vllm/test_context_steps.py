@@ -68,6 +68,16 @@ def hand_over(p: Engine, d: Engine, ids: list[int]) -> str:
     return request_id
 
 
+def hand_over_prompts(p: Engine, d: Engine) -> None:
+    """Each is loaded as a whole, and its KV is right."""
+    for tokens in (70, 3, 2 * BLOCK * 4):
+        request_id = hand_over(p, d, prompt(tokens, tokens))
+        assert d.answers[request_id].external == tokens - d.step_loads[request_id]
+        assert d.computed[request_id] == 4, "the last prompt token, and what is decoded"
+    settle(p, d)
+    assert not d.failed
+
+
 @pytest.mark.parametrize(
     ("p_form", "d_form"),
     [(TWO, PLAIN), (PLAIN, TWO), (TWO_BY_ONE, {"tp": 2}), (TWO, TWO_BY_ONE), (TWO, FOUR), (FOUR, TWO_BY_ONE)],
@@ -75,12 +85,7 @@ def hand_over(p: Engine, d: Engine, ids: list[int]) -> str:
 )
 def test_any_form_to_any_form(context: EngineGroup, p_form: dict[str, int], d_form: dict[str, int]) -> None:
     p, d = context.engine(0, extra=ROOM, **p_form), context.engine(1, extra=ROOM, **d_form)
-    for tokens in (70, 3, 2 * BLOCK * 4):
-        request_id = hand_over(p, d, prompt(tokens, tokens))
-        assert d.answers[request_id].external == tokens - d.step_loads[request_id]
-        assert d.computed[request_id] == 4, "the last prompt token, and what is decoded"
-    settle(p, d)
-    assert not d.failed
+    hand_over_prompts(p, d)
 
 
 @pytest.mark.parametrize("p_form", P_FORMS)
@@ -90,12 +95,7 @@ def test_prefill_context_parallelism_to_any_form(context: EngineGroup, p_form: s
     p = context.engine(0, extra=ROOM, **MLA, **forms[p_form])
     d = context.engine(1, extra=ROOM, **MLA, **forms[d_form])
     assert len({(rank.host, rank.port) for rank in scheduler_half(p).ranks}) == len(p.workers)
-    for tokens in (70, 3, 2 * BLOCK * 4):
-        request_id = hand_over(p, d, prompt(tokens, tokens))
-        assert d.answers[request_id].external == tokens - d.step_loads[request_id]
-        assert d.computed[request_id] == 4, "the last prompt token, and what is decoded"
-    settle(p, d)
-    assert not d.failed
+    hand_over_prompts(p, d)
 
 
 STAGES = [(1, 2, 1, 1), (2, 2, 1, 2), (1, 2, 2, 1), (2, 2, 2, 1), (2, 2, 4, 2), (3, 2, 6, 1), (4, 1, 2, 1)]

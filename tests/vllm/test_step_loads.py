@@ -439,9 +439,9 @@ def test_another_one_found_its_blocks(
     both.end_well(both.request_id, both.other)
 
 
-def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup) -> None:
-    """Its prefix is another's that failed; what P sends for the rest does not save it."""
-    p, d = met(group, policy="recompute", num_blocks=161, ahead=1)
+def waits_on_a_failed_prefix(p: Engine, d: Engine) -> tuple[str, str, list[int]]:
+    """A load fails inside its step; beside the steps another request loads what follows its tokens. Returns both, and
+    the prompt of the second, once they have ended."""
     ids = prompt(160, 9)
     longer = [*ids, *prompt(90, 77)]
     request_id = add(p, d, ids, max_tokens=9)
@@ -453,6 +453,13 @@ def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup) ->
     d.step()
     assert d.loads[other] == 1
     d.finish(request_id, other)
+    return request_id, other, longer
+
+
+def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup) -> None:
+    """Its prefix is another's that failed; what P sends for the rest does not save it."""
+    p, d = met(group, policy="recompute", num_blocks=161, ahead=1)
+    _, _, longer = waits_on_a_failed_prefix(p, d)
     settle(p, d)
     d.finish(d.add(longer, max_tokens=3))
     settle(p, d)

@@ -42,6 +42,7 @@ from tests.vllm.test_step_loads import (
     meet,
     met,
     shared_prefix,
+    waits_on_a_failed_prefix,
 )
 
 pytestmark = pytest.mark.vllm
@@ -155,17 +156,7 @@ def test_a_third_one_found_what_the_second_has_made_of_it(group: EngineGroup, fo
 @POLICIES
 def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup, form: str, policy: str) -> None:
     p, d = met(group, **options(form, policy=policy, ahead=1))
-    ids = prompt(160, 9)
-    longer = [*ids, *prompt(90, 77)]
-    request_id = add(p, d, ids, max_tokens=9)
-    failing = Failing(d)
-    d.step()
-    failing.end()
-    scheduler_half(d).step_load_rule.hold_seconds = 0.0
-    other = add(p, d, longer, max_tokens=9)
-    d.step()
-    assert d.loads[other] == 1
-    d.finish(request_id, other)
+    request_id, other, longer = waits_on_a_failed_prefix(p, d)
     on_it = form != "a window alone"  # else it needs none of these blocks
     assert d.answers[request_id].finish == ("error" if policy == "fail" else "length")
     assert d.answers[other].finish == ("error" if policy == "fail" and on_it else "length")
