@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from kvferry.connector.geometry.compatibility import draft_layers
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, RankAddress, RemoteLease, unpack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
@@ -110,6 +112,15 @@ class Loads:
         for active_load in [each for each in self.running if each.load.request_id == request_id]:
             self.give(active_load, (CANCELLED,), now)
 
+    def report_early(self, load: Load, outcome: StepOutcome, joins_after: float, now: float) -> None:
+        """Report a load beside the steps to ``outcome``, as one inside a step: that its copies are under way, once all
+        of them have run for ``joins_after`` seconds, and how it ends."""
+        for active_load in self.running:
+            if active_load.original is load:
+                active_load.joins_after = joins_after
+                self._results.watch(outcome)
+                self._report_begun(active_load, now)
+
     def fail(self, load: Load, now: float) -> None:
         """Fail a load whose start raised an error. Copies that have begun must end before it is reported."""
         for active_load in self.running:
@@ -144,8 +155,8 @@ class Loads:
                 active_load.phases.append((self._rank_context.clock(), state.phase.value))
             for effect in effects:
                 self._perform(active_load, effect, queue, now)
-        if active_load.load.now:
-            self._report_begun(active_load)
+        if active_load.load.now or active_load.joins_after < math.inf:
+            self._report_begun(active_load, now)
 
     def _perform(self, active_load: ActiveLoad, effect: LoadEffect, queue: deque[LoadEvent], now: float) -> None:
         """Perform an effect, and add the events that follow. After an error in one effect the others are performed all
@@ -253,6 +264,7 @@ class Loads:
         active_load.lifetime = Lifetime(LOAD, state, now)
         active_load.alone, active_load.layer_order = False, ()
         active_load.nbytes, active_load.copied_at, active_load.granted_at = 0, 0.0, 0.0
+        active_load.joins_after = active_load.begun_at = math.inf
         if active_load.phases:
             active_load.phases = [(self._rank_context.clock(), state.phase.value)]
         self._deadlines.note(active_load, state.deadline)
@@ -273,7 +285,7 @@ class Loads:
             for read in active_load.reads:
                 self._reads.end(read)
 
-    def _report_begun(self, active_load: ActiveLoad) -> None:
+    def _report_begun(self, active_load: ActiveLoad, now: float) -> None:
         """Report, once, that all copies are under way: the engine can wait for them. From then on report that they have
         moved bytes."""
         if active_load.lifetime.state.phase is not LoadPhase.MOVING:
@@ -281,10 +293,16 @@ class Loads:
         if active_load.begun:
             self._results.moved()
         elif all(read.all_begun for read in active_load.reads):
-            active_load.begun = True
+            active_load.begun = active_load.load.now
             reads = [read for read in active_load.reads if read.planned]
             under_way = [write.copy for read in reads for write in read.writes]
             posted = all(read.fence == "posted" for read in reads)
+            if not active_load.load.now:
+                if now - active_load.begun_at < active_load.joins_after:
+                    return
+                active_load.begun = True
+                state = active_load.lifetime.state  # a step computes with these copies, and with no others
+                active_load.lifetime.state = replace(state, left=(0,) * len(state.left), planes=0, inside=True)
 
             def ended_well() -> bool | None:
                 if not all(copy.done for copy in under_way):
@@ -344,7 +362,8 @@ class Loads:
                     "done", "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
                     load.request_id, _num_tokens(load), active_load.nbytes, active_load.seconds * 1e3,
                     active_load.planes, _short_name(load.peer),
-                    ", inside the step" if load.now else "" if number == 1 else f", attempt {number}",
+                    ", inside the step" if load.now else ", joined by a step" if active_load.begun
+                    else "" if number == 1 else f", attempt {number}",
                     ", from when the prefill engine computed it" if load.step_tokens else "",
                 )  # fmt: skip
             if active_load.phases:

@@ -78,7 +78,11 @@ class ActiveLoad(msgspec.Struct, eq=False):
     layer_order: Sequence[str] = ()
     """The layers in the order in which the step waits for them; empty where it waits for all of them together."""
     begun: bool = False
-    """The engine knows that all copies are under way; only for a load inside a step."""
+    """The engine knows that all copies are under way; only for a load inside a step, or one that is reported early."""
+    joins_after: float = math.inf
+    """Seconds for which its copies must have run before it may be reported early."""
+    begun_at: float = math.inf
+    """When the last of its copies was begun, or the last copy of another load before it was seen to end."""
     reads: list[SourceRead] = msgspec.field(default_factory=list)
     nbytes: int = 0
     copied_at: float = 0.0
@@ -545,6 +549,7 @@ class Reads:
     def begin_write(self, write: PageWrite, now: float) -> LoadEvent:
         """A copy into D's pages has begun."""
         self.writes[write] = None
+        write.read.active_load.begun_at = now
         return write.read.write_began(write, now)
 
     # --- messages of P ------------------------------------------------------------------------------------------
@@ -693,6 +698,9 @@ class Reads:
             if failure is not None and write.message is None and write.copy.peer_lost:
                 read.link.lose_plane(failure.text)  # D reads P's pages by itself, and cannot any more
             load = read.active_load
+            for other in self.writes:  # copies follow each other
+                if other.read.active_load is not load:
+                    other.read.active_load.begun_at = now
             load.copied_at = max(load.copied_at, write.copy.ended_at)
             if failure is None and not read.stopped:
                 self.count(read, write.nbytes - (write.seen or 0))

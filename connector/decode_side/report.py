@@ -43,6 +43,11 @@ class Results:
 
     # --- the transfer thread ------------------------------------------------------------------------------------
 
+    def watch(self, outcome: StepOutcome) -> None:
+        """Tell an outcome of its loads from now on."""
+        if outcome not in self.outcomes:
+            self.outcomes.append(outcome)
+
     def begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
         """All copies of a load are under way: tell the outcome of its step."""
         for outcome in self.outcomes:
@@ -56,7 +61,7 @@ class Results:
     def finished(self, finished: FinishedLoad) -> None:
         """A load has ended. The outcome of its step takes that too."""
         self._add(self.loads, finished)
-        if finished.load.now:
+        if self.outcomes:
             for outcome in self.outcomes:
                 outcome.ended(finished.load, finished.end.failed)
             self.outcomes = [outcome for outcome in self.outcomes if not outcome.final]

@@ -1,7 +1,8 @@
 """D's part of the scheduler half: which prompts to load, from which P, and inside a step or beside the steps. Pure.
 
 A load goes inside the step that computes with it where ``step_load_rule`` permits, else beside the engine's steps. Of
-a load beside the steps, vLLM sees the end at the launch of a step, and schedules the request two steps later.
+a load beside the steps, vLLM sees the end at the launch of a step, and schedules the request two steps later. So it is
+reported before its end where the rule permits that, and then the next step joins it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvferry.connector.engine.planning import EngineFacts, first_held, used_bloc
 from kvferry.connector.engine.prefixes import LEAST_GAIN, prefix_digests, sources_of
 from kvferry.connector.geometry.engine_types import KVContent, RequestView
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.messages import DIGEST_BYTES, PREFIX_TOKENS
 from kvferry.connector.wire.metrics import LocalReason, PromptReason, PromptResult
 from kvferry.connector.wire.states import Moves, Phases
@@ -155,7 +157,13 @@ class EngineRequest:
     tokens: int = 0
     """Of its load."""
     end: LoadEnd | None = None
-    """Of its load, by the ranks that have reported."""
+    """Of its load, by the ranks that have reported its end."""
+    load: Load | None = None
+    """One beside the steps."""
+    begun: float = 0.0
+    """When the load was planned, where it may be reported early; else 0."""
+    early: bool = False
+    """Ranks have been told so."""
     handed_over: dict[str, Any] = field(default_factory=dict)
     """What became of its prompt, as ``HANDED_OVER`` has it; empty until that is known."""
     traceparent: str = ""
@@ -179,6 +187,7 @@ class LoadPlanner(EngineFacts):
         self._estimates = TransferEstimates(self.tp_size)
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
         self._unreported: dict[str, EngineRequest] = {}  # that have ended before their load
+        self._beside: dict[str, EngineRequest] = {}  # whose loads may be reported early
         self._phases: Counter[RequestPhase] = Counter()  # how many requests are in each phase but the first and last
 
     # --- whether P holds the prompt -----------------------------------------------------------------------------
@@ -388,8 +397,10 @@ class LoadPlanner(EngineFacts):
                 self._plan.leave(LeftAnswer(entry.request_id, leases))
         elif before is RequestPhase.OFFERED and after is not before and event not in (_E.BESIDE, _E.INSIDE):
             parts.releases += [UnneededLease(entry.request_id, lease.token) for lease in entry.leases]
-        elif before is RequestPhase.LOADING and event in (_E.REFUSED, _E.ENDED):
-            parts.cancels.append(entry.request_id)
+        elif before is RequestPhase.LOADING:
+            self._beside.pop(entry.request_id, None)
+            if event in (_E.REFUSED, _E.ENDED):
+                parts.cancels.append(entry.request_id)
 
     def _refuse(self, entry: EngineRequest, why: ProtocolError) -> None:
         if entry.life.phase is RequestPhase.LOADING:
@@ -439,6 +450,7 @@ class LoadPlanner(EngineFacts):
         inside = min(stop, prompt - 1)  # vLLM schedules it at once, with a token to compute
         # vLLM moves a state to where the step works on it before the connector sees the step.
         beside = beside or any(table.moves_state(inside, prompt + self.drafts) for table in self.tables)
+        entry.begun = 0.0 if beside else self.clock()
         entry.in_step = not beside and self._in_step(remote_prompt.peer, stop - num_local)
         if entry.in_step:
             return inside - num_local, False
@@ -453,7 +465,8 @@ class LoadPlanner(EngineFacts):
         seconds = self._estimates.seconds(peer.engine_id, tokens, now)
         # Copies that must wait for the steps in flight gain nothing from the time that these take.
         left = 0.0 if self.clears_blocks or steps.unknown_freed else steps.seconds_left(now)
-        return self.step_load_rule.fits(seconds, left, others=self.shares_steps or len(self._requests) > 1)
+        others = self.shares_steps or len(self._requests) > 1
+        return self.step_load_rule.fits(seconds, left, steps.step_seconds, others=others)
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
@@ -467,7 +480,11 @@ class LoadPlanner(EngineFacts):
             return
         entry.tokens = num_external
         load = self._load(entry, entry.remote_prompt, block_ids, num_external)
-        if load.now:
+        if not load.now:
+            entry.load = load
+            if entry.begun:
+                self._beside[load.request_id] = entry
+        else:
             self.step_load_rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self.clock()))
         self._plan.parts.loads.append(load)
         self._advance(entry, RequestEvent.INSIDE if load.now else RequestEvent.BESIDE)
@@ -507,8 +524,9 @@ class LoadPlanner(EngineFacts):
         estimates: Mapping[EstimateKey, TransferEstimate] | None = None,
     ) -> None:
         """The workers have reported these loads, whether they failed or not. ``ends``: of loads beside the steps, on
-        the ranks that have reported since the last call: ``StepResults.ends``. ``estimates``: how long loads took that
-        the ranks measured, also loads inside a step."""
+        the ranks on which they have ended since the last call: ``StepResults.ends``. A load that has ended on fewer
+        ranks than there are is one that the others have reported early: the next step joins it. ``estimates``: how long
+        loads took that the ranks measured, also loads inside a step."""
         if estimates:
             self._estimates.observe(estimates, self.clock())
         for request_id, end in ends.items():
@@ -519,7 +537,12 @@ class LoadPlanner(EngineFacts):
             loading = self._loading(request_id)
             if (entry := self._requests.get(request_id)) is not None:
                 self._advance(entry, RequestEvent.REPORTED)
-            if loading is not None:
+            if loading is None:
+                continue
+            ranks = 0 if loading.end is None else loading.end.ranks
+            if loading.early and loading.load is not None and ranks < self.tp_size * self.pp_size:
+                self._plan.parts.joins.append(loading.load)
+            else:
                 self._load_ended(loading, loading.end or LoadEnd())
 
     def reports_due(self, reports: Iterable[str], ends: Mapping[str, LoadEnd]) -> set[str]:
@@ -605,5 +628,21 @@ class LoadPlanner(EngineFacts):
                 behind = steps.may_use(())
                 loads = tuple(replace(load, behind=load.behind or behind) for load in plan.loads)
                 plan = replace(plan, loads=loads)
-            steps.scheduled(loads=not plan.nothing and any(load.now for load in plan.loads))
+            if self._beside and not plan.idle:
+                plan = self._with_early(plan, steps)
+            inside = not plan.nothing and (bool(plan.joins) or any(load.now for load in plan.loads))
+            steps.scheduled(loads=inside)
         return plan
+
+    def _with_early(self, plan: StepPlan, steps: StepsInFlight) -> StepPlan:
+        """The plan, with the loads that ranks may report with this step before their end."""
+        now, early = self.clock(), list[tuple[str, float]]()
+        left, step_seconds = steps.seconds_until_seen(now), steps.step_seconds
+        for request_id, entry in self._beside.items():
+            assert entry.load is not None
+            seconds = self._estimates.seconds(entry.load.peer.engine_id, entry.tokens, now)
+            after = self.step_load_rule.joins_after(seconds, left, step_seconds)
+            if now - entry.begun >= after:
+                early.append((request_id, after))
+                entry.early = True
+        return replace(plan, early=tuple(early), nothing=False) if early else plan

@@ -101,18 +101,20 @@ class TransferThread:
         computed: Sequence[DeviceEvent | None] = (),
         outcome: StepOutcome | None = None,
         step: ComputedStep | None = None,
+        early: Sequence[tuple[Load, StepOutcome, float]] = (),
     ) -> None:
         """Post the work of one step. Where it does not wake the thread, the thread takes it at its next turn.
 
         ``event``: the device must have reached it before the blocks of loads ``behind`` are written. ``computed``: one
         event per lease; the device must have reached it before the blocks of the lease are read. ``outcome``: takes
         the reports of the loads inside the step, from this thread. ``step``: where the step computes
-        ``plan.prefill_chunks``.
+        ``plan.prefill_chunks``. ``early``: the loads that may be reported before their end, each with what takes its
+        reports, and the seconds for which its copies must have run.
         """
         self._producer.named.plans_seen += 1
         wakes = plan.wakes_thread
         if wakes or plan.prefill_chunks:
-            self._plans.posted.append(PostedPlan(plan, event, computed, outcome, step))
+            self._plans.posted.append(PostedPlan(plan, event, computed, outcome, step, early))
             self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_sleep``
             if not self._stopping:  # a thread that has ended would never restore it
                 self._switch.shorten()
@@ -348,6 +350,7 @@ class PostedPlan(msgspec.Struct, frozen=True):
     computed: Sequence[DeviceEvent | None] = ()
     outcome: StepOutcome | None = None
     step: ComputedStep | None = None
+    early: Sequence[tuple[Load, StepOutcome, float]] = ()
 
 
 class PostedPlans:
@@ -409,6 +412,8 @@ class PostedPlans:
                 self._try(load, begin, partial(loads.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
+            for early, its_outcome, joins_after in posted.early:
+                self._try(early, partial(loads.report_early, early, its_outcome, joins_after, now))
             for release in plan.releases:
                 self._try(release, partial(renewals.release, release.token, release.request_id, now))
             if outcome is not None and not self.posted and not any(p.active for p in self._rank_context.planes):

@@ -115,6 +115,7 @@ class PlanParts:
     left: list[LeftAnswer] = field(default_factory=list)
     offers: list[PrefixOffer] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
+    joins: list[Load] = field(default_factory=list)
 
 
 class StepPlanBuilder:
@@ -140,8 +141,8 @@ class StepPlanBuilder:
 
     @property
     def loads_inside(self) -> bool:
-        """Whether the next step computes with the tokens of a load of its plan."""
-        return any(load.now for load in self.parts.loads)
+        """Whether the next step computes with the tokens of a load that may fail yet."""
+        return bool(self.parts.joins) or any(load.now for load in self.parts.loads)
 
     def take(self, *, idle: bool, after_prefill: bool) -> StepPlan:
         """The plan of the next step, with everything that was added since the last one."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -30,7 +32,15 @@ from kvferry.connector.step_loads.step_hold import StepHold
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
 from kvferry.connector.wire.metrics import Figures, rank_stats
-from kvferry.connector.wire.step_plan import LookupResult, PromptLookup, RankAddress, StepPlan, StepResults, by_region
+from kvferry.connector.wire.step_plan import (
+    Load,
+    LookupResult,
+    PromptLookup,
+    RankAddress,
+    StepPlan,
+    StepResults,
+    by_region,
+)
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import TransportError
@@ -81,6 +91,10 @@ class WorkerHalf:
         self._address: RankAddress | None = None
         self._decode_engine = bytes(16)
         self._ledger = LoadLedger()
+        self._changed = threading.Condition()  # of all outcomes
+        self._watched: dict[str, StepOutcome] = {}  # of loads beside the steps that may be reported early
+        self._early: dict[str, StepOutcome] = {}  # of those that were, until a step joins them
+        self._joined: tuple[int, list[StepOutcome]] = (0, [])  # by the last step that has joined loads
         self._layers: frozenset[str] = frozenset()  # those with caches of their own
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
@@ -232,9 +246,10 @@ class WorkerHalf:
         ours, hold = by_region(plan, self._tables), self.step_hold
         inside = [load for load in ours.loads if load.now]
         hold.outcome = outcome = None
-        if inside:
-            wake, order = thread.waker.wake, hold.layer_order
-            hold.outcome = outcome = StepOutcome(inside, lambda: thread.alive, wake, layer_order=order)
+        joined = self.join(plan)
+        if inside or joined:
+            order = hold.layer_order if inside else ()
+            hold.outcome = outcome = self._outcome(thread, inside, layer_order=order, joined=joined)
         beside = [load for load in ours.loads if not load.now] if inside else ours.loads
         self._ledger.post(beside, [lease.request_id for lease in plan.leases])
         if (plan.lookups or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
@@ -244,9 +259,39 @@ class WorkerHalf:
         event = self._record_event(plan)
         computed = [self._computed(lease.step) for lease in plan.leases] if plan.leases else ()
         step = self.prefills.begin_step(ours) if ours.prefill_chunks or self.prefills.busy else None
-        thread.post(ours, event, computed, outcome, step)
+        thread.post(ours, event, computed, outcome, step, self._watch(thread, plan))
         if outcome is not None:
             hold.wait_begun()
+
+    def _outcome(self, thread: TransferThread, loads: Sequence[Load], **more: Any) -> StepOutcome:
+        return StepOutcome(loads, lambda: thread.alive, thread.waker.wake, changed=self._changed, **more)
+
+    def _watch(self, thread: TransferThread, plan: StepPlan) -> list[tuple[Load, StepOutcome, float]]:
+        """The loads of ``plan.early`` that have not ended, as ``TransferThread.post`` takes them."""
+        posted = []
+        for request_id, joins_after in plan.early:
+            load = self._ledger.load(request_id)
+            if load is not None and not load.behind:  # else it is not known when its copies begin
+                outcome = self._watched.get(request_id)
+                if outcome is None or not outcome.concerns(load):
+                    outcome = self._watched[request_id] = self._outcome(thread, [load])
+                posted.append((load, outcome, joins_after))
+        return posted
+
+    def join(self, plan: StepPlan) -> list[StepOutcome]:
+        """Have all work that the device gets from now on wait for the loads of ``plan.joins``; before it gets work on
+        new blocks, of which some may have been theirs. Once for each plan. Returns what becomes of them."""
+        if plan.joins and plan.step != self._joined[0]:
+            thread, outcomes = self._transfer_thread, []
+            assert thread is not None
+            for load in plan.joins:
+                if (outcome := self._early.pop(load.request_id, None)) is None:  # it has ended here, as was reported
+                    outcome = self._outcome(thread, [load])
+                    outcome.ended(load)
+                outcomes.append(outcome)
+            self._joined = plan.step, outcomes
+            self.step_hold.join(outcomes, self._copies)
+        return self._joined[1] if plan.joins else []
 
     def take_back(self, plan: StepPlan) -> None:
         """The engine takes blocks back, of prompts that it computes (``plan.stops``) and of prefixes that D may read
@@ -366,4 +411,16 @@ class WorkerHalf:
             self._collect()
         if not alive and self._ledger.owes:
             self._end_with_thread()
+        elif self._watched:
+            self._report_early()
         return self._ledger.take_results()
+
+    def _report_early(self) -> None:
+        """Report the loads whose copies have run for so long that a step that computes with them need not wait."""
+        for request_id, outcome in list(self._watched.items()):
+            load = self._ledger.load(request_id)
+            if load is None or not outcome.concerns(load):
+                del self._watched[request_id]
+            elif outcome.under_way:
+                self._ledger.report_early(request_id)
+                self._early[request_id] = self._watched.pop(request_id)

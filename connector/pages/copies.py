@@ -147,12 +147,11 @@ class GpuCopies(Copies):
             for launch in portions:
                 events.append(self._mark())
                 launch()
-            if portions:
-                copy.events = (*events, self._mark())
         except BaseException:
             self._stream.synchronize()  # some of the kernels may have been launched
             raise
         event.record(self._handle)
+        copy.events = (*events, event)  # recorded again once the copy has ended: who waits for it then, waits longer
         if wait is WaitPolicy.NONE or not (self._unhindered and self._await(copy, event, wait.value)):
             self._last = copy
             self._started.put((copy, event))

@@ -34,6 +34,15 @@ class LoadLedger:
         if self._loads.get(load.request_id) is load:  # else an earlier load of a request with the same id
             self._end(load.request_id, end)
 
+    def load(self, request_id: str) -> Load | None:
+        """The load of a request that has not ended; ``None``: it has, or was reported early."""
+        return self._loads.get(request_id)
+
+    def report_early(self, request_id: str) -> None:
+        """Report a load now. Its end is not reported."""
+        del self._loads[request_id]
+        self._results.received.add(request_id)
+
     def lease_freed(self, request_id: str) -> None:
         """The transfer thread has freed a lease."""
         if request_id in self._leases:

@@ -71,6 +71,13 @@ class StepHold:
         self.layer_waits = LayerWaits(outcome, copies, partial(self._wait_moved, outcome))
         self.layer_waits.begin(by_layer=by_layer)
 
+    def join(self, outcomes: Sequence[StepOutcome], copies: Copies) -> None:
+        """As ``begin``, for loads that were reported early, whose copies are under way. Whatever the device gets from
+        now on waits for these."""
+        self._waited = 0.0
+        for outcome in outcomes:
+            LayerWaits(outcome, copies, partial(self._wait_moved, outcome)).begin(by_layer=False)
+
     def finish_forward(self, layers: Container[str]) -> None:
         """The forward has been launched. ``layers``: those with caches of their own."""
         waits, self.layer_waits = self.layer_waits, None
@@ -154,6 +161,8 @@ class LayerWaits:
         covered, whole = math.inf, False
         blocking: list[tuple[Copy, int]] = []
         for copy in self._under_way:
+            if copy.done:
+                continue
             count, layers = copy.portions, len(self._order)
             portion = portion_of(place, layers, count) if place < layers else count - 1
             if portion < count - 1:

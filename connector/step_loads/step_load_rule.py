@@ -2,11 +2,15 @@
 
 A load inside the step costs its request no step: the step is launched at once, and the device waits for what the copy
 still needs when the step's kernels could begin. The other requests in the step wait as long. So the rule is one
-comparison: that time, for all loads of the step together, is at most ``step_hold_seconds``. A load that does not fit
-goes on beside the steps, and its request is scheduled about three steps after its end.
+comparison: that time, for all loads of the step together, is at most ``step_hold_seconds``, and at most a step: longer
+than that, the others would wait longer than the request gains. A load that does not fit is begun beside the steps. By
+the same comparison it is joined in a later step: it is reported while it runs, once the step that can compute with it
+then would wait no longer.
 """
 
 from __future__ import annotations
+
+import math
 
 ALONE_SECONDS = 0.05
 """The most for which a step may wait that computes for no other request. A request that arrives meanwhile waits."""
@@ -20,14 +24,22 @@ class StepLoadRule:
         self.hold_seconds = hold_seconds
         self._planned = 0.0
 
-    def fits(self, copy_seconds: float, seconds_left: float, *, others: bool) -> bool:
+    def fits(self, copy_seconds: float, seconds_left: float, step_seconds: float, *, others: bool) -> bool:
         """Whether a load may go inside the next step. ``copy_seconds``: the most that the load should take; infinite
         where nothing is known. ``seconds_left``: how long the device is busy until the step's kernels can begin.
-        ``others``: the engine has other requests, which the step may compute."""
+        ``step_seconds``: of the engine's steps; infinite where none is known. ``others``: the engine has other
+        requests, which the step may compute."""
         if not self.hold_seconds:
             return False
-        most = self.hold_seconds if others or self._planned else max(self.hold_seconds, ALONE_SECONDS)
+        hold = min(self.hold_seconds, step_seconds)
+        most = hold if others or self._planned else max(hold, ALONE_SECONDS)
         return self._planned + copy_seconds - seconds_left <= most
+
+    def joins_after(self, copy_seconds: float, seconds_left: float, step_seconds: float) -> float:
+        """For how many seconds the copies of a load beside the steps must have run before it may be reported.
+        ``seconds_left``: how long the device is busy at least before it comes to the step that can compute with it
+        then. The rest as of ``fits``."""
+        return copy_seconds - seconds_left - min(self.hold_seconds, step_seconds) if self.hold_seconds else math.inf
 
     def planned(self, copy_seconds: float) -> None:
         """A load goes inside the next step. Copies of one step follow each other."""

@@ -99,14 +99,18 @@ class StepOutcome:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         layer_order: Sequence[str] = (),
+        changed: threading.Condition | None = None,
+        joined: Sequence[StepOutcome] = (),
     ) -> None:
         """``loads``: as they are posted to the transfer thread. ``alive``: whether that runs. ``wake``: ends its
         ``wait`` of ``yield_to_engine``. ``clock``: seconds, for the histories. ``layer_order``: the layers in the order
-        in which the forward is expected to wait for them, one by one; empty where it is not."""
+        in which the forward is expected to wait for them, one by one; empty where it is not. ``joined``: of loads that
+        were begun beside the steps, and with which this step computes, too; all with the same ``changed``."""
         self.layer_order = layer_order
         self._alive, self._wake, self._clock = alive, wake, clock
-        self._changed = threading.Condition()
+        self._changed = changed or threading.Condition()
         self._loads = [_StepLoad(load, Phases(MOVES, StepLoadPhase.POSTED, clock())) for load in loads]
+        self._loads += [ours for outcome in joined for ours in outcome._loads]
         self._yielding = False
         self._stand: bool | None = None  # whether the engine knows that its loads stand; False: ask the transfer thread
 
@@ -253,6 +257,10 @@ class StepOutcome:
         }  # fmt: skip
 
     # --- any thread ---------------------------------------------------------------------------------------------
+
+    def concerns(self, load: Load) -> bool:
+        """Whether a load is one of these."""
+        return any(ours.load is load for ours in self._loads)
 
     @property
     def final(self) -> bool:

@@ -6,6 +6,7 @@ the steps in flight: which blocks they may still use, and how long the device is
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -76,4 +77,15 @@ class StepsInFlight:
         ahead = self.count
         if not ahead or not self._seconds or self._processed_at is None:
             return 0.0
-        return max(0.0, ahead * min(self._seconds) - (now - self._processed_at))
+        return max(0.0, ahead * self.step_seconds - (now - self._processed_at))
+
+    @property
+    def step_seconds(self) -> float:
+        """The shortest of the last steps; infinite where none is known."""
+        return min(self._seconds, default=math.inf)
+
+    def seconds_until_seen(self, now: float) -> float:
+        """As ``seconds_left``, for the first step that is scheduled once the output of the one that is scheduled now
+        has been seen: at least this one comes before it, and as many more as are in flight now."""
+        more = (1 + self.count) * self.step_seconds if self._seconds else 0.0
+        return self.seconds_left(now) + more

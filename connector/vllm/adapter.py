@@ -261,7 +261,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduled = from_vllm.scheduled_tokens(scheduler_output, ours, self._groups) if ours else ()
         plan = self._scheduling.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
         if self._recovery is not None:
-            self._recovery.scheduled(scheduler_output, plan.loads)
+            self._recovery.scheduled(scheduler_output, plan.loads, plan.joins)
         return KVFerryMetadata(plan) if plan.nothing else KVFerryMetadata(plan, self._take_shared())
 
     def _take_shared(self) -> frozenset[str]:
@@ -395,6 +395,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for a new request, and more for a long one."""
         metadata = scheduler_output.kv_connector_metadata
         if isinstance(metadata, KVFerryMetadata) and not metadata.plan.nothing:
+            if metadata.plan.joins:
+                self._working.join(metadata.plan)
             if metadata.plan.stops or metadata.plan.reused:
                 self._working.take_back(metadata.plan)
             # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.

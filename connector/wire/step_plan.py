@@ -260,7 +260,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     leases. ``ends_leases``: all leases end now, those of this plan too. ``lookups``: requests of D whose P must be
     asked for the token; ``left``: requests of earlier plans that do not need their answer any more. ``offers``: what D
     may read from now on; ``reused``: the blocks that the engine has given to other requests since the last plan, of
-    these offers too, packed by ``pack_ids``.
+    these offers too, packed by ``pack_ids``. ``early``: earlier loads beside the steps that a rank may report before
+    their end, each with the seconds for which its copies must have run. ``joins``: loads that some rank has reported
+    so; the step waits for them, and tells whether they stand, like those of ``loads`` inside it.
     """
 
     decode_engine: bytes = bytes(16)
@@ -283,6 +285,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     ends_leases: bool = False
     offers: tuple[PrefixOffer, ...] = ()
     reused: bytes = b""
+    early: tuple[tuple[str, float], ...] = ()
+    joins: tuple[Load, ...] = ()
 
     @property
     def wakes_thread(self) -> bool:
@@ -290,7 +294,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         nothing leaves before the step advances, and than ``offers`` and ``reused``, which the engine's thread takes."""
         return bool(
             self.leases or self.keeps or self.loads or self.cancels or self.releases
-            or self.queued or self.prefills or self.stops or self.lookups or self.left or self.ends_leases
+            or self.queued or self.prefills or self.stops or self.lookups or self.left or self.ends_leases or self.early
         )  # fmt: skip
 
 
@@ -320,9 +324,9 @@ def of_both(one: LoadEnd, other: LoadEnd) -> LoadEnd:
 class StepResults:
     """The hand-overs that ended on one rank since its last step, by request id. A rank reports each id once.
 
-    ``sent``: nothing reads the blocks of this prompt on this rank any more. ``received``: the load has ended.
-    ``failed``: the requests in ``received`` whose tokens are not in the blocks. ``ends``: how the loads in ``received``
-    ended here. ``KVOutputAggregator`` makes one report from the results of all ranks.
+    ``sent``: nothing reads the blocks of this prompt on this rank any more. ``received``: the load has ended, or is
+    reported early. ``failed``: the requests in ``received`` whose tokens are not in the blocks. ``ends``: how the loads
+    in ``received`` ended here that have. ``KVOutputAggregator`` makes one report from the results of all ranks.
     """
 
     sent: set[str] = field(default_factory=set)

@@ -57,6 +57,19 @@ def test_how_long_the_device_is_busy(ends: tuple[float, ...], now: float, left: 
     assert busy(*ends).seconds_left(now) == pytest.approx(left)
 
 
+def test_when_a_step_can_begin_that_is_scheduled_later() -> None:
+    """After the steps in flight, the one that is scheduled now, and those that are by the time its output is seen."""
+    assert busy(1.0, 1.010).seconds_until_seen(1.014) == pytest.approx(0.006 + 2 * 0.010)
+    waits = StepsInFlight()  # not scheduled ahead
+    for end in (1.0, 1.010):
+        waits.scheduled()
+        waits.scheduled()
+        waits.processed(end)
+        waits.processed(end + 0.010)
+    assert waits.count == 0 and waits.seconds_until_seen(1.5) == pytest.approx(waits.step_seconds)
+    assert StepsInFlight().seconds_until_seen(1.0) == 0.0
+
+
 def test_steps_that_say_nothing_of_the_time_of_a_step() -> None:
     """One after a pause, which began when it was launched, and that is not known; and one that computes nothing."""
     steps = StepsInFlight()

@@ -593,6 +593,8 @@ class Engine:
         self.loads: Counter[str] = Counter()
         self.step_loads: Counter[str] = Counter()
         """Those that the step they are told in computes with, and that no worker reports."""
+        self.joined: Counter[str] = Counter()
+        """Those beside the steps that were reported early, and that the step they are told in joins."""
         self.streamed_loads: set[str] = set()
         """Those of prompts that P still computes when D plans them."""
         self.shared_loads: set[str] = set()
@@ -790,8 +792,9 @@ class Engine:
         """The blocks that loads inside the step failed to fill."""
         carried = merged.kv_connector_output
         stand = standing_loads(carried.kv_connector_worker_meta if carried else None)
-        loads = getattr(getattr(step.kv_connector_metadata, "plan", None), "loads", ())
-        failed = [load for load in loads if load.now and stand[load.request_id] < self.ranks]
+        plan = getattr(step.kv_connector_metadata, "plan", None)
+        loads = [] if plan is None else [*plan.joins, *(load for load in plan.loads if load.now)]
+        failed = [load for load in loads if stand[load.request_id] < self.ranks]
         self.fallen_loads.update(load.request_id for load in failed)
         return set().union(*(filled_blocks(load, scheduler_half(self).tables) for load in failed))
 
@@ -801,6 +804,7 @@ class Engine:
             if plan is not None:
                 self.loads.update(load.request_id for load in plan.loads if not load.now)
                 self.step_loads.update(load.request_id for load in plan.loads if load.now)
+                self.joined.update(load.request_id for load in plan.joins)
                 self.streamed_loads.update(load.request_id for load in plan.loads if load.step_tokens)
                 self.leases.update(lease.request_id for lease in plan.leases)
                 self.shared_loads |= child.shared
