@@ -622,20 +622,20 @@ class LoadPlanner(EngineFacts):
         """The step of ``plan`` was scheduled. Returns its plan. ``preempted``: as ``SchedulerHalf.take_plan``."""
         self.step_load_rule.next_step()
         if (steps := self.steps) is not None:
-            if preempted:
-                # The engine may have preempted a request before it gave blocks to the loads, and says so only now.
-                steps.freed(None)
-                behind = steps.may_use(())
-                loads = tuple(replace(load, behind=load.behind or behind) for load in plan.loads)
-                plan = replace(plan, loads=loads)
-            if self._beside and not plan.idle:
-                plan = self._with_early(plan, steps)
-            inside = not plan.nothing and (bool(plan.joins) or any(load.now for load in plan.loads))
-            steps.scheduled(loads=inside)
+            if preempted or self._beside:
+                plan = self._in_flight(plan, steps, preempted)
+            steps.scheduled(loads=not plan.nothing and (bool(plan.joins) or any(load.now for load in plan.loads)))
         return plan
 
-    def _with_early(self, plan: StepPlan, steps: StepsInFlight) -> StepPlan:
+    def _in_flight(self, plan: StepPlan, steps: StepsInFlight, preempted: Collection[str]) -> StepPlan:
         """The plan, with the loads that ranks may report with this step before their end."""
+        if preempted:
+            # The engine may have preempted a request before it gave blocks to the loads, and says so only now.
+            steps.freed(None)
+            behind = steps.may_use(())
+            plan = replace(plan, loads=tuple(replace(load, behind=load.behind or behind) for load in plan.loads))
+        if plan.idle:  # no device is busy with it
+            return plan
         now, early = self.clock(), list[tuple[str, float]]()
         left, step_seconds = steps.seconds_until_seen(now), steps.step_seconds
         for request_id, entry in self._beside.items():

@@ -246,7 +246,7 @@ class WorkerHalf:
         ours, hold = by_region(plan, self._tables), self.step_hold
         inside = [load for load in ours.loads if load.now]
         hold.outcome = outcome = None
-        joined = self.join(plan)
+        joined = self.join(plan) if plan.joins else []
         if inside or joined:
             order = hold.layer_order if inside else ()
             hold.outcome = outcome = self._outcome(thread, inside, layer_order=order, joined=joined)
@@ -259,7 +259,7 @@ class WorkerHalf:
         event = self._record_event(plan)
         computed = [self._computed(lease.step) for lease in plan.leases] if plan.leases else ()
         step = self.prefills.begin_step(ours) if ours.prefill_chunks or self.prefills.busy else None
-        thread.post(ours, event, computed, outcome, step, self._watch(thread, plan))
+        thread.post(ours, event, computed, outcome, step, self._watch(thread, plan) if plan.early else ())
         if outcome is not None:
             hold.wait_begun()
 
@@ -281,7 +281,7 @@ class WorkerHalf:
     def join(self, plan: StepPlan) -> list[StepOutcome]:
         """Have all work that the device gets from now on wait for the loads of ``plan.joins``; before it gets work on
         new blocks, of which some may have been theirs. Once for each plan. Returns what becomes of them."""
-        if plan.joins and plan.step != self._joined[0]:
+        if plan.step != self._joined[0]:
             thread, outcomes = self._transfer_thread, []
             assert thread is not None
             for load in plan.joins:
@@ -291,7 +291,7 @@ class WorkerHalf:
                 outcomes.append(outcome)
             self._joined = plan.step, outcomes
             self.step_hold.join(outcomes, self._copies)
-        return self._joined[1] if plan.joins else []
+        return self._joined[1]
 
     def take_back(self, plan: StepPlan) -> None:
         """The engine takes blocks back, of prompts that it computes (``plan.stops``) and of prefixes that D may read
@@ -409,14 +409,15 @@ class WorkerHalf:
             for request_id in results.take(results.leases):
                 self._ledger.lease_freed(request_id)
             self._collect()
-        if not alive and self._ledger.owes:
-            self._end_with_thread()
-        elif self._watched:
-            self._report_early()
+        if self._watched or not alive:
+            self._report_early(alive=alive)
         return self._ledger.take_results()
 
-    def _report_early(self) -> None:
-        """Report the loads whose copies have run for so long that a step that computes with them need not wait."""
+    def _report_early(self, *, alive: bool) -> None:
+        """Report the loads whose copies have run for so long that a step that computes with them need not wait; and all
+        loads where the transfer thread has ended."""
+        if not alive and self._ledger.owes:
+            self._end_with_thread()
         for request_id, outcome in list(self._watched.items()):
             load = self._ledger.load(request_id)
             if load is None or not outcome.concerns(load):

@@ -105,7 +105,7 @@ class StepLoadRecovery:
 
     def scheduled(self, output: Any, loads: Sequence[Load], joins: Sequence[Load] = ()) -> None:
         """A step was scheduled. ``loads``: all loads of its plan. ``joins``: those that it joins."""
-        self.steps.append(_Step(output, [_Suspect(load) for load in (*joins, *(load for load in loads if load.now))]))
+        self.steps.append(_Step(output, [*map(_Suspect, joins), *[_Suspect(load) for load in loads if load.now]]))
         suspects = [suspect for step in self.steps for suspect in step.suspects]
         if suspects:
             self._note_tables(output, suspects)

@@ -153,7 +153,7 @@ def test_one_rank_has_ended_before_the_other(group: EngineGroup, monkeypatch: py
 def test_a_client_leaves_while_only_one_rank_has_reported(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(group, monkeypatch, tp=2)
     watched = worker_half(scene.d.workers[1])
-    monkeypatch.setattr(watched, "_report_early", lambda: None)
+    monkeypatch.setattr(watched, "_report_early", lambda **_: None)
     for slow in scene.slow:
         slow.gate.clear()
     name = add(scene.p, scene.d, IDS)
