@@ -62,6 +62,7 @@ HOLDS_GIL: _Signatures = {
     "cuEventRecord": (_HANDLE, _HANDLE),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuLaunchKernel": (_HANDLE, *(c_uint,) * 7, _HANDLE, c_void_p, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, _DEVICE_POINTER, c_size_t, _HANDLE),
     "cuMemcpyHtoDAsync_v2": (_DEVICE_POINTER, c_void_p, c_size_t, _HANDLE),
     "cuStreamWaitEvent": (_HANDLE, _HANDLE, c_uint),
 }
@@ -259,6 +260,11 @@ def upload(dst: int, src: int, nbytes: int, stream: int) -> None:
     """Enqueue a copy from page-locked host memory, which must not change before ``stream`` has reached the copy, to
     device memory."""
     _driver().held.cuMemcpyHtoDAsync_v2(dst, src, nbytes, stream)
+
+
+def download(dst: int, src: int, nbytes: int, stream: int) -> None:
+    """Enqueue a copy from device memory to page-locked host memory."""
+    _driver().held.cuMemcpyDtoHAsync_v2(dst, src, nbytes, stream)
 
 
 def launch_kernel(

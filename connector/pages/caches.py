@@ -5,7 +5,7 @@ Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -102,8 +102,8 @@ class RankCaches:
         """Copy ``box`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
         ``staging``: the device of the staging memory. ``alone``: no other hand-over could go on during the copy.
         ``check``: the copy also writes a checksum behind the wire bytes."""
-        pack = partial(self._copy_wire, address, box, to_wire=True, check=check)
-        return self.copies.start(pack, self._wait_policy(box, staging, alone=alone))
+        pack = partial(self._copy_wire, box=box, to_wire=True, check=check)
+        return self._start(pack, address, box, staging, alone=alone, check=check, to_wire=True)
 
     def unpack(
         self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False,
@@ -113,8 +113,18 @@ class RankCaches:
         ``check``: the copy also sets the verdict about the checksum behind the wire bytes. In host memory bytes that do
         not fit are not copied; on a GPU they are, in the pass that finds it."""
         unpack = self._copy_wire if box.source is None else self._convert_wire
+        launch = partial(unpack, box=box, to_wire=False, check=check)
+        return self._start(launch, address, box, staging, alone=alone, check=check, to_wire=False)
+
+    def _start(
+        self, launch: Callable[[int], None], address: int, box: PageBox, staging: torch.device, *, alone: bool,
+        check: WireCheck | None, to_wire: bool,
+    ) -> Copy:  # fmt: skip
         wait = self._wait_policy(box, staging, alone=alone)
-        return self.copies.start(partial(unpack, address, box, to_wire=False, check=check), wait)
+        if staging == self.device:
+            return self.copies.start(partial(launch, address), wait)
+        nbytes = self.nbytes(box) + (0 if check is None else TRAILER_BYTES)
+        return self.copies.start_with_host(launch, address, nbytes, wait, to_host=to_wire)
 
     def _wait_policy(self, box: PageBox, staging: torch.device, *, alone: bool) -> WaitPolicy:
         """The policy for a copy between pages and staging memory. During a long one other chunks can be sent."""

@@ -1,16 +1,26 @@
-"""Host staging of caches on a GPU: its kernels pack straight into the slots of a plane, and unpack from them."""
+"""Host staging of caches on a GPU: its kernels can use the slots of a plane, and chunks go to and from page-locked
+memory by way of a buffer of the GPU."""
 
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
+from kvferry.connector.geometry.rank_geometry import RankGeometry
+from kvferry.connector.geometry.token_sharding import TokenBlocks
+from kvferry.connector.geometry.view import CacheView
+from kvferry.connector.pages.caches import PageBox, RankCaches
+from kvferry.connector.pages.checksums import Verdict
+from kvferry.connector.pages.copies import BOUNCE_BYTES, GpuCopies
+from kvferry.kernels.checksum import TRAILER_BYTES, WireCheck, checksum
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport import cuda
+from kvferry.transport.channels import Copy
 from kvferry.transport.errors import TransportError
 from tests.transport.plane_pair import PLANES, SLOT, Pair
 
@@ -110,3 +120,97 @@ def test_a_refusal_is_ours_alone_and_ends_there(device: torch.device, read_only:
     cuda.unregister_host(address, device)
     cuda.unregister_host(address, device)  # refused, and logged
     assert torch.arange(100, device=device).sum().item() == 4950
+
+
+class Chunks:
+    """[L, B, H, N, C] on the GPU, and as many slots of page-locked memory as chunks."""
+
+    LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 4, 64, 4, 16, 256
+
+    def __init__(self, device: torch.device, copies: GpuCopies, num_slots: int) -> None:
+        shape = self.LAYERS, self.BLOCKS, self.HEADS, self.TOKENS, self.CONTENT
+        self.memory = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        layer, block, head, token, _ = self.memory.stride()
+        view = CacheView(
+            layers=tuple("abcd"), bases=tuple(self.memory.data_ptr() + layer * n for n in range(self.LAYERS)),
+            num_blocks=self.BLOCKS, num_heads=self.HEADS, block_size=self.TOKENS, content_bytes=self.CONTENT,
+            block_stride=block, head_stride=head, token_stride=token, blocks_per_page=1, dtype="uint8",
+            device=str(device),
+        )  # fmt: skip
+        geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(self.HEADS,), regions=())
+        self.caches = RankCaches(geometry, (view,), copies)
+        self.slots = torch.zeros(num_slots, self.memory.nbytes + TRAILER_BYTES, dtype=torch.uint8, pin_memory=True)
+        torch.cuda.synchronize(device)
+
+    def box(self, ids: list[int]) -> PageBox:
+        view = self.caches.views[0]
+        table = TokenBlocks(np.array(ids, dtype=np.int64), view.block_size, view.block_stride, 0)
+        return PageBox(0, 0, self.LAYERS, 0, self.HEADS, 0, len(ids) * self.TOKENS, table)
+
+    def wanted(self, ids: list[int]) -> torch.Tensor:
+        """The chunk in wire order, by plain indexing."""
+        return self.memory[:, ids].transpose(1, 2).reshape(-1).cpu()
+
+
+def ended(copy: Copy) -> None:
+    deadline = time.monotonic() + 60
+    while not copy.done and time.monotonic() < deadline:
+        time.sleep(1e-4)
+    assert copy.done and not copy.error
+
+
+def test_chunks_of_all_sizes_come_through_buffers(device: torch.device) -> None:
+    """What is packed is in its slot once its copy is done, with its checksum; and what is unpacked in the pages, unless
+    a byte of it differs. All are under way together."""
+    copies = GpuCopies(device, 8)
+    numbers = np.random.default_rng(5)
+    counts = [2, 16, 3, 40, 64, 5, 63, 1, 33, 64, 17, 50]
+    p, d = (Chunks(device, copies, len(counts)) for _ in range(2))
+    ids = [numbers.permutation(p.BLOCKS)[:count].tolist() for count in counts]
+    sizes = [p.caches.nbytes(p.box(of)) for of in ids]
+    assert min(sizes) < BOUNCE_BYTES < max(sizes)
+    checks = [WireCheck("sum64", tag) for tag in range(len(ids))]
+    packs = [
+        p.caches.pack(slot.data_ptr(), p.box(of), check=check)
+        for slot, of, check in zip(p.slots, ids, checks, strict=True)
+    ]
+    for copy, slot, of, size, check in zip(packs, p.slots, ids, sizes, checks, strict=True):
+        ended(copy)
+        trailer = int.from_bytes(slot[size : size + TRAILER_BYTES].numpy().tobytes(), "little")
+        assert torch.equal(slot[:size], p.wanted(of)) and trailer == checksum("sum64", slot.data_ptr(), size, check.tag)
+        assert not slot[size + TRAILER_BYTES :].any()
+    damaged = 4
+    p.slots[damaged, sizes[damaged] - 1] ^= 1
+    for tag, (slot, of, size) in enumerate(zip(p.slots, ids, sizes, strict=True)):  # pages of these chunks overlap
+        verdict = Verdict(device)
+        copy = d.caches.unpack(slot.data_ptr(), d.box(of), check=verdict.check("sum64", tag))
+        other = d.caches.pack(d.slots[tag].data_ptr(), d.box(of))
+        ended(copy)
+        ended(other)
+        assert verdict.fits == (tag != damaged)
+        assert torch.equal(d.slots[tag, :size], slot[:size]) and torch.equal(d.wanted(of), slot[:size])
+    copies.close()
+
+
+def test_a_chunk_waits_for_the_engine(device: torch.device) -> None:
+    """Its kernels do, in either direction: the pages may be in use."""
+    copies = GpuCopies(device, 8)
+    chunks = Chunks(device, copies, 2)
+    ids = list(range(chunks.BLOCKS))
+    packed, unpacked = chunks.slots
+    for copy in (chunks.caches.pack(packed.data_ptr(), chunks.box(ids)) for _ in range(3)):
+        ended(copy)  # what the first ones cost is over
+    engine = torch.cuda.Stream(device)
+    with torch.cuda.stream(engine):
+        torch.cuda._sleep(500_000_000)
+        chunks.memory.fill_(7)
+        copies.wait_event(copies.record_event())
+    into, out = chunks.box(ids[:32]), chunks.box(ids[32:])
+    copy = chunks.caches.unpack(unpacked.data_ptr(), into)
+    late = chunks.caches.pack(packed.data_ptr(), out)
+    assert not copy.done and not late.done
+    ended(copy)
+    ended(late)
+    assert (packed[: chunks.caches.nbytes(out)] == 7).all()
+    assert not chunks.memory[:, :32].any() and (chunks.memory[:, 32:] == 7).all()
+    copies.close()

@@ -21,6 +21,7 @@ from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, Rank
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import StateArray, sections
 from kvferry.connector.geometry.token_sharding import TokenSharding
+from kvferry.connector.pages import copies
 from kvferry.connector.pages.copies import WaitPolicy
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, pack_ids
@@ -49,6 +50,7 @@ class HostedRank:
         self.pairing, self.side, self.rank = pairing, side, rank
         if pairing.plane == "nixl":
             os.environ["UCX_TLS"] = LANES
+        copies.BOUNCE_BYTES = SLOT_BYTES // 4  # some chunks pass through a buffer of the GPU, some do not
         kind: type[StateCaches | RankCaches] = StateCaches if pairing.model.kind == "state" else RankCaches
         self.caches = kind(pairing, side, rank, device)
         form, model = pairing.form(side), pairing.model
