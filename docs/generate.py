@@ -25,6 +25,7 @@ import doctor_output
 from settings_table import settings_table
 
 from benchmarks.harness import pages
+from benchmarks.harness.streaming_picture import streaming_picture
 from kvferry.cli.check import TO_DO
 from kvferry.connector.geometry.dtypes import CONVERTIBLE
 from kvferry.connector.wire.metrics import PROMPT_ENDS
@@ -76,7 +77,10 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = pages.SECTIONS | {
     "docs/library.md": {"binding": binding_table.markdown},
 }
 """By page, the generator of each of its tables."""
-PICTURES: dict[str, Callable[[], str]] = {f"docs/pictures/{pages.PICTURE}": pages.gpu_planes_picture}
+PICTURES: dict[str, Callable[[], str]] = {
+    f"docs/pictures/{pages.PICTURE}": pages.gpu_planes_picture,
+    "docs/pictures/gpu_streaming.svg": lambda: streaming_picture(pages.load("gpu_streaming")),
+}
 
 
 class PageError(Exception):

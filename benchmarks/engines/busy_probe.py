@@ -8,7 +8,7 @@ whose id has ``fg-NUMBER`` are followed, the ones with ``bg-`` in it are counted
 
 The scheduler runs in the engine's process, to which vLLM's HTTP server passes few calls. ``POST /reset_prefix_cache``
 is one: it makes the scheduler write what it has noted to the file that the environment variable names, and arrange its
-free blocks as the file beside it says.
+free blocks as the file beside it says; a number behind the order is KVFerry's ``step_hold_seconds`` from then on.
 
 Marks of a request: ``arrived`` in the engine's queue, ``token``: when it had its first. ``way``: how the connector
 answered. ``external``: tokens that come from P. ``computed``: tokens that D computes in the step that the request is
@@ -113,7 +113,12 @@ class _Probed:
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         if done:
-            arrange(self.kv_cache_manager.block_pool, order_file(self.busy_path).read_text())  # type: ignore[attr-defined]
+            order, *hold = order_file(self.busy_path).read_text().split()
+            arrange(self.kv_cache_manager.block_pool, order)  # type: ignore[attr-defined]
+            if hold:
+                from tests.support.inside import scheduler_half  # not where NIXL's connector is measured
+
+                scheduler_half(self.connector).step_load_rule.hold_seconds = float(hold[0])  # type: ignore[attr-defined]
         self.busy_notes.write(self.busy_path)
         return done
 

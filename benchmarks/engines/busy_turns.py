@@ -32,10 +32,16 @@ from tests.support.server import EngineError, Server, metric_sum
 
 @dataclass(frozen=True)
 class Cell:
-    """What a turn varies but the connector: order of D's free blocks, decoding sequences."""
+    """What a turn varies but the connector: order of D's free blocks, decoding sequences, KVFerry's
+    ``step_hold_seconds``; None: as its engine was started."""
 
     order: str
     sequences: int
+    step_hold: float | None = None
+
+    def __str__(self) -> str:
+        hold = "" if self.step_hold is None else f", step_hold_seconds {self.step_hold:g}"
+        return f"{self.order}, {self.sequences} sequences{hold}"
 
 
 @dataclass
@@ -81,9 +87,10 @@ class BusyPair:
     def engines(self) -> tuple[Server, Server]:
         return self.prefill, self.decode.server
 
-    def prefill_all(self, lengths: list[int], count: int) -> None:
-        """Make the prompts and have P compute them. P finds them in its prefix cache from then on."""
-        for tokens in lengths:
+    def prefill_all(self, counts: dict[int, int]) -> None:
+        """Make so many prompts of each length and have P compute them. P finds them in its prefix cache from then
+        on."""
+        for tokens, count in counts.items():
             self.prompts[tokens] = [self.words(tokens) for _ in range(count)]
             for prompt in self.prompts[tokens]:
                 self.prefill.post("/v1/completions", body(prompt))
@@ -143,12 +150,12 @@ class BusyPair:
 
     def measure_turn(self, cell: Cell, pairs: int) -> tuple[list[Sample], list[float]]:
         """One attempt at a turn: its samples, and the quiet gaps. Raises DisturbedTurnError."""
-        self.collect(cell.order)
+        self.collect(cell.order if cell.step_hold is None else f"{cell.order} {cell.step_hold}")
         asked = []
         with Background(self.decode.server, self.words, cell.sequences, self.longest) as background:
             begin, end = background.quiet(pairs * self.period)
             for number in range(pairs):
-                asked += [(tokens, self.ask(self.prompts[tokens][number])) for tokens in self.prompts]
+                asked += [(tokens, self.ask(of[number])) for tokens, of in self.prompts.items() if number < len(of)]
         marks, steps = self.collect(cell.order)
         before, self.failed_before = self.failed_before, self.failures()
         if before != self.failed_before:
@@ -159,7 +166,7 @@ class BusyPair:
             samples.append(sample_of(cell, tokens, both, steps, self.period))
         quiet = gaps_between(steps, begin, end)
         if cell.sequences and (why := unsteady(cell.sequences, steps, (begin, end), samples[-1].local["token"])):
-            raise DisturbedTurnError(f"{self.connector}, {cell.order}, {cell.sequences} sequences: {why}")
+            raise DisturbedTurnError(f"{self.connector}, {cell}: {why}")
         return samples, quiet
 
     def ask(self, prompt: list[int]) -> tuple[str, str]:
@@ -197,7 +204,7 @@ def sample_of(cell: Cell, tokens: int, pair: tuple[Marks, Marks], steps: Steps, 
 
 BUSY = 32
 """Decoding sequences of the busy D that figures are of."""
-SIZES = {"2k": 2001, "8k": 8001, "32k": 32001}
+SIZES = {"2k": 2001, "8k": 8001, "32k": 32001, "128k": 128001}
 LOADS = {"busy": BUSY, "idle": 0}
 Row = dict[str, Any]
 
@@ -221,9 +228,11 @@ def row_of(pair: BusyPair, samples: list[Sample]) -> Row:
     loaded, local = ([round(sample.ttft(which), 3) for sample in samples] for which in ("loaded", "local"))
     copies = [ms for sample in samples if (ms := copy_ms(sample.loaded)) is not None]
     return {
-        "connector": pair.connector, "order": cell.order, "sequences": cell.sequences, "tokens": samples[0].tokens,
-        "samples": len(samples), "ttft_ms": report.percentile(loaded, 50),
-        "local_ttft_ms": report.percentile(local, 50), "copy_ms": report.percentile(copies, 50),
+        "connector": pair.connector, "order": cell.order, "sequences": cell.sequences,
+        "step_hold_seconds": cell.step_hold, "tokens": samples[0].tokens, "samples": len(samples),
+        "ttft_ms": report.percentile(loaded, 50), "local_ttft_ms": report.percentile(local, 50),
+        "over_local_ms": report.percentile([a - b for a, b in zip(loaded, local, strict=True)], 50),
+        "copy_ms": report.percentile(copies, 50),
         "ways": dict(sorted(Counter(sample.loaded["way"] for sample in samples).items())),
         "in_sequence": pair.in_sequence[cell.order], "gaps": len(gaps), "quiet_gaps": len(quiet),
         **report.spread("gap", gaps), **report.spread("local_gap", local_gaps), **report.spread("quiet", quiet),
@@ -233,7 +242,8 @@ def row_of(pair: BusyPair, samples: list[Sample]) -> Row:
 
 def summed_up(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
     """Ratios of both connectors, and KVFerry's figures; those of which a cell was not measured are left out."""
-    found = {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in rows}
+    usual = [row for row in rows if row.get("step_hold_seconds") is None]
+    found = {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in usual}
     ratios: dict[str, float] = {}
     figures: dict[str, float] = {}
     for (load, sequences), (size, tokens) in product(LOADS.items(), SIZES.items()):
@@ -256,10 +266,9 @@ def result_of(rows: list[Row]) -> Row:
 
 
 def show(result: Row) -> None:
-    """Print the table, then ratios and figures."""
-    rows = sorted(result["rows"], key=lambda r: (r["order"], r["sequences"], r["tokens"], r["connector"]))
-    print(
-        pages.table(rows, {"connector": "{connector}", "samples": "{samples}", **pages.OF["gpu-busy-one-gpu"].columns})
-    )
+    """Print the table, what is not in it, then ratios and figures."""
+    print(pages.table(pages.by_load(result["rows"]), pages.OF["gpu-busy"].columns))
+    for name, why in result["left_out"].items():
+        print(f"left out: {name}: {why}")
     for name, value in (result["ratios"] | result["figures"]).items():
         print(f"{name:38}{value:10.3f}")

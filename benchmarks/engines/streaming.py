@@ -21,7 +21,7 @@ both legs at once, where P offers it. ``--variant NAME=JSON`` adds an engine pai
 Columns, medians over the turns: the client's time to the first and to the second token; P's time from the begin of the
 prompt's first step to the end of its last one, and its ratio to that of P alone in the same turn, by the clock and by
 the time of P's engine thread on its core; the share of the bytes at D when P's last step ended; for how long bytes
-came, of which 0.5 % at each end do not count.
+came, of which 0.5 % at each end do not count. ``curves``: of the longest prompt, the bytes at D in time.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def started(
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all pairs that start; which do not is in ``left_out``. Raises EngineError: KVFerry on the CPU."""
     rng = random.Random(1)
-    result: dict[str, Any] = {"rows": [], "left_out": [], "targets": [], "chunk": args.chunk}
+    result: dict[str, Any] = {"rows": [], "curves": [], "left_out": [], "targets": [], "chunk": args.chunk}
     result["gpus_of_p_and_d"], result["load_before"] = list(args.gpus), round(os.getloadavg()[0], 1)
     result["kv_kib_per_token"] = model_spec(args).kv_bytes_per_token / 1024
     with ExitStack() as stack:
@@ -167,6 +167,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                             warm_ups=2 if cold else 0,
                         )  # fmt: skip
                         result["rows"] += streaming_pair.rows_of(found, name=name, tokens=tokens, gb_per_s=rate)
+                        if tokens == max(tokens for tokens, _ in args.cells):
+                            result["curves"] += streaming_pair.curves_of(found, name=name, tokens=tokens)
                         print(f"{name}, {tokens} tokens, {rate or '-'} GB/s: {len(found)} turns", flush=True)
                         result["targets"] = streaming_pair.targets(result["rows"])
                         report.save(args.json, result)  # the others take as long again

@@ -237,6 +237,20 @@ def row(way: str, turns: Turns) -> Row:
     }  # fmt: skip
 
 
+def curves_of(turns: Turns, **cell: Any) -> list[Row]:
+    """For each way over which KV came: the bytes at D in time, of the turn whose first token is the median, [ms, MiB]
+    from its sending, of at most some fifty points."""
+    found: list[Row] = []
+    for way in turns[0]:
+        sample = sorted((turn[way] for turn in turns), key=lambda sample: sample.arrived[0])[len(turns) // 2]
+        if way == ALONE or not sample.curve or sample.curve[-1][1] < 2**20:
+            continue
+        points = [[round(at * 1e3, 1), round(count / 2**20, 1)] for at, count in sample.curve]
+        points = points[: -1 : 1 + len(points) // 50] + points[-1:]
+        found.append({"way": way, "prefill_end_ms": round(sample.prefill_end * 1e3, 1), "points": points} | cell)
+    return found
+
+
 # --- targets ----------------------------------------------------------------------------------------------------------
 
 

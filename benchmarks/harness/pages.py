@@ -102,10 +102,11 @@ class Cells(Formatter):
 
 
 def table(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
-    """A line for each row; ``columns``: as in pages.toml."""
-    lines = [list(columns), ["---"] * len(columns)]
-    lines += [[Cells().cell(form, row) for form in columns.values()] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    """A line for each row; ``columns``: as in pages.toml. A column without any cell is left out."""
+    rows = list(rows)
+    found = {head: [Cells().cell(form, row) for row in rows] for head, form in columns.items()}
+    kept = [[head, "---", *cells] for head, cells in found.items() if any(cells)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in zip(*kept, strict=True))
 
 
 def by(fields: Sequence[str], over: str, rows: Iterable[Row]) -> list[dict[Any, Any]]:
@@ -145,7 +146,7 @@ def filled(name: str, of: Section | Part, template: str) -> str:
     rows = more.get("rows") or result.get(section.rows, ())
     rows = [rows] if isinstance(rows, dict) else rows
     rows = by(section.by, section.over, rows) if section.by and "rows" not in more else rows
-    columns = more.get("columns") or OF[section.like or name].columns
+    columns = OF[section.like or name].columns
     known = {
         "no_policy": NO_POLICY, "policy_is": policy_sentence(result.get("policy", "recompute")),
         "machine": machine(result, of.packages), **result, "table": table(rows, columns), **more,
@@ -203,13 +204,20 @@ def cpu_bandwidth(result: Row) -> Row:
 
 
 def quiet_step(result: Row) -> Row:
-    """``columns``: of the contenders that took part."""
     section = OF["gpu-quiet-step"]
     rows = by(section.by, section.over, sorted(result["rows"], key=lambda row: row["figure"] != "gap"))
     for row in rows:
         row["what"] = row["figure"].replace("hit_", "prefix hit, ") + " tokens" * (row["figure"] != "gap")
-    columns = {head: form for head, form in section.columns.items() if Cells().cell(form, rows[0])}
-    return {"rows": rows, "columns": columns}
+    return {"rows": rows}
+
+
+def by_load(rows: Iterable[Row]) -> list[Row]:
+    """Rows of ``busy.py``: what is compared is side by side."""
+    return sorted(rows, key=lambda row: (row["order"], row["sequences"], row["tokens"]))
+
+
+def busy(result: Row) -> Row:
+    return {"rows": by_load(result["rows"])}
 
 
 def streamed(rows: Iterable[Row]) -> list[Row]:
@@ -311,6 +319,7 @@ def router_cost(result: Row) -> Row:
 
 PREPARED: dict[str, Callable[[Row], Row]] = {
     "gpu-bandwidth": gpu_bandwidth, "cpu-bandwidth": cpu_bandwidth, "gpu-quiet-step": quiet_step,
+    "gpu-busy": busy, "gpu-busy-one-gpu": busy,
     "cpu-checksum": lambda result: {"rows": [row for row in result["rows"] if row["plane"] != row["base"]]},
     "gpu-streaming": streaming, "cpu-streaming": streaming, "prefix-reads": prefix_reads,
     "cpu-wrong-tokens": wrong_tokens, "wrong-answers": wrong_answers,
