@@ -22,6 +22,7 @@ from kvferry.transport.wake import Waker
 SESSION_BYTES = 16
 SECRET_BYTES = 2 * SESSION_BYTES
 CHANNEL_BYTES = 16
+HELLO_BYTES = SECRET_BYTES + CHANNEL_BYTES
 HELLO_SECONDS = 10.0
 """A new connection must have said all that it must within this time."""
 WAIT_SECONDS = 30.0
@@ -252,7 +253,7 @@ class _Waiting(NamedTuple):
 class PendingConnections:
     """Accepts connections and keeps each one until its channel takes it.
 
-    A new connection sends its hello: a secret and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all. It
+    A new connection sends its hello: a secret and the id of its channel, ``HELLO_BYTES`` in all. It
     then sends nothing until it is served, or it is closed. At most ``MAX_UNAUTHENTICATED + MAX_WAITING`` connections
     are held, one of each session.
 
@@ -298,11 +299,11 @@ class PendingConnections:
 
     def _hear(self, stranger: Stranger) -> bool:
         try:
-            said = stranger.sock.recv(SECRET_BYTES + CHANNEL_BYTES - len(stranger.said))
+            said = stranger.sock.recv(HELLO_BYTES - len(stranger.said))
         except BlockingIOError:
             return True
         stranger.said += said
-        if said and len(stranger.said) < SECRET_BYTES + CHANNEL_BYTES:
+        if said and len(stranger.said) < HELLO_BYTES:
             return True
         secret, channel = stranger.said[:SECRET_BYTES], stranger.said[SECRET_BYTES:]
         session = self._secrets.session(secret) if len(channel) == CHANNEL_BYTES else None

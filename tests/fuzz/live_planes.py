@@ -20,7 +20,8 @@ from kvferry.transport.planes import zmq as zmq_plane
 from kvferry.transport.planes.push import PushReceiver
 from kvferry.transport.planes.shm import Arena
 from kvferry.transport.planes.socket_plane import SocketAttach
-from kvferry.transport.planes.tcp import HEADER, TcpRecvChannel
+from kvferry.transport.planes.tcp import TcpRecvChannel
+from kvferry.transport.planes.tcp_flows import HEADER
 from tests.fuzz.honest import Decoder, encode
 
 

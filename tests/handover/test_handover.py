@@ -14,7 +14,7 @@ import torch
 
 from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
 from kvferry.transport import wake
-from kvferry.transport.planes.tcp import Cipher
+from kvferry.transport.planes.tcp_flows import Cipher
 from tests.handover.scenario import (
     OURS,
     PATIENT,

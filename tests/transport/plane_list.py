@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from kvferry.transport.plane import Plane, PlaneContext
+from kvferry.transport.planes.tcp import TcpPlane
+from kvferry.transport.planes.tcp_flows import MOST_FLOWS
 from kvferry.transport.registry import PlaneSpec, make_plane, plane_specs
 from tests.support.lanes import lanes_of
 
@@ -17,14 +19,19 @@ PUSH, PULL = False, True
 
 ENCRYPTED = "-encrypted"
 """Behind the name of a plane: with the setting ``encrypt``."""
+FLOWS = "-flows"
+"""Behind the name ``tcp``: with several flows for each channel, as between GPUs, but in slots of host memory."""
 
 
 def plane_of(name: str, context: PlaneContext) -> Plane:
-    """The plane of a name that may end with ``ENCRYPTED``; ``nixl`` over TCP."""
+    """The plane of a name that may end with ``FLOWS``, ``ENCRYPTED`` or both; ``nixl`` over TCP."""
+    registered = name.removesuffix(ENCRYPTED).removesuffix(FLOWS)
     with lanes_of(name):
-        return make_plane(
-            name.removesuffix(ENCRYPTED), replace(context, encrypt=context.encrypt or name.endswith(ENCRYPTED))
-        )
+        plane = make_plane(registered, replace(context, encrypt=context.encrypt or name.endswith(ENCRYPTED)))
+    if registered + FLOWS == name.removesuffix(ENCRYPTED):
+        assert isinstance(plane, TcpPlane)
+        plane.flows = MOST_FLOWS
+    return plane
 
 
 def pattern(tag: int, nbytes: int) -> np.ndarray:

@@ -15,10 +15,10 @@ import torch
 from kvferry.transport.channels import CPU, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.staging import SlotPool
-from tests.transport.plane_list import ENCRYPTED, PUSH, host_planes, pattern, plane_of
+from tests.transport.plane_list import ENCRYPTED, FLOWS, PUSH, host_planes, pattern, plane_of
 
 SLOT = 64 << 10
-PLANES = [*host_planes(PUSH), f"tcp{ENCRYPTED}"]
+PLANES = [*host_planes(PUSH), f"tcp{ENCRYPTED}", f"tcp{FLOWS}", f"tcp{FLOWS}{ENCRYPTED}"]
 """Those that carry messages."""
 
 

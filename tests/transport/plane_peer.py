@@ -26,7 +26,7 @@ from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.registry import plane_spec
 from tests.support.turns import resident_bytes
-from tests.transport.plane_list import ENCRYPTED, pattern, plane_of
+from tests.transport.plane_list import pattern, plane_of
 
 HOST = sys.argv[5] if len(sys.argv) > 5 else "127.0.0.1"
 """The address of this process."""
@@ -293,7 +293,7 @@ if __name__ == "__main__":
 
         enter(sys.argv[6])
     device = torch.device(*((sys.argv[4],) if sys.argv[4] == "cpu" else (sys.argv[4], 0)))
-    pulls = plane_spec(sys.argv[1].removesuffix(ENCRYPTED)).load().pulls
+    pulls = plane_spec(sys.argv[1].partition("-")[0]).load().pulls
     peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), device, MEMORY_BYTES if pulls else 0)
     print(json.dumps({"ready": os.getpid()}), file=ANSWERS, flush=True)
     peer.serve()

@@ -16,7 +16,8 @@ import torch
 from kvferry.transport.channels import Pieces, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes.tcp import HEADER, KEY_BYTES, TAG_BYTES, Cipher, Vector
+from kvferry.transport.planes.tcp import Vector
+from kvferry.transport.planes.tcp_flows import HEADER, KEY_BYTES, TAG_BYTES, Cipher
 from kvferry.transport.registry import make_plane
 from tests.transport.plane_list import pattern
 from tests.transport.plane_pair import SLOT, Pair, intact

@@ -18,7 +18,8 @@ import pytest
 from kvferry.transport import sockets
 from kvferry.transport.channels import CPU, Pieces, Received
 from kvferry.transport.planes import tcp
-from kvferry.transport.planes.tcp import HEADER, TcpPlane, TcpRecvChannel, TcpSendChannel, Vector
+from kvferry.transport.planes.tcp import TcpPlane, TcpRecvChannel, TcpSendChannel, Vector
+from kvferry.transport.planes.tcp_flows import HEADER
 from kvferry.transport.sockets import MAX_UNAUTHENTICATED, SILENCE_SECONDS
 from tests.transport.plane_pair import Pair
 

@@ -11,7 +11,7 @@ from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies, install
-from tests.support.inside import scheduler_half, thread_of, worker_half
+from tests.support.inside import report_no_load_early, scheduler_half, thread_of, worker_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import EngineGroup, Lines, eventually, loaded, run, settle
 from tests.vllm.test_step_loads import POLICIES, add
@@ -152,8 +152,7 @@ def test_one_rank_has_ended_before_the_other(group: EngineGroup, monkeypatch: py
 
 def test_a_client_leaves_while_only_one_rank_has_reported(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(group, monkeypatch, tp=2)
-    watched = worker_half(scene.d.workers[1])
-    monkeypatch.setattr(watched, "_report_early", lambda **_: None)
+    report_no_load_early(worker_half(scene.d.workers[1]))
     for slow in scene.slow:
         slow.gate.clear()
     name = add(scene.p, scene.d, IDS)

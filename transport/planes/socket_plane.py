@@ -51,6 +51,15 @@ class AwaitedSender(WindowedSender):
     def open(self) -> bool:
         return super().open and self.sock is not None
 
+    @property
+    def ids(self) -> tuple[bytes, ...]:
+        """What the hellos of its connections name; most channels have one."""
+        return (self.id,)
+
+    def joined(self, channel_id: bytes, sock: socket.socket) -> None:
+        """The connection with this id is here."""
+        self.connected(sock)
+
     def connected(self, sock: socket.socket) -> None:
         """D's connection is here."""
         self.sock = sock
@@ -58,8 +67,8 @@ class AwaitedSender(WindowedSender):
 
 
 class ConnectingReceiver(PushReceiver):
-    """D's end of a channel, whose TCP connection ``sock`` is being made. ``deadline``: when it must stand, by
-    ``time.monotonic``; infinite once it stands."""
+    """D's end of a channel, whose TCP connection ``sock`` is being made. ``deadline``: when it must stand, with others
+    that are being made, by ``time.monotonic``; infinite once they stand."""
 
     late: ClassVar[str]
     unreachable: ClassVar[str]
@@ -68,22 +77,30 @@ class ConnectingReceiver(PushReceiver):
     def __init__(self, plane: SocketPlane, sock: socket.socket, hello: bytes) -> None:
         super().__init__()
         self.plane_name, self.sock = plane.name, sock
-        self.deadline = time.monotonic() + CONNECT_SECONDS
-        plane.sockets.watch(sock, partial(self._on_connected, hello), WRITABLE)
+        self._dialing = 0
+        self.dial(plane, sock, hello, self.connected)
 
-    def _on_connected(self, hello: bytes) -> None:
+    def dial(self, plane: SocketPlane, sock: socket.socket, hello: bytes, stands: Callable[[], None]) -> None:
+        """A connection is being made: call ``stands`` when it stands, and the hello is sent."""
+        self._dialing += 1
+        self.deadline = time.monotonic() + CONNECT_SECONDS
+        plane.sockets.watch(sock, partial(self._on_connected, sock, hello, stands), WRITABLE)
+
+    def _on_connected(self, sock: socket.socket, hello: bytes, stands: Callable[[], None]) -> None:
         """The connection stands, or could not be made."""
-        number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         try:
             if number:
                 raise OSError(number, os.strerror(number))
-            tune(self.sock)
-            self.sock.send(hello, socket.MSG_NOSIGNAL)  # so few bytes always fit
+            tune(sock)
+            sock.send(hello, socket.MSG_NOSIGNAL)  # so few bytes always fit
         except OSError as error:
             self.fail(f"{self.plane_name}: {self.unreachable % error.strerror}")
             return
-        self.deadline = inf
-        self.connected()
+        self._dialing -= 1
+        if not self._dialing:
+            self.deadline = inf
+        stands()
 
     @abstractmethod
     def connected(self) -> None:
@@ -134,14 +151,15 @@ class SocketPlane(PushPlane):
         ProtocolError: the channel exists already."""
         if self.pending is None:
             raise TransportError(f"{self.name}: a decode rank answers an offer that was never made")
-        if attach.channel in [channel.id for channel in self.channels if isinstance(channel, AwaitedSender)]:
+        if any(attach.channel in channel.ids for channel in self.channels if isinstance(channel, AwaitedSender)):
             raise ProtocolError(f"{self.name} attach: this channel exists already")
 
     def await_connection(self, channel: AwaitedSender) -> None:
         """P: a new channel, whose connection may be here already."""
         self.channels[channel] = None
-        self.awaited[channel.id] = channel
-        self._join(channel.id)
+        for channel_id in channel.ids:
+            self.awaited[channel_id] = channel
+            self._join(channel_id)
 
     def _join(self, channel_id: bytes) -> None:
         """Join a channel and its connection once both are here."""
@@ -149,7 +167,12 @@ class SocketPlane(PushPlane):
         channel = self.awaited.get(channel_id)  # None: the connection came too late
         if channel is not None and channel.error is None and (sock := self.pending.take(channel_id)) is not None:
             del self.awaited[channel_id]
-            channel.connected(sock)
+            channel.joined(channel_id, sock)
+
+    def _forget(self, channel: AwaitedSender) -> None:
+        """Await no connection of a channel any more."""
+        for channel_id in channel.ids:
+            self.awaited.pop(channel_id, None)
 
     def connect_tcp(self, host: str, port: int) -> socket.socket:
         """D: a socket that begins to connect to a numeric address; it is writable when it has connected, or failed.
@@ -182,7 +205,7 @@ class SocketPlane(PushPlane):
         """Forget a channel that closes, and close its socket. Idempotent."""
         self.channels.pop(channel, None)
         if isinstance(channel, AwaitedSender):
-            self.awaited.pop(channel.id, None)
+            self._forget(channel)
         if sock is not None:
             self.sockets.drop(sock)
 
@@ -196,8 +219,8 @@ class SocketPlane(PushPlane):
         if self.pending is not None:
             self.pending.expire()
         now = time.monotonic()
-        for sender in [sender for sender in self.awaited.values() if now > sender.deadline]:
-            del self.awaited[sender.id]
+        for sender in {sender for sender in self.awaited.values() if now > sender.deadline}:
+            self._forget(sender)
             sender.fail(f"{self.name}: the decode rank's connection did not come")
             moved = True
         for receiver in [channel for channel in self.channels if isinstance(channel, ConnectingReceiver)]:

@@ -7,7 +7,7 @@ Without a pack and an unpack 64 MiB in blocks of 8 KiB move at 4.4 GB/s over loo
 D connects to P and sends the secret of P's offer and the channel's id. The stream has no other authentication, unless
 the engine of P or of D wants its bytes encrypted. Then every message goes through slots, see ``Cipher``.
 
-A message: ``HEADER``, its bytes, and a last byte, ``COMPLETE``.
+Between GPUs a channel has several such connections where both ends have cores for their threads, see ``tcp_flows``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -32,20 +31,42 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from kvferry.transport.channels import DChannel, Pieces, Received, RecvChannel, SendChannel, Slot
-from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
+from kvferry.transport.errors import ProtocolError
 from kvferry.transport.plane import PlaneContext, decode_payload
-from kvferry.transport.planes.socket_plane import (
-    CONNECT_SECONDS,
-    AwaitedSender,
-    ConnectingReceiver,
-    SocketAttach,
-    SocketPlane,
+from kvferry.transport.planes.socket_plane import AwaitedSender, ConnectingReceiver, SocketAttach, SocketPlane
+from kvferry.transport.planes.tcp_flows import (
+    CHANGED,
+    COMPLETE,
+    GONE,
+    HEADER,
+    KEY_BYTES,
+    LATE,
+    SILENT,
+    TAG_BYTES,
+    UNREACHABLE,
+    Cipher,
+    FlowsReceiver,
+    FlowsSender,
+    FlowThreads,
+    aead,
+    ciphers_of,
+    end_with_process,
+    misfit,
+    most_flows,
+    most_threads,
+    said_by_d,
 )
-from kvferry.transport.sockets import ENDED, EXHAUSTED, READABLE, SECRET_BYTES, SILENCE_SECONDS, WRITABLE
+from kvferry.transport.sockets import (
+    CHANNEL_BYTES,
+    ENDED,
+    EXHAUSTED,
+    HELLO_BYTES,
+    READABLE,
+    SECRET_BYTES,
+    SILENCE_SECONDS,
+    WRITABLE,
+)
 from kvferry.transport.staging import SlotPool
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 logger = logging.getLogger("vllm.kvferry.tcp")
 
@@ -150,12 +171,6 @@ def repeated(buffer: npt.NDArray[np.uint8], nbytes: int) -> Pieces:
 
 # --- messages -------------------------------------------------------------------------------------------------------
 
-HEADER = struct.Struct("<QQ")
-"""The tag, and the number of bytes that follow without the last byte."""
-COMPLETE: npt.NDArray[np.uint8] = np.ones(1, dtype=np.uint8)
-"""The last byte of a message whose bytes are all P's. Zero where P stopped reading its pages before they were sent: P's
-control message about that goes over another socket, and may arrive later."""
-
 
 class Outgoing:
     """A message that P sends. ``slot`` becomes free afterwards; ``paged``: its bytes are read from pages.
@@ -205,65 +220,6 @@ def whole(of: npt.NDArray[np.uint8]) -> Pieces:
     return Pieces(np.array([of.ctypes.data]), np.array([of.nbytes]))
 
 
-# --- encryption -----------------------------------------------------------------------------------------------------
-
-KEY_BYTES = 32
-TAG_BYTES = 16
-"""What a message grows by."""
-
-
-class Cipher:
-    """One end of an encrypted channel: AES-256-GCM with a key of the channel's own.
-
-    P makes the key, and D has it by the control connection, which is encrypted. Only P sends on the channel, so each
-    key and nonce is used once: the nonce is the number of the message. The header of a message is authenticated with
-    it. So bytes that were changed, left out, repeated or moved are never taken for P's.
-
-    Over it, ``tcp`` moves twice the bytes in a second that ``zmq`` moves over CURVE (benchmarks/planes/planes.py). The
-    kernel's TLS would need its module on both hosts. Raises PlaneUnavailableError: this machine lacks the package
-    ``cryptography``, or its version is too old."""
-
-    def __init__(self, key: bytes) -> None:
-        self._aead = aead()(key)
-        self._messages = 0
-
-    def seal(self, slot: Slot, nbytes: int, header: bytes) -> int:
-        """P: encrypt the first ``nbytes`` of a slot in place. Returns their number with the authentication tag."""
-        memory = slot.tensor.numpy().data
-        self._aead.encrypt_into(self._nonce(), memory[:nbytes], header, memory[: nbytes + TAG_BYTES])
-        return nbytes + TAG_BYTES
-
-    def open(self, slot: Slot, nbytes: int, header: bytes) -> bool:
-        """D: decrypt the first ``nbytes`` of a slot in place. Whether they are what P sent."""
-        from cryptography.exceptions import InvalidTag
-
-        memory = slot.tensor.numpy().data
-        try:
-            self._aead.decrypt_into(self._nonce(), memory[:nbytes], header, memory[: nbytes - TAG_BYTES])
-        except InvalidTag:
-            return False
-        return True
-
-    def skip(self) -> None:
-        """D: a message was received and is not needed."""
-        self._messages += 1
-
-    def _nonce(self) -> bytes:
-        self._messages += 1
-        return self._messages.to_bytes(12, "big")
-
-
-def aead() -> type[AESGCM]:
-    """Raises PlaneUnavailableError where this machine cannot encrypt."""
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError as error:
-        raise PlaneUnavailableError(f"tcp: the setting encrypt needs the package cryptography: {error}") from None
-    if not hasattr(AESGCM, "encrypt_into"):
-        raise PlaneUnavailableError("tcp: the setting encrypt needs a newer version of the package cryptography")
-    return AESGCM
-
-
 # --- the plane ------------------------------------------------------------------------------------------------------
 
 
@@ -273,9 +229,18 @@ class TcpOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TcpAttach(SocketAttach, frozen=True, forbid_unknown_fields=True):
-    """``encrypts``: D wants its bytes encrypted."""
+    """``encrypts``: D wants its bytes encrypted. ``flows``: how many D can have. Where they are several, P's reply is a
+    ``TcpFlows``, else the key, if any."""
 
     encrypts: bool = False
+    flows: Annotated[int, Meta(ge=1, le=64)] = 1
+
+
+class TcpFlows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """P's reply. ``hellos``: of the connections beside the first one. ``keys``: one for each connection, or none."""
+
+    hellos: tuple[Annotated[bytes, Meta(min_length=HELLO_BYTES, max_length=HELLO_BYTES)], ...]
+    keys: tuple[Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)], ...]
 
 
 class TcpSendChannel(AwaitedSender):
@@ -305,9 +270,7 @@ class TcpSendChannel(AwaitedSender):
         return message.tag if message is not None and message.paged else None
 
     def connected(self, sock: socket.socket) -> None:
-        # Ends the stream at once when this process ends: otherwise the kernel would first deliver the unsent bytes, and
-        # a D that takes no bytes at that time would not notice our death.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        end_with_process(sock)
         super().connected(sock)
         self._plane.sockets.watch(sock, self.on_readable)
 
@@ -326,18 +289,9 @@ class TcpSendChannel(AwaitedSender):
             message.stop_reading(partial(repeated, self._plane.zeros))
 
     def on_readable(self) -> None:
-        """D sends nothing, so its stream has ended."""
         assert self.sock is not None
-        try:
-            data = self.sock.recv(256)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self.fail(f"tcp: the decode rank is gone: {error.strerror}")
-            return
-        self.fail(
-            "tcp: the decode rank sent what it may not" if data else "tcp: the decode rank closed the channel or died"
-        )
+        if why := said_by_d(self.sock):
+            self.fail(why)
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
         self._waiting.append((slot, nbytes, tag))
@@ -397,8 +351,7 @@ class TcpSendChannel(AwaitedSender):
 class TcpRecvChannel(ConnectingReceiver):
     """D's end. It receives a message into the memory of ``into``, or into a slot."""
 
-    late = f"no connection to the prefill rank's data port in {CONNECT_SECONDS:g} s; is a firewall between?"
-    unreachable = "the prefill rank's data port cannot be reached: %s; is a firewall between?"
+    late, unreachable = LATE, UNREACHABLE
 
     def __init__(self, plane: TcpPlane, sock: socket.socket, hello: bytes) -> None:
         super().__init__(plane, sock, hello)
@@ -455,7 +408,7 @@ class TcpRecvChannel(ConnectingReceiver):
                 self.on_readable()
                 return True
         elif self.in_message and self.error is None and now > self._received_at + SILENCE_SECONDS:
-            self.fail(f"tcp: the prefill rank stopped in the middle of a message, {SILENCE_SECONDS} s ago")
+            self.fail(SILENT)
         return False
 
     def on_readable(self) -> None:
@@ -487,9 +440,8 @@ class TcpRecvChannel(ConnectingReceiver):
         tag, nbytes = HEADER.unpack(self._header.tobytes())
         expected = self.expected.get(tag)
         more = TAG_BYTES if self.cipher is not None else 0
-        if not more < nbytes <= self._plane.slot_bytes or (expected and expected.nbytes + more != nbytes):
-            wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes - more}"
-            self.fail(f"tcp: message {tag:#x} has {nbytes - more} bytes, {wanted}")
+        if why := misfit(tag, nbytes, more, expected, self._plane.slot_bytes):
+            self.fail(why)
             return False
         slot, reported = None, nbytes - more if expected is not None else None
         if expected is None:
@@ -511,7 +463,7 @@ class TcpRecvChannel(ConnectingReceiver):
         return True
 
     def _gone(self) -> None:
-        self.fail("tcp: the prefill rank closed the channel or died")
+        self.fail(GONE)
 
     def _finish(self) -> None:
         arriving, self._arriving = self._arriving, None
@@ -536,7 +488,7 @@ class TcpRecvChannel(ConnectingReceiver):
         if self._complete[0] and cipher.open(arriving.slot, HEADER.unpack(header)[1], header):
             return True
         self._plane.recv_pool.put(arriving.slot)
-        self.fail("tcp: an encrypted message is not what the prefill rank sent: it was changed on its way")
+        self.fail(CHANGED)
         return False
 
     def _drop_arriving(self) -> None:
@@ -560,6 +512,9 @@ class TcpPlane(SocketPlane):
         self.send_pool, self.recv_pool = (
             SlotPool(context.slot_bytes, context.staging_bytes, page_locked=gpu) for _ in range(2)
         )
+        self.flows = most_flows(context.memory.device)
+        """The most flows of one channel."""
+        self.threads = FlowThreads(self.sockets)
         self._encrypts = context.encrypt
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
@@ -571,29 +526,62 @@ class TcpPlane(SocketPlane):
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, TcpOffer, "tcp offer")
         sock = self.connect_tcp(host, theirs.port)
-        new = self.new_attach()
-        attach = TcpAttach(new.channel, new.slot_bytes, self._encrypts)
-        channel = TcpRecvChannel(self, sock, theirs.secret + attach.channel)
+        new, flows = self.new_attach(), self._flows(self.flows)
+        attach = TcpAttach(new.channel, new.slot_bytes, self._encrypts, flows)
+        hello = theirs.secret + attach.channel
+        channel: TcpRecvChannel | FlowsReceiver
+        if flows > 1:
+            channel = FlowsReceiver(self, sock, hello, (host, theirs.port), flows)
+        else:
+            channel = TcpRecvChannel(self, sock, hello)
         self.channels[channel] = None
         return channel, msgspec.msgpack.encode(attach)
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, TcpAttach, "tcp attach")
         self.check_new(attach)
-        key = secrets.token_bytes(KEY_BYTES) if self._encrypts or attach.encrypts else b""
-        slot_bytes = min(self.slot_bytes, attach.slot_bytes) - (TAG_BYTES if key else 0)
-        channel = TcpSendChannel(self, attach.channel, slot_bytes, Cipher(key) if key else None)
+        flows = self._flows(attach.flows)
+        encrypts = self._encrypts or attach.encrypts
+        keys = tuple(secrets.token_bytes(KEY_BYTES) for _ in range(flows if encrypts else 0))
+        hellos = tuple(self.secrets.new() + secrets.token_bytes(CHANNEL_BYTES) for _ in range(flows - 1))
+        slot_bytes = min(self.slot_bytes, attach.slot_bytes) - (TAG_BYTES if keys else 0)
+        ciphers = ciphers_of(keys, flows)
+        channel: TcpSendChannel | FlowsSender
+        if flows > 1:
+            ids = (attach.channel, *(hello[SECRET_BYTES:] for hello in hellos))
+            channel = FlowsSender(self, attach.channel, slot_bytes, dict(zip(ids, ciphers, strict=True)))
+        else:
+            channel = TcpSendChannel(self, attach.channel, slot_bytes, ciphers[0])
         self.await_connection(channel)
-        return channel, key
+        return channel, msgspec.msgpack.encode(TcpFlows(hellos, keys)) if attach.flows > 1 else b"".join(keys)
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
-        assert isinstance(channel, TcpRecvChannel)
-        if not reply and self._encrypts:
-            raise ProtocolError("tcp: Attached carries no key, and the setting encrypt is on")
-        if reply:
-            if len(reply) != KEY_BYTES:
+        assert isinstance(channel, TcpRecvChannel | FlowsReceiver)
+        if isinstance(channel, FlowsReceiver):
+            theirs = decode_payload(reply, TcpFlows, "tcp reply")
+            flows = len(theirs.hellos) + 1
+            if flows > channel.wanted or len(theirs.keys) not in (0, flows):
+                raise ProtocolError(
+                    f"tcp: Attached carries {flows} flows, limit {channel.wanted}, and {len(theirs.keys)} keys"
+                )
+            keys = theirs.keys
+        else:
+            if len(reply) not in (0, KEY_BYTES):
                 raise ProtocolError(f"tcp: Attached carries a key of {len(reply)} bytes, expected {KEY_BYTES}")
-            channel.cipher, channel.encrypted = Cipher(reply), True
+            keys = (reply,) if reply else ()
+        if not keys and self._encrypts:
+            raise ProtocolError("tcp: Attached carries no key, and the setting encrypt is on")
+        channel.encrypted = bool(keys)
+        if isinstance(channel, FlowsReceiver):
+            channel.finish(theirs.hellos, ciphers_of(keys, flows))
+        elif keys:
+            channel.cipher = Cipher(*keys)
+
+    def _flows(self, wanted: int) -> int:
+        """The flows that a new channel may have: one where the plane has too many already."""
+        several = [channel for channel in self.channels if isinstance(channel, FlowsSender | FlowsReceiver)]
+        left = most_threads(self.send_pool.capacity) - len(self.threads.flows) - sum(one.to_start for one in several)
+        return max(1, min(wanted, self.flows, left))
 
     def progress(self) -> bool:
         moved = super().progress()
@@ -602,10 +590,22 @@ class TcpPlane(SocketPlane):
             if channel.check(now):  # the channel has a slot now; at the next shortage other channels come first
                 moved = True
                 self.channels[channel] = self.channels.pop(channel)
+        for several in self.receivers(FlowsReceiver):
+            if several.supply():
+                moved = True
+                self.channels[several] = self.channels.pop(several)
         return moved
 
     def arm(self) -> bool:
-        return not (self.recv_pool.free and any(channel.starved for channel in self.receivers(TcpRecvChannel)))
+        receivers: list[TcpRecvChannel | FlowsReceiver] = [
+            *self.receivers(TcpRecvChannel),
+            *self.receivers(FlowsReceiver),
+        ]
+        return not (self.recv_pool.free and any(channel.starved for channel in receivers))
+
+    def _close(self) -> None:
+        self.threads.close()
+        super()._close()
 
     def nowhere(self, nbytes: int) -> Pieces:
         """Memory for received bytes that belong to no message any more."""
