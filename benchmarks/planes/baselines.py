@@ -12,14 +12,17 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from benchmarks.planes.endpoints import ArenaEndpoint, Cache, Endpoint, digest, noise
 from benchmarks.planes.points import NIXL_RAW, Config, Form, Point, Side, cache_bytes, num_blocks
 from kvferry.kernels.paged_copy import copy_pages
+from kvferry.transport.planes.tcp_flows import most_flows
 
 LARGE_DESCRIPTOR = 64 << 20
 RAW_MESSAGE = {"cuda": 32 << 20, "cpu": 4 << 20}
@@ -218,6 +221,53 @@ class TorchEndpoint(Endpoint):
                 torch.cuda.synchronize(devices[1])
             found.append(time.perf_counter() - started)
         return found
+
+
+class SocketsRaw(ArenaEndpoint):
+    """As many TCP connections as ``tcp`` has between GPUs, with a thread each at either end: contiguous bytes of host
+    memory, in calls of ``RAW_MESSAGE``. ``flows`` of the settings: another number."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(msgspec.structs.replace(config, device="cpu"))
+        self.flows = config.settings.get("flows") or most_flows(torch.device("cuda"))
+        self.threads = ThreadPoolExecutor(self.flows)
+
+    def exchange(self, blob: str | None, peer: str = "main") -> str | None:
+        if self.side == "p" and blob is None:
+            self.listener = socket.create_server(("127.0.0.1", 0))
+            return str(self.listener.getsockname()[1])
+        if self.side == "d" and blob:
+            self.socks = [socket.create_connection(("127.0.0.1", int(blob))) for _ in range(self.flows)]
+            return "connected"
+        if self.side == "p":
+            self.socks = [self.listener.accept()[0] for _ in range(self.flows)]
+        return None
+
+    def serve(self, point: str, way: str, repeats: int) -> Any:
+        self.parts = self._parts(point) * repeats
+
+    def synchronize(self) -> None:
+        self._on_each(self.parts, lambda sock, part: sock.sendall(part))
+
+    def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
+        def receive(sock: socket.socket, part: memoryview) -> None:
+            while part:
+                part = part[sock.recv_into(part, 0, socket.MSG_WAITALL) :]
+
+        return self._timed(lambda: self._on_each(self._parts(point), receive), repeats)
+
+    def _parts(self, point: str) -> list[memoryview]:
+        view, size = self.arena[: self.points[point].nbytes].numpy().data, RAW_MESSAGE["cpu"]
+        return [view[start : start + size] for start in range(0, len(view), size)]
+
+    def _on_each(self, parts: list[memoryview], do: Callable[[socket.socket, memoryview], None]) -> None:
+        """Every n-th part by the n-th connection."""
+
+        def all_of(number: int) -> None:
+            for part in parts[number :: self.flows]:
+                do(self.socks[number], part)
+
+        list(self.threads.map(all_of, range(self.flows)))
 
 
 class SocketRaw(ArenaEndpoint):

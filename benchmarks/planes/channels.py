@@ -20,13 +20,14 @@ from kvferry.kernels.checksum import ChecksumName, WireCheck, trailer_fits, writ
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.channels import CPU, ByteRanges, Copy, PageRead, Pieces, PullChannel, RecvChannel, SendChannel
 from kvferry.transport.plane import PlaneContext
+from kvferry.transport.planes.tcp import TcpPlane
 from kvferry.transport.registry import make_plane
 
 SLOT_BYTES, STAGING_BYTES = 4 << 20, 256 << 20
 
 
 class PlaneEnd(ArenaEndpoint):
-    """``settings``: the plane, the addresses of this host and of the peer, ``encrypt``, ``checksum``."""
+    """``settings``: the plane, the addresses of this host and of the peer, ``encrypt``, ``checksum``, ``flows``."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -35,6 +36,9 @@ class PlaneEnd(ArenaEndpoint):
             settings["host"], slot_bytes=SLOT_BYTES, staging_bytes=STAGING_BYTES, encrypt=settings.get("encrypt", False)
         )
         self.plane = make_plane(settings["plane"], context)
+        if "flows" in settings:
+            assert isinstance(self.plane, TcpPlane)
+            self.plane.flows = settings["flows"]
         self.checksum: ChecksumName | None = "xxh3" if settings.get("checksum") else None
         self.chunk_bytes, self.tag = 0, 0
 

@@ -13,12 +13,15 @@ On GPUs a plane of ours is whole hand-overs between worker halves as an idle eng
 step to the report of its load. ``nixl``: READs of P's blocks, layer by layer, from prepared lists; it cannot change
 block size or layout (* in the table). ``nixl_best``: as many contiguous bytes in descriptors of 64 MiB. ``torch``:
 gather, peer copy, permute and scatter. ``kernel``: the copy that ``cuda_ipc`` makes, from launch to completion seen.
-``peer_copy``: one contiguous copy. ``handover_ms``: a hand-over of one block of 16 tokens; ``first_handover_ms``: from
-a P that D has not met. ``--only NAME --device cpu --hand-overs`` tries these on a CPU, with few layers and tokens.
+``peer_copy``: one contiguous copy. ``raw sockets``: contiguous bytes of host memory by as many connections and threads
+as the plane ``tcp`` has (``--only tcp "raw sockets"``). ``handover_ms``: a hand-over of one block of 16 tokens;
+``first_handover_ms``: from a P that D has not met. ``--only NAME --device cpu --hand-overs`` tries these on a CPU, with
+few layers and tokens.
 
 On the CPU a plane is moved by its channels: scattered blocks are packed on P and unpacked on D, each side one thread
-and one process. "host" leaves all libraries their choice of transport, "tcp" sets UCX_TLS=tcp for all. NIXL's progress
-thread serves on P, and D polls; both are stopped while others are at work.
+and one process; ``tcp, flows``: with the threads that ``tcp`` has between GPUs. "host" leaves all libraries their
+choice of transport, "tcp" sets UCX_TLS=tcp for all. NIXL's progress thread serves on P, and D polls; both are stopped
+while others are at work.
 
 ``--pairs``: planes with and without a setting, in turn; ratios of the same turn, by time and by time on a core: the
 busier of both ends bounds the throughput where each has a core of its own, and other work changes it less.

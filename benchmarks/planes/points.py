@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.transport.planes.tcp_flows import MOST_FLOWS
 from kvferry.transport.registry import plane_specs
 
 Ids = NDArray[np.int64]
@@ -159,7 +160,9 @@ NIXL, NIXL_PLANE = "nixl", "nixl plane"
 """NIXL's own way, and KVFerry's plane ``nixl``."""
 NIXL_RAW = {"nixl raw read": "READ", "nixl raw write": "WRITE"}
 """NIXL's operations of 4 MiB in one piece."""
-BULK = ("nixl_best", "peer_copy", "raw socket", "memcpy", *NIXL_RAW)
+RAW_SOCKETS = "raw sockets"
+"""As many as the plane ``tcp`` has flows."""
+BULK = ("nixl_best", "peer_copy", "raw socket", RAW_SOCKETS, "memcpy", *NIXL_RAW)
 """Ways that move contiguous bytes, from the start of one arena to that of the other."""
 HOST, TCP = "host", "tcp"
 """Links on the CPU: each library chooses its transport, or UCX has TCP only."""
@@ -201,6 +204,7 @@ def gpu_contenders() -> list[Contender]:
     ]
     rivals = {
         NIXL: "nixl", "nixl_best": "nixl", "torch": "torch", "kernel": "mapped", "peer_copy": "mapped",
+        RAW_SOCKETS: RAW_SOCKETS,
     }  # fmt: skip
     return [*planes, *(Contender(name, kind) for name, kind in rivals.items())]
 
@@ -216,8 +220,10 @@ def host_contenders() -> list[Contender]:
     """Our planes between two processes in host memory, NIXL, and the ceilings."""
     same = [channel(name) for name in ("cma", "shm", "tcp", "ucx", "zmq")]
     lanes = [channel(name, TCP) for name in ("tcp", "ucx", "zmq", NIXL_PLANE)]
+    lanes.append(channel("tcp, flows", TCP, flows=MOST_FLOWS))
     raw = [Contender(name, "nixl", TCP) for name in (NIXL, *NIXL_RAW)]
     raw.append(Contender("raw socket", "raw socket", TCP))
+    raw.append(Contender(RAW_SOCKETS, RAW_SOCKETS, TCP, {"flows": MOST_FLOWS}))
     return [*same, Contender(NIXL, "nixl"), Contender("memcpy", "memcpy"), *lanes, *raw]
 
 
@@ -228,7 +234,7 @@ USUAL = ("cuda_ipc", "ucx", NIXL, "nixl_best", "torch", "kernel", "peer_copy")
 def chosen(known: Sequence[Contender], names: Sequence[str] | None) -> list[Contender]:
     """Contenders by name; all, or the usual ones of a GPU, where none is named."""
     if names is None:
-        return [one for one in known if one.kind != "plane" or one.name in USUAL]
+        return [one for one in known if one.name in USUAL or one.kind not in ("plane", RAW_SOCKETS) or one.link == TCP]
     if unknown := set(names) - {one.name for one in known}:
         listed = ", ".join(dict.fromkeys(one.name for one in known))
         raise SystemExit(f"--only: {', '.join(sorted(unknown))} unknown; known are {listed}")

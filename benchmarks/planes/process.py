@@ -21,7 +21,7 @@ from benchmarks.planes.points import TCP, Config, Contender, Point
 
 HERE = Path(__file__).resolve().parent
 OPEN_SECONDS, MOVE_SECONDS, END_SECONDS = 180.0, 30.0, 5.0
-SERVES = ("channel", "raw socket")
+SERVES = ("channel", "raw socket", "raw sockets")
 """Kinds whose source works until D has everything, and whose D waits for each transfer before P begins with it; of the
 others D reads from a source that sleeps."""
 WRITES = "nixl raw write"

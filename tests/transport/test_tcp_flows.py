@@ -286,11 +286,13 @@ def test_a_changed_byte_is_noticed(where: Any, monkeypatch: pytest.MonkeyPatch) 
         ends.turn(lambda: ends.ended)
 
 
+@pytest.mark.parametrize("moving", [0, 12])
 @pytest.mark.parametrize("leaver", ["P", "D", "both planes"])
-def test_close_while_messages_move(ends: Ends, leaver: str) -> None:
-    for tag in range(12):
+def test_close_while_messages_move_or_are_due(ends: Ends, leaver: str, moving: int) -> None:
+    for tag in range(moving + 8):  # for the last ones D's flows have slots
         ends.receiver.expect(tag, ends.sender.slot_bytes)
-    for tag in range(12):
+    ends.turn(lambda: ends.slots_out >= 8)
+    for tag in range(moving):
         ends.post(tag, announced=False)
     if leaver == "both planes":
         ends.close()
