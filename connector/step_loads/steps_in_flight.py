@@ -77,12 +77,13 @@ class StepsInFlight:
         ahead = self.count
         if not ahead or not self._seconds or self._processed_at is None:
             return 0.0
-        return max(0.0, ahead * self.step_seconds - (now - self._processed_at))
+        return max(0.0, ahead * min(self._seconds) - (now - self._processed_at))
 
     @property
     def step_seconds(self) -> float:
-        """The shortest of the last steps; infinite where none is known."""
-        return min(self._seconds, default=math.inf)
+        """The median of the last steps: outputs are seen late and then one after the other, so that the shortest may
+        be far too short. Infinite where none is known."""
+        return sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else math.inf
 
     def seconds_until_seen(self, now: float) -> float:
         """As ``seconds_left``, for the first step that is scheduled once the output of the one that is scheduled now
