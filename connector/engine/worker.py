@@ -259,9 +259,14 @@ class WorkerHalf:
         event = self._record_event(plan)
         computed = [self._computed(lease.step) for lease in plan.leases] if plan.leases else ()
         step = self.prefills.begin_step(ours) if ours.prefill_chunks or self.prefills.busy else None
-        thread.post(ours, event, computed, outcome, step, self._watch(thread, plan) if plan.early else ())
+        early = self._watch(thread, plan) if plan.early else ()
+        thread.post(ours, event, computed, outcome, step, early)
         if outcome is not None:
-            hold.wait_begun()
+            hold.wait_begun(outcome)
+        else:
+            for _, soon, joins_after in early:
+                if joins_after <= 0:  # it can be reported with this step, if its copies are under way by then
+                    hold.wait_begun(soon)
 
     def _outcome(self, thread: TransferThread, loads: Sequence[Load], **more: Any) -> StepOutcome:
         return StepOutcome(loads, lambda: thread.alive, thread.waker.wake, changed=self._changed, **more)

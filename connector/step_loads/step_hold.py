@@ -49,13 +49,12 @@ class StepHold:
         """The layers for which the last forward with loads has waited, in order."""
         self._waited = 0.0  # seconds that the step under way has waited for its loads
 
-    def wait_begun(self) -> None:
-        """Wait up to ``BEGIN_SECONDS`` until the copies are under way with which the step computes. While this thread
-        sleeps, the transfer thread has the interpreter to itself."""
-        if self.outcome is not None:
-            before = perf_counter()
-            self.outcome.wait_begun(BEGIN_SECONDS)
-            self._count_wait(before)
+    def wait_begun(self, outcome: StepOutcome) -> None:
+        """Wait up to ``BEGIN_SECONDS`` until the copies of loads are under way. While this thread sleeps, the transfer
+        thread has the interpreter to itself."""
+        before = perf_counter()
+        outcome.wait_begun(BEGIN_SECONDS)
+        self._count_wait(before)
 
     def begin(self, copies: Copies, *, by_layer: bool) -> None:
         """Block until the copies of the loads that this step computes with are under way, and make the device wait for
