@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 
 from kvferry.connector.step_loads import step_hold
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.transport.bootstrap import BootstrapServer
 from tests.vllm.releases import why_not
 from tests.vllm.stepped import RUNNERS, EngineGroup, Lines, Pair, as_release_of, tiny_model
@@ -31,8 +33,11 @@ def models_are_looked_at_here() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def patient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step waits for its loads however slow the host is; a test of the end of its patience sets its own."""
+    """A step waits for its loads however slow the host is; a test of the end of its patience sets its own. Nor does the
+    time of this host's steps say which loads go inside them, or end early."""
     monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(StepsInFlight, "step_seconds", math.inf)
+    monkeypatch.setattr(StepsInFlight, "seconds_until_seen", lambda *_: 0.0)
 
 
 @pytest.fixture(scope="session")
