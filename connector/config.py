@@ -83,8 +83,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Annotated[float, Meta(ge=0, le=1)],
         _doc(
             "how long a load may be expected to hold up a step of others; D loads inside the step that computes with "
-            "the tokens if the copy should need at most this much longer than the step before; other loads go beside "
-            "the steps, which takes about three steps more; 0: all do"
+            "the tokens if the copy should need at most this much, or one step, longer than the step before; other "
+            "loads begin beside the steps, and a step joins them as they end; 0: all end beside the steps"
         ),
     ] = 0.01
     prefix_reads: Annotated[
