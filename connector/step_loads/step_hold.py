@@ -160,7 +160,7 @@ class LayerWaits:
         covered, whole = math.inf, False
         blocking: list[tuple[Copy, int]] = []
         for copy in self._under_way:
-            if copy.done:
+            if copy.done and copy.portions == 1:  # its event may be another copy's by now
                 continue
             count, layers = copy.portions, len(self._order)
             portion = portion_of(place, layers, count) if place < layers else count - 1
