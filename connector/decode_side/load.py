@@ -108,9 +108,11 @@ class Loads:
         self.give(active_load, self._begin_attempt(active_load, sources, now), now)
 
     def cancel(self, request_id: str, now: float) -> None:
-        """Cancel the loads of a request. They are still reported, once nothing can write their blocks."""
+        """Cancel the loads of a request. They are still reported, once nothing can write their blocks. One that may be
+        reported early goes on to its end, which is near: a step may join it, and others may have its blocks by then."""
         for active_load in [each for each in self.running if each.load.request_id == request_id]:
-            self.give(active_load, (CANCELLED,), now)
+            if active_load.load.now or not active_load.begun:
+                self.give(active_load, (CANCELLED,), now)
 
     def report_early(self, load: Load, outcome: StepOutcome, joins_after: float, now: float) -> None:
         """Report a load beside the steps to ``outcome``, as one inside a step: that its copies are under way, once all

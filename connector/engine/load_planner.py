@@ -542,6 +542,8 @@ class LoadPlanner(EngineFacts):
             ranks = 0 if loading.end is None else loading.end.ranks
             if loading.early and loading.load is not None and ranks < self.tp_size * self.pp_size:
                 self._plan.parts.joins.append(loading.load)
+                if loading.end is not None and loading.end.failed:
+                    self._load_ended(loading, loading.end)
             else:
                 self._load_ended(loading, loading.end or LoadEnd())
 

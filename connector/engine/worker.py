@@ -189,6 +189,7 @@ class WorkerHalf:
         self._copies.synchronize()
         self._asleep, self._address = True, None
         self._ledger.pages_gone()
+        self._watched.clear()
         logger.info("kvferry: rank pp%d tp%d sleeps: nothing is handed over", self._info.pp_rank, self._info.tp_rank)
 
     def restore(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -251,6 +252,8 @@ class WorkerHalf:
             order = hold.layer_order if inside else ()
             hold.outcome = outcome = self._outcome(thread, inside, layer_order=order, joined=joined)
         beside = [load for load in ours.loads if not load.now] if inside else ours.loads
+        for load in beside if self._early else ():  # of a load that was lost while the engine slept
+            self._early.pop(load.request_id, None)
         self._ledger.post(beside, [lease.request_id for lease in plan.leases])
         if (plan.lookups or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(left.request_id for left in plan.left)
@@ -259,14 +262,14 @@ class WorkerHalf:
         event = self._record_event(plan)
         computed = [self._computed(lease.step) for lease in plan.leases] if plan.leases else ()
         step = self.prefills.begin_step(ours) if ours.prefill_chunks or self.prefills.busy else None
+        known = self._watched.copy() if plan.early else {}
         early = self._watch(thread, plan) if plan.early else ()
         thread.post(ours, event, computed, outcome, step, early)
         if outcome is not None:
             hold.wait_begun(outcome)
-        else:
-            for _, soon, joins_after in early:
-                if joins_after <= 0:  # it can be reported with this step, if its copies are under way by then
-                    hold.wait_begun(soon)
+        elif early and (soon := [one for _, one, after in early if after <= 0 and one not in known.values()]):
+            # They can be reported with this step, if their copies are under way by then.
+            hold.wait_begun(self._outcome(thread, (), joined=soon))
 
     def _outcome(self, thread: TransferThread, loads: Sequence[Load], **more: Any) -> StepOutcome:
         return StepOutcome(loads, lambda: thread.alive, thread.waker.wake, changed=self._changed, **more)

@@ -169,7 +169,9 @@ class StepLoadRecovery:
         # Out of the prefix cache, and also blocks of requests that have ended since, which vLLM no longer finds.
         scheduler.kv_cache_manager.evict_blocks(set[int]().union(*(suspect.derived for suspect in failed)))
         names = ", ".join(suspect.load.request_id for suspect in failed)
-        if self._fails and not _keeps_all(self._tables):
+        # vLLM finds those that have used a block before, not one that has got it from a load which a step has joined.
+        found = _keeps_all(self._tables) and all(suspect.load.now for suspect in failed)
+        if self._fails and not found:
             ended = self._end(users)
             users -= {request.request_id for request in ended}
             text = "kvferry: the hand-over of %s failed inside its step: %d request(s) end with an error"

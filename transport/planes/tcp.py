@@ -228,7 +228,7 @@ class TcpOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
-class TcpAttach(SocketAttach, frozen=True, forbid_unknown_fields=True):
+class TcpAttach(SocketAttach, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """``encrypts``: D wants its bytes encrypted. ``flows``: how many D can have. Where they are several, P's reply is a
     ``TcpFlows``, else the key, if any."""
 

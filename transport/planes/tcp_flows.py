@@ -172,7 +172,11 @@ class FlowThreads:
         try:
             if self._waker is None:
                 waker = Waker()
-                self._sockets.watch(waker, self.serve)
+                try:
+                    self._sockets.watch(waker, self.serve)
+                except OSError:
+                    waker.close()
+                    raise
                 self._waker = waker
             flow.thread.start()
         except (OSError, RuntimeError) as error:
@@ -197,8 +201,12 @@ class FlowThreads:
         """Make the calls of the flows' threads."""
         if self._waker is not None:
             self._waker.drain()
-        while self._told:
-            self._told.popleft()()
+        try:
+            while self._told:
+                self._told.popleft()()
+        finally:
+            if self._told and self._waker is not None:  # after an error the others are made in the next turn
+                self._waker.wake()
 
     def ended(self, flow: Flow, why: str) -> None:
         """A flow's thread has ended, and ``why``, unless it was told to: nobody uses its connection any more."""
@@ -339,8 +347,12 @@ class ReceiveFlow(Flow):
             tag, nbytes = HEADER.unpack(self._header)
             expected = self.channel.expected.get(tag)
             if expected is None:  # D may have asked for it, and not have announced it yet
+                if self._ending:  # nobody may answer
+                    raise _FlowEnded
                 self._threads.tell(partial(self.channel.look, self, tag))
                 expected = self.answers.get()
+                if self._ending:
+                    raise _FlowEnded
             more = 0 if self.cipher is None else TAG_BYTES
             if why := misfit(tag, nbytes, more, expected, self.channel.most_bytes):
                 raise _FlowEnded(why)
@@ -474,6 +486,7 @@ class FlowsReceiver(ConnectingReceiver):
         self.flows: list[ReceiveFlow] = []
         self.slots: SimpleQueue[Slot | None] = SimpleQueue()
         self._out = 0  # slots in ``slots``, and those that flows have
+        self._gave_up = False
         self._socks = [sock]
         self._stand: list[int] = []  # connections that stand, and whose flow has no thread yet
         self._ciphers: Sequence[Cipher | None] = ()  # by connection, once P has answered
@@ -528,6 +541,8 @@ class FlowsReceiver(ConnectingReceiver):
 
     def supply(self) -> bool:
         """Keep the flows supplied with slots. Returns whether any was taken from the pool."""
+        if self._gave_up:  # what lies in ``slots`` now tells the flows to end
+            return False
         before = self._out
         while self.starved and (slot := self._plane.recv_pool.take()) is not None:
             self._out += 1
@@ -559,6 +574,7 @@ class FlowsReceiver(ConnectingReceiver):
     def _give_up(self) -> None:
         """A slot into which a flow receives comes back by ``take``."""
         self.supply()  # takes those back that no flow has
+        self._gave_up = True
         for sock in self._socks:
             self._plane.sockets.mute(sock)
         for flow in self.flows:
