@@ -303,6 +303,33 @@ def test_close_while_messages_move_or_are_due(ends: Ends, leaver: str, moving: i
     ends.turn(lambda: ends.ended)
 
 
+def test_a_closed_channel_takes_back_no_word_to_end(ends: Ends) -> None:
+    """A flow that waited for a slot has asked for one just before."""
+    ends.receiver.expect(1, ends.sender.slot_bytes)
+    ends.turn(lambda: ends.slots_out == 1)
+    slot = ends.receiver.slots.get_nowait()  # as a flow in a message
+    assert slot is not None
+    ends.receiver.close()
+    words = ends.receiver.slots.qsize()
+    assert words == 4 and not ends.receiver.supply() and ends.receiver.slots.qsize() == words
+    ends.receiver.take(1, slot, None)
+    ends.follow(ends.sender)
+    ends.turn(lambda: ends.ended)
+
+
+def test_after_an_error_in_one_call_the_others_are_made(ends: Ends) -> None:
+    made: list[int] = []
+
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    for call in (broken, lambda: made.append(1)):
+        ends.d.threads.tell(call)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="planted"):
+        ends.d.progress()
+    ends.turn(lambda: bool(made))
+
+
 def change(reply: TcpFlows, **other: Any) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(reply, **other))
 
