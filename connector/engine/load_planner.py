@@ -245,15 +245,18 @@ class LoadPlanner(EngineFacts):
             raise UnusablePromptError("cached", f"this engine has {entry.start} tokens of it")
         awaited.deadline = awaited.end = self.clock() + self.settings.prefix_wait_seconds
         awaited.digests = prefix_digests(self.prefix_seed, request.content)
-        # The engine waits for a millisecond after a step without tokens. Nobody else waits here meanwhile, and peers
-        # get first what is planned for them.
-        parts = self._plan.parts
-        waiting = parts.leases or parts.left or parts.lookups
-        alone = not (self.shares_steps or len(self._requests) > 1 or waiting)
+        alone = self._alone
         self._ask_source(awaited)
         if alone and (told := self.look_up(awaited.wanted)) is not None:
-            parts.lookups.clear()
+            self._plan.parts.lookups.clear()
             self.lookups_answered(told)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether an answer may be waited for here, as the engine waits for a millisecond after a step without tokens:
+        nobody else waits meanwhile, and peers get first what is planned for them."""
+        parts = self._plan.parts
+        return not (self.shares_steps or len(self._requests) > 1 or parts.leases or parts.left or parts.lookups)
 
     def _ask_source(self, awaited: AwaitedPrompt) -> bool:
         """Ask the next source. Returns whether there is one."""
@@ -347,6 +350,10 @@ class LoadPlanner(EngineFacts):
                 self._ask_first(entry, entry.awaited)
             except ProtocolError as error:
                 self._refuse(entry, error)
+            if entry.life.phase is not RequestPhase.AWAITED:
+                return False
+        elif self._alone and (told := self.look_up(None)) is not None:
+            self.lookups_answered(told)
             if entry.life.phase is not RequestPhase.AWAITED:
                 return False
         wanted, deadline = entry.awaited.wanted, entry.awaited.deadline

@@ -84,9 +84,9 @@ class EngineFacts:
     """A digest of the model, by which prefixes are told from those of others; empty where none is offered or read."""
     watch_blocks: Callable[[Iterable[int]], None] = lambda blocks: None
     """Has the engine call ``block_reused`` when it gives one of these blocks to another request."""
-    look_up: Callable[[PromptLookup], Mapping[str, LookupResult] | None] = lambda wanted: None
-    """Has the engine's only rank ask at once, before the step is scheduled. Returns the answers that have come;
-    ``None``: the rank is in another process, and asks with the step's plan."""
+    look_up: Callable[[PromptLookup | None], Mapping[str, LookupResult] | None] = lambda wanted: None
+    """Has the engine's only rank ask at once, before the step is scheduled, or wait for what it has asked. Returns the
+    answers that have come; ``None``: the rank is in another process, and asks with the step's plan."""
     clock: Callable[[], float] = time.monotonic
     """Seconds, never going back."""
 

@@ -98,7 +98,7 @@ class WorkerHalf:
         self._layers: frozenset[str] = frozenset()  # those with caches of their own
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
-        self._idle = False
+        self._idle = self._waited = False
         self._awaited: set[str] = set()  # requests whose P this rank asks for their lease
         self._prefix_step = -1  # the last step whose plan has changed which prefixes D may read
         self.prefills: PrefillEvents | None = None
@@ -394,24 +394,35 @@ class WorkerHalf:
         self._awaited.difference_update([name for name, result in told.items() if not result.known])
         return told
 
-    def look_up(self, wanted: PromptLookup) -> dict[str, LookupResult] | None:
-        """Ask at once, and wait for the answer as a step does that computes nothing. Returns what ``take_lookups``
-        does; ``None``: there is nobody who asks."""
+    def look_up(self, wanted: PromptLookup | None) -> dict[str, LookupResult] | None:
+        """Ask at once, where something is ``wanted`` that was not asked for, and wait for an answer as a step does that
+        computes nothing, which need not wait then. Returns what ``take_lookups`` does; ``None``: there is nobody who
+        asks."""
         thread = self._transfer_thread
         if thread is None or not thread.alive:
             return None
-        self._awaited.add(wanted.request_id)
-        thread.post(StepPlan(decode_engine=self._decode_engine, lookups=(wanted,)))
+        if wanted is not None:
+            self._awaited.add(wanted.request_id)
+            thread.post(StepPlan(decode_engine=self._decode_engine, lookups=(wanted,)))
         thread.results.wait(IDLE_WAIT_SECONDS)
+        self._waited = True
         return self.take_lookups()
 
-    def take_results(self) -> StepResults:
-        """What ended since the last call."""
+    def await_results(self) -> None:
+        """In a step that computes nothing, wait for a moment until a load ends or P answers; not where ``look_up`` has
+        just waited."""
+        waited, self._waited = self._waited, False
+        awaits = self._idle and not waited and (self._ledger.awaits_load or self._awaited)
+        if awaits and self._transfer_thread is not None:
+            self._transfer_thread.results.wait(IDLE_WAIT_SECONDS)
+
+    def take_results(self, *, waits: bool = True) -> StepResults:
+        """What ended since the last call. ``waits``: as ``await_results``, before."""
         if self._transfer_thread is None:
             return StepResults()
+        if waits and self._idle:
+            self.await_results()
         results = self._transfer_thread.results
-        if self._idle and (self._ledger.awaits_load or self._awaited):
-            results.wait(IDLE_WAIT_SECONDS)
         alive = self._transfer_thread.alive  # before its reports are taken, so that none is lost
         if results.any:
             for request_id in results.take(results.leases):

@@ -22,6 +22,8 @@ class StepsInFlight:
         self._freed: deque[tuple[int, frozenset[int] | None]] = deque()  # last step that may use them; None: any block
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._processed_at: float | None = None
+        self.seen_at_once = False
+        """What a rank has to report is seen right before the output of any step is."""
 
     # --- what happens -------------------------------------------------------------------------------------------
 
@@ -86,7 +88,11 @@ class StepsInFlight:
         return sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else math.inf
 
     def seconds_until_seen(self, now: float) -> float:
-        """As ``seconds_left``, for the first step that is scheduled once the output of the one that is scheduled now
-        has been seen: at least this one comes before it, and as many more as are in flight now."""
+        """How long the device is busy at least, from a rank's report on, before it comes to the step that can compute
+        with it: the first one that is scheduled once the output has been seen of the step that is scheduled now, with
+        whose launch ranks report. This one comes before it, and as many more as are in flight now. Where a report is
+        ``seen_at_once``, the output of the oldest step has been seen by then, and the others come before it."""
+        if self.seen_at_once:
+            return self.count * self.step_seconds if self._seconds else 0.0
         more = (1 + self.count) * self.step_seconds if self._seconds else 0.0
         return self.seconds_left(now) + more

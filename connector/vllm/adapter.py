@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.config import Settings, load_settings
 from kvferry.connector.engine.planning import NULL_BLOCK
@@ -34,6 +35,7 @@ from kvferry.connector.engine.prefixes import model_seed, names_sources, with_hi
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.engine.worker_setup import check_before_caches
+from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat, from_vllm, hooks
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
@@ -98,7 +100,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shared_loads: SharedLoads | None = None
         if role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
-            self.alone = self.stepping_alone(parallel)
+            self.alone, self._one_rank = self.stepping_alone(parallel), parallel.world_size == 1
             fails = from_vllm.loads_fail_requests(vllm_config)
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
             scheduler = self._vllm_scheduler = hooks.find_scheduler()
@@ -116,7 +118,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     scheduler, self._steps, tables=tables, ranks=parallel.world_size, fails=fails,
                     ended=lambda request_id, end: self._scheduling.step_load_ended(request_id, end),  # noqa: PLW0108
                 )  # fmt: skip
-                hooks.before_update(scheduler, self, self._recovery.processed)
+                hooks.before_update(scheduler, self, partial(self._look_at, self._recovery))
             self._scheduler = SchedulerHalf(
                 settings,
                 str(transfer.engine_id),
@@ -138,7 +140,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 is_paused=lambda: compat.is_paused(scheduler),
                 prefix_seed=self._prefix_seed(vllm_config, settings),
                 watch_blocks=self._watch_blocks,
-                look_up=self._look_up if parallel.world_size == 1 else lambda wanted: None,
+                look_up=self._look_up,
             )
             if fits and not recovers:
                 self._scheduler.stats.total("missing_hooks")
@@ -257,9 +259,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         idle = self.alone and scheduler_output.total_num_scheduled_tokens == 0
         computed = scheduler_output.num_scheduled_tokens.keys()
         preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
-        ours = self._scheduling.prefills and self._scheduling.prefills & computed
+        half = self._scheduling
+        ours = half.prefills and half.prefills & computed
         scheduled = from_vllm.scheduled_tokens(scheduler_output, ours, self._groups) if ours else ()
-        plan = self._scheduling.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
+        plan = half.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
         if self._recovery is not None:
             self._recovery.scheduled(scheduler_output, plan.loads, plan.joins)
         return KVFerryMetadata(plan) if plan.nothing else KVFerryMetadata(plan, self._take_shared())
@@ -324,13 +327,27 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._block_pool.touch(blocks)
         self._block_pool.unpin_blocks(blocks, lambda block: self._scheduling.block_reused(block.block_id))
 
-    def _look_up(self, wanted: PromptLookup) -> dict[str, LookupResult] | None:
-        """vLLM runs the only rank of an engine in the scheduler's process, and in its thread. That process may have
-        other engines, too."""
-        rank = get_kv_transfer_group() if has_kv_transfer_group() else None
+    def _look_at(self, recovery: StepLoadRecovery, output: Any, result: Any) -> tuple[Any, Sequence[Any]]:
+        """The scheduler is about to look at ``result``, the output of the step ``output``. Returns what it looks at
+        instead, and the requests that have been ended with an error."""
+        if self._rank_here is not None:
+            result = self._rank_here._report(result)
+        return result, recovery.processed(output, result)
+
+    @cached_property
+    def _rank_here(self) -> KVFerryConnector | None:
+        """The only rank of the engine, once that has started: vLLM runs it in the scheduler's process, and in its
+        thread. That process may have other engines, too."""
+        rank = get_kv_transfer_group() if self._one_rank and has_kv_transfer_group() else None
         if not isinstance(rank, KVFerryConnector) or rank._vllm_config.kv_transfer_config.engine_id != self._engine_id:
             return None
-        return rank._working.look_up(wanted)
+        rank._take_results = rank._await_results
+        if self._steps is not None:
+            self._steps.seen_at_once = True
+        return rank
+
+    def _look_up(self, wanted: PromptLookup | None) -> dict[str, LookupResult] | None:
+        return None if self._rank_here is None else self._rank_here._working.look_up(wanted)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """MultiConnector tells all its children what the first of them had to tell."""
@@ -443,16 +460,36 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             working.finish_forward()
         return self._take_results()
 
+    def _await_results(self) -> StepResults:
+        self._working.await_results()
+        return StepResults()
+
+    def _report(self, result: Any) -> Any:
+        """``result``, the output of a step, with what has ended by now on this rank, the engine's only one. The
+        scheduler is about to look at it, and would see what comes with a later step's output two steps later."""
+        working, told = self._working, KVConnectorOutput()
+        results = working.take_results(waits=False)
+        if not (results.received or results.sent or working.has_news):
+            return result
+        told.finished_sending, told.finished_recving = self._told(results)
+        told.invalid_block_ids = self.get_block_ids_with_load_errors()
+        if compat.HAS_TRANSFER_RESULTS:
+            told.failed_recving = results.failed
+        told.kv_connector_worker_meta = self._meta(None)
+        return compat.with_report(result, told)
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         results = self._finish_step()
         self._ends |= results.ends
         return compat.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """0.26: failures are told by block id, in the same step."""
-        results = self._finish_step()
+        return self._told(self._finish_step())
+
+    def _told(self, results: StepResults) -> tuple[set[str] | None, set[str] | None]:
+        """As ``get_finished`` tells them. 0.26: failures are told by block id, in the same step."""
         self._ends |= results.ends
-        for request_id in results.received:
+        for request_id in results.received if not compat.HAS_TRANSFER_RESULTS else ():
             blocks = self._failed_blocks.pop(request_id, frozenset())
             if request_id in results.failed:
                 self._invalid |= blocks
@@ -465,9 +502,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVFerryWorkerMeta | None:
         if not (self._working.has_news or self._ends):
             return None
+        outcome = self._working.take_outcome()
+        if self._take_results == self._await_results:
+            return None if outcome is None else KVFerryWorkerMeta({}, outcome)
+        return self._meta(outcome)
+
+    def _meta(self, outcome: StepOutcome | None) -> KVFerryWorkerMeta | None:
         ends, self._ends = self._ends, {}
-        estimates, outcome = self._working.take_estimates(), self._working.take_outcome()
-        met = self._working.take_lookups()
+        estimates, met = self._working.take_estimates(), self._working.take_lookups()
         # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
         if not compat.speaks_for_engine(self):
             estimates, outcome = {}, None

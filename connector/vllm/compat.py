@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.vllm.cache_kinds import (
@@ -301,6 +303,22 @@ def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
         request.num_preemptions -= 1  # its prefill begins again, so vLLM must note again where its tokens come from
     # As vLLM does where it preempts between two steps: the request may be scheduled again in the next one.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def with_report(result: ModelRunnerOutput, report: KVConnectorOutput) -> ModelRunnerOutput:
+    """A step's output with what a rank has reported since."""
+    result = copy(result)  # one without anything is the same for all steps
+    told = result.kv_connector_output = copy(result.kv_connector_output or KVConnectorOutput())
+    told.finished_sending = (told.finished_sending or set()) | (report.finished_sending or set())
+    told.finished_recving = (told.finished_recving or set()) | (report.finished_recving or set())
+    told.invalid_block_ids = told.invalid_block_ids | report.invalid_block_ids
+    if HAS_TRANSFER_RESULTS:
+        told.failed_recving = told.failed_recving | report.failed_recving
+    if told.kv_connector_worker_meta is None:
+        told.kv_connector_worker_meta = report.kv_connector_worker_meta
+    elif report.kv_connector_worker_meta is not None:
+        told.kv_connector_worker_meta.add(report.kv_connector_worker_meta)
+    return result
 
 
 def with_errors(told: dict[int, EngineCoreOutputs], requests: Sequence[Request]) -> dict[int, EngineCoreOutputs]:

@@ -96,15 +96,15 @@ def before_step(runner: Any, connector: object, act: Callable[[Any], None]) -> N
     _wrap(runner, "execute_model", connector, around)
 
 
-def before_update(scheduler: Any, connector: object, act: Callable[[Any, Any], Sequence[Any]]) -> None:
-    """Call ``act`` with each step and its output before the scheduler looks at the output. The clients of the requests
-    that it returns are told of an error. Once for each connector."""
+def before_update(scheduler: Any, connector: object, act: Callable[[Any, Any], tuple[Any, Sequence[Any]]]) -> None:
+    """Call ``act`` with each step and its output before the scheduler looks at the output. It returns the output to
+    look at, and requests whose clients are told of an error. Once for each connector."""
 
     def around(update: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            if ended := act(scheduler_output, model_runner_output):
-                return compat.with_errors(update(scheduler_output, model_runner_output), ended)
-            return update(scheduler_output, model_runner_output)
+            model_runner_output, ended = act(scheduler_output, model_runner_output)
+            told = update(scheduler_output, model_runner_output)
+            return compat.with_errors(told, ended) if ended else told
 
         return update_from_output
 

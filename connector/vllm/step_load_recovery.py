@@ -125,28 +125,28 @@ class StepLoadRecovery:
     def processed(self, output: Any, result: Any) -> Sequence[Any]:
         """The scheduler is about to look at ``result``, the output of the step ``output``. Returns the requests that
         have been ended with an error, of which the clients must be told."""
-        step, lost = self.take(output)
+        step = self.take(output)
         if step is None:
             return ()
         ended = self._recover(failed, step, result) if step.suspects and (failed := self._failed(step, result)) else ()
         for request_id in step.stale:
             drop_output(result, request_id)
-        for _ in range(lost):  # a worker failed, and vLLM has gone on without their outputs
-            self._in_flight.processed(time.monotonic(), computed=False)
         self._in_flight.processed(time.monotonic(), computed=output.total_num_scheduled_tokens > 0)
         return ended
 
-    def take(self, output: Any) -> tuple[_Step | None, int]:
-        """The step of an output, and how many steps before it will have no output. There is no step where vLLM 0.33
-        reports, after a worker has failed, with an empty output of its own what other workers had to report."""
+    def take(self, output: Any) -> _Step | None:
+        """The step of an output. There is none where vLLM 0.33 reports, after a worker has failed, with an empty output
+        of its own what other workers had to report."""
         for place, step in enumerate(self.steps):  # the first, as a rule
             if step.output is output:
-                skipped = [self.steps.popleft() for _ in range(place)]
-                self.steps.popleft()
-                if skipped:  # their outputs have not come: nothing says that their loads stand
+                if place:  # a worker failed, and vLLM goes on: nothing says that the loads of these stand
+                    skipped = [self.steps.popleft() for _ in range(place)]
                     step.suspects = [suspect for one in (*skipped, step) for suspect in one.suspects]
-                return step, place
-        return None, 0
+                    for _ in skipped:
+                        self._in_flight.processed(time.monotonic(), computed=False)
+                self.steps.popleft()
+                return step
+        return None
 
     def _failed(self, step: _Step, result: Any) -> list[_Suspect]:
         meta = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None

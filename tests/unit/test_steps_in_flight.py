@@ -70,6 +70,13 @@ def test_when_a_step_can_begin_that_is_scheduled_later() -> None:
     assert StepsInFlight().seconds_until_seen(1.0) == 0.0
 
 
+def test_where_a_report_is_seen_at_once_the_others_in_flight_come_before() -> None:
+    early = busy(1.0, 1.010)
+    early.seen_at_once = True
+    assert early.seconds_until_seen(1.014) == pytest.approx(early.count * 0.010)
+    assert StepsInFlight().seconds_until_seen(1.0) == 0.0
+
+
 def test_steps_that_say_nothing_of_the_time_of_a_step() -> None:
     """One after a pause, which began when it was launched, and that is not known; and one that computes nothing."""
     steps = StepsInFlight()

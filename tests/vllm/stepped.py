@@ -311,11 +311,15 @@ class Worker:
                     self._attend(turns)
                 if late:
                     KVConnectorModelRunnerMixin.finalize_kv_connector()
-        if output is not None:
-            self.received.update(output.finished_recving or ())
-            self.sent.update(output.finished_sending or ())
-            self.failed.update(getattr(output, "failed_recving", None) or ())  # 0.26 tells blocks
+        if output is not None and not self.engine.one_process:
+            self.note(output)
         return output
+
+    def note(self, output: KVConnectorOutput) -> None:
+        """What this rank reports."""
+        self.received.update(output.finished_recving or ())
+        self.sent.update(output.finished_sending or ())
+        self.failed.update(getattr(output, "failed_recving", None) or ())  # 0.26 tells blocks
 
     @contextmanager
     def _layers(self) -> Iterator[None]:
@@ -579,6 +583,14 @@ class Engine:
         if ahead:  # with async scheduling the drafts are a model's, which writes KV ahead
             self.scheduler.num_lookahead_tokens = drafts
         self.connector: Any = self.scheduler.connector
+        if self.one_process:  # its only rank may report right before the scheduler looks at an output
+            look = self.scheduler._update_from_kv_xfer_finished
+
+            def update(carried: KVConnectorOutput) -> None:
+                self.workers[0].note(carried)
+                look(carried)
+
+            self.scheduler._update_from_kv_xfer_finished = update
         self.workers: list[Worker] = []
         try:
             self.workers += [self.worker_class(self, rank) for rank in range(self.ranks)]
@@ -780,7 +792,9 @@ class Engine:
             self._tainted = self._tainted if self._lost else set()
         if carried is not None and carried.kv_connector_stats:
             self.stats.append(carried.kv_connector_stats)
-        for client in self.scheduler.update_from_output(step, merged).values():
+        with self.workers[0].group() if self.one_process else nullcontext():
+            clients = self.scheduler.update_from_output(step, merged).values()
+        for client in clients:
             told = client.scheduler_stats.kv_connector_stats if client.scheduler_stats else None
             self.prompts.update((told or {}).get("prompts", {}))
             self.prefixes.update((told or {}).get("prefixes", {}))

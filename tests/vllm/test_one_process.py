@@ -1,0 +1,84 @@
+"""An engine of one rank, which vLLM runs in the scheduler's process: what ends is seen with the next output, not with
+that of a step that is launched after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector.engine import worker
+from kvferry.connector.engine.load_planner import RequestPhase
+from tests.handover.slow_copies import install
+from tests.vllm.labelled import prompt
+from tests.vllm.stepped import EngineGroup, eventually, loaded, settle
+from tests.vllm.test_step_loads import POLICIES, add
+from tests.vllm.test_streamed_steps import begin, ends_well
+
+pytestmark = pytest.mark.vllm
+IDS = prompt(300, 9)
+BESIDE = {"plane": "shm", "step_hold_seconds": 0.0}
+
+
+@pytest.mark.parametrize(("one_process", "steps"), [(True, 2), (False, 3)])
+def test_steps_from_the_end_of_a_load_to_its_forward(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, one_process: bool, steps: int
+) -> None:
+    """With a step in flight, as by default on GPUs: the one that was launched before the end, and those until then."""
+    copies = install(monkeypatch)
+    p, d = group.pair(runner=runner, ahead=1, one_process=one_process, num_blocks=61, extra=BESIDE)
+    decoding = d.add(prompt(50, 3), max_tokens=60)
+    d.step()
+    copies[-1].gate.clear()
+    name = add(p, d, IDS, max_tokens=5)
+    eventually(lambda: (d.step(), copies[-1].running > 0)[1])
+
+    def end() -> None:
+        """While the device is at the step that was launched."""
+        copies[-1].gate.set()
+        eventually(lambda: bool(d.thread.results.loads))
+        d.device = lambda: None
+
+    d.device = end
+    count = 0
+    while not d.computed[name]:
+        d.step()
+        count += 1
+    assert count == steps
+    loaded(None, d, name)
+    d.finish(decoding)
+    settle(p, d)
+
+
+@POLICIES
+def test_a_load_that_fails_is_told_as_well(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, policy: str
+) -> None:
+    copies = install(monkeypatch)
+    p, d = group.pair(runner=runner, policy=policy, ahead=1, one_process=True, num_blocks=61, extra=BESIDE)
+    decoding = d.add(prompt(50, 3), max_tokens=60)
+    d.step()
+    name = add(p, d, IDS, max_tokens=5)
+    copies[-1].error = "CUDA error: out of order"
+    answer = d.finish(name)
+    assert answer.finish == ("error" if policy == "fail" else "length")
+    assert d.loads[name] == 1 and d.computed[name] >= (len(IDS) if policy == "recompute" else 0)
+    d.finish(decoding)
+    settle(p, d)
+
+
+@pytest.mark.parametrize(("one_process", "steps"), [(True, 1), (False, 2)])
+def test_an_idle_engine_waits_for_p_before_it_schedules(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, one_process: bool, steps: int
+) -> None:
+    """Both legs at once: after a step without tokens the engine sleeps for a millisecond."""
+    p, d = group.pair(one_process=one_process, max_batched=128, extra={"plane": "cma"})
+    leg, request_id = begin(p, d, reads_early=False)
+    d.step()
+    assert d.phase(request_id) is RequestPhase.AWAITED, "it has asked"
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 600.0)
+    p.finish(leg)
+    count = 0
+    while not d.all_loads[request_id]:
+        d.step()
+        count += 1
+    assert count == steps
+    ends_well(p, d, leg, request_id)
