@@ -21,8 +21,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from kvferry.transport import cuda
@@ -57,13 +57,13 @@ DeviceEvent = cuda.Event
 """A point in the order of the work that the engine's thread launches on its device."""
 
 
-class Bounce(NamedTuple):
-    """A buffer of the GPU that copies between pages and host memory pass through. ``full``: its bytes are in it;
-    ``free``: its last copy needs it no more."""
+class Bounce(msgspec.Struct, eq=False):
+    """A buffer of the GPU that copies between pages and host memory pass through. ``full``: its bytes are in it.
+    ``last``: the last copy that needs it."""
 
     memory: torch.Tensor
     full: cuda.Event
-    free: cuda.Event
+    last: Copy | None = None
 
 
 class Copies:
@@ -218,7 +218,8 @@ class GpuCopies(Copies):
         first, last = (kernels, link) if to_host else (link, kernels)
 
         def enqueue() -> None:
-            bounce.free.make_stream_wait(first)
+            if bounce.last is not None and not bounce.last.done:
+                bounce.last.events[-1].make_stream_wait(first)
             if to_host:
                 launch(memory)
             else:
@@ -229,9 +230,9 @@ class GpuCopies(Copies):
                 cuda.download(address, memory, nbytes, link)
             else:
                 launch(memory)
-            bounce.free.record(last)
 
-        return self._start(enqueue, wait, (), last)
+        bounce.last = self._start(enqueue, wait, (), last)
+        return bounce.last
 
     def _bounce(self, nbytes: int) -> Bounce | None:
         """The buffer whose turn it is; ``None`` where the GPU has no memory for buffers of ``nbytes``."""
@@ -243,9 +244,7 @@ class GpuCopies(Copies):
             self._bounces.clear()
             size = 1 << (nbytes - 1).bit_length()  # seldom more than a slot, and few sizes until then
             try:
-                self._bounces.extend(
-                    Bounce(cuda.allocate(size, self.device), cuda.Event(), cuda.Event()) for _ in range(_BOUNCES)
-                )
+                self._bounces.extend(Bounce(cuda.allocate(size, self.device), cuda.Event()) for _ in range(_BOUNCES))
             except TransportError as error:
                 self._bounces.clear()
                 self._bounce_limit = nbytes
