@@ -125,7 +125,7 @@ _SPECS = (
     PlaneSpec(
         "shm", f"{_PLANES}.shm:ShmPlane", "same host, same user",
         "P packs into slots in shared memory, D unpacks from them",
-        host=Use(20), gpu=Use(30),
+        host=Use(20), gpu=Use(30, slot_bytes=8 << 20),
     ),
     PlaneSpec(
         "tcp", f"{_PLANES}.tcp:TcpPlane", "between hosts",

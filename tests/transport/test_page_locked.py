@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 from kvferry.transport import cuda, staging
+from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.shm import Arena
-from kvferry.transport.registry import make_plane
+from kvferry.transport.registry import best_slot_bytes, make_plane
 from tests.transport.plane_pair import SLOT, Pair, intact, mapped
 
 GPU = torch.device("cuda", 0)
@@ -194,6 +196,15 @@ def test_slots_that_wait_for_a_full_socket_come_back(pair: Pair, first: str) -> 
     (sender if first == "P" else receiver).close()
     pair.turn(lambda: receiver.error is not None if first == "P" else sender.error is not None)
     assert not pair.slots_out
+
+
+@pytest.mark.parametrize(("device", "wanted"), [(GPU, 8 << 20), (CPU, 4 << 20)])
+def test_slots_of_shm_are_larger_for_caches_on_gpus(locks: Locks, device: torch.device, wanted: int) -> None:
+    assert best_slot_bytes("shm", device, 1 << 30) == wanted
+    with closing(Pair("shm", 4, device, slot=16 << 20)) as pair:
+        sender, receiver = pair.join()
+        assert sender.slot_bytes == wanted
+        pair.carry(sender, receiver, tag=1).release()
 
 
 def test_cma_cannot_read_a_gpu() -> None:
