@@ -81,6 +81,8 @@ class OutgoingRead(msgspec.Struct, eq=False):
     sent: int = 0
     """The channel has the first ``sent`` chunks."""
     stopped: bool = False
+    renews_at: float = 0.0
+    """From then on a chunk renews the lease once more."""
     next_box: PageBox | None = None
     """The chunk that is made but has not begun."""
     packing: deque[PackedChunk] = msgspec.field(default_factory=deque)

@@ -48,6 +48,8 @@ SERVE_SECONDS = 0.01
 """How long the thread answers messages before it looks at its other work; further messages wait for the next turn."""
 PACKS_PER_TURN = 2
 """Chunks that the thread packs before it looks at control messages again."""
+RENEW_SECONDS = 0.02
+"""Between two renewals of a lease by the chunks of one read; deadlines are checked as often."""
 SIGN_SECONDS = 2.0
 """How often P repeats the grants of reads that wait for its engine: D's deadlines begin anew with each."""
 MAX_READS = 32
@@ -205,7 +207,9 @@ class Producer:
             idle = 0 if moved else idle + 1
             if moved:
                 packed += 1
-                self._step(read.lease, RENEWED, now)
+                if now >= read.renews_at:
+                    read.renews_at = now + RENEW_SECONDS
+                    self._step(read.lease, RENEWED, now)
             if failure:
                 self._fail(read, failure, now)
             elif read.sent == read.chunks and not read.reading:

@@ -18,6 +18,7 @@ from kvferry.transport.wake import RateLimitedLog
 from tests.handover.scenario import (
     OURS,
     PATIENT,
+    SMALL,
     THEIRS,
     TOKENS,
     Gate,
@@ -30,6 +31,7 @@ from tests.handover.scenario import (
     load_from,
 )
 from tests.handover.streamed import all_ended
+from tests.support.clocks import put_forward
 from tests.support.inside import sends_of, sessions_of
 from tests.support.ranks import grant, let_time_pass, load_plan, on_its_thread, peer, reason_of, wait
 
@@ -48,6 +50,29 @@ def test_a_lease_that_p_s_engine_ends_is_read_no_more(group: RankGroup, plane: s
         gate.open()
     assert wait(lambda: d.failed == {"req-d"} and all_ended(p), [p, d])
     assert p.figures()["leases"] == {"reset": 1}
+
+
+def test_the_chunks_of_a_read_renew_its_lease(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comes late in the time of the lease, and D renews nothing."""
+    monkeypatch.setattr(serve, "PACKS_PER_TURN", 1)
+    term = {"lease_seconds": 1000.0, "lease_cap_seconds": 1e6}
+    p, d = group.pair(plane="shm", layers=16, **SMALL, **PATIENT, of_p=term)
+    pump, moves = p.producer.pump, 0
+
+    def slowly(now: float) -> bool:
+        nonlocal moves
+        (read,) = sends_of(p).turns or (None,)
+        before = read and (read.begun, read.sent)
+        more: bool = pump(now)
+        if read and before != (read.begun, read.sent):
+            moves += 1
+            put_forward(p.thread, 800.0 * moves)
+        return more
+
+    p.producer.pump = slowly
+    begin(p, d)
+    assert ended(p, d) and moves > 4
+    assert p.figures()["leases"] == {"released": 1}
 
 
 def test_a_late_ask_is_refused(group: RankGroup) -> None:
