@@ -130,7 +130,7 @@ _SPECS = (
     PlaneSpec(
         "tcp", f"{_PLANES}.tcp:TcpPlane", "between hosts",
         "P's kernel gathers scattered pages into a stream, D's scatters it into its own: no copy between",
-        host=Use(30), gpu=Use(40), encrypts=True,
+        host=Use(30), gpu=Use(40, slot_bytes=8 << 20), encrypts=True,
     ),
     PlaneSpec(
         "ucx", f"{_PLANES}.ucx:UcxPlane", "between hosts with RDMA hardware, and between GPUs of one host",

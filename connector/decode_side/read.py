@@ -22,7 +22,7 @@ from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.span_read import Side, SpanRead, cut_read
 from kvferry.connector.geometry.byte_ranges import pages_of
 from kvferry.connector.geometry.rank_geometry import KEEPS_ALL, RegionGeometry
-from kvferry.connector.geometry.read_plan import PlannedSpan, in_windows, part_bytes
+from kvferry.connector.geometry.read_plan import STREAM_MESSAGES, PlannedSpan, in_windows, part_bytes
 from kvferry.connector.geometry.spans import Span, check_spans
 from kvferry.connector.pages.caches import Ids, PageBox
 from kvferry.connector.pages.checksums import PlacedMessage, Verdict, takes_pieces, trailer_bytes
@@ -235,10 +235,13 @@ class SourceRead(msgspec.Struct, eq=False):
             self.granted = True
             self._enter(ReadPhase.LANDED, now)
             return LoadEvent(_E.MOVED, self.source)
-        if load.step_tokens and not link.pulls:
-            self.planned = in_windows(planned, link.theirs, load.found, load.step_tokens)
-            parts = part_bytes(self.planned, link.theirs)
-            self.chunk_bytes = min(link.slot_bytes, max(parts, messages.MIN_CHUNK_BYTES))
+        if link.channel is not None and not link.channel.pulls:
+            most = link.channel.few_bytes
+            if load.step_tokens:
+                self.planned = in_windows(planned, link.theirs, load.found, load.step_tokens)
+                part = part_bytes(self.planned, link.theirs)
+                most = min(part, max(most, part // STREAM_MESSAGES))
+            self.chunk_bytes = min(link.slot_bytes, max(most, messages.MIN_CHUNK_BYTES))
         return None
 
     def asked(self, left: int, fence: Fence, now: float) -> None:

@@ -29,6 +29,8 @@ MAX_WINDOWS = 64
 STREAM_PARTS = 8
 """Messages of one window at least, where they can be small enough: the layers that P has computed leave while it
 computes the others (``prefill_events.LAYER_GROUPS``)."""
+STREAM_MESSAGES = 4
+"""Messages of one part at least, where they are not few bytes: as many as ``tcp`` has flows."""
 
 
 class PlannedSpan(NamedTuple):

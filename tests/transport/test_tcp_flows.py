@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -98,6 +100,41 @@ def test_messages_take_all_flows(ends: Ends, monkeypatch: pytest.MonkeyPatch) ->
     ends.follows(range(100))
     assert set(used) == set(ends.sender.flows) and len({flow.thread for flow in used}) == 4
     assert not any(flow.left for flow in ends.sender.flows)
+
+
+def test_a_slot_that_comes_back_wakes_p_only_where_one_may_be_waited_for(ends: Ends) -> None:
+    plane: Any = ends.p
+    poll = select.poll()
+    for fd, events in plane.pollables():
+        poll.register(fd, events)
+
+    def sent() -> None:
+        """The slot is no more in use, as P sees once it looks; D serves meanwhile."""
+        end = time.monotonic() + 60
+        while not plane.threads.waiting:
+            assert time.monotonic() < end, "no flow said that it has sent the slot"
+            ends.d.progress()
+
+    def arm() -> None:
+        ends.turn(lambda: not plane.progress() and plane.arm())
+
+    arm()
+    ends.post(1)
+    sent()
+    assert not poll.poll(0), "P may sleep on"
+    assert not plane.arm(), "but it does not go to sleep"
+    plane.progress()
+    assert ends.sender.in_use == 0
+    slots = [ends.acquired(ends.sender) for _ in range(ends.sender.window)]
+    assert ends.sender.acquire() is None
+    arm()
+    ends.receiver.expect(2, ends.sender.slot_bytes)
+    ends.sender.send(slots.pop(), ends.sender.slot_bytes, 2)
+    sent()
+    assert poll.poll(60_000), "P sleeps, and a read waits for the slot"
+    ends.turn(lambda: ends.sender.in_use < ends.sender.window)
+    for slot in slots:
+        ends.sender.give_back(slot)
 
 
 def test_each_flow_has_a_key_and_a_hello_of_its_own() -> None:

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from kvferry.connector.decode_side.link import Reason
 from kvferry.connector.decode_side.load_state import LoadEvent, LoadEventKind
 from kvferry.connector.decode_side.read import PROGRESS, Fence, PageWrite, ReadPhase, SourceRead
+from kvferry.connector.geometry.read_plan import PlannedSpan
+from kvferry.connector.geometry.spans import Span
+from kvferry.connector.geometry.token_sharding import ALL_TOKENS
 from kvferry.connector.wire.step_plan import RankAddress
-from kvferry.transport.channels import Copy
+from kvferry.transport.channels import Copy, RecvChannel
 
 K = LoadEventKind
 GONE = Reason("peer_lost", "gone")
@@ -62,6 +65,36 @@ def test_nothing_to_read() -> None:
     read.link = SimpleNamespace(slot_bytes=1)  # type: ignore[assignment]
     read.active_load = SimpleNamespace(load=None)  # type: ignore[assignment]
     assert (read.plan((), 0.0), read.commit(0.0)) == (LoadEvent(K.MOVED, 7), LoadEvent(K.COMMITTED, 7))
+
+
+MIB = 1 << 20
+UNBOUNDED = RecvChannel.few_bytes
+
+
+@pytest.mark.parametrize(
+    ("few", "slot", "step", "wanted"),
+    [
+        (UNBOUNDED, 8 * MIB, 0, 8 * MIB),  # a prompt that is computed, in whole slots
+        (4 * MIB, 8 * MIB, 0, 4 * MIB),
+        (4 * MIB, MIB, 0, MIB),
+        (UNBOUNDED, 64 * MIB, 2048, 32 * MIB),  # an eighth of the layers of a step
+        (UNBOUNDED, 8 * MIB, 2048, 8 * MIB),
+        (4 * MIB, 16 * MIB, 2048, 8 * MIB),  # which takes several flows
+        (4 * MIB, 16 * MIB, 512, 4 * MIB),
+        (4 * MIB, 16 * MIB, 128, 2 * MIB),  # no longer than until an eighth of the layers is computed
+    ],
+)
+def test_the_messages_that_d_asks_for(few: int, slot: int, step: int, wanted: int) -> None:
+    region = SimpleNamespace(tile_tokens=1, content_bytes=512, shard=ALL_TOKENS)
+    channel = SimpleNamespace(pulls=False, few_bytes=few)
+    read = Read().it
+    read.link = SimpleNamespace(  # type: ignore[assignment]
+        slot_bytes=slot, channel=channel, theirs=SimpleNamespace(regions=(region,))
+    )
+    read.active_load = SimpleNamespace(load=SimpleNamespace(step_tokens=step, found=0))  # type: ignore[assignment]
+    whole = PlannedSpan(Span(0, 0, 32, 0, 8, 0, 4096), 0, 0, 0)
+    assert read.plan((whole,), 0.0) is None
+    assert read.chunk_bytes == wanted and len(read.planned) == (4096 // step if step else 1)
 
 
 def test_stopped_while_copies_write() -> None:

@@ -28,6 +28,8 @@ from kvferry.transport.staging import SlotPool
 
 CONNECT_SECONDS = 10.0
 """A connection that is being made must stand within this time."""
+LOOK_SECONDS = 0.02
+"""Between two looks at such deadlines."""
 
 
 class SocketAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,6 +120,7 @@ class SocketPlane(PushPlane):
         self.pending: PendingConnections | None = None
         self.secrets = Secrets()
         self._port = 0
+        self._next_look = 0.0
 
     def listen(self, listener: socket.socket, welcome: Callable[[socket.socket], bool] = lambda sock: True) -> None:
         """P: accept connections on a bound, non-blocking socket; see ``PendingConnections``."""
@@ -216,9 +219,12 @@ class SocketPlane(PushPlane):
         if self.closed:
             return False
         moved = self.sockets.progress()
+        now = time.monotonic()
+        if now < self._next_look:
+            return moved
+        self._next_look = now + LOOK_SECONDS
         if self.pending is not None:
             self.pending.expire()
-        now = time.monotonic()
         for sender in {sender for sender in self.awaited.values() if now > sender.deadline}:
             self._forget(sender)
             sender.fail(f"{self.name}: the decode rank's connection did not come")

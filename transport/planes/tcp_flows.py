@@ -31,7 +31,7 @@ from kvferry.transport.channels import Received, Slot
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.planes.push import Expected
 from kvferry.transport.planes.socket_plane import CONNECT_SECONDS, AwaitedSender, ConnectingReceiver
-from kvferry.transport.sockets import ENDED, SILENCE_SECONDS, Sockets, tune
+from kvferry.transport.sockets import ENDED, EXHAUSTED, SILENCE_SECONDS, Sockets, tune
 from kvferry.transport.wake import Waker, keep_time_exactly
 
 if TYPE_CHECKING:
@@ -162,6 +162,8 @@ class FlowThreads:
 
     def __init__(self, sockets: Sockets) -> None:
         self.flows: set[Flow] = set()
+        self.short_of_slots = False
+        """Whether a channel of P may wait for a slot. The transfer thread sets it before it sleeps."""
         self._sockets = sockets
         self._told: deque[Callable[[], object]] = deque()
         self._waker: Waker | None = None
@@ -191,14 +193,16 @@ class FlowThreads:
         """The calls that wait to be made."""
         return len(self._told)
 
-    def tell(self, call: Callable[[], object]) -> None:
-        """Have the transfer thread make a call. By any thread; the calls are made in order."""
+    def tell(self, call: Callable[[], object], *, now: bool = True) -> None:
+        """Have the transfer thread make a call. By any thread; the calls are made in order. ``now`` False: it may sleep
+        on, unless it sleeps ``short_of_slots``. While it runs it takes the interpreter from P's engine."""
         self._told.append(call)
         assert self._waker is not None
-        self._waker.wake()
+        if now or self.short_of_slots:  # after the call is there: the transfer thread looks in the other order
+            self._waker.wake()
 
-    def serve(self) -> None:
-        """Make the calls of the flows' threads."""
+    def serve(self) -> object:
+        """Make the calls of the flows' threads. What they bring is looked at in the same turn."""
         if self._waker is not None:
             self._waker.drain()
         try:
@@ -207,6 +211,7 @@ class FlowThreads:
         finally:
             if self._told and self._waker is not None:  # after an error the others are made in the next turn
                 self._waker.wake()
+        return EXHAUSTED
 
     def ended(self, flow: Flow, why: str) -> None:
         """A flow's thread has ended, and ``why``, unless it was told to: nobody uses its connection any more."""
@@ -310,7 +315,7 @@ class SendFlow(Flow):
             try:
                 self._send(slot, nbytes, tag)
             finally:
-                self._threads.tell(partial(self.channel.let_go, self, slot, nbytes))
+                self._threads.tell(partial(self.channel.let_go, self, slot, nbytes), now=False)
 
     def _send(self, slot: Slot, nbytes: int, tag: int) -> None:
         if self.cipher is not None:
@@ -481,7 +486,7 @@ class FlowsReceiver(ConnectingReceiver):
         self, plane: TcpPlane, sock: socket.socket, hello: bytes, address: tuple[str, int], wanted: int
     ) -> None:
         super().__init__(plane, sock, hello)
-        self.wanted, self.most_bytes = wanted, plane.slot_bytes
+        self.wanted, self.most_bytes, self.few_bytes = wanted, plane.slot_bytes, plane.few_bytes
         self._plane, self._address = plane, address
         self.flows: list[ReceiveFlow] = []
         self.slots: SimpleQueue[Slot | None] = SimpleQueue()
