@@ -142,6 +142,8 @@ def of_planes(honest: Honest) -> Iterator[Decoder]:
     secret = bytes(range(32))
     kinds: list[tuple[str, msgspec.Struct]] = [
         ("tcp offer", tcp.TcpOffer(5, secret)),
+        ("tcp attach", tcp.TcpAttach(b"k" * 16, 1 << 20, True, 4)),
+        ("tcp reply", tcp.TcpFlows((secret + b"c" * 16,) * 3, (secret,) * 4)),
         ("shm offer", shm.ShmOffer(NAME_PREFIX + b"0" * 32, secret, 0)),
         ("zmq attach", zmq_plane.ZmqAttach(1 << 20, 8)),
         ("zmq reply", zmq_plane.ZmqReply(5, secret)),
