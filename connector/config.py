@@ -66,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
         _doc(
             "size of one staging slot, which is the largest data message; "
-            "where unset 4 MiB in host memory, a quarter of staging_bytes on GPUs"
+            "where unset 4 MiB in host memory; on GPUs 8 MiB for shm and tcp, 32 MiB or more for nixl and ucx"
         ),
     ] = None
     staging_bytes: Annotated[
