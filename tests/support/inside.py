@@ -155,6 +155,11 @@ def scheduler_half(connector: Any) -> SchedulerHalf:
     return half
 
 
+def steps_of(engine: Any) -> Any:
+    """The steps in flight, of a connector in the scheduler's process as ``connector``."""
+    return engine.connector._steps
+
+
 def recovery_of(engine: Any) -> Any:
     """What takes back failed loads inside steps, of a connector in the scheduler's process as ``connector``."""
     return engine.connector._recovery

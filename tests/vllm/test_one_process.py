@@ -4,10 +4,15 @@ that of a step that is launched after it."""
 from __future__ import annotations
 
 import pytest
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 
 from kvferry.connector.engine import worker
 from kvferry.connector.engine.load_planner import RequestPhase
+from kvferry.connector.vllm import compat
+from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
+from kvferry.connector.wire.step_plan import LoadEnd
 from tests.handover.slow_copies import install
+from tests.support.inside import steps_of
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import EngineGroup, eventually, loaded, settle
 from tests.vllm.test_step_loads import POLICIES, add
@@ -42,7 +47,7 @@ def test_steps_from_the_end_of_a_load_to_its_forward(
     while not d.computed[name]:
         d.step()
         count += 1
-    assert count == steps
+    assert count == steps and steps_of(d).seen_at_once is one_process
     loaded(None, d, name)
     d.finish(decoding)
     settle(p, d)
@@ -63,6 +68,7 @@ def test_a_load_that_fails_is_told_as_well(
     assert d.loads[name] == 1 and d.computed[name] >= (len(IDS) if policy == "recompute" else 0)
     d.finish(decoding)
     settle(p, d)
+    assert d.prompts["failed internal"] == 1, "with its reason"
 
 
 @pytest.mark.parametrize(("one_process", "steps"), [(True, 1), (False, 2)])
@@ -82,3 +88,17 @@ def test_an_idle_engine_waits_for_p_before_it_schedules(
         count += 1
     assert count == steps
     ends_well(p, d, leg, request_id)
+
+
+def test_an_output_that_all_steps_share_stays_as_it_is() -> None:
+    """vLLM has one for steps of which there is nothing to tell. What an output carries already stays in it."""
+    report = KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={7})
+    report.kv_connector_worker_meta = KVFerryWorkerMeta({}, ends={"a": LoadEnd()})
+    one = compat.with_report(EMPTY_MODEL_RUNNER_OUTPUT, report)
+    assert EMPTY_MODEL_RUNNER_OUTPUT.kv_connector_output is None
+    later = KVConnectorOutput(finished_sending={"b"}, finished_recving={"c"}, invalid_block_ids={8})
+    later.kv_connector_worker_meta = KVFerryWorkerMeta({}, ends={"c": LoadEnd("cancelled")})
+    both = compat.with_report(one, later).kv_connector_output
+    assert one.kv_connector_output.finished_recving == {"a"}
+    assert (both.finished_sending, both.finished_recving, both.invalid_block_ids) == ({"b"}, {"a", "c"}, {7, 8})
+    assert both.kv_connector_worker_meta.ends.keys() == {"a", "c"}

@@ -19,14 +19,17 @@ from tests.vllm.stepped import Engine, EngineGroup, eventually, run, settle
 
 pytestmark = pytest.mark.vllm
 PRODUCT = str(Path(kvferry.connector.config.__file__).parent)
-MAX_LINES = 145
-"""Of KVFerry in one step, both halves. They are 145 on Python 3.11. Without a reason in the same change this bound does
-not grow."""
+MAX_LINES = {False: 145, True: 162}
+"""Of KVFerry in one step, both halves, where the only rank runs in the scheduler's process, and else: so many on Python
+3.11. Without a reason in the same change this bound does not grow."""
 
 
-def test_a_step_that_hands_nothing_over_executes_few_lines(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one_process", [False, True])
+def test_a_step_that_hands_nothing_over_executes_few_lines(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, one_process: bool
+) -> None:
     monkeypatch.setattr(wake, "HELD_UP_SECONDS", math.inf)  # a step has no hold-up of the host to tell
-    engine: Engine = group.engine(0, ahead=1)
+    engine: Engine = group.engine(0, ahead=1, one_process=one_process)
     engine.add(list(range(2, 40)), max_tokens=64)
     for _ in range(6):
         engine.step()
@@ -36,7 +39,7 @@ def test_a_step_that_hands_nothing_over_executes_few_lines(group: EngineGroup, m
             engine.step()
         counts.append(lines.count)
     settle(engine)
-    assert 0 < max(counts) <= MAX_LINES, counts
+    assert 0 < max(counts) <= MAX_LINES[one_process], counts
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferE
 from kvferry.transport import grant_board
 from kvferry.transport.grant_board import PostedGrant
 from tests.handover.slow_copies import install
-from tests.support.inside import consumer_of, leases_of, recovery_of, scheduler_half, worker_half
+from tests.support.inside import consumer_of, leases_of, recovery_of, scheduler_half, steps_of, worker_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import KVFERRY, Engine, EngineGroup, Lines, Pair, eventually, hand_over, loaded, run, settle
 
@@ -542,7 +542,7 @@ def test_a_step_whose_output_does_not_come_has_loaded_nothing(group: EngineGroup
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=())
     later = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached)
     recovery.scheduled(later, [])
-    count = d.connector._steps.count
+    count = steps_of(d).count
     step = recovery.take(later)
-    assert d.connector._steps.count == count - 1
+    assert steps_of(d).count == count - 1
     assert [suspect.load.request_id for suspect in step.suspects] == [request_id] and not recovery.steps

@@ -83,7 +83,8 @@ ONE_BY_ONE = {"ask_p": 3, "ask_d": 5, "abort": 1, "preempt": 1, "step": 12, "pau
 class Case:
     """The forms of both engines. ``late_copies``: those of P read its blocks a moment after they were started, as a
     GPU's do. ``same_address``: a P that is restarted has the port, and ``same_id`` the engine id, of its former life.
-    ``window``: of the last layer, which is another block table. ``at_once``: both legs of a request."""
+    ``window``: of the last layer, which is another block table. ``one_process``: of engines of
+    one rank. ``at_once``: both legs of a request."""
 
     seed: int
     number: int
@@ -102,6 +103,7 @@ class Case:
     late_copies: bool
     same_address: bool
     same_id: bool
+    one_process: bool
     at_once: bool = True
 
     def __str__(self) -> str:
@@ -131,6 +133,7 @@ def draw(seed: int, number: int, planes: tuple[str, ...] = PLANES) -> Case:
         late_copies=rng.random() < 0.5,
         same_address=tp[0] == 1 and rng.random() < 0.5,
         same_id=rng.random() < 0.5,
+        one_process=rng.random() < 0.5,
     )
 
 
@@ -191,6 +194,7 @@ class Walk:
                 block=block, num_blocks=cache_tokens // block + 1, tp=case.tp[number],
                 layout=case.layouts[number], window=case.window, max_batched=512,
                 engine_id=f"{side}-{case.seed}-{case.number}" + ("" if case.same_id else f"-{self._lives}"),
+                one_process=case.one_process and case.tp[number] == 1,
             )  # fmt: skip
         if side == "p":
             self._copies = made
