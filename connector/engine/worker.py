@@ -2,8 +2,8 @@
 
 The engine's thread calls in here. These calls may block: ``register`` at start-up, ``unregister`` and ``restore``
 around the engine's sleep, ``close`` at the end, ``begin_step`` until the copies are under way with which the step
-computes, ``LayerWaits.layer`` in host memory until those of a layer have ended, and ``take_results`` for a moment, in a
-step that computes nothing.
+computes, ``LayerWaits.layer`` in host memory until those of a layer have ended, and ``take_results``,
+``await_results`` and ``look_up`` for a moment, in an engine that computes nothing.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class WorkerHalf:
         up to ``BEGIN_SECONDS`` until the copies are under way with which the step computes."""
         thread = self._transfer_thread
         assert thread is not None and self.prefills is not None, "caches are registered before the first step"
-        self._decode_engine, self._idle = plan.decode_engine, plan.idle
+        self._decode_engine, self._idle, self._waited = plan.decode_engine, plan.idle, self._waited and plan.idle
         if plan.nothing and not self.prefills.busy:
             self._copies.idle, self.step_hold.outcome = plan.idle, None
             thread.step_posted()

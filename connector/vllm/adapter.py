@@ -341,9 +341,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = get_kv_transfer_group() if self._one_rank and has_kv_transfer_group() else None
         if not isinstance(rank, KVFerryConnector) or rank._vllm_config.kv_transfer_config.engine_id != self._engine_id:
             return None
-        rank._take_results = rank._await_results
-        if self._steps is not None:
-            self._steps.seen_at_once = True
+        if self._steps is not None:  # else nothing calls ``_look_at``
+            rank._take_results, self._steps.seen_at_once = rank._await_results, True
         return rank
 
     def _look_up(self, wanted: PromptLookup | None) -> dict[str, LookupResult] | None:
@@ -467,10 +466,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _report(self, result: Any) -> Any:
         """``result``, the output of a step, with what has ended by now on this rank, the engine's only one. The
         scheduler is about to look at it, and would see what comes with a later step's output two steps later."""
-        working, told = self._working, KVConnectorOutput()
+        working = self._working
         results = working.take_results(waits=False)
         if not (results.received or results.sent or working.has_news):
             return result
+        told = KVConnectorOutput(kv_connector_stats=self.get_kv_connector_stats())
         told.finished_sending, told.finished_recving = self._told(results)
         told.invalid_block_ids = self.get_block_ids_with_load_errors()
         if compat.HAS_TRANSFER_RESULTS:

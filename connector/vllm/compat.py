@@ -314,6 +314,10 @@ def with_report(result: ModelRunnerOutput, report: KVConnectorOutput) -> ModelRu
     told.invalid_block_ids = told.invalid_block_ids | report.invalid_block_ids
     if HAS_TRANSFER_RESULTS:
         told.failed_recving = told.failed_recving | report.failed_recving
+    if told.kv_connector_stats is None:
+        told.kv_connector_stats = report.kv_connector_stats
+    elif report.kv_connector_stats is not None:
+        told.kv_connector_stats = told.kv_connector_stats.aggregate(report.kv_connector_stats)
     if told.kv_connector_worker_meta is None:
         told.kv_connector_worker_meta = report.kv_connector_worker_meta
     elif report.kv_connector_worker_meta is not None:

@@ -501,7 +501,7 @@ class Engine:
         self.tp, self.runner, self.num_blocks, self.layout, self.dtype = tp, runner, num_blocks, layout, dtype
         self.dcp, self.interleave, self.block, self.window = dcp, interleave, block, window
         self.ranks = tp * pcp
-        self.one_process = one_process
+        self.one_process = one_process and self.ranks == 1
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
         transfer = KVTransferConfig(
             engine_id=engine_id, kv_connector=connector, kv_connector_module_path=module, kv_role=role,
@@ -588,6 +588,7 @@ class Engine:
 
             def update(carried: KVConnectorOutput) -> None:
                 self.workers[0].note(carried)
+                self._note_stats(carried)
                 look(carried)
 
             self.scheduler._update_from_kv_xfer_finished = update
@@ -790,8 +791,8 @@ class Engine:
         if not_filled := self._not_filled(step, merged):
             self._lost -= not_filled
             self._tainted = self._tainted if self._lost else set()
-        if carried is not None and carried.kv_connector_stats:
-            self.stats.append(carried.kv_connector_stats)
+        if carried is not None and not self.one_process:
+            self._note_stats(carried)
         with self.workers[0].group() if self.one_process else nullcontext():
             clients = self.scheduler.update_from_output(step, merged).values()
         for client in clients:
@@ -801,6 +802,10 @@ class Engine:
             self.totals.update((told or {}).get("totals", {}))
             for output in client.outputs:
                 self.answers[output.request_id].take(output.request_id, output)
+
+    def _note_stats(self, carried: KVConnectorOutput) -> None:
+        if carried.kv_connector_stats:
+            self.stats.append(carried.kv_connector_stats)
 
     def _not_filled(self, step: Any, merged: ModelRunnerOutput) -> set[int]:
         """The blocks that loads inside the step failed to fill."""

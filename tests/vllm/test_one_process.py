@@ -8,7 +8,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 
 from kvferry.connector.engine import worker
 from kvferry.connector.engine.load_planner import RequestPhase
-from kvferry.connector.vllm import compat
+from kvferry.connector.vllm import compat, hooks
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import LoadEnd
 from tests.handover.slow_copies import install
@@ -88,6 +88,34 @@ def test_an_idle_engine_waits_for_p_before_it_schedules(
         count += 1
     assert count == steps
     ends_well(p, d, leg, request_id)
+
+
+def test_where_nothing_is_asked_before_an_output_its_step_carries_the_reports(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM lacks what the recovery needs: loads go beside the steps, also once the engine has waited for P."""
+    monkeypatch.setattr(hooks, "can_recover", lambda scheduler: False)
+    p, d = group.pair(one_process=True, max_batched=128, extra={"plane": "cma"})
+    leg, request_id = begin(p, d, reads_early=False)
+    d.step()
+    p.finish(leg)
+    ends_well(p, d, leg, request_id)
+
+
+def test_figures_come_with_the_report(group: EngineGroup) -> None:
+    """The last lease of P ends between the launch of a step and the look at its output, and P steps no more."""
+    p, d = group.pair(one_process=True, extra={"plane": "shm"})
+    params = p.prefill(IDS)
+
+    def end(step: object) -> None:
+        p.before_update = None
+        d.finish(d.add(IDS, params, max_tokens=4))
+        eventually(lambda: (d.step(), bool(p.thread.results.leases))[1])
+
+    p.before_update = end
+    p.step()
+    assert not p.scheduler.has_requests() and p.stats[-1].data["sent"]
+    settle(p, d)
 
 
 def test_an_output_that_all_steps_share_stays_as_it_is() -> None:

@@ -194,7 +194,7 @@ class Walk:
                 block=block, num_blocks=cache_tokens // block + 1, tp=case.tp[number],
                 layout=case.layouts[number], window=case.window, max_batched=512,
                 engine_id=f"{side}-{case.seed}-{case.number}" + ("" if case.same_id else f"-{self._lives}"),
-                one_process=case.one_process and case.tp[number] == 1,
+                one_process=case.one_process,
             )  # fmt: skip
         if side == "p":
             self._copies = made
