@@ -243,6 +243,21 @@ def test_zmq_address_that_is_not_ours() -> None:
     plane.close()
 
 
+def test_zmq_plane_that_nobody_closed_hangs_no_garbage_collection() -> None:
+    script = """
+import gc
+plane = [make_plane("zmq", CONTEXT)]
+plane[0].connect(b"", "127.0.0.1")
+plane.append(plane)
+del plane
+gc.collect()
+print("collected", flush=True)
+os._exit(0)
+"""
+    out = fork_server().run("-c", PRELUDE + script, timeout=120)
+    assert out.returncode == 0 and "collected" in out.stdout, out
+
+
 @pytest.mark.ucx
 def test_ucx_tells_when_there_is_no_way() -> None:
     script = """

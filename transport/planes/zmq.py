@@ -59,6 +59,11 @@ _POLLIN = int(zmq.POLLIN)
 _serial = itertools.count()
 
 
+_contexts: set[zmq.Context[zmq.Socket[bytes]]] = set()
+"""Those that have not ended. One that became garbage together with its sockets would hang the thread that collects it:
+its finalizer waits until they are closed."""
+
+
 class ZmqAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
     window: Annotated[int, Meta(ge=1, le=1024)]
@@ -357,6 +362,7 @@ class ZmqPlane(PushPlane):
         self._window_left = max(1, (staging_bytes // 2 if gpu else staging_bytes) // slot_bytes)
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self.zmq.max_sockets = MOST_SOCKETS
+        _contexts.add(self.zmq)
         self.busy: list[tuple[Slot, Any]] = []
 
     def offer(self) -> bytes:
@@ -420,7 +426,11 @@ class ZmqPlane(PushPlane):
 
     def _close(self) -> None:
         # ``term`` waits for libzmq's own thread, so another thread calls it.
-        threading.Thread(target=self.zmq.term, name="kvferry-zmq-term", daemon=True).start()
+        threading.Thread(target=self._end_context, name="kvferry-zmq-term", daemon=True).start()
+
+    def _end_context(self) -> None:
+        self.zmq.term()
+        _contexts.discard(self.zmq)
 
     def drop(self, channel: ZmqChannel) -> None:
         """Forget a closed channel."""
