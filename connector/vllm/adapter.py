@@ -475,7 +475,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         told.invalid_block_ids = self.get_block_ids_with_load_errors()
         if compat.HAS_TRANSFER_RESULTS:
             told.failed_recving = results.failed
-        told.kv_connector_worker_meta = self._meta(None)
+        told.kv_connector_worker_meta = self._news(None)
         return compat.with_report(result, told)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
@@ -505,9 +505,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         outcome = self._working.take_outcome()
         if self._take_results == self._await_results:
             return None if outcome is None else KVFerryWorkerMeta({}, outcome)
-        return self._meta(outcome)
+        return self._news(outcome)
 
-    def _meta(self, outcome: StepOutcome | None) -> KVFerryWorkerMeta | None:
+    def _news(self, outcome: StepOutcome | None) -> KVFerryWorkerMeta | None:
         ends, self._ends = self._ends, {}
         estimates, met = self._working.take_estimates(), self._working.take_lookups()
         # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
