@@ -110,11 +110,12 @@ def table(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
 
 
 def by(fields: Sequence[str], over: str, rows: Iterable[Row]) -> list[dict[Any, Any]]:
-    """A row for each value of ``fields``, with all rows that have it, by their field ``over``."""
+    """A row for each value of ``fields``, with the first row for each value of ``over`` that has it: of a busy D, the
+    row of fresh block tables."""
     found: dict[tuple[Any, ...], dict[Any, Any]] = {}
     for row in rows:
         key = tuple(row[name] for name in fields)
-        found.setdefault(key, dict(zip(fields, key, strict=True)))[row[over]] = row
+        found.setdefault(key, dict(zip(fields, key, strict=True))).setdefault(row[over], row)
     return list(found.values())
 
 
