@@ -309,11 +309,9 @@ def with_report(result: ModelRunnerOutput, report: KVConnectorOutput) -> ModelRu
     """A step's output with what a rank has reported since."""
     result = copy(result)  # one without anything is the same for all steps
     told = result.kv_connector_output = copy(result.kv_connector_output or KVConnectorOutput())
-    told.finished_sending = (told.finished_sending or set()) | (report.finished_sending or set())
-    told.finished_recving = (told.finished_recving or set()) | (report.finished_recving or set())
-    told.invalid_block_ids = told.invalid_block_ids | report.invalid_block_ids
-    if HAS_TRANSFER_RESULTS:
-        told.failed_recving = told.failed_recving | report.failed_recving
+    for name in ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids"):
+        if more := getattr(report, name, None):  # 0.26 has no failed_recving
+            setattr(told, name, (getattr(told, name) or set()) | more)
     if told.kv_connector_stats is None:
         told.kv_connector_stats = report.kv_connector_stats
     elif report.kv_connector_stats is not None:
