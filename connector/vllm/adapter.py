@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -100,7 +100,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shared_loads: SharedLoads | None = None
         if role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
-            self.alone, self._one_rank = self.stepping_alone(parallel), parallel.world_size == 1
+            self.alone = self.stepping_alone(parallel)
+            self._rank_here: KVFerryConnector | None = None
             fails = from_vllm.loads_fail_requests(vllm_config)
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
             scheduler = self._vllm_scheduler = hooks.find_scheduler()
@@ -169,6 +170,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 tracer=open_tracer(vllm_config.observability_config.otlp_traces_endpoint, name),
             )
             self._take_results: Callable[[], StepResults] = self._worker.take_results
+            self._seen_at_once = False  # what has ended is reported in ``_report``, not with a step
 
     def _prefix_seed(self, vllm_config: VllmConfig, settings: Settings) -> bytes:
         """As ``SchedulerHalf`` takes it."""
@@ -334,16 +336,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             result = self._rank_here._report(result)
         return result, recovery.processed(output, result)
 
-    @cached_property
-    def _rank_here(self) -> KVFerryConnector | None:
-        """The only rank of the engine, once that has started: vLLM runs it in the scheduler's process, and in its
+    def _find_rank(self) -> None:
+        """The only rank of the engine, before its first step: vLLM runs it in the scheduler's process, and in its
         thread. That process may have other engines, too."""
-        rank = get_kv_transfer_group() if self._one_rank and has_kv_transfer_group() else None
-        if not isinstance(rank, KVFerryConnector) or rank._vllm_config.kv_transfer_config.engine_id != self._engine_id:
-            return None
-        if self._steps is not None:  # else nothing calls ``_look_at``
-            rank._take_results, self._steps.seen_at_once = rank._await_results, True
-        return rank
+        one = self._vllm_config.parallel_config.world_size == 1
+        rank = get_kv_transfer_group() if one and has_kv_transfer_group() else None
+        if isinstance(rank, KVFerryConnector) and rank._vllm_config.kv_transfer_config.engine_id == self._engine_id:
+            self._rank_here = rank
+            if self._steps is not None:  # else nothing calls ``_look_at``
+                rank._seen_at_once = self._steps.seen_at_once = True
 
     def _look_up(self, wanted: PromptLookup | None) -> dict[str, LookupResult] | None:
         return None if self._rank_here is None else self._rank_here._working.look_up(wanted)
@@ -355,6 +356,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ours = set().union(*told)
         if ours:
             self._scheduling.set_ranks(ours)
+            self._find_rank()
             if self._bootstrap is not None:
                 ranks = {(rank.tp_rank, rank.pp_rank): (rank.host, rank.port) for rank in ours}
                 self._bootstrap.publish(bootstrap_page(self._engine_id, self._dp_rank, ranks))
@@ -457,7 +459,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         working = self._working
         if working.step_hold.layer_waits is not None:
             working.finish_forward()
-        return self._take_results()
+        return self._await_results() if self._seen_at_once else self._take_results()
 
     def _await_results(self) -> StepResults:
         self._working.await_results()
@@ -503,7 +505,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not (self._working.has_news or self._ends):
             return None
         outcome = self._working.take_outcome()
-        if self._take_results == self._await_results:
+        if self._seen_at_once:
             return None if outcome is None else KVFerryWorkerMeta({}, outcome)
         return self._news(outcome)
 

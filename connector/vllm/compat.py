@@ -306,20 +306,14 @@ def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
 
 
 def with_report(result: ModelRunnerOutput, report: KVConnectorOutput) -> ModelRunnerOutput:
-    """A step's output with what a rank has reported since."""
-    result = copy(result)  # one without anything is the same for all steps
-    told = result.kv_connector_output = copy(result.kv_connector_output or KVConnectorOutput())
-    for name in ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids"):
-        if more := getattr(report, name, None):  # 0.26 has no failed_recving
-            setattr(told, name, (getattr(told, name) or set()) | more)
-    if told.kv_connector_stats is None:
-        told.kv_connector_stats = report.kv_connector_stats
-    elif report.kv_connector_stats is not None:
-        told.kv_connector_stats = told.kv_connector_stats.aggregate(report.kv_connector_stats)
-    if told.kv_connector_worker_meta is None:
-        told.kv_connector_worker_meta = report.kv_connector_worker_meta
-    elif report.kv_connector_worker_meta is not None:
-        told.kv_connector_worker_meta.add(report.kv_connector_worker_meta)
+    """A step's output with what the engine's only rank has to report. The step itself carries of it at most figures,
+    and what becomes of the loads inside it."""
+    result, own = copy(result), result.kv_connector_output  # an output without anything is the same for all steps
+    for name in ("kv_connector_stats", "kv_connector_worker_meta"):
+        if (of_step := getattr(own, name, None)) is not None:
+            more = getattr(report, name)
+            setattr(report, name, of_step if more is None else of_step.aggregate(more))
+    result.kv_connector_output = report
     return result
 
 

@@ -48,12 +48,6 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
             self._outcome = None
         return self._standing
 
-    def add(self, later: KVFerryWorkerMeta) -> None:
-        """What the same rank has to tell since."""
-        self.estimates |= later.estimates
-        self.met |= later.met
-        self.ends |= later.ends
-
     def aggregate(self, other: KVFerryWorkerMeta) -> KVFerryWorkerMeta:
         """Of two sets of ranks."""
         standing = self.result() + other.result()

@@ -635,7 +635,8 @@ class Engine:
             for worker in self.workers
         }
         if all(metadata is not None for metadata in handshakes.values()):
-            self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+            with self.workers[0].group() if self.one_process else nullcontext():
+                self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
 
     def handshake(self, worker: Worker) -> Any:
         """What a worker tells, together with the others of its PCP group."""

@@ -3,13 +3,16 @@ that of a step that is launched after it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.connector.engine import worker
 from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.vllm import compat, hooks
-from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
+from kvferry.connector.vllm.prometheus import KVFerryStats
+from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, standing_loads
 from kvferry.connector.wire.step_plan import LoadEnd
 from tests.handover.slow_copies import install
 from tests.support.inside import steps_of
@@ -118,15 +121,33 @@ def test_figures_come_with_the_report(group: EngineGroup) -> None:
     settle(p, d)
 
 
-def test_an_output_that_all_steps_share_stays_as_it_is() -> None:
-    """vLLM has one for steps of which there is nothing to tell. What an output carries already stays in it."""
+def test_a_rank_is_only_that_of_its_own_engine(group: EngineGroup) -> None:
+    """In a process of several engines, vLLM has the rank of the first one for all of them."""
+    p, d = group.pair()
+    with p.workers[0].group():
+        for engine in (d, p):
+            engine.introduce()
+    assert steps_of(p).seen_at_once and not steps_of(d).seen_at_once
+
+
+def test_what_a_step_carries_stays_in_its_output() -> None:
+    """vLLM has one output for all steps of which there is nothing to tell: it stays as it is."""
     report = KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={7})
     report.kv_connector_worker_meta = KVFerryWorkerMeta({}, ends={"a": LoadEnd()})
     one = compat.with_report(EMPTY_MODEL_RUNNER_OUTPUT, report)
     assert EMPTY_MODEL_RUNNER_OUTPUT.kv_connector_output is None
-    later = KVConnectorOutput(finished_sending={"b"}, finished_recving={"c"}, invalid_block_ids={8})
-    later.kv_connector_worker_meta = KVFerryWorkerMeta({}, ends={"c": LoadEnd("cancelled")})
-    both = compat.with_report(one, later).kv_connector_output
-    assert one.kv_connector_output.finished_recving == {"a"}
-    assert (both.finished_sending, both.finished_recving, both.invalid_block_ids) == ({"b"}, {"a", "c"}, {7, 8})
-    assert both.kv_connector_worker_meta.ends.keys() == {"a", "c"}
+    assert one.kv_connector_output == report
+
+    def of_step(**more: Any) -> ModelRunnerOutput:
+        meta = KVFerryWorkerMeta({}, standing={"b": 1})
+        return ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=meta, **more))
+
+    both = compat.with_report(of_step(), report).kv_connector_output
+    assert (both.finished_recving, both.invalid_block_ids) == ({"a"}, {7})
+    assert standing_loads(both.kv_connector_worker_meta) == {"b": 1}
+    assert both.kv_connector_worker_meta.ends.keys() == {"a"}
+    figures = KVFerryStats(data={"totals": {"stale_reads": 1}})
+    sent = KVConnectorOutput(finished_sending={"c"}, kv_connector_stats=figures)
+    both = compat.with_report(of_step(kv_connector_stats=KVFerryStats(data=figures.data)), sent).kv_connector_output
+    assert both.kv_connector_stats.data["totals"] == {"stale_reads": 2}
+    assert standing_loads(both.kv_connector_worker_meta) == {"b": 1}
