@@ -37,15 +37,10 @@ from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.lent_files import SOCKET_NAME_BYTES, connect_unix, listen_unix, receive_fds, same_user
 from kvferry.transport.planes.push import PushReceiver, WindowedSender
 from kvferry.transport.planes.socket_plane import SocketAttach, SocketPlane
+from kvferry.transport.registry import DEFAULT_SLOT_BYTES, GPU_SLOT_BYTES
 from kvferry.transport.sockets import EXHAUSTED, SECRET_BYTES
 from kvferry.transport.staging import SlotPool
 
-BEST_SLOT_BYTES = 4 << 20
-"""Large enough for the fixed cost of a chunk not to count: a whole hand-over of 128 MiB takes 47 / 40 / 31 / 31 ms of
-D's processor with slots of 1 / 2 / 4 / 8 MiB, though small slots stay in a core's cache."""
-BEST_GPU_SLOT_BYTES = 8 << 20
-"""The same for caches on GPUs, whose copies go past the caches of cores: a hand-over of 1 GiB between two H100 moves at
-31 GB/s with slots of 4 MiB, of which P's thread takes as long for each as PCIe takes for two, and at 48 with 8 MiB."""
 MAX_SLOTS = 8
 """Slots of one channel; more slots would only use more of the cache."""
 
@@ -298,14 +293,14 @@ ShmChannel = ShmSendChannel | ShmRecvChannel
 
 
 class ShmPlane(SocketPlane):
-    """Shared memory of this host; ``slot_bytes`` above the best is lowered to it."""
+    """Shared memory of this host; ``slot_bytes`` above the default is lowered to it."""
 
     name: ClassVar[str] = "shm"
     same_host: ClassVar[bool] = True
 
     def __init__(self, context: PlaneContext) -> None:
-        best = BEST_SLOT_BYTES if context.memory.device.type == "cpu" else BEST_GPU_SLOT_BYTES
-        super().__init__(min(context.slot_bytes, best))
+        most = DEFAULT_SLOT_BYTES if context.memory.device.type == "cpu" else GPU_SLOT_BYTES
+        super().__init__(min(context.slot_bytes, most))
         self._limit_bytes = self.left_bytes = context.staging_bytes
         self.device = context.memory.device
         self._name = b""
