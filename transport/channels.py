@@ -72,8 +72,6 @@ class Channel(ABC):  # noqa: B024 (its kinds have what is abstract)
     error: TransportError | None = None
     """Set once the peer is gone or broke the protocol, and never unset; messages in flight then never arrive."""
     closed: bool = False
-    receives: ClassVar[bool] = False
-    """Whether it is D's end of a PUSH channel."""
     encrypted: bool = False
     """Whether the bytes that leave the host are encrypted. At D's end it is known after ``Plane.finish``."""
 
@@ -167,7 +165,6 @@ class RecvChannel(Channel):
     """D's end of a PUSH channel, from one rank of P."""
 
     pulls: ClassVar[Literal[False]] = False
-    receives: ClassVar[bool] = True
     few_bytes: int = 1 << 31
     """D asks for messages of at most so many bytes, though slots be larger, unless P computes many more at a time."""
 

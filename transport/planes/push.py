@@ -138,7 +138,7 @@ class PushPlane(Plane):
 
     def receivers(self, kind: type[R]) -> list[R]:
         """The open channels of D."""
-        return [channel for channel in self.channels if channel.receives and isinstance(channel, kind)]
+        return [channel for channel in self.channels if isinstance(channel, kind)]
 
     def close(self) -> None:
         if not self.closed:
