@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from math import ceil, floor, log10
@@ -36,23 +36,18 @@ def svg_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Line], *
         return bottom - (bottom - TOP) * share
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{_style()}</style>",
-        f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}"/>',
-        _text(16, 26, title, "title"),
-        _text((LEFT + right) / 2, HEIGHT - 12, x_name, "middle"),
-        f'<g transform="rotate(-90 18 {(TOP + bottom) / 2})">{_text(18, (TOP + bottom) / 2, y_name, "middle")}</g>',
+        svg_text((LEFT + right) / 2, HEIGHT - 12, x_name, "middle"),
+        f'<g transform="rotate(-90 18 {(TOP + bottom) / 2})">{svg_text(18, (TOP + bottom) / 2, y_name, "middle")}</g>',
     ]
     for y in y_ticks:
         parts.append(f'<path class="grid" d="M{LEFT} {y_at(y):.1f}H{right}"/>')
-        parts.append(_text(LEFT - 8, y_at(y) + 4, f"{y:,.10g}", "end"))
+        parts.append(svg_text(LEFT - 8, y_at(y) + 4, f"{y:,.10g}", "end"))
     last = 0.0
     for x in xs if len(xs) <= MOST_TICKS else _decades(x_low, x_high):
         if x_low <= x <= x_high and x_at(x) - last >= TICK_WIDTH:
             last = x_at(x)
             parts.append(f'<path class="grid" d="M{last:.1f} {bottom}v5"/>')
-            parts.append(_text(last, bottom + 20, f"{x:,.10g}", "middle"))
+            parts.append(svg_text(last, bottom + 20, f"{x:,.10g}", "middle"))
     for number, line in enumerate(lines.values()):
         placed = [(x_at(x), y_at(y)) for x, y in line]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
@@ -60,8 +55,24 @@ def svg_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Line], *
         parts += [f'<circle class="c{number % len(COLOURS)}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in placed]
     ends = [y_at(line[-1][1]) for line in lines.values()]
     for number, (name, y) in enumerate(zip(lines, _apart(ends), strict=True)):
-        parts.append(_text(right + 8, y + 4, name, f"c{number % len(COLOURS)}"))
-    return "\n".join([*parts, "</svg>", ""])
+        parts.append(svg_text(right + 8, y + 4, name, f"c{number % len(COLOURS)}"))
+    return svg(title, WIDTH, HEIGHT, parts)
+
+
+def svg(title: str, width: int, height: int, parts: Iterable[str]) -> str:
+    """An SVG document of ``width`` x ``height`` pixels: ``parts`` below a title. Those of a class ``c0`` have the
+    first of ``COLOURS``, and so on; lines of the class ``grid`` are pale."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        f"<title>{escape(title)}</title>", f"<style>{_style()}</style>",
+        f'<rect class="ground" width="{width}" height="{height}"/>', svg_text(16, 26, title, "title"),
+    )  # fmt: skip
+    return "\n".join([*head, *parts, "</svg>", ""])
+
+
+def svg_text(x: float, y: float, text: str, name: str = "") -> str:
+    """``name``: its class, which may be ``middle`` or ``end``: where in the text ``x`` lies."""
+    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
 def _decades(low: float, high: float) -> list[float]:
@@ -92,18 +103,14 @@ def _apart(wanted: Sequence[float]) -> list[float]:
 def _style() -> str:
     def scheme(shade: int, ground: str, text: str, grid: str) -> str:
         lines = "".join(
-            f"polyline.c{number}{{stroke:{colour[shade]}}}circle.c{number},text.c{number}{{fill:{colour[shade]}}}"
+            f".c{number}{{fill:{colour[shade]}}}polyline.c{number}{{fill:none;stroke:{colour[shade]}}}"
             for number, colour in enumerate(COLOURS)
         )
         return f".ground{{fill:{ground}}}text{{fill:{text}}}.grid{{stroke:{grid}}}{lines}"
 
     return (
         "text{font:13px system-ui,sans-serif}.title{font-size:15px;font-weight:600}.middle{text-anchor:middle}"
-        ".end{text-anchor:end}polyline{fill:none;stroke-width:2.25;stroke-linejoin:round}"
+        ".end{text-anchor:end}polyline{stroke-width:2.25;stroke-linejoin:round}"
         + scheme(0, "#fff", "#222", "#ddd")
         + f"@media(prefers-color-scheme:dark){{{scheme(1, '#12161c', '#e4e8ee', '#2f3743')}}}"
     )
-
-
-def _text(x: float, y: float, text: str, name: str) -> str:
-    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from html import escape
 from typing import Any
 
-from kvferry.cli.plot import COLOURS
+from kvferry.cli.plot import COLOURS, svg, svg_text
 
 WIDTH, LEFT, RIGHT, TOP, LINE, PANEL = 760, 200, 600, 44, 20, 250
 """Of a panel, in pixels: its axes lie between LEFT and RIGHT. LINE: from one bar to the next. PANEL: of the curves."""
@@ -18,31 +17,26 @@ def streaming_picture(result: Row) -> str:
     longest = max(row["tokens"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["tokens"] == longest]
     colours = {name: f"c{number % len(COLOURS)}" for number, name in enumerate(dict.fromkeys(r["name"] for r in rows))}
-    parts, height = bars(rows, colours, f"First token of {longest} tokens ({result['versions']['gpus']}), ms")
+    parts, height = bars(rows, colours)
     if result.get("curves"):
         parts += curves(result["curves"], colours, height)
         height += TOP + PANEL + 56
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">', _style(),
-            f'<rect class="ground" width="{WIDTH}" height="{height}"/>', *parts, "</svg>", "",
-        ]
-    )  # fmt: skip
+    return svg(f"First token of {longest} tokens ({result['versions']['gpus']}), ms", WIDTH, height, parts)
 
 
-def bars(rows: Iterable[Row], colours: Mapping[str, str], title: str) -> tuple[list[str], int]:
+def bars(rows: Iterable[Row], colours: Mapping[str, str]) -> tuple[list[str], int]:
     """A bar for each row, and the height below the last one."""
     rows = list(rows)
-    parts, y, before = [_text(16, 26, title, "title")], TOP, ""
+    parts, y, before = [], TOP, ""
     most = max(row["first_ms"] for row in rows)
     for row in rows:
         y += LINE // 2 * bool(before and row["name"] != before)
         if row["name"] != before:
-            parts.append(_text(16, y + 13, row["name"]))
+            parts.append(svg_text(16, y + 13, row["name"]))
         before, width = row["name"], (RIGHT - LEFT) * row["first_ms"] / most
-        parts.append(_text(LEFT - 8, y + 13, row["way"], "end"))
+        parts.append(svg_text(LEFT - 8, y + 13, row["way"], "end"))
         parts.append(f'<rect class="{colours[before]}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{LINE - 4}"/>')
-        parts.append(_text(LEFT + width + 6, y + 13, f"{row['first_ms']:.0f}"))
+        parts.append(svg_text(LEFT + width + 6, y + 13, f"{row['first_ms']:.0f}"))
         y += LINE
     return parts, y + 12
 
@@ -57,12 +51,12 @@ def curves(found: Iterable[Row], colours: Mapping[str, str], top: int) -> list[s
     def at(ms: float, mib: float) -> tuple[float, float]:
         return 64 + (RIGHT - 64) * ms / end, low - (low - high) * mib / most
 
-    parts = [_text(16, top + 26, "Bytes at D of one prompt, MiB; a dot: P's last step has ended", "title")]
+    parts = [svg_text(16, top + 26, "Bytes at D of one prompt, MiB; a dot: P's last step has ended", "title")]
     for share in (0, 0.25, 0.5, 0.75, 1):
         x, y = at(end * share, most * share)
-        parts += [f'<path class="grid" d="M64 {y:.1f}H{RIGHT}"/>', _text(56, y + 4, f"{most * share:.0f}", "end")]
-        parts.append(_text(x, low + 20, f"{end * share:.0f}", "middle"))
-    parts.append(_text((64 + RIGHT) / 2, low + 40, "ms since the client sent its request", "middle"))
+        parts += [f'<path class="grid" d="M64 {y:.1f}H{RIGHT}"/>', svg_text(56, y + 4, f"{most * share:.0f}", "end")]
+        parts.append(svg_text(x, low + 20, f"{end * share:.0f}", "middle"))
+    parts.append(svg_text((64 + RIGHT) / 2, low + 40, "ms since the client sent its request", "middle"))
     for number, curve in enumerate(found):
         colour, points = colours[curve["name"]], [(curve["points"][0][0], 0), *curve["points"]]
         dash = ' stroke-dasharray="6 4"' if curve["way"] == "serial" else ""
@@ -73,23 +67,5 @@ def curves(found: Iterable[Row], colours: Mapping[str, str], top: int) -> list[s
         parts.append(f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>')
         height = high + 13 + LINE * number
         parts.append(f'<polyline class="{colour}"{dash} points="{RIGHT + 8},{height - 4} {RIGHT + 32},{height - 4}"/>')
-        parts.append(_text(RIGHT + 36, height, f"{curve['name'].split(', ')[-1]}, {curve['way']}"))
+        parts.append(svg_text(RIGHT + 36, height, f"{curve['name'].split(', ')[-1]}, {curve['way']}"))
     return parts
-
-
-def _style() -> str:
-    def scheme(shade: int, ground: str, text: str, grid: str) -> str:
-        lines = "".join(
-            f"polyline.c{number}{{stroke:{colour[shade]}}}rect.c{number},circle.c{number}{{fill:{colour[shade]}}}"
-            for number, colour in enumerate(COLOURS)
-        )
-        return f".ground{{fill:{ground}}}text{{fill:{text}}}.grid{{stroke:{grid}}}{lines}"
-
-    dark = f"@media(prefers-color-scheme:dark){{{scheme(1, '#12161c', '#e4e8ee', '#2f3743')}}}"
-    common = "text{font:13px system-ui,sans-serif}.title{font-size:15px;font-weight:600}.middle{text-anchor:middle}"
-    common += ".end{text-anchor:end}polyline{fill:none;stroke-width:2}"
-    return f"<style>{common}{scheme(0, '#fff', '#222', '#ddd')}{dark}</style>"
-
-
-def _text(x: float, y: float, text: str, name: str = "") -> str:
-    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
