@@ -20,9 +20,6 @@ def empty_page_locked(nbytes: int) -> torch.Tensor:
 class SlotPool:
     """Slots of ``slot_bytes`` out of at most ``limit_bytes`` of memory, allocated when first needed.
 
-    A slot is free, in use, or retired. A retired slot belongs to a request that can neither be cancelled nor waited
-    for: it is in use until the request ends after all.
-
     The slots lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use. ``in_one_piece``: all
     are allocated together, as they always are on a GPU. ``slab``: or they lie there, uint8 [limit_bytes].
     """
@@ -45,17 +42,11 @@ class SlotPool:
         """The memory of all slots, uint8 [capacity * slot_bytes], where it was allocated in one piece."""
         self._free: list[Slot] = []
         self._slots: list[Slot] = []
-        self._retired: set[int] = set()
 
     @property
     def free(self) -> int:
         """The number of slots that ``take`` can still return."""
         return self.capacity - len(self._slots) + len(self._free)
-
-    @property
-    def retired(self) -> int:
-        """The number of retired slots, each lost until the request that holds it ends."""
-        return len(self._retired)
 
     @property
     def allocated_bytes(self) -> int:
@@ -77,15 +68,9 @@ class SlotPool:
         return self._slots[-1]
 
     def put(self, slot: Slot) -> None:
-        """Put a slot from ``take`` back, also a retired one."""
+        """Put a slot from ``take`` back."""
         assert slot is self._slots[slot.index] and slot not in self._free
-        self._retired.discard(slot.index)
         self._free.append(slot)
-
-    def retire(self, slot: Slot) -> None:
-        """Mark a taken slot as lost: a request may still write to it."""
-        assert slot is self._slots[slot.index] and slot not in self._free
-        self._retired.add(slot.index)
 
     def clear(self) -> None:
         """Forget the memory: it is freed once no slot that was taken is left."""

@@ -208,6 +208,7 @@ class Peer:
     def do_status(self) -> dict[str, Any]:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         channels = self.channels.items()
+        moving = [*getattr(self.plane, "transfers", ()), *getattr(self.plane, "fetches", ())]  # of ucx, and of nixl
         return {
             "sent": {id: self.sent[id] for id in self.to_send},
             "refused": {id: self.refused[id] for id in self.to_send},
@@ -218,7 +219,7 @@ class Peer:
             "errors": {id: c.error and f"{type(c.error).__name__}: {c.error}" for id, c in channels},
             "ready": {id: c.ready for id, c in channels if isinstance(c, PullChannel)},
             "copies": [{"done": c.done, "error": c.error, "peer_lost": c.peer_lost} for c in self.copies],
-            "retired": getattr(self.plane, "retired_slots", 0),
+            "retired": sum(each.channel is not None and each.channel.closed for each in moving),
             "rss": resident_bytes(),
             "fds": len(os.listdir("/proc/self/fd")),
             "cpu": usage.ru_utime + usage.ru_stime,

@@ -319,7 +319,12 @@ class Fetch:
     source: NixlSource
     ready: Ready
     checking: bool = False
-    retired: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether its channel stands. Else the READ keeps its slot until it ends, which can neither be had sooner nor
+        waited for."""
+        return self.channel.error is None and not self.channel.closed
 
 
 class NixlPlane(SocketPlane):
@@ -363,11 +368,6 @@ class NixlPlane(SocketPlane):
 
     def lanes_to(self, host: str) -> str:
         return self._lanes.shown
-
-    @property
-    def retired_slots(self) -> int:
-        """The number of slots of closed channels into which a READ may still write."""
-        return self.recv_pool.retired
 
     def slower_because(self, offer: bytes, *, reached: bool) -> str:
         return "" if self._lanes.rdma else f"it has no RDMA: {self._lanes.shown}"
@@ -458,11 +458,7 @@ class NixlPlane(SocketPlane):
         return source
 
     def leave(self, channel: NixlRecvChannel) -> None:
-        """D: a channel has ended: its READs under way keep their slots until they end."""
-        for fetch in self.fetches:
-            if fetch.channel is channel and not fetch.retired:
-                fetch.retired = True
-                self.recv_pool.retire(fetch.slot)
+        """D: a channel has ended."""
         if channel.source is not None:
             channel.source.doubted |= not channel.lives_on
             self._leave(channel.source)
@@ -549,7 +545,7 @@ class NixlPlane(SocketPlane):
         for fetch in list(self.fetches):
             ended = None if fetch.source in waiting else fetch.read.ended()
             if ended is None:
-                if not fetch.retired:  # which may never end, while P serves other channels
+                if fetch.wanted:  # else it may never end, while P serves other channels
                     waiting.add(fetch.source)
                 continue
             moved = True
@@ -564,7 +560,7 @@ class NixlPlane(SocketPlane):
 
     def _goes_on(self, fetch: Fetch) -> bool:
         """The bytes are here: begin to READ the number of the slot's use. ``False``: that is not needed, or done."""
-        if fetch.checking or fetch.retired or fetch.channel.error is not None:
+        if fetch.checking or not fetch.wanted:
             return False
         seen = self._uses_seen[fetch.slot.index :][:1].view(torch.uint8)
         source = fetch.source
@@ -579,7 +575,7 @@ class NixlPlane(SocketPlane):
     def _finish(self, fetch: Fetch, *, ok: bool) -> None:
         """No READ of this message is under way any more."""
         channel, source = fetch.channel, fetch.source
-        if ok and fetch.checking and channel.error is None and not channel.closed:
+        if ok and fetch.checking and fetch.wanted:
             if int(self._uses_seen[fetch.slot.index]) == fetch.ready.use:
                 self._leave(source)
                 channel.fetched(fetch.slot, fetch.ready)

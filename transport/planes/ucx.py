@@ -368,11 +368,6 @@ class UcxPlane(PushPlane):
         self._pending: deque[UcxAnnouncement] = deque()
         self._starved = False
 
-    @property
-    def retired_slots(self) -> int:
-        """The number of slots of closed channels that UCX still holds."""
-        return self.send_pool.retired + self.recv_pool.retired
-
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(UcxOffer(host_id() if self.on_gpu else ""))
 
@@ -509,13 +504,9 @@ class UcxPlane(PushPlane):
         self.progress_once()
 
     def send_close(self, channel: UcxChannel) -> None:
-        """Send the close message of a closed channel, and retire the slots that UCX still holds."""
+        """Send the close message of a closed channel. UCX may still hold slots of it."""
         self.channels.pop(channel, None)
         self._by_close_message.pop(channel.close_message, None)
-        pool = self.send_pool if isinstance(channel, UcxSendChannel) else self.recv_pool
-        for transfer in self.transfers:
-            if transfer.channel is channel:
-                pool.retire(transfer.slot)
         if channel.link is not None:  # else P's channel ends with D's session
             self._say(partial(channel.link.send, tag=channel.close_message))
 
