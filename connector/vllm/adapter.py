@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -169,7 +169,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads_fail_requests=from_vllm.loads_fail_requests(vllm_config),
                 tracer=open_tracer(vllm_config.observability_config.otlp_traces_endpoint, name),
             )
-            self._take_results: Callable[[], StepResults] = self._worker.take_results
             self._seen_at_once = False  # what has ended is reported in ``_report``, not with a step
 
     def _prefix_seed(self, vllm_config: VllmConfig, settings: Settings) -> bytes:
@@ -437,15 +436,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._working.post(plan)
             self._prefills = None
             return
+        working = self._working
         if connector_metadata.shared:
-            self._shared_loads = self._shared_loads or SharedLoads(store_of(get_kv_transfer_group(), self))
+            self._shared_loads = self._shared_loads or SharedLoads(store_of(get_kv_transfer_group(), self), working)
             self._shared_loads.begin(connector_metadata.shared)
-            self._take_results = partial(self._shared_loads.take_results, self._working)
         self._post(plan)
         if not compat.HAS_TRANSFER_RESULTS:
             beside = (load for load in plan.loads if not load.now)
             self._failed_blocks |= {load.request_id: filled_blocks(load, self._tables) for load in beside}
-        working = self._working
         working.begin_step(by_layer=working.computes_with_loads and compat.waits_by_layer())
         prefills = working.prefills
         # With micro-batches or a draft model a layer may run more than once in a step.
@@ -459,7 +457,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         working = self._working
         if working.step_hold.layer_waits is not None:
             working.finish_forward()
-        return self._await_results() if self._seen_at_once else self._take_results()
+        return self._await_results() if self._seen_at_once else (self._shared_loads or working).take_results()
 
     def _await_results(self) -> StepResults:
         self._working.await_results()

@@ -74,7 +74,8 @@ def wanted(scheduler: Scheduler, reports: Iterable[str]) -> set[str]:
 class SharedLoads:
     """On a worker: the loads whose beginning the store loads. Their reports wait for both parts."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, working: WorkerHalf) -> None:
+        self._working = working
         self._ended: dict[str, bool] = {}
         """By request, whether the store's part has ended."""
         self._parked: dict[str, tuple[bool, LoadEnd]] = {}
@@ -91,9 +92,9 @@ class SharedLoads:
     def begin(self, request_ids: Iterable[str]) -> None:
         self._ended |= dict.fromkeys(request_ids, False)
 
-    def take_results(self, working: WorkerHalf) -> StepResults:
-        """What ``working`` reports, without the loads whose other part runs, and with those where it has ended."""
-        results = working.take_results()
+    def take_results(self) -> StepResults:
+        """What the worker half reports, without the loads whose other part runs, and with those where it has ended."""
+        results = self._working.take_results()
         for name in results.received & self._ended.keys():
             results.received.remove(name)
             self._parked[name] = name in results.failed, results.ends.pop(name, LoadEnd())

@@ -62,7 +62,7 @@ class TransitionTable(Generic[S, E, F]):
         kinds: type[enum.Enum],
         rows: Iterable[tuple[Iterable[enum.Enum], Iterable[enum.Enum], Transition[S, E, F]]],
     ) -> None:
-        self.name, self.phases, self.kinds = name, phases, kinds
+        self.name = name
         found: dict[tuple[enum.Enum, enum.Enum], Transition[S, E, F]] = {}
         for row_phases, row_kinds, transition in rows:
             pairs = [(phase, kind) for phase in row_phases for kind in row_kinds]
