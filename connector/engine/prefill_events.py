@@ -21,8 +21,8 @@ from kvferry.connector.pages.copies import Copies
 from kvferry.connector.wire.step_plan import StepPlan
 
 LAYER_GROUPS = 8
-"""Events of one step beside those at its begin and its end. Each one wakes a thread of P, and the bytes of the last
-group alone leave after the step: an eighth of it."""
+"""An event of a step has an eighth of its layers at most, and half of those that are left: the bytes of the last group
+alone leave after the step. Each event wakes a thread of P."""
 
 
 class PrefillEvents:
@@ -109,7 +109,7 @@ class PrefillEvents:
             return
         step.layers += self._places[name]
         layers = len(step.layers)
-        if layers - self._told >= self._group or layers == self._layers:
+        if layers - self._told >= min(self._group, (self._layers - self._told + 1) // 2):
             self._told = layers
             self._copies.after_engine(partial(step.has_computed, self._told))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from kvferry.connector.engine.prefill_events import LAYER_GROUPS, PrefillEvents
+from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.pages import computed_steps
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import Copies
@@ -15,7 +16,8 @@ from kvferry.connector.wire.step_plan import PrefillChunk, StepPlan
 from tests.unit.labelled_model import Model
 
 NAMES = [f"layers.{number}" for number in range(20)]
-GROUP = -(-len(NAMES) // LAYER_GROUPS)
+GROUPS = [3, 6, 9, 12, 15, 18, 19, 20]
+"""How many layers are computed at each event."""
 
 
 class Behind(Copies):
@@ -64,12 +66,12 @@ def test_nothing_counts_before_the_device_has_reached_it(monkeypatch: pytest.Mon
         made.events.layer_computed(name)
     made.events.end_step()
     assert (step.begun, step.computed, step.ended, made.wakes, made.over) == (False, 0, False, 0, 0)
-    events = 1 + -(-len(NAMES) // GROUP) + 1
-    assert len(made.device.acts) == events <= LAYER_GROUPS + 2
+    events = 1 + len(GROUPS) + 1
+    assert len(made.device.acts) == events
     made.device.reach(1)
     assert (step.begun, step.computed) == (True, 0)
     made.device.reach(1)
-    assert step.computed == GROUP and not step.ended
+    assert step.computed == GROUPS[0] and not step.ended
     made.device.reach(events - 2)
     assert step.ended and step.computed == step.num_layers
     assert made.wakes == events - 1, "the end brings no news"
@@ -95,19 +97,19 @@ def test_in_host_memory_the_next_layer_begins_before_the_thread_is_woken(device:
     deferred = device == "host"
     for number, name in enumerate(NAMES):
         made.events.layer_begins()
-        assert made.wakes == number // GROUP
+        assert made.wakes == bisect(GROUPS, number)
         made.events.layer_computed(name)
         made.device.reach(len(made.device.acts))
-        assert step.computed == (number + 1 if number + 1 == len(NAMES) else (number + 1) // GROUP * GROUP)
-        assert made.wakes == (number // GROUP if deferred else -(-step.computed // GROUP))
+        assert step.computed == max([0, *GROUPS[: bisect(GROUPS, number + 1)]])
+        assert made.wakes == bisect(GROUPS, number if deferred else number + 1)
     made.events.end_step()
     made.device.reach(1)
-    assert made.wakes == -(-len(NAMES) // GROUP)
+    assert made.wakes == len(GROUPS)
     step = made.begin(b"a")
     made.events.layer_computed(NAMES[0])
     made.events.end_step()
     made.device.reach(1)
-    assert step.ended and made.wakes == -(-len(NAMES) // GROUP) + 1, "where no layer begins, nothing waits for it"
+    assert step.ended and made.wakes == len(GROUPS) + 1, "where no layer begins, nothing waits for it"
 
 
 def test_a_layer_has_its_place_in_each_region_of_the_step_under_way() -> None:
