@@ -116,7 +116,8 @@ class Loads:
 
     def report_early(self, load: Load, outcome: StepOutcome, joins_after: float, now: float) -> None:
         """Report a load beside the steps to ``outcome``, as one inside a step: that its copies are under way, once all
-        of them have run for ``joins_after`` seconds, and how it ends."""
+        of them have run for ``joins_after`` seconds, and how it ends. Where P computes the prompt, report when these
+        seconds, which may be less than 0, should be over."""
         for active_load in self.running:
             if active_load.original is load:
                 active_load.joins_after = joins_after
@@ -240,6 +241,7 @@ class Loads:
         state = active_load.lifetime.state
         reason = state.reason
         assert reason is not None
+        self._results.foreseen(active_load.original, math.inf)
         if active_load.phases:
             active_load.ended.append(attempt_span(active_load, str(reason), self._rank_context.clock()))
         if reason.kind == "timeout" and reason.blames == "plane":
@@ -294,7 +296,11 @@ class Loads:
             return
         if active_load.begun:
             self._results.moved()
-        elif all(read.all_begun for read in active_load.reads):
+        elif not all(read.all_begun for read in active_load.reads):
+            left = max(read.seconds_left(now) for read in active_load.reads)
+            if left < math.inf and active_load.load.step_tokens and not active_load.load.now:
+                self._results.foreseen(active_load.original, left + active_load.joins_after)
+        else:
             active_load.begun = active_load.load.now
             reads = [read for read in active_load.reads if read.planned]
             under_way = [write.copy for read in reads for write in read.writes]

@@ -80,7 +80,8 @@ class ActiveLoad(msgspec.Struct, eq=False):
     begun: bool = False
     """The engine knows that all copies are under way; only for a load inside a step, or one that is reported early."""
     joins_after: float = math.inf
-    """Seconds for which its copies must have run before it may be reported early."""
+    """Seconds for which its copies must have run before it may be reported early, as ``Loads.report_early`` takes
+    them."""
     begun_at: float = math.inf
     """When the last of its copies was begun, or the last copy of another load before it was seen to end."""
     reads: list[SourceRead] = msgspec.field(default_factory=list)
@@ -164,6 +165,10 @@ class SourceRead(msgspec.Struct, eq=False):
     """By tag, the messages with checksums that are received into pages."""
     moved: int = 0
     """The number of its last progress among those of all reads, by bytes in D's pages; 0 before the first."""
+    last_step: int = 0
+    """Of a prompt that P computes: the first chunk of P's last step."""
+    last_step_at: float = math.inf
+    """When the first one of these arrived."""
 
     @property
     def stopped(self) -> bool:
@@ -183,6 +188,14 @@ class SourceRead(msgspec.Struct, eq=False):
     def all_begun(self) -> bool:
         """Whether all copies into D's pages have ended, or are under way and the engine can wait for them."""
         return self.landed or (bool(self.writes) and self.left == 0 and self.awaitable)
+
+    def seconds_left(self, now: float) -> float:
+        """How long its bytes should still take, as P's last step has sent them so far. Infinite where no two chunks of
+        that step have arrived."""
+        if self.all_begun:
+            return 0.0
+        arrived = len(self.boxes) - self.last_step - len(self.tags)
+        return (now - self.last_step_at) * len(self.tags) / (arrived - 1) if self.granted and arrived > 1 else math.inf
 
     @property
     def due(self) -> float:
@@ -466,10 +479,13 @@ class Reads:
         if channel is None or channel.pulls:
             return
         regions, checksum = read.link.theirs.regions, read.link.checksum
+        stop = max(item.span.token + item.span.num_tokens for item in read.planned)
         for item in read.planned:
             theirs, whole = regions[item.span.region], self._box(read, item)
             convert = (item.region, item.span.region) in read.link.converted
             read.boxes.extend(self._caches.cut(whole, item.span, read.chunk_bytes, theirs, convert=convert))
+            if item.span.token + item.span.num_tokens < stop:
+                read.last_step = len(read.boxes)
         for chunk, box in enumerate(read.boxes):
             tag = read.tag(chunk)
             into: Callable[[], Pieces] | None = None
@@ -725,6 +741,8 @@ class Reads:
             self._messages_left(read)
             return None
         chunk = message.tag & 0xFFFFFFFF
+        if chunk >= read.last_step:
+            read.last_step_at = min(read.last_step_at, now)
         box = read.boxes[chunk]
         checksum, nbytes = read.link.checksum, self._caches.nbytes(box)
         expected = nbytes + trailer_bytes(checksum)

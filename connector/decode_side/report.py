@@ -53,6 +53,12 @@ class Results:
         for outcome in self.outcomes:
             outcome.begun(load, stands, copies)
 
+    def foreseen(self, load: Load, seconds: float) -> None:
+        """Tell an outcome when its load may be reported early, from now on."""
+        for outcome in self.outcomes:
+            outcome.foreseen(load, seconds)
+        self.ready.set()  # a thread that waits may have to wait for less
+
     def moved(self) -> None:
         """A copy that is under way has moved bytes."""
         for outcome in self.outcomes:

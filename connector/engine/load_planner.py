@@ -2,7 +2,9 @@
 
 A load goes inside the step that computes with it where ``step_load_rule`` permits, else beside the engine's steps. Of
 a load beside the steps, vLLM sees the end at the launch of a step, and schedules the request two steps later. So it is
-reported before its end where the rule permits that, and then the next step joins it.
+reported before its end where the rule permits that, and then the next step joins it. Where P still computes the prompt,
+an idle engine prepares the step that computes with it meanwhile: it is reported ``step_hold_seconds`` before the end
+that a rank foresees.
 """
 
 from __future__ import annotations
@@ -161,7 +163,7 @@ class EngineRequest:
     load: Load | None = None
     """One beside the steps."""
     begun: float = 0.0
-    """When the load was planned, where it may be reported early; else 0."""
+    """When the load was planned, where it may be reported early; infinite where P computes its prompt; else 0."""
     early: bool = False
     """Ranks have been told so."""
     handed_over: dict[str, Any] = field(default_factory=dict)
@@ -453,12 +455,12 @@ class LoadPlanner(EngineFacts):
             self._refuse(entry, error)
             return 0, False
         streams = entry.awaited is not None and entry.awaited.result.streams  # it ends when P has computed the prompt
-        beside = streams or params.wants_report(request.params)  # it ends with its plane and its time known
+        beside = params.wants_report(request.params)  # it ends with its plane and its time known
         inside = min(stop, prompt - 1)  # vLLM schedules it at once, with a token to compute
         # vLLM moves a state to where the step works on it before the connector sees the step.
         beside = beside or any(table.moves_state(inside, prompt + self.drafts) for table in self.tables)
-        entry.begun = 0.0 if beside else self.clock()
-        entry.in_step = not beside and self._in_step(remote_prompt.peer, stop - num_local)
+        entry.begun = 0.0 if beside else math.inf if streams else self.clock()
+        entry.in_step = not (beside or streams) and self._in_step(remote_prompt.peer, stop - num_local)
         if entry.in_step:
             return inside - num_local, False
         return stop - num_local, True
@@ -643,9 +645,14 @@ class LoadPlanner(EngineFacts):
             steps.freed(None)
             behind = steps.may_use(())
             plan = replace(plan, loads=tuple(replace(load, behind=load.behind or behind) for load in plan.loads))
-        if plan.idle:  # no device is busy with it
-            return plan
         now, early = self.clock(), list[tuple[str, float]]()
+        if plan.idle:  # nobody else waits where the next step waits for P
+            hold = self.step_load_rule.hold_seconds
+            for request_id, entry in self._beside.items() if hold else ():
+                if entry.begun == math.inf and not entry.early:
+                    early.append((request_id, -hold))
+                    entry.early = True
+            return replace(plan, early=tuple(early), nothing=False) if early else plan
         left, step_seconds = steps.seconds_until_seen(now), steps.step_seconds
         for request_id, entry in self._beside.items():
             assert entry.load is not None

@@ -109,7 +109,7 @@ class TransferThread:
         event per lease; the device must have reached it before the blocks of the lease are read. ``outcome``: takes
         the reports of the loads inside the step, from this thread. ``step``: where the step computes
         ``plan.prefill_chunks``. ``early``: the loads that may be reported before their end, each with what takes its
-        reports, and the seconds for which its copies must have run.
+        reports, and the seconds for which its copies must have run, as in ``StepPlan``.
         """
         self._producer.named.plans_seen += 1
         wakes = plan.wakes_thread

@@ -9,8 +9,10 @@ computes, ``LayerWaits.layer`` in host memory until those of a layer have ended,
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -265,10 +267,11 @@ class WorkerHalf:
         known = self._watched.copy() if plan.early else {}
         early = self._watch(thread, plan) if plan.early else ()
         thread.post(ours, event, computed, outcome, step, early)
-        if outcome is not None:
+        if outcome is not None and inside:
             hold.wait_begun(outcome)
-        elif early and (soon := [one for _, one, after in early if after <= 0 and one not in known.values()]):
+        elif early and not plan.idle:
             # They can be reported with this step, if their copies are under way by then.
+            soon = [one for _, one, after in early if after <= 0 and one not in known.values()]
             hold.wait_begun(self._outcome(thread, (), joined=soon))
 
     def _outcome(self, thread: TransferThread, loads: Sequence[Load], **more: Any) -> StepOutcome:
@@ -298,7 +301,8 @@ class WorkerHalf:
                     outcome.ended(load)
                 outcomes.append(outcome)
             self._joined = plan.step, outcomes
-            self.step_hold.join(outcomes, self._copies)
+            # Of a request that has left since, the blocks may be those of a new load by now.
+            self.step_hold.join(outcomes, self._copies, whole=bool(plan.loads))
         return self._joined[1]
 
     def take_back(self, plan: StepPlan) -> None:
@@ -414,7 +418,13 @@ class WorkerHalf:
         waited, self._waited = self._waited, False
         awaits = self._idle and not waited and (self._ledger.awaits_load or self._awaited)
         if awaits and self._transfer_thread is not None:
-            self._transfer_thread.results.wait(IDLE_WAIT_SECONDS)
+            results, end = self._transfer_thread.results, time.monotonic() + IDLE_WAIT_SECONDS
+            while not results.any:  # a load may be foreseen meanwhile
+                due = min([outcome.due for outcome in self._watched.values()], default=math.inf)
+                left = (due if due < end + IDLE_WAIT_SECONDS else end) - time.monotonic()
+                if left <= 0:
+                    break
+                results.wait(left)
 
     def take_results(self, *, waits: bool = True) -> StepResults:
         """What ended since the last call. ``waits``: as ``await_results``, before."""
@@ -433,14 +443,14 @@ class WorkerHalf:
         return self._ledger.take_results()
 
     def _report_early(self, *, alive: bool) -> None:
-        """Report the loads whose copies have run for so long that a step that computes with them need not wait; and all
-        loads where the transfer thread has ended."""
+        """Report the loads whose copies have run for so long that a step that computes with them need not wait; in an
+        idle engine those for which it should wait briefly; and all loads where the transfer thread has ended."""
         if not alive and self._ledger.owes:
             self._end_with_thread()
         for request_id, outcome in list(self._watched.items()):
             load = self._ledger.load(request_id)
             if load is None or not outcome.concerns(load):
                 del self._watched[request_id]
-            elif outcome.under_way:
+            elif outcome.under_way or (self._idle and time.monotonic() >= outcome.due):
                 self._ledger.report_early(request_id)
                 self._early[request_id] = self._watched.pop(request_id)

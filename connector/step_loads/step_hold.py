@@ -70,11 +70,17 @@ class StepHold:
         self.layer_waits = LayerWaits(outcome, copies, partial(self._wait_moved, outcome))
         self.layer_waits.begin(by_layer=by_layer)
 
-    def join(self, outcomes: Sequence[StepOutcome], copies: Copies) -> None:
-        """As ``begin``, for loads that were reported early, whose copies are under way. Whatever the device gets from
-        now on waits for these."""
+    def join(self, outcomes: Sequence[StepOutcome], copies: Copies, *, whole: bool) -> None:
+        """As ``begin``, for loads that were reported early. Whatever the device gets from now on waits for their
+        copies. ``whole``: block until these are under way, or nothing writes the blocks any more; else ``begin`` blocks
+        for it, before the forward."""
         self._waited = 0.0
         for outcome in outcomes:
+            if whole:
+                self._hold(outcome.wait_begun)
+                if late := outcome.give_up():
+                    self._go_on(outcome, late)
+                    outcome.standing()
             LayerWaits(outcome, copies, partial(self._wait_moved, outcome)).begin(by_layer=False)
 
     def finish_forward(self, layers: Container[str]) -> None:

@@ -7,6 +7,7 @@ takes the step's output away waits until every load is final.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -112,6 +113,8 @@ class StepOutcome:
         self._loads = [_StepLoad(load, Phases(MOVES, StepLoadPhase.POSTED, clock())) for load in loads]
         self._loads += [ours for outcome in joined for ours in outcome._loads]
         self._yielding = False
+        self.due = math.inf
+        """By ``clock``, when its load, whose copies are not all under way, may be reported early."""
         self._stand: bool | None = None  # whether the engine knows that its loads stand; False: ask the transfer thread
 
     # --- the transfer thread ------------------------------------------------------------------------------------
@@ -124,6 +127,11 @@ class StepOutcome:
                 if ours.load is load:
                     ours.stands, ours.copies = stands, copies
         self._step(load, StepLoadEvent.BEGUN)
+
+    def foreseen(self, load: Load, seconds: float) -> None:
+        """A load may be reported early, from so many seconds on."""
+        if self.concerns(load):
+            self.due = self._clock() + seconds
 
     def moved(self) -> None:
         """A copy that is under way has moved bytes."""

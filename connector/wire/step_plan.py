@@ -260,9 +260,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     leases. ``ends_leases``: all leases end now, those of this plan too. ``lookups``: requests of D whose P must be
     asked for the token; ``left``: requests of earlier plans that do not need their answer any more. ``offers``: what D
     may read from now on; ``reused``: the blocks that the engine has given to other requests since the last plan, of
-    these offers too, packed by ``pack_ids``. ``early``: earlier loads beside the steps that a rank may report before
-    their end, each with the seconds for which its copies must have run. ``joins``: loads that some rank has reported
-    so; the step waits for them, and tells whether they stand, like those of ``loads`` inside it.
+    these offers too, packed by ``pack_ids``. ``early``: loads beside the steps that a rank may report before their end,
+    each with the seconds for which its copies must have run; where P computes the prompt, an idle rank may, and less
+    than 0 is so long before the last copy. ``joins``: loads that some rank has reported so; the step waits for them,
+    and tells whether they stand, like those of ``loads`` inside it.
     """
 
     decode_engine: bytes = bytes(16)

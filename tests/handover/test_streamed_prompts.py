@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -78,6 +79,27 @@ def test_an_ask_that_precedes_the_first_step_and_steps_that_differ_from_d_s_wind
         assert wait(lambda ready=ready: has(d, 0, ready), [p, d]) and nothing_of(d, ready, TOKENS)
     engine.finish(99)
     ends_well([p], d)
+
+
+def test_d_foresees_the_end_from_what_the_last_step_has_sent(group: RankGroup) -> None:
+    """Once two of its messages have come; not from steps before it, after which P may compute other prompts first."""
+    p, d = make(group, content=1024)
+    engine = computing(p, d, TOKENS // 2)
+    (active,) = wait_for_reads(p, d)
+    (read,) = active.reads
+    engine.step(0, TOKENS // 2)
+    assert wait(lambda: has(d, 0, TOKENS // 2), [p, d])
+    assert read.seconds_left(1e9) == math.inf
+    engine.plan(TOKENS // 2, TOKENS)
+    engine.write(TOKENS // 2, TOKENS)
+    for layer, left in enumerate((math.inf, 20.0, 5.0)):  # of 4 layers
+        engine.hook([layer])
+        assert wait(lambda layer=layer: has(d, 0, TOKENS, layers=slice(layer + 1)), [p, d])
+        assert read.seconds_left(read.last_step_at + 10.0) == left
+    engine.end()
+    engine.grant()
+    ends_well([p], d)
+    assert read.seconds_left(0.0) == 0.0
 
 
 def test_p_says_that_it_lives_while_it_computes(group: RankGroup) -> None:

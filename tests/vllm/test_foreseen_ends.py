@@ -1,0 +1,184 @@
+"""Prompts that P still computes, at an idle D: their last bytes are foreseen, and the step that computes with them is
+prepared meanwhile. It waits for them, and one that does not come is recovered from as inside a step."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from kvferry.connector.decode_side.read import SourceRead
+from kvferry.connector.step_loads import step_hold
+from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.vllm import compat
+from tests.support.inside import consumer_of, producer_of
+from tests.vllm.labelled import prompt
+from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, loaded, run, settle
+from tests.vllm.test_step_loads import POLICIES, add
+from tests.vllm.test_streamed_steps import IDS, STEP, begin, holds
+
+pytestmark = pytest.mark.vllm
+ONE_PROCESS = pytest.mark.parametrize("one_process", [True, False])
+
+
+@pytest.fixture
+def runner(runner: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(compat, "DROPS_STALE_OUTPUT", runner != "v026")
+    return runner
+
+
+@pytest.fixture(autouse=True)
+def foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P is about to send the rest, as far as D can see, once it has sent something."""
+    left = lambda read, now: 0.0 if len(read.tags) < len(read.boxes) else math.inf  # noqa: E731
+    monkeypatch.setattr(SourceRead, "seconds_left", left)
+
+
+class Rest:
+    """What P sends after its first step comes once ``come`` is called; ``waits``: a step of D waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, p: Engine, d: Engine) -> None:
+        self._gate, self._thread, self.waits, producer = threading.Event(), p.thread, threading.Event(), producer_of(p)
+        pump, wait_begun = producer.pump, StepOutcome.wait_begun
+
+        def wait(outcome: StepOutcome, seconds: float) -> bool:
+            if outcome.waiting and seconds > step_hold.BEGIN_SECONDS:
+                self.waits.set()
+            return wait_begun(outcome, seconds)
+
+        monkeypatch.setattr(producer, "pump", lambda now: self._gate.is_set() and pump(now))
+        leg, self.request_id = begin(p, d, reads_early=False)
+        run([d], lambda: d.all_loads[self.request_id] > 0)
+        self.come()
+        eventually(lambda: holds(d, self.request_id, 0, STEP))
+        self._gate.clear()
+        p.finish(leg)
+        monkeypatch.setattr(StepOutcome, "wait_begun", wait)
+
+    def come(self) -> None:
+        self._gate.set()
+        self._thread.wake()
+
+    def when_a_step_waits(self, act: Callable[[], object]) -> threading.Thread:
+        def wait() -> None:
+            if self.waits.wait(300):
+                act()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        return thread
+
+
+@ONE_PROCESS
+@pytest.mark.parametrize("plane", ["tcp", "shm"])
+def test_the_step_waits_for_the_rest(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, plane: str, one_process: bool
+) -> None:
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)
+    p, d = group.pair(extra={"plane": plane}, max_batched=STEP, runner=runner, one_process=one_process)
+    rest = Rest(monkeypatch, p, d)
+    thread = rest.when_a_step_waits(rest.come)
+    assert loaded(None, d, rest.request_id).external == len(IDS)
+    thread.join()
+    settle(p, d)
+    assert d.joined[rest.request_id] == 1 and rest.waits.is_set() and not d.failed and not d.fallen_loads
+
+
+@POLICIES
+def test_what_never_comes_is_computed_here(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, policy: str, lines: Lines
+) -> None:
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 0.0)
+    p, d = group.pair(extra={"plane": "tcp", "ask_hold_seconds": 0.001}, max_batched=STEP, runner=runner, policy=policy)
+    rest = Rest(monkeypatch, p, d)
+    answer = d.finish(rest.request_id)
+    assert answer.finish == ("error" if policy == "fail" else "length") and d.joined[rest.request_id] == 1
+    assert d.computed[rest.request_id] >= (len(IDS) if policy == "recompute" else 0)
+    assert len(lines("failed inside its step", rest.request_id)) == 1
+    rest.come()
+    settle(p, d)
+
+
+@ONE_PROCESS
+def test_a_client_that_leaves_gives_no_block_away_that_is_still_written(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, one_process: bool
+) -> None:
+    """vLLM gives the blocks of a load that was reported to the next request at once: its step waits for the rest."""
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner, one_process=one_process)
+    rest = Rest(monkeypatch, p, d)
+    run([d], lambda: d.workers[0].received[rest.request_id] > 0)
+    d.abort(rest.request_id)
+    thread = rest.when_a_step_waits(rest.come)
+    other = d.add(prompt(280, 17), max_tokens=3)
+    assert d.finish(other).finish == "length"
+    thread.join()
+    assert rest.waits.is_set() and d.computed[other] < 2 * 280
+    settle(p, d)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_nor_one_that_another_load_fills(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, comes: bool
+) -> None:
+    """That load begins once nothing else writes the blocks."""
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0 if comes else 0.01)
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
+    q = group.engine(0, extra=ROOM | {"plane": "tcp"}, runner=runner)
+    rest = Rest(monkeypatch, p, d)
+    run([d], lambda: d.workers[0].received[rest.request_id] > 0)
+    d.abort(rest.request_id)
+    begun: list[int] = []
+
+    def come() -> None:
+        time.sleep(0.05)  # another load could begin
+        begun.append(len(consumer_of(d).loads.running))
+        if comes:
+            rest.come()
+
+    thread = rest.when_a_step_waits(come)
+    other = add(q, d, prompt(280, 17), max_tokens=3)
+    assert d.finish(other, beside=[q]).finish == "length"
+    thread.join()
+    assert begun == [1] or not comes
+    rest.come()
+    eventually(lambda: not consumer_of(d).reads.by_number)
+    again = d.add(prompt(280, 17), max_tokens=3)
+    assert d.finish(again).finish == "length" and d.computed[again] < 280, "its blocks are right, too"
+    settle(p, q, d)
+
+
+def test_a_client_leaves_before_the_scheduler_has_heard_of_it(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """The load is cancelled, and a step joins it."""
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
+    rest = Rest(monkeypatch, p, d)
+
+    def leave(step: object) -> None:
+        if d.workers[0].received[rest.request_id]:
+            d.before_update = None
+            d.abort(rest.request_id)
+
+    d.before_update = leave
+    run([d], lambda: d.before_update is None)
+    other = d.add(prompt(280, 17), max_tokens=3)
+    assert d.finish(other).finish == "length"
+    rest.come()
+    settle(p, d)
+
+
+def test_a_busy_engine_waits_for_no_p(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner, num_blocks=61)
+    decoding = d.add(prompt(20, 5), max_tokens=50)
+    rest = Rest(monkeypatch, p, d)
+    d.finish(decoding)
+    assert d.status(rest.request_id) is RequestStatus.WAITING_FOR_REMOTE_KVS and not rest.waits.is_set()
+    rest.come()
+    loaded(None, d, rest.request_id)
+    settle(p, d)
