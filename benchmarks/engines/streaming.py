@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                             result["curves"] += streaming_pair.curves_of(found, name=name, tokens=tokens)
                         print(f"{name}, {tokens} tokens, {rate or '-'} GB/s: {len(found)} turns", flush=True)
                         result["targets"] = streaming_pair.targets(result["rows"])
-                        report.save(args.json, result)  # the others take as long again
+                        report.save(args.json, result | {"versions": report.versions()})  # others take as long again
             except (EngineError, httpx.HTTPError) as error:  # such as a plane that this machine does not have
                 if connector == OURS and args.device == "cpu":
                     raise EngineError(str(error)) from error
