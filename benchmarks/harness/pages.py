@@ -63,8 +63,13 @@ OF = msgspec.convert(_toml, dict[str, Section])
 
 
 def load(name: str) -> dict[str, Any]:
-    """A committed result."""
+    """A committed result; where ``{name}_later.json`` is of some of its engines, with what that says of these."""
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    if (path := RESULTS / f"{name}_later.json").exists():
+        later = json.loads(path.read_text())
+        again = tuple({row["name"] for row in later["rows"]})
+        for part, by_name in (("rows", "name"), ("curves", "name"), ("targets", "cell")):
+            result[part] = later[part] + [one for one in result[part] if not one[by_name].startswith(again)]
     return result
 
 
