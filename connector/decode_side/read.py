@@ -190,12 +190,13 @@ class SourceRead(msgspec.Struct, eq=False):
         return self.landed or (bool(self.writes) and self.left == 0 and self.awaitable)
 
     def seconds_left(self, now: float) -> float:
-        """How long its bytes should still take, as P's last step has sent them so far. Infinite where no two chunks of
-        that step have arrived."""
+        """How long its bytes should still take, as P's last step has sent them so far. Infinite until half of them have
+        arrived: they come in bursts."""
         if self.all_begun:
             return 0.0
-        arrived = len(self.boxes) - self.last_step - len(self.tags)
-        return (now - self.last_step_at) * len(self.tags) / (arrived - 1) if self.granted and arrived > 1 else math.inf
+        left, arrived = len(self.tags), len(self.boxes) - self.last_step - len(self.tags)
+        known = self.granted and arrived > 1 and arrived >= left
+        return (now - self.last_step_at) * left / (arrived - 1) if known else math.inf
 
     @property
     def due(self) -> float:

@@ -55,9 +55,8 @@ class Results:
 
     def foreseen(self, load: Load, seconds: float) -> None:
         """Tell an outcome when its load may be reported early, from now on."""
-        for outcome in self.outcomes:
-            outcome.foreseen(load, seconds)
-        self.ready.set()  # a thread that waits may have to wait for less
+        if any([outcome.foreseen(load, seconds) for outcome in self.outcomes]):
+            self.ready.set()  # a thread that waits may have to wait for less
 
     def moved(self) -> None:
         """A copy that is under way has moved bytes."""

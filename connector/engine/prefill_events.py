@@ -22,7 +22,7 @@ from kvferry.connector.wire.step_plan import StepPlan
 
 LAYER_GROUPS = 8
 """An event of a step has an eighth of its layers at most, and half of those that are left: the bytes of the last group
-alone leave after the step. Each event wakes a thread of P."""
+alone leave after the step, where a message holds no more layers. Each event wakes a thread of P."""
 
 
 class PrefillEvents:

@@ -9,7 +9,6 @@ computes, ``LayerWaits.layer`` in host memory until those of a layer have ended,
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from kvferry.connector.config import Settings, load_keys
+from kvferry.connector.decode_side.report import Results
 from kvferry.connector.engine.loop import TransferThread
 from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
@@ -31,6 +31,7 @@ from kvferry.connector.pages.copies import Copies, DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.step_loads.load_ledger import LoadLedger
 from kvferry.connector.step_loads.step_hold import StepHold
+from kvferry.connector.step_loads.step_load_rule import ALONE_SECONDS
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
 from kvferry.connector.wire.metrics import Figures, rank_stats
@@ -57,7 +58,7 @@ more with asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end, or for P's answer; 1 GiB takes less. Without the wait
 the engine's thread would spin in Python, and take the interpreter and a core from the transfer thread. A new request
-may wait as long."""
+may wait as long; twice as long where a load is to be reported by then."""
 UNREGISTER_SECONDS = 30.0
 """How long ``unregister`` waits for the end of the transfer thread. It takes milliseconds; a data plane
 with messages in flight to a peer that does not read takes some seconds."""
@@ -107,6 +108,7 @@ class WorkerHalf:
         """What the engine says about prompts that it computes; ``None`` before ``register``."""
         self.stats = rank_stats(f"pp{info.pp_rank} tp{info.tp_rank}")
         """Of all lives of this rank."""
+        self._foresees = not loads_fail_requests
         more_patience = settings.ask_hold_seconds if loads_fail_requests else 0.0
         self.step_hold = StepHold(self.stats, more_patience, self._cancel_late)
         """The wait of a step for the loads that it computes with."""
@@ -289,9 +291,11 @@ class WorkerHalf:
                 posted.append((load, outcome, joins_after))
         return posted
 
-    def join(self, plan: StepPlan) -> list[StepOutcome]:
+    def join(self, plan: StepPlan, *, others: bool = True) -> list[StepOutcome]:
         """Have all work that the device gets from now on wait for the loads of ``plan.joins``; before it gets work on
-        new blocks, of which some may have been theirs. Once for each plan. Returns what becomes of them."""
+        new blocks, of which some may have been theirs. ``others``: the step computes for other requests than theirs, or
+        not for all of these: one may have left, and others have its blocks. Once for each plan. Returns what becomes of
+        them."""
         if plan.step != self._joined[0]:
             thread, outcomes = self._transfer_thread, []
             assert thread is not None
@@ -301,8 +305,7 @@ class WorkerHalf:
                     outcome.ended(load)
                 outcomes.append(outcome)
             self._joined = plan.step, outcomes
-            # Of a request that has left since, the blocks may be those of a new load by now.
-            self.step_hold.join(outcomes, self._copies, whole=bool(plan.loads))
+            self.step_hold.join(outcomes, self._copies, whole=others or bool(plan.loads))
         return self._joined[1]
 
     def take_back(self, plan: StepPlan) -> None:
@@ -418,13 +421,19 @@ class WorkerHalf:
         waited, self._waited = self._waited, False
         awaits = self._idle and not waited and (self._ledger.awaits_load or self._awaited)
         if awaits and self._transfer_thread is not None:
-            results, end = self._transfer_thread.results, time.monotonic() + IDLE_WAIT_SECONDS
-            while not results.any:  # a load may be foreseen meanwhile
-                due = min([outcome.due for outcome in self._watched.values()], default=math.inf)
-                left = (due if due < end + IDLE_WAIT_SECONDS else end) - time.monotonic()
-                if left <= 0:
-                    break
-                results.wait(left)
+            self._wait(self._transfer_thread.results)
+
+    def _wait(self, results: Results) -> None:
+        """For a result, or until a load that is foreseen may be reported."""
+        if not self._watched:
+            return results.wait(IDLE_WAIT_SECONDS)
+        end = time.monotonic() + IDLE_WAIT_SECONDS
+        while not results.any:
+            due = min(outcome.due for outcome in self._watched.values())
+            left = (due if due < end + IDLE_WAIT_SECONDS else end) - time.monotonic()
+            if left <= 0:
+                break
+            results.wait(left)
 
     def take_results(self, *, waits: bool = True) -> StepResults:
         """What ended since the last call. ``waits``: as ``await_results``, before."""
@@ -447,10 +456,11 @@ class WorkerHalf:
         idle engine those for which it should wait briefly; and all loads where the transfer thread has ended."""
         if not alive and self._ledger.owes:
             self._end_with_thread()
+        now = time.monotonic()
         for request_id, outcome in list(self._watched.items()):
             load = self._ledger.load(request_id)
             if load is None or not outcome.concerns(load):
                 del self._watched[request_id]
-            elif outcome.under_way or (self._idle and time.monotonic() >= outcome.due):
+            elif outcome.under_way or (self._idle and self._foresees and 0 <= now - outcome.due < ALONE_SECONDS):
                 self._ledger.report_early(request_id)
                 self._early[request_id] = self._watched.pop(request_id)

@@ -18,6 +18,7 @@ from time import perf_counter
 
 from kvferry.connector.geometry.portions import num_layers_of, portion_of
 from kvferry.connector.pages.copies import Copies
+from kvferry.connector.step_loads.step_load_rule import ALONE_SECONDS
 from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.wire.metrics import HandoverStats
 from kvferry.transport.channels import Copy
@@ -31,7 +32,7 @@ their copies are under way after 0.3 to 0.6 ms. Running beside each other, both 
 PATIENCE_SECONDS = 1.0
 """How long a step is held back at most until the copies of its loads are under way, 0.2 ms as a rule. A load that is
 given up then is computed by the engine itself. Where it would fail its request instead, P may take
-``ask_hold_seconds`` more to grant the lease."""
+``ask_hold_seconds`` more to grant the lease. For loads whose end was foreseen, it is ``ALONE_SECONDS``."""
 
 
 class StepHold:
@@ -65,7 +66,7 @@ class StepHold:
         if outcome is None:
             return
         self._waited = 0.0
-        self._hold(outcome.wait_begun)
+        self._hold(outcome.wait_begun, self.patience if outcome.inside else ALONE_SECONDS)
         self._go_on(outcome, outcome.give_up())
         self.layer_waits = LayerWaits(outcome, copies, partial(self._wait_moved, outcome))
         self.layer_waits.begin(by_layer=by_layer)
@@ -77,7 +78,7 @@ class StepHold:
         self._waited = 0.0
         for outcome in outcomes:
             if whole:
-                self._hold(outcome.wait_begun)
+                self._hold(outcome.wait_begun, ALONE_SECONDS)
                 if late := outcome.give_up():
                     self._go_on(outcome, late)
                     outcome.standing()
@@ -90,15 +91,15 @@ class StepHold:
             self.layer_order = tuple(layer for layer in waits.finish() if layer in layers)
 
     def _wait_moved(self, outcome: StepOutcome, portions: Sequence[tuple[Copy, int]]) -> None:
-        if not self._hold(partial(outcome.wait_moved, portions)):
+        if not self._hold(partial(outcome.wait_moved, portions), self.patience):
             self._go_on(outcome, outcome.spoil())
 
-    def _hold(self, wait: Callable[[float], bool]) -> bool:
+    def _hold(self, wait: Callable[[float], bool], patience: float) -> bool:
         """Call ``wait``, which takes the longest time to wait, until it returns true. Returns false once the step has
-        waited too long."""
+        waited for ``patience`` seconds."""
         clock, before, begun_at = RunningClock(), self._waited, perf_counter()
         clock.sleeps(LOOK_SECONDS)
-        while not (ended := wait(self.patience - self._waited)) and self._waited < self.patience:
+        while not (ended := wait(patience - self._waited)) and self._waited < patience:
             self._waited = before + clock.turn()
             clock.sleeps(LOOK_SECONDS)
         self._count_wait(begun_at)

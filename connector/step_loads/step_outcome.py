@@ -112,6 +112,8 @@ class StepOutcome:
         self._changed = changed or threading.Condition()
         self._loads = [_StepLoad(load, Phases(MOVES, StepLoadPhase.POSTED, clock())) for load in loads]
         self._loads += [ours for outcome in joined for ours in outcome._loads]
+        self.inside = bool(loads)
+        """Whether there are loads that were not begun beside the steps."""
         self._yielding = False
         self.due = math.inf
         """By ``clock``, when its load, whose copies are not all under way, may be reported early."""
@@ -128,10 +130,12 @@ class StepOutcome:
                     ours.stands, ours.copies = stands, copies
         self._step(load, StepLoadEvent.BEGUN)
 
-    def foreseen(self, load: Load, seconds: float) -> None:
-        """A load may be reported early, from so many seconds on."""
+    def foreseen(self, load: Load, seconds: float) -> bool:
+        """A load may be reported early, from so many seconds on. Returns whether that is sooner than before."""
+        before = self.due
         if self.concerns(load):
             self.due = self._clock() + seconds
+        return self.due < before
 
     def moved(self) -> None:
         """A copy that is under way has moved bytes."""

@@ -412,8 +412,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for a new request, and more for a long one."""
         metadata = scheduler_output.kv_connector_metadata
         if isinstance(metadata, KVFerryMetadata) and not metadata.plan.nothing:
-            if metadata.plan.joins:
-                self._working.join(metadata.plan)
+            if joins := {load.request_id for load in metadata.plan.joins}:
+                self._working.join(metadata.plan, others=scheduler_output.num_scheduled_tokens.keys() != joins)
             if metadata.plan.stops or metadata.plan.reused:
                 self._working.take_back(metadata.plan)
             # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.

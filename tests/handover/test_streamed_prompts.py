@@ -82,7 +82,7 @@ def test_an_ask_that_precedes_the_first_step_and_steps_that_differ_from_d_s_wind
 
 
 def test_d_foresees_the_end_from_what_the_last_step_has_sent(group: RankGroup) -> None:
-    """Once two of its messages have come; not from steps before it, after which P may compute other prompts first."""
+    """Once half of its messages have come; not from steps before it, after which P may compute other prompts first."""
     p, d = make(group, content=1024)
     engine = computing(p, d, TOKENS // 2)
     (active,) = wait_for_reads(p, d)

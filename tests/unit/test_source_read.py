@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -138,3 +139,15 @@ def test_nothing_is_drained_or_landed_while_a_copy_writes(fence: Fence, left: in
         assert committed <= 1 and (committed == 1) == (read.it.phase is ReadPhase.COMMITTED)
         assert read.it.stopped or not stopped
         stopped = read.it.stopped
+
+
+def test_a_burst_says_nothing_of_the_end() -> None:
+    """Messages come many at once: what is left is foreseen once half of the last step's are there."""
+    read = Read(8).it
+    read.boxes, read.last_step, read.last_step_at = [SimpleNamespace()] * 10, 2, 1.0  # type: ignore[list-item]
+    assert read.take_grant(0.0) == PROGRESS
+    left = []
+    for _ in range(6):
+        read.tags.pop()
+        left.append(read.seconds_left(4.0))
+    assert left == [math.inf] * 3 + [3.0 * 4 / 3, 3.0 * 3 / 4, 3.0 * 2 / 5]

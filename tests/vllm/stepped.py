@@ -294,6 +294,8 @@ class Worker:
         """One step of the model runner: its calls to the connector around the forward."""
         idle, config = step.total_num_scheduled_tokens == 0, self.engine.config
         with self.group():
+            if hasattr(self.connector, "before_step"):
+                self.connector.before_step(step)  # as ``hooks.before_step`` has the runner do
             if self.engine.runner == "v1":
                 self.connector.handle_preemptions(step.kv_connector_metadata)
             if self.engine.runner == "v026":

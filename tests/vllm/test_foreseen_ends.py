@@ -12,13 +12,14 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.decode_side.read import SourceRead
+from kvferry.connector.engine import worker
 from kvferry.connector.step_loads import step_hold
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.vllm import compat
-from tests.support.inside import consumer_of, producer_of
+from tests.support.inside import consumer_of, producer_of, worker_half
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, loaded, run, settle
-from tests.vllm.test_step_loads import POLICIES, add
+from tests.vllm.test_step_loads import add
 from tests.vllm.test_streamed_steps import IDS, STEP, begin, holds
 
 pytestmark = pytest.mark.vllm
@@ -36,13 +37,16 @@ def foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """P is about to send the rest, as far as D can see, once it has sent something."""
     left = lambda read, now: 0.0 if len(read.tags) < len(read.boxes) else math.inf  # noqa: E731
     monkeypatch.setattr(SourceRead, "seconds_left", left)
+    monkeypatch.setattr(worker, "ALONE_SECONDS", math.inf)  # a D may be stepped late
 
 
 class Rest:
-    """What P sends after its first step comes once ``come`` is called; ``waits``: a step of D waits for it."""
+    """What P sends after its first step comes once ``come`` is called; ``waits``: a step of D waits for it;
+    ``prepared``: with nothing but its forward to do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, p: Engine, d: Engine) -> None:
         self._gate, self._thread, self.waits, producer = threading.Event(), p.thread, threading.Event(), producer_of(p)
+        self._half = worker_half(d.workers[0].connector)
         pump, wait_begun = producer.pump, StepOutcome.wait_begun
 
         def wait(outcome: StepOutcome, seconds: float) -> bool:
@@ -60,6 +64,7 @@ class Rest:
         monkeypatch.setattr(StepOutcome, "wait_begun", wait)
 
     def come(self) -> None:
+        self.prepared = self._half.step_hold.outcome is not None
         self._gate.set()
         self._thread.wake()
 
@@ -78,26 +83,61 @@ class Rest:
 def test_the_step_waits_for_the_rest(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, plane: str, one_process: bool
 ) -> None:
-    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 600.0)
     p, d = group.pair(extra={"plane": plane}, max_batched=STEP, runner=runner, one_process=one_process)
     rest = Rest(monkeypatch, p, d)
     thread = rest.when_a_step_waits(rest.come)
     assert loaded(None, d, rest.request_id).external == len(IDS)
     thread.join()
     settle(p, d)
-    assert d.joined[rest.request_id] == 1 and rest.waits.is_set() and not d.failed and not d.fallen_loads
+    assert d.joined[rest.request_id] == 1 and rest.prepared and not d.failed and not d.fallen_loads
 
 
-@POLICIES
-def test_what_never_comes_is_computed_here(
-    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, policy: str, lines: Lines
+def test_no_step_waits_for_an_attempt_that_has_failed(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
-    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 0.0)
-    p, d = group.pair(extra={"plane": "tcp", "ask_hold_seconds": 0.001}, max_batched=STEP, runner=runner, policy=policy)
+    """The next one may take long."""
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
     rest = Rest(monkeypatch, p, d)
-    answer = d.finish(rest.request_id)
-    assert answer.finish == ("error" if policy == "fail" else "length") and d.joined[rest.request_id] == 1
-    assert d.computed[rest.request_id] >= (len(IDS) if policy == "recompute" else 0)
+    (load,) = consumer_of(d).loads.running
+    load.reads[0].link.fail("peer_lost", "planted")
+    d.thread.wake()
+    eventually(lambda: load.number == 2)
+    for _ in range(5):
+        d.step()
+    assert not d.workers[0].received[rest.request_id]
+    rest.come()
+    loaded(None, d, rest.request_id)
+    settle(p, d)
+
+
+@pytest.mark.parametrize(
+    ("hold", "policy", "late"), [(0.0, "recompute", math.inf), (0.01, "fail", math.inf), (0.01, "recompute", 0.0)]
+)
+def test_no_step_waits(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, hold: float, policy: str, late: float
+) -> None:
+    """It is off; a step that gives the load up would end its request; the foreseen end is long past."""
+    monkeypatch.setattr(worker, "ALONE_SECONDS", late)
+    p, d = group.pair(extra={"plane": "tcp", "step_hold_seconds": hold}, max_batched=STEP, runner=runner, policy=policy)
+    rest = Rest(monkeypatch, p, d)
+    for _ in range(5):
+        d.step()
+    assert not d.workers[0].received[rest.request_id]
+    rest.come()
+    loaded(None, d, rest.request_id)
+    settle(p, d)
+
+
+def test_what_never_comes_is_computed_here(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, lines: Lines
+) -> None:
+    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)  # of other loads
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
+    rest = Rest(monkeypatch, p, d)
+    assert d.finish(rest.request_id).finish == "length" and d.joined[rest.request_id] == 1
+    assert d.computed[rest.request_id] >= len(IDS)
     assert len(lines("failed inside its step", rest.request_id)) == 1
     rest.come()
     settle(p, d)
@@ -108,7 +148,7 @@ def test_a_client_that_leaves_gives_no_block_away_that_is_still_written(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, one_process: bool
 ) -> None:
     """vLLM gives the blocks of a load that was reported to the next request at once: its step waits for the rest."""
-    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 600.0)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner, one_process=one_process)
     rest = Rest(monkeypatch, p, d)
     run([d], lambda: d.workers[0].received[rest.request_id] > 0)
@@ -117,7 +157,7 @@ def test_a_client_that_leaves_gives_no_block_away_that_is_still_written(
     other = d.add(prompt(280, 17), max_tokens=3)
     assert d.finish(other).finish == "length"
     thread.join()
-    assert rest.waits.is_set() and d.computed[other] < 2 * 280
+    assert rest.waits.is_set() and not rest.prepared and d.computed[other] < 2 * 280
     settle(p, d)
 
 
@@ -126,7 +166,7 @@ def test_nor_one_that_another_load_fills(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, comes: bool
 ) -> None:
     """That load begins once nothing else writes the blocks."""
-    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0 if comes else 0.01)
+    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 600.0 if comes else 0.01)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
     q = group.engine(0, extra=ROOM | {"plane": "tcp"}, runner=runner)
     rest = Rest(monkeypatch, p, d)
@@ -156,7 +196,7 @@ def test_a_client_leaves_before_the_scheduler_has_heard_of_it(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
     """The load is cancelled, and a step joins it."""
-    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 0.01)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
     rest = Rest(monkeypatch, p, d)
 

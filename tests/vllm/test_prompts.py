@@ -18,7 +18,7 @@ from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.transport.control.keys import new_secret
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog
-from tests.support.inside import leases_of, scheduler_half
+from tests.support.inside import consumer_of, leases_of, scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, hand_over, loaded, run, settle
@@ -191,6 +191,7 @@ def test_a_request_that_ends_before_its_load_is_counted_with_the_end_of_the_load
     d.step()
     d.abort("a")
     assert not d.prompts
+    run([d], lambda: not consumer_of(d).loads.running)
     paused.open()
     settle(p, d)
     assert d.prompts == {"failed cancelled": 1}
