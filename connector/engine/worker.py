@@ -305,7 +305,7 @@ class WorkerHalf:
                     outcome.ended(load)
                 outcomes.append(outcome)
             self._joined = plan.step, outcomes
-            self.step_hold.join(outcomes, self._copies, whole=others or bool(plan.loads))
+            self.step_hold.join(outcomes, self._copies, whole=others)
         return self._joined[1]
 
     def take_back(self, plan: StepPlan) -> None:
