@@ -241,7 +241,8 @@ class Loads:
         state = active_load.lifetime.state
         reason = state.reason
         assert reason is not None
-        self._results.foreseen(active_load.original, math.inf)
+        if active_load.joins_after < math.inf:
+            self._results.foreseen(active_load.original, math.inf)
         if active_load.phases:
             active_load.ended.append(attempt_span(active_load, str(reason), self._rank_context.clock()))
         if reason.kind == "timeout" and reason.blames == "plane":
