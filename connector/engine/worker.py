@@ -271,9 +271,8 @@ class WorkerHalf:
         thread.post(ours, event, computed, outcome, step, early)
         if outcome is not None and inside:
             hold.wait_begun(outcome)
-        elif early and not plan.idle:
+        elif soon := [one for _, one, after in early if after <= 0 and not plan.idle and one not in known.values()]:
             # They can be reported with this step, if their copies are under way by then.
-            soon = [one for _, one, after in early if after <= 0 and one not in known.values()]
             hold.wait_begun(self._outcome(thread, (), joined=soon))
 
     def _outcome(self, thread: TransferThread, loads: Sequence[Load], **more: Any) -> StepOutcome:

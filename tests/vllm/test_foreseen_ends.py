@@ -77,6 +77,14 @@ class Rest:
         thread.start()
         return thread
 
+    def not_waited_for(self, p: Engine, d: Engine) -> None:
+        for _ in range(5):
+            d.step()
+        assert not d.workers[0].received[self.request_id]
+        self.come()
+        loaded(None, d, self.request_id)
+        settle(p, d)
+
 
 @ONE_PROCESS
 @pytest.mark.parametrize("plane", ["tcp", "shm"])
@@ -103,12 +111,7 @@ def test_no_step_waits_for_an_attempt_that_has_failed(
     load.reads[0].link.fail("peer_lost", "planted")
     d.thread.wake()
     eventually(lambda: load.number == 2)
-    for _ in range(5):
-        d.step()
-    assert not d.workers[0].received[rest.request_id]
-    rest.come()
-    loaded(None, d, rest.request_id)
-    settle(p, d)
+    rest.not_waited_for(p, d)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +124,7 @@ def test_no_step_waits(
     monkeypatch.setattr(worker, "ALONE_SECONDS", late)
     p, d = group.pair(extra={"plane": "tcp", "step_hold_seconds": hold}, max_batched=STEP, runner=runner, policy=policy)
     rest = Rest(monkeypatch, p, d)
-    for _ in range(5):
-        d.step()
-    assert not d.workers[0].received[rest.request_id]
-    rest.come()
-    loaded(None, d, rest.request_id)
-    settle(p, d)
+    rest.not_waited_for(p, d)
 
 
 def test_what_never_comes_is_computed_here(
