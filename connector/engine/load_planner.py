@@ -646,19 +646,15 @@ class LoadPlanner(EngineFacts):
             behind = steps.may_use(())
             plan = replace(plan, loads=tuple(replace(load, behind=load.behind or behind) for load in plan.loads))
         now, early = self.clock(), list[tuple[str, float]]()
-        if plan.idle:  # nobody else waits where the next step waits for P
-            hold = self.step_load_rule.hold_seconds
-            for request_id, entry in self._beside.items() if hold else ():
-                if entry.begun == math.inf and not entry.early:
-                    early.append((request_id, -hold))
-                    entry.early = True
-            return replace(plan, early=tuple(early), nothing=False) if early else plan
-        left, step_seconds = steps.seconds_until_seen(now), steps.step_seconds
+        idle = plan.idle  # then nobody else waits where the next step waits for P
+        left, step_seconds = (0.0, math.inf) if idle else (steps.seconds_until_seen(now), steps.step_seconds)
         for request_id, entry in self._beside.items():
             assert entry.load is not None
-            seconds = self._estimates.seconds(entry.load.peer.engine_id, entry.tokens, now)
+            if (entry.begun == math.inf) is not idle:
+                continue
+            seconds = 0.0 if idle else self._estimates.seconds(entry.load.peer.engine_id, entry.tokens, now)
             after = self.step_load_rule.joins_after(seconds, left, step_seconds)
-            if now - entry.begun >= after:
+            if after < math.inf and not entry.early if idle else now - entry.begun >= after:
                 early.append((request_id, after))
                 entry.early = True
         return replace(plan, early=tuple(early), nothing=False) if early else plan
