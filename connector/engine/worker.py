@@ -271,8 +271,9 @@ class WorkerHalf:
         thread.post(ours, event, computed, outcome, step, early)
         if outcome is not None and inside:
             hold.wait_begun(outcome)
-        elif soon := [one for _, one, after in early if after <= 0 and not plan.idle and one not in known.values()]:
-            # They can be reported with this step, if their copies are under way by then.
+        elif early and (
+            soon := [one for _, one, after in early if after <= 0 and not plan.idle and one not in known.values()]
+        ):  # they can be reported with this step, if their copies are under way by then
             hold.wait_begun(self._outcome(thread, (), joined=soon))
 
     def _outcome(self, thread: TransferThread, loads: Sequence[Load], **more: Any) -> StepOutcome:
