@@ -325,7 +325,7 @@ class Loads:
 
     def _report_succeeded(self, active_load: ActiveLoad) -> None:
         """The load has ended, and its tokens are in the blocks."""
-        load, tokens, seconds = active_load.load, _num_tokens(active_load.load), active_load.seconds
+        load, tokens, seconds = active_load.load, active_load.load.num_tokens, active_load.seconds
         posted = all([read.fence == "posted" for read in active_load.reads if read.planned])
         waited = max(0.0, active_load.granted_at - active_load.started)
         first = active_load.number == 1
@@ -351,7 +351,7 @@ class Loads:
             stories = "" if active_load is None else f" [{_stories(active_load)}]"
             self._failed.warning(
                 reason.kind, "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
-                load.request_id, _num_tokens(load), reason, stories,
+                load.request_id, load.num_tokens, reason, stories,
             )  # fmt: skip
         finally:  # a request waits for the report; who has it finds the line
             self._results.finished(FinishedLoad(load, end))
@@ -372,7 +372,7 @@ class Loads:
                 load, number = active_load.load, active_load.number
                 self._done.info(
                     "done", "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
-                    load.request_id, _num_tokens(load), active_load.nbytes, active_load.seconds * 1e3,
+                    load.request_id, load.num_tokens, active_load.nbytes, active_load.seconds * 1e3,
                     active_load.planes, _short_name(load.peer),
                     ", inside the step" if load.now else ", joined by a step" if active_load.begun
                     else "" if number == 1 else f", attempt {number}",
@@ -415,10 +415,6 @@ def _at(load: Load, peer: int) -> Load:
 
 def _short_name(peer: PeerEngine) -> str:
     return peer.engine_id[:SHORT_NAME]
-
-
-def _num_tokens(load: Load) -> int:
-    return max([stop - start for start, stop in load.tokens], default=0)
 
 
 def _stories(active_load: ActiveLoad) -> str:

@@ -653,7 +653,8 @@ class LoadPlanner(EngineFacts):
             if (entry.begun == math.inf) is not idle:
                 continue
             seconds = 0.0 if idle else self._estimates.seconds(entry.load.peer.engine_id, entry.tokens, now)
-            after = self.step_load_rule.joins_after(seconds, left, step_seconds)
+            admission = 0.0 if idle else self._estimates.admission_seconds(entry.tokens, now)
+            after = self.step_load_rule.joins_after(seconds, max(left, admission), step_seconds)
             if after < math.inf and not entry.early if idle else now - entry.begun >= after:
                 early.append((request_id, after))
                 entry.early = True

@@ -37,8 +37,8 @@ class StepLoadRule:
 
     def joins_after(self, copy_seconds: float, seconds_left: float, step_seconds: float) -> float:
         """For how many seconds the copies of a load beside the steps must have run before it may be reported.
-        ``seconds_left``: how long the device is busy at least before it comes to the step that can compute with it
-        then. The rest as of ``fits``."""
+        ``seconds_left``: how long it takes at least, from the report on, until the step that can compute with it can
+        begin: the device is busy, or the engine prepares the step. The rest as of ``fits``."""
         return copy_seconds - seconds_left - min(self.hold_seconds, step_seconds) if self.hold_seconds else math.inf
 
     def planned(self, copy_seconds: float) -> None:

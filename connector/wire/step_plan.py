@@ -246,6 +246,11 @@ class Load(_OfRequest, frozen=True):
     traceparent: str = ""
     prefix: bytes = b""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the table that lacks most."""
+        return max([stop - start for start, stop in self.tokens], default=0)
+
 
 class StepPlan(msgspec.Struct, frozen=True):
     """The work of one engine step.

@@ -6,7 +6,13 @@ import math
 
 import pytest
 
-from kvferry.connector.wire.transfer_estimate import FRESH_SECONDS, UNKNOWN, TransferEstimate, TransferEstimates
+from kvferry.connector.wire.transfer_estimate import (
+    ADMISSION,
+    FRESH_SECONDS,
+    UNKNOWN,
+    TransferEstimate,
+    TransferEstimates,
+)
 
 P, LONG = ("P", 0), TransferEstimate(0.004, 8000)
 SHORT = TransferEstimate(0.001, 10)
@@ -23,6 +29,9 @@ SHORT = TransferEstimate(0.001, 10)
         ([SHORT], {8000: 0.8}),
         ([SHORT, LONG, SHORT], {8000: 0.004, 10: 0.001}),
         ([SHORT, LONG, TransferEstimate(0.003, 12)], {10: 0.003}),
+        # What was hardly faster before is raised.
+        ([TransferEstimate(0.012, 32000), TransferEstimate(0.049, 128000)], {32000: 0.01225, 128000: 0.049}),
+        ([TransferEstimate(0.04, 128000), TransferEstimate(0.044, 32000)], {32000: 0.044, 128000: 0.044}),
         # What was faster before is forgotten; after a failure nothing is expected.
         ([LONG, TransferEstimate(0.1, 1000)], {1000: 0.1, 8000: 0.8}),
         ([LONG, UNKNOWN], {8000: math.inf}),
@@ -54,3 +63,15 @@ def test_it_is_forgotten_in_time() -> None:
     assert math.isinf(estimates.seconds("P", 1, FRESH_SECONDS + 1))
     estimates.observe({("Q", 0): LONG}, FRESH_SECONDS + 1)
     assert set(estimates.observed) == {("Q", 0)}
+
+
+def test_an_admission_takes_as_long_as_the_last_one_of_its_length_on_the_quickest_rank() -> None:
+    estimates = TransferEstimates(2)
+    estimates.observe({(ADMISSION, 0): TransferEstimate(0.01, 100_000)}, 0.0)
+    assert not estimates.admission_seconds(100_000, 0.0), "the other rank has told nothing"
+    estimates.observe({(ADMISSION, 1): TransferEstimate(0.02, 100_000)}, 0.0)
+    expected = {100_000: 0.01, 120_000: 0.01, 80_000: 0.008, 40_000: 0.0, 200_000: 0.0}
+    assert {tokens: estimates.admission_seconds(tokens, 0.0) for tokens in expected} == pytest.approx(expected)
+    estimates.observe({(ADMISSION, 0): TransferEstimate(0.004, 100_000)}, 1.0)
+    assert estimates.admission_seconds(100_000, FRESH_SECONDS) == 0.004
+    assert not estimates.admission_seconds(100_000, FRESH_SECONDS + 0.5), "the other rank's is old"

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
-from kvferry.connector.wire.transfer_estimate import TransferEstimates
+from kvferry.connector.wire.transfer_estimate import ADMISSION, EstimateKey, TransferEstimate, TransferEstimates
 from tests.handover.slow_copies import SlowCopies, install
 from tests.support.inside import report_no_load_early, scheduler_half, thread_of, worker_half
 from tests.vllm.labelled import BLOCK, prompt
@@ -87,6 +88,30 @@ def test_the_step_that_joins_it_waits_for_it(group: EngineGroup, monkeypatch: py
     loaded(None, scene.d, name)
     assert running[0] > 0 and scene.d.loads[name] == scene.d.joined[name] == 1
     assert not scene.d.failed and not scene.d.fallen_loads
+    scene.end()
+
+
+def test_the_engine_is_busy_with_its_admission(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the last step has measured that joined a load."""
+    told: list[TransferEstimate] = []
+    observe = TransferEstimates.observe
+
+    def note(self: TransferEstimates, estimates: dict[EstimateKey, TransferEstimate], now: float) -> None:
+        told.extend(estimate for (engine_id, _), estimate in estimates.items() if engine_id == ADMISSION)
+        observe(self, {key: replace(one, seconds=LONG) for key, one in estimates.items()}, now)
+
+    monkeypatch.setattr(TransferEstimates, "observe", note)
+    scene = Scene(group, monkeypatch)
+    for number in range(2):
+        name = scene.add(prompt(300, 20 + number), max_tokens=2)
+        opened_by_the_forward(scene, name)
+        loaded(None, scene.d, name)
+        assert scene.d.joined[name] == 1
+        scene.d.device = lambda: None
+        for _ in range(3):  # no step in flight may use its blocks any more
+            scene.d.step()
+        monkeypatch.setattr(StepsInFlight, "seconds_until_seen", lambda *_: 0.0)
+    assert [one.tokens for one in told] == [len(IDS)] * 2 and 0 < told[0].seconds < LONG
     scene.end()
 
 
