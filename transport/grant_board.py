@@ -34,8 +34,9 @@ from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.peer_process import PeerProcess
 
 SLOTS = 512
-SLOT_BYTES = 16 << 10
-"""A grant with more bytes than this, less the header, is not posted. Memory is allocated when a slot is first used."""
+SLOT_BYTES = 128 << 10
+"""A grant with more bytes than this, less the header, is not posted: it has 4 bytes for each block, so this is a prompt
+of 500,000 tokens in blocks of 16. Memory is allocated for the pages that a grant has filled."""
 PROBES = 8
 """Number of slots in which a grant may lie; its key determines the first of them."""
 KEY_BYTES = 16

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from kvferry.connector.wire.messages import Grant, encode_grant
 from kvferry.transport import grant_board
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.grant_board import PROBES, SLOT_BYTES, BoardAddress, BoardReader, GrantBoard
@@ -202,3 +203,14 @@ def test_a_reader_in_another_process_takes_no_torn_grant() -> None:
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "closed\n" and not last.is_current
+
+
+def test_there_is_room_for_the_blocks_of_a_long_prompt() -> None:
+    """128k tokens, in four tables with blocks of 16."""
+    writer, one = GrantBoard(), key()
+    reader = reader_of(writer)
+    text = encode_grant(Grant(0, 128_000, 0, "d" * 64, (bytes(4 * 8_001),) * 4))
+    assert writer.post(one, text) is not None
+    found = reader.find(one)
+    assert found is not None and found.text == text
+    writer.close()
