@@ -15,7 +15,10 @@ from benchmarks.harness.streaming_picture import streaming_picture
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("name", ["streaming", "gpu_streaming", "gpu_streaming_later", "gpu_busy", "gpu_busy_one_gpu"])
+@pytest.mark.parametrize(
+    "name",
+    ["streaming", "gpu_streaming", "gpu_streaming_later", "gpu_busy", "gpu_busy_long", "gpu_busy_one_gpu"],
+)
 def test_committed_figures_are_those_of_the_committed_rows(name: str) -> None:
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     if "targets" in stored:
