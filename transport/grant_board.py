@@ -36,7 +36,7 @@ from kvferry.transport.peer_process import PeerProcess
 SLOTS = 512
 SLOT_BYTES = 128 << 10
 """A grant with more bytes than this, less the header, is not posted: it has 4 bytes for each block, so this is a prompt
-of 500,000 tokens in blocks of 16. Memory is allocated for the pages that a grant has filled."""
+of 500,000 tokens in blocks of 16. Memory is allocated for the pages of a slot that a grant has filled, and kept."""
 PROBES = 8
 """Number of slots in which a grant may lie; its key determines the first of them."""
 KEY_BYTES = 16

@@ -26,7 +26,7 @@ from kvferry.connector.engine.planning import EngineFacts, first_held, used_bloc
 from kvferry.connector.engine.prefixes import LEAST_GAIN, prefix_digests, sources_of
 from kvferry.connector.geometry.engine_types import KVContent, RequestView
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.step_loads.steps_in_flight import Admissions, StepsInFlight
 from kvferry.connector.wire.messages import DIGEST_BYTES, PREFIX_TOKENS
 from kvferry.connector.wire.metrics import LocalReason, PromptReason, PromptResult
 from kvferry.connector.wire.states import Moves, Phases
@@ -186,7 +186,8 @@ class LoadPlanner(EngineFacts):
         self.step_load_rule = StepLoadRule(self.settings.step_hold_seconds if inside else 0.0)
         """Which loads go inside a step."""
         self._timeout = self.settings.handover_timeout_seconds
-        self._estimates = TransferEstimates(self.tp_size)
+        self._estimates, self._admissions = TransferEstimates(self.tp_size), Admissions()
+        self._joining = 0, 0.0  # tokens of the last load that a step joins, and since when it is known
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
         self._unreported: dict[str, EngineRequest] = {}  # that have ended before their load
         self._beside: dict[str, EngineRequest] = {}  # whose loads may be reported early
@@ -551,6 +552,7 @@ class LoadPlanner(EngineFacts):
             ranks = 0 if loading.end is None else loading.end.ranks
             if loading.early and loading.load is not None and ranks < self.tp_size * self.pp_size:
                 self._plan.parts.joins.append(loading.load)
+                self._joining = loading.tokens, self.clock()
                 if loading.end is not None and loading.end.failed:
                     self._load_ended(loading, loading.end)
             else:
@@ -635,8 +637,15 @@ class LoadPlanner(EngineFacts):
         if (steps := self.steps) is not None:
             if preempted or self._beside:
                 plan = self._in_flight(plan, steps, preempted)
-            steps.scheduled(loads=not plan.nothing and (bool(plan.joins) or any(load.now for load in plan.loads)))
+            steps.scheduled(loads=not plan.nothing and self._computes_with_loads(plan))
         return plan
+
+    def _computes_with_loads(self, plan: StepPlan) -> bool:
+        """Whether the step of ``plan`` computes with loads. Where it joins one, note how long the engine took for it."""
+        if len(plan.joins) == 1:
+            tokens, since = self._joining
+            self._admissions.took(tokens, self.clock() - since)
+        return bool(plan.joins) or any(load.now for load in plan.loads)
 
     def _in_flight(self, plan: StepPlan, steps: StepsInFlight, preempted: Collection[str]) -> StepPlan:
         """The plan, with the loads that ranks may report with this step before their end."""
@@ -653,8 +662,8 @@ class LoadPlanner(EngineFacts):
             if (entry.begun == math.inf) is not idle:
                 continue
             seconds = 0.0 if idle else self._estimates.seconds(entry.load.peer.engine_id, entry.tokens, now)
-            admission = 0.0 if idle else self._estimates.admission_seconds(entry.tokens, now)
-            after = self.step_load_rule.joins_after(seconds, max(left, admission), step_seconds)
+            prepares = 0.0 if idle else self._admissions.least(entry.tokens)
+            after = self.step_load_rule.joins_after(seconds, max(left, prepares), step_seconds)
             if after < math.inf and not entry.early if idle else now - entry.begun >= after:
                 early.append((request_id, after))
                 entry.early = True

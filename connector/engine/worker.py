@@ -44,7 +44,7 @@ from kvferry.connector.wire.step_plan import (
     StepResults,
     by_region,
 )
-from kvferry.connector.wire.transfer_estimate import ADMISSION, UNKNOWN, EstimateKey, TransferEstimate
+from kvferry.connector.wire.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import TransportError
 from kvferry.transport.host import AllowedPeers, raise_file_limit
@@ -96,8 +96,7 @@ class WorkerHalf:
         self._ledger = LoadLedger()
         self._changed = threading.Condition()  # of all outcomes
         self._watched: dict[str, StepOutcome] = {}  # of loads beside the steps that may be reported early
-        self._early: dict[str, tuple[StepOutcome, float]] = {}  # of those that were, and when, until a step joins them
-        self._admitted: list[tuple[Load, float]] = []  # those that the step under way joins, and when they were
+        self._early: dict[str, StepOutcome] = {}  # of those that were, until a step joins them
         self._joined: tuple[int, list[StepOutcome]] = (0, [])  # by the last step that has joined loads
         self._layers: frozenset[str] = frozenset()  # those with caches of their own
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
@@ -301,12 +300,9 @@ class WorkerHalf:
             thread, outcomes = self._transfer_thread, []
             assert thread is not None
             for load in plan.joins:
-                outcome, reported_at = self._early.pop(load.request_id, (None, 0.0))
-                if outcome is None:  # it has ended here, as was reported
+                if (outcome := self._early.pop(load.request_id, None)) is None:  # it has ended here, as was reported
                     outcome = self._outcome(thread, [load])
                     outcome.ended(load)
-                elif outcome.under_way:  # else the step may wait for it before it is prepared
-                    self._admitted.append((load, reported_at))
                 outcomes.append(outcome)
             self._joined = plan.step, outcomes
             self.step_hold.join(outcomes, self._copies, whole=others)
@@ -356,10 +352,6 @@ class WorkerHalf:
 
     def begin_step(self, *, by_layer: bool = False) -> None:
         """Hold the step back until its forward may begin, as ``StepHold.begin``."""
-        for load, reported_at in self._admitted:
-            seconds = time.monotonic() - reported_at
-            self._estimates[ADMISSION, self._info.tp_rank] = TransferEstimate(seconds, max(1, load.num_tokens))
-        self._admitted = []
         if self.step_hold.outcome is not None:
             self.step_hold.begin(self._copies, by_layer=by_layer)
 
@@ -471,4 +463,4 @@ class WorkerHalf:
                 del self._watched[request_id]
             elif outcome.under_way or (self._idle and self._foresees and 0 <= now - outcome.due < ALONE_SECONDS):
                 self._ledger.report_early(request_id)
-                self._early[request_id] = self._watched.pop(request_id), now
+                self._early[request_id] = self._watched.pop(request_id)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 REMEMBERED_STEPS = 8
 """Steps of which the shortest counts as the time of the next."""
+REMEMBERED_ADMISSIONS = 3
 
 
 class StepsInFlight:
@@ -96,3 +97,21 @@ class StepsInFlight:
             return self.count * self.step_seconds if self._seconds else 0.0
         more = (1 + self.count) * self.step_seconds if self._seconds else 0.0
         return self.seconds_left(now) + more
+
+
+class Admissions:
+    """How long this engine's scheduler takes from the report of a load to the plan of the step that joins it: a long
+    prompt has thousands of blocks. Of a length, to the next power of two, the shortest of the last
+    ``REMEMBERED_ADMISSIONS`` counts, and none where there are less than two: one may have been held up."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[tuple[int, float]]] = {}
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """A prompt of so many tokens took so long."""
+        self._seen.setdefault(tokens.bit_length(), deque(maxlen=REMEMBERED_ADMISSIONS)).append((tokens, seconds))
+
+    def least(self, tokens: int) -> float:
+        """The least seconds that a prompt of so many tokens should take; 0 where none is known."""
+        seen = self._seen.get(tokens.bit_length(), ())
+        return min(took * min(1.0, tokens / others) for others, took in seen) if len(seen) > 1 else 0.0

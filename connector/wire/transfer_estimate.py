@@ -1,11 +1,7 @@
-"""An estimate of how long a hand-over will take, from the last hand-overs from the same engine. Pure.
-
-The ranks also report how long this engine takes to admit a request whose load has been reported.
-"""
+"""An estimate of how long a hand-over will take, from the last hand-overs from the same engine. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import msgspec
@@ -14,14 +10,12 @@ from msgspec.structs import replace
 FRESH_SECONDS = 60.0
 """Half of the time for which D keeps an unused link. A later hand-over may begin with a handshake, over another
 plane."""
-
 SPREAD = 1.25
-"""By so much more than an estimate says a hand-over of another length may take, and confirm it."""
-ADMISSION = ""
-"""In place of the id of a P engine: from a rank's report of a load to the forward of the step that joins it."""
+"""A hand-over of another length that takes up to so many times what an estimate says raises it; a slower one ends it.
+"""
 
 EstimateKey = tuple[str, int]
-"""The id of the P engine or ``ADMISSION``, and the tensor-parallel rank of D that measured."""
+"""The id of the P engine, and the tensor-parallel rank of D that read from it."""
 
 
 class TransferEstimate(msgspec.Struct, frozen=True):
@@ -74,13 +68,3 @@ class TransferEstimates:
             fresh = [estimate for estimate, at in known if now <= at + FRESH_SECONDS]
             longest = max(longest, min((estimate.bound(tokens) for estimate in fresh), default=float("inf")))
         return longest
-
-    def admission_seconds(self, tokens: int, now: float) -> float:
-        """How long this engine takes at least to admit a request of ``tokens`` tokens, by the last one of about this
-        length; 0 where none is known."""
-        least = math.inf
-        for rank in self._ranks:
-            estimate, at = self.observed.get((ADMISSION, rank), {}).get(tokens.bit_length(), (UNKNOWN, -math.inf))
-            fresh = now <= at + FRESH_SECONDS
-            least = min(least, estimate.seconds * min(1.0, tokens / estimate.tokens) if fresh else 0.0)
-        return least

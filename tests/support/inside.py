@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvferry.connector.engine.load_planner import RequestPhase
@@ -172,9 +173,10 @@ def worker_half(connector: Any) -> WorkerHalf:
     return half
 
 
-def report_no_load_early(half: WorkerHalf) -> None:
-    """Have a rank report each load at its end."""
+def report_no_load_early(half: WorkerHalf) -> Callable[[], object]:
+    """Have a rank report each load at its end, until what is returned is called."""
     half._report_early = lambda *, alive: None  # type: ignore[method-assign]
+    return lambda: vars(half).pop("_report_early")
 
 
 # --- planes -------------------------------------------------------------------------------------------------------

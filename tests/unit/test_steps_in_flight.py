@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.step_loads.steps_in_flight import REMEMBERED_STEPS, StepsInFlight
+from kvferry.connector.step_loads.steps_in_flight import REMEMBERED_STEPS, Admissions, StepsInFlight
 
 acts = st.one_of(
     st.just(("scheduled", 0)), st.just(("processed", 0)), st.just(("unknown", 0)),
@@ -100,3 +100,17 @@ def test_nothing_in_flight_keeps_no_device_busy() -> None:
     assert steps.seconds_left(1.020) == 0.0
     steps.scheduled()
     assert steps.seconds_left(1.021) == 0.0, "when it was launched is not known"
+
+
+def test_an_admission_takes_what_the_shortest_of_the_last_ones_of_its_length_took() -> None:
+    admissions = Admissions()
+    admissions.took(100_000, 0.2)  # the engine was held up
+    assert not admissions.least(100_000)
+    admissions.took(100_000, 0.01)
+    expected = {100_000: 0.01, 120_000: 0.01, 80_000: 0.008, 40_000: 0.0, 200_000: 0.0}
+    assert {tokens: admissions.least(tokens) for tokens in expected} == pytest.approx(expected)
+    admissions.took(100_000, 0.3)
+    assert admissions.least(100_000) == 0.01
+    for _ in range(2):
+        admissions.took(100_000, 0.012)
+    assert admissions.least(100_000) == 0.012

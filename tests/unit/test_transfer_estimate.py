@@ -6,13 +6,7 @@ import math
 
 import pytest
 
-from kvferry.connector.wire.transfer_estimate import (
-    ADMISSION,
-    FRESH_SECONDS,
-    UNKNOWN,
-    TransferEstimate,
-    TransferEstimates,
-)
+from kvferry.connector.wire.transfer_estimate import FRESH_SECONDS, UNKNOWN, TransferEstimate, TransferEstimates
 
 P, LONG = ("P", 0), TransferEstimate(0.004, 8000)
 SHORT = TransferEstimate(0.001, 10)
@@ -63,15 +57,3 @@ def test_it_is_forgotten_in_time() -> None:
     assert math.isinf(estimates.seconds("P", 1, FRESH_SECONDS + 1))
     estimates.observe({("Q", 0): LONG}, FRESH_SECONDS + 1)
     assert set(estimates.observed) == {("Q", 0)}
-
-
-def test_an_admission_takes_as_long_as_the_last_one_of_its_length_on_the_quickest_rank() -> None:
-    estimates = TransferEstimates(2)
-    estimates.observe({(ADMISSION, 0): TransferEstimate(0.01, 100_000)}, 0.0)
-    assert not estimates.admission_seconds(100_000, 0.0), "the other rank has told nothing"
-    estimates.observe({(ADMISSION, 1): TransferEstimate(0.02, 100_000)}, 0.0)
-    expected = {100_000: 0.01, 120_000: 0.01, 80_000: 0.008, 40_000: 0.0, 200_000: 0.0}
-    assert {tokens: estimates.admission_seconds(tokens, 0.0) for tokens in expected} == pytest.approx(expected)
-    estimates.observe({(ADMISSION, 0): TransferEstimate(0.004, 100_000)}, 1.0)
-    assert estimates.admission_seconds(100_000, FRESH_SECONDS) == 0.004
-    assert not estimates.admission_seconds(100_000, FRESH_SECONDS + 0.5), "the other rank's is old"

@@ -6,13 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.step_loads.steps_in_flight import Admissions, StepsInFlight
 from kvferry.connector.vllm import compat
-from kvferry.connector.wire.transfer_estimate import ADMISSION, EstimateKey, TransferEstimate, TransferEstimates
+from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies, install
-from tests.support.inside import report_no_load_early, scheduler_half, thread_of, worker_half
+from tests.support.inside import consumer_of, report_no_load_early, scheduler_half, thread_of, worker_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import EngineGroup, Lines, eventually, loaded, run, settle
 from tests.vllm.test_step_loads import POLICIES, add
@@ -92,17 +91,17 @@ def test_the_step_that_joins_it_waits_for_it(group: EngineGroup, monkeypatch: py
 
 
 def test_the_engine_is_busy_with_its_admission(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the last step has measured that joined a load."""
-    told: list[TransferEstimate] = []
-    observe = TransferEstimates.observe
+    """As it was with the last loads that a step has joined."""
+    told: list[tuple[int, float]] = []
+    took = Admissions.took
 
-    def note(self: TransferEstimates, estimates: dict[EstimateKey, TransferEstimate], now: float) -> None:
-        told.extend(estimate for (engine_id, _), estimate in estimates.items() if engine_id == ADMISSION)
-        observe(self, {key: replace(one, seconds=LONG) for key, one in estimates.items()}, now)
+    def note(self: Admissions, tokens: int, seconds: float) -> None:
+        told.append((tokens, seconds))
+        took(self, tokens, LONG)
 
-    monkeypatch.setattr(TransferEstimates, "observe", note)
-    scene = Scene(group, monkeypatch)
-    for number in range(2):
+    monkeypatch.setattr(Admissions, "took", note)
+    scene = Scene(group, monkeypatch, num_blocks=91)
+    for number in range(3):
         name = scene.add(prompt(300, 20 + number), max_tokens=2)
         opened_by_the_forward(scene, name)
         loaded(None, scene.d, name)
@@ -110,8 +109,30 @@ def test_the_engine_is_busy_with_its_admission(group: EngineGroup, monkeypatch: 
         scene.d.device = lambda: None
         for _ in range(3):  # no step in flight may use its blocks any more
             scene.d.step()
-        monkeypatch.setattr(StepsInFlight, "seconds_until_seen", lambda *_: 0.0)
-    assert [one.tokens for one in told] == [len(IDS)] * 2 and 0 < told[0].seconds < LONG
+        if number:
+            monkeypatch.setattr(StepsInFlight, "seconds_until_seen", lambda *_: 0.0)
+    assert [tokens for tokens, _ in told] == [len(IDS)] * 3 and all(0 < seconds < LONG for _, seconds in told)
+    scene.end()
+
+
+def test_a_step_that_joins_two_says_nothing_of_the_admission_of_one(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(Admissions, "took", lambda _, tokens, seconds: told.append(tokens))
+    scene = Scene(group, monkeypatch)
+    half = worker_half(scene.d.workers[0].connector)
+    report_again = report_no_load_early(half)
+    for slow in scene.slow:
+        slow.gate.clear()
+    names = [add(scene.p, scene.d, prompt(200, 30 + number), max_tokens=2) for number in range(2)]
+    running = consumer_of(scene.d).loads.running
+    eventually(lambda: (scene.d.step(), len(running) == 2 and all(load.begun for load in running))[1])
+    report_again()
+    opened_by_the_forward(scene, names[0])
+    for name in names:
+        loaded(None, scene.d, name)
+    assert all(scene.d.joined[name] == 1 for name in names) and not told
     scene.end()
 
 
