@@ -641,7 +641,7 @@ class LoadPlanner(EngineFacts):
         return plan
 
     def _computes_with_loads(self, plan: StepPlan) -> bool:
-        """Whether the step of ``plan`` computes with loads. Where it joins one, note how long the engine took for it."""
+        """Whether the step of ``plan`` computes with loads. Where it joins one, note how long that took."""
         if len(plan.joins) == 1:
             tokens, since = self._joining
             self._admissions.took(tokens, self.clock() - since)
