@@ -232,6 +232,7 @@ class EnginePool:
             self.move(engine, EngineState.UP if passed else EngineState.DOWN)
         if engine.state is not before:
             engine.source = None  # it may be another engine
+            engine.identity.failed()
         return engine.state is not before
 
 

@@ -11,6 +11,7 @@ from kvferry.router.engines import EnginePool, EngineState, Role, Seat
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import members
 from kvferry.transport.errors import UsageError
+from tests.router.stand_ins import PUSH
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 BLOCK = "x" * 1024
@@ -72,7 +73,9 @@ def test_health_checks_change_the_state_after_several_failures() -> None:
     (engine,) = pool
     assert [pool.checked(engine, False, 3) for _ in range(3)] == [False, False, True]
     assert (engine.state, pool.take_prefill(1, 0.0)) == (EngineState.DOWN, None)
+    engine.identity.learn(PUSH)
     assert pool.checked(engine, True, 3) and engine.state is EngineState.UP
+    assert engine.identity.get() is None, "another engine may have started there"
     assert [pool.checked(engine, passed, 3) for passed in (False, False, True, False, False)] == [False] * 5
     pool = EnginePool()
     engine = pool.add(A + "/", Role.PREFILL)
