@@ -307,10 +307,9 @@ class Loads:
             under_way = [write.copy for read in reads for write in read.writes]
             posted = all(read.fence == "posted" for read in reads)
             if not active_load.load.now:
+                # Where P computes the prompt, nobody has foreseen the end of a pull.
                 pulls = active_load.load.step_tokens and any(read.link.pulls for read in reads)
-                if (
-                    pulls or now - active_load.begun_at < active_load.joins_after
-                ):  # nobody has foreseen the end of a pull
+                if pulls or now - active_load.begun_at < active_load.joins_after:
                     return
                 active_load.begun = True
                 state = active_load.lifetime.state  # a step computes with these copies, and with no others

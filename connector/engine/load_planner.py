@@ -26,7 +26,7 @@ from kvferry.connector.engine.planning import EngineFacts, first_held, used_bloc
 from kvferry.connector.engine.prefixes import LEAST_GAIN, prefix_digests, sources_of
 from kvferry.connector.geometry.engine_types import KVContent, RequestView
 from kvferry.connector.step_loads.step_load_rule import StepLoadRule
-from kvferry.connector.step_loads.steps_in_flight import Admissions, StepsInFlight
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.messages import DIGEST_BYTES, PREFIX_TOKENS
 from kvferry.connector.wire.metrics import LocalReason, PromptReason, PromptResult
 from kvferry.connector.wire.states import Moves, Phases
@@ -186,7 +186,7 @@ class LoadPlanner(EngineFacts):
         self.step_load_rule = StepLoadRule(self.settings.step_hold_seconds if inside else 0.0)
         """Which loads go inside a step."""
         self._timeout = self.settings.handover_timeout_seconds
-        self._estimates, self._admissions = TransferEstimates(self.tp_size), Admissions()
+        self._estimates = TransferEstimates(self.tp_size)
         self._joining = 0, 0.0  # tokens of the last load that a step joins, and since when it is known
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
         self._unreported: dict[str, EngineRequest] = {}  # that have ended before their load
@@ -637,14 +637,14 @@ class LoadPlanner(EngineFacts):
         if (steps := self.steps) is not None:
             if preempted or self._beside:
                 plan = self._in_flight(plan, steps, preempted)
-            steps.scheduled(loads=not plan.nothing and self._computes_with_loads(plan))
+            steps.scheduled(loads=not plan.nothing and self._computes_with_loads(plan, steps))
         return plan
 
-    def _computes_with_loads(self, plan: StepPlan) -> bool:
+    def _computes_with_loads(self, plan: StepPlan, steps: StepsInFlight) -> bool:
         """Whether the step of ``plan`` computes with loads. Where it joins one, note how long that took."""
         if len(plan.joins) == 1:
             tokens, since = self._joining
-            self._admissions.took(tokens, self.clock() - since)
+            steps.admitted(tokens, self.clock() - since)
         return bool(plan.joins) or any(load.now for load in plan.loads)
 
     def _in_flight(self, plan: StepPlan, steps: StepsInFlight, preempted: Collection[str]) -> StepPlan:
@@ -656,14 +656,16 @@ class LoadPlanner(EngineFacts):
             plan = replace(plan, loads=tuple(replace(load, behind=load.behind or behind) for load in plan.loads))
         now, early = self.clock(), list[tuple[str, float]]()
         idle = plan.idle  # then nobody else waits where the next step waits for P
-        left, step_seconds = (0.0, math.inf) if idle else (steps.seconds_until_seen(now), steps.step_seconds)
+        busy, step_seconds = (0.0, math.inf) if idle else (steps.seconds_until_seen(now), steps.step_seconds)
         for request_id, entry in self._beside.items():
             assert entry.load is not None
             if (entry.begun == math.inf) is not idle:
                 continue
-            seconds = 0.0 if idle else self._estimates.seconds(entry.load.peer.engine_id, entry.tokens, now)
-            prepares = 0.0 if idle else self._admissions.least(entry.tokens)
-            after = self.step_load_rule.joins_after(seconds, max(left, prepares), step_seconds)
+            seconds = left = 0.0
+            if not idle:
+                seconds = self._estimates.seconds(entry.load.peer.engine_id, entry.tokens, now)
+                left = max(busy, steps.admission_seconds(entry.tokens))
+            after = self.step_load_rule.joins_after(seconds, left, step_seconds)
             if after < math.inf and not entry.early if idle else now - entry.begun >= after:
                 early.append((request_id, after))
                 entry.early = True

@@ -1,7 +1,8 @@
 """The steps that were scheduled and whose output has not been seen. Pure: no I/O, no clock of its own.
 
 With asynchronous scheduling an engine schedules a step while its device runs the one before. Two questions follow from
-the steps in flight: which blocks they may still use, and how long the device is busy with them.
+the steps in flight: which blocks they may still use, and how long the device is busy with them, or the scheduler with
+the next one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 REMEMBERED_STEPS = 8
 """Steps of which the shortest counts as the time of the next."""
 REMEMBERED_ADMISSIONS = 3
+"""Of each length, to the next power of two. The shortest counts."""
 
 
 class StepsInFlight:
@@ -22,6 +24,7 @@ class StepsInFlight:
         self._scheduled = self._processed = self._loaded = 0
         self._freed: deque[tuple[int, frozenset[int] | None]] = deque()  # last step that may use them; None: any block
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._admissions: dict[int, deque[tuple[int, float]]] = {}
         self._processed_at: float | None = None
         self.seen_at_once = False
         """What a rank has to report is seen right before the output of any step is."""
@@ -98,20 +101,13 @@ class StepsInFlight:
         more = (1 + self.count) * self.step_seconds if self._seconds else 0.0
         return self.seconds_left(now) + more
 
+    def admitted(self, tokens: int, seconds: float) -> None:
+        """A load of so many tokens took the scheduler so long, from its report to the plan of the step that joins it: a
+        long prompt has thousands of blocks."""
+        self._admissions.setdefault(tokens.bit_length(), deque(maxlen=REMEMBERED_ADMISSIONS)).append((tokens, seconds))
 
-class Admissions:
-    """How long this engine's scheduler takes from the report of a load to the plan of the step that joins it: a long
-    prompt has thousands of blocks. Of a length, to the next power of two, the shortest of the last
-    ``REMEMBERED_ADMISSIONS`` counts, and none where there are less than two: one may have been held up."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, deque[tuple[int, float]]] = {}
-
-    def took(self, tokens: int, seconds: float) -> None:
-        """A prompt of so many tokens took so long."""
-        self._seen.setdefault(tokens.bit_length(), deque(maxlen=REMEMBERED_ADMISSIONS)).append((tokens, seconds))
-
-    def least(self, tokens: int) -> float:
-        """The least seconds that a prompt of so many tokens should take; 0 where none is known."""
-        seen = self._seen.get(tokens.bit_length(), ())
-        return min(took * min(1.0, tokens / others) for others, took in seen) if len(seen) > 1 else 0.0
+    def admission_seconds(self, tokens: int) -> float:
+        """The least that a load of so many tokens should take so; 0 where less than two of about this length are
+        known: one may have been held up."""
+        seen = self._admissions.get(tokens.bit_length(), ())
+        return min(seconds * min(1.0, tokens / others) for others, seconds in seen) if len(seen) > 1 else 0.0

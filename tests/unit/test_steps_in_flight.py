@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.step_loads.steps_in_flight import REMEMBERED_STEPS, Admissions, StepsInFlight
+from kvferry.connector.step_loads.steps_in_flight import REMEMBERED_STEPS, StepsInFlight
 
 acts = st.one_of(
     st.just(("scheduled", 0)), st.just(("processed", 0)), st.just(("unknown", 0)),
@@ -103,14 +103,14 @@ def test_nothing_in_flight_keeps_no_device_busy() -> None:
 
 
 def test_an_admission_takes_what_the_shortest_of_the_last_ones_of_its_length_took() -> None:
-    admissions = Admissions()
-    admissions.took(100_000, 0.2)  # the engine was held up
-    assert not admissions.least(100_000)
-    admissions.took(100_000, 0.01)
+    steps = StepsInFlight()
+    steps.admitted(100_000, 0.2)  # the engine was held up
+    assert not steps.admission_seconds(100_000)
+    steps.admitted(100_000, 0.01)
     expected = {100_000: 0.01, 120_000: 0.01, 80_000: 0.008, 40_000: 0.0, 200_000: 0.0}
-    assert {tokens: admissions.least(tokens) for tokens in expected} == pytest.approx(expected)
-    admissions.took(100_000, 0.3)
-    assert admissions.least(100_000) == 0.01
+    assert {tokens: steps.admission_seconds(tokens) for tokens in expected} == pytest.approx(expected)
+    steps.admitted(100_000, 0.3)
+    assert steps.admission_seconds(100_000) == 0.01
     for _ in range(2):
-        admissions.took(100_000, 0.012)
-    assert admissions.least(100_000) == 0.012
+        steps.admitted(100_000, 0.012)
+    assert steps.admission_seconds(100_000) == 0.012

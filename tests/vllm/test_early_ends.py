@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.step_loads.steps_in_flight import Admissions, StepsInFlight
+from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies, install
@@ -93,13 +93,13 @@ def test_the_step_that_joins_it_waits_for_it(group: EngineGroup, monkeypatch: py
 def test_the_engine_is_busy_with_its_admission(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was with the last loads that a step has joined."""
     told: list[tuple[int, float]] = []
-    took = Admissions.took
+    admitted = StepsInFlight.admitted
 
-    def note(self: Admissions, tokens: int, seconds: float) -> None:
+    def note(self: StepsInFlight, tokens: int, seconds: float) -> None:
         told.append((tokens, seconds))
-        took(self, tokens, LONG)
+        admitted(self, tokens, LONG)
 
-    monkeypatch.setattr(Admissions, "took", note)
+    monkeypatch.setattr(StepsInFlight, "admitted", note)
     scene = Scene(group, monkeypatch, num_blocks=91)
     for number in range(3):
         name = scene.add(prompt(300, 20 + number), max_tokens=2)
@@ -119,7 +119,7 @@ def test_a_step_that_joins_two_says_nothing_of_the_admission_of_one(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    monkeypatch.setattr(Admissions, "took", lambda _, tokens, seconds: told.append(tokens))
+    monkeypatch.setattr(StepsInFlight, "admitted", lambda _, tokens, seconds: told.append(tokens))
     scene = Scene(group, monkeypatch)
     half = worker_half(scene.d.workers[0].connector)
     report_again = report_no_load_early(half)
