@@ -15,6 +15,7 @@ little endian.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import math
@@ -232,7 +233,8 @@ class ZmqRecvChannel(PushReceiver):
         self.end.socket.curve_publickey, self.end.socket.curve_secretkey = zmq.curve_keypair()
         self.end.socket.curve_serverkey = z85.encode(key)
         self.end.socket.connect(f"tcp://{self._where}")
-        self.end.socket.send(b"h", zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # P has refused it already, as ``progress`` will see
+            self.end.socket.send(b"h", zmq.NOBLOCK)
 
     def _close(self) -> None:
         self._waiting.clear()
