@@ -112,10 +112,11 @@ class Sockets:
 @dataclass(slots=True, eq=False)
 class Stranger:
     """A new connection. ``said``: what it has sent so far. ``answer``: what it must still be sent. ``deadline``: of all
-    that is said, by ``time.monotonic``."""
+    that is said, by ``time.monotonic``. ``network``: whose it is, see ``_network``."""
 
     sock: socket.socket
     deadline: float
+    network: bytes
     said: bytes = b""
     answer: bytes = b""
 
@@ -190,9 +191,9 @@ class Strangers:
             if not self._welcome(sock):
                 sock.close()
                 continue
-            stranger = Stranger(sock, time.monotonic() + HELLO_SECONDS)
+            stranger = Stranger(sock, time.monotonic() + HELLO_SECONDS, _network(address))
             if self._stays(stranger):
-                for each in self._kept.put(_network(address), stranger, stranger):
+                for each in self._kept.put(stranger.network, stranger, stranger):
                     self._sockets.drop(each.sock)
 
     def _ready(self, stranger: Stranger) -> None:

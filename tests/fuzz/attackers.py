@@ -35,7 +35,7 @@ _SECONDS = 60.0
 
 def greeting_of(keys: Keys) -> bytes:
     """What opens the control port of an engine with these keys; whoever listens on the network knows it."""
-    return greeting(keys.admitted[keys.fingerprint])
+    return greeting(keys.admitted[keys.fingerprint]) + bytes.fromhex(keys.fingerprint)
 
 
 def client_hello(context: ssl.SSLContext) -> bytes:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
+import secrets
+import socket
 import ssl
+import threading
+import time
 from datetime import datetime
+from itertools import pairwise
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
@@ -17,9 +25,9 @@ from cryptography.x509.oid import NameOID
 from kvferry.transport.control import keys as control_keys
 from kvferry.transport.control import listener as control_listener
 from kvferry.transport.control.keys import Keys
-from kvferry.transport.control.stream import OTHER_KEY
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog
+from tests.fuzz.attackers import client_hello
 from tests.support.fault_proxy import FaultProxy
 from tests.transport.control_ends import KEYS, MESSAGE, Dialed, arrived, exchanged, listening, new_keys, until
 from tests.transport.control_strangers import GREETING, closed_by_peer, impostor, raw, server_of
@@ -57,13 +65,14 @@ MISMATCHES = {
     ),
     "unknown-to-p": (
         KEYS, Keys(OTHERS.secret, [KEYS.public]), None,
-        f"it does not admit our key {OTHERS.fingerprint}; give both engines one secret_key, or add our public key "
-        f"{OTHERS.public} to peer_keys of the peer",
+        f"the peer, whose key is {KEYS.fingerprint}, refused us: it does not admit our key {OTHERS.fingerprint}; give "
+        f"both engines one secret_key, or add our public key {OTHERS.public} to peer_keys of the peer",
         f"connection ended: the peer's key is {OTHERS.fingerprint}, and this engine admits {KEYS.fingerprint}",
     ),
     "not-named": (KEYS, KEYS, "", "the peer's key is not named", None),
     "other": (
-        OTHERS, ADMITS_BOTH, KEYS.fingerprint, "its key is not the one that it has named",
+        OTHERS, ADMITS_BOTH, KEYS.fingerprint,
+        f"the peer's key is {OTHERS.fingerprint}, expected {KEYS.fingerprint}, and this engine admits ",
         "connection ended: the handshake failed: it is no KVFerry engine, or takes this one for another",
     ),
 }  # fmt: skip
@@ -75,7 +84,7 @@ def test_a_mismatch_is_one_clear_line_on_each_side(ends, caplog, server, client,
         listener, connection = ends(server, client, key)
         connection.send(MESSAGE)
         assert until(lambda: (listener.receive(), connection.lost)[1])
-        assert ours in connection.reason and "\n" not in connection.reason
+        assert ours in connection.reason and "\n" not in connection.reason and connection.failure == "key"
         if theirs is None:  # D does not even connect
             assert not listener.dropped
         else:
@@ -119,7 +128,7 @@ def test_what_is_on_the_wire_and_a_replay_of_it(listener, connect):
     [
         (OTHERS, "its key is not the one that it has named"),
         (new_keys(), "and this engine admits"),
-        (None, "the peer hung up during the handshake; it is no KVFerry control port, or its key is not the one"),
+        (None, "the peer hung up during the handshake; it is no KVFerry control port"),
     ],
     ids=["admitted", "unknown", "copied"],
 )
@@ -157,21 +166,120 @@ def test_a_certificate_that_merely_contains_an_admitted_key_is_refused(ends, tmp
     (tmp_path / "chain").write_bytes(chain)
     context.load_cert_chain(tmp_path / "chain")
     with raw(listener, GREETING) as peer, context.wrap_socket(peer) as tls:
-        assert tls.recv(1) == OTHER_KEY and closed_by_peer(listener, tls)
+        assert closed_by_peer(listener, tls)
     assert listener.dropped == {"key": 1}
     assert exchanged(listener, good)
 
 
-@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2])
-def test_a_peer_without_a_certificate_or_with_an_older_tls_is_refused(ends, version):
+@pytest.mark.parametrize("odd", ["no certificate", "an older TLS", "a key exchange that costs P much"])
+def test_a_handshake_of_another_form_is_refused(ends, odd):
     listener, good = ends(KEYS, KEYS)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = new_keys().of_d if "exchange" in odd else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.minimum_version = context.maximum_version = version
+    context.maximum_version = ssl.TLSVersion.TLSv1_2 if "older" in odd else ssl.TLSVersion.TLSv1_3
+    context.set_ecdh_curve("secp521r1" if "exchange" in odd else "prime256v1")
     with raw(listener, GREETING) as peer, contextlib.suppress(OSError), context.wrap_socket(peer) as tls:
-        assert version is not ssl.TLSVersion.TLSv1_2 and closed_by_peer(listener, tls)
+        assert odd == "no certificate" and closed_by_peer(listener, tls)
     assert until(lambda: (listener.receive(), listener.dropped)[1]) == {"handshake": 1}
     assert exchanged(listener, good)
+
+
+def test_no_clock_decides_who_is_admitted(monkeypatch):
+    """Certificates that are not valid yet, as all are on a host whose clock stands before the year 2000."""
+    monkeypatch.setattr(control_keys, "datetime", lambda *_: datetime(9000, 1, 1))
+    keys = new_keys()
+    with contextlib.closing(listening(keys)) as listener, contextlib.closing(Dialed(listener.port, keys=keys)) as good:
+        assert exchanged(listener, good) and not listener.dropped
+
+
+def heavy_chain(path, top, length=72):
+    """TLS of a stranger whose chain of certificates costs much to verify: RSA keys of 3,072 bits with exponents as
+    long. ``top``: whose certificate it says to end at."""
+    numbers = rsa.generate_private_key(65537, 3072).private_numbers()
+    p, q = numbers.p, numbers.q
+    exponent = next(e for e in iter(lambda: secrets.randbits(3060) | 1, 0) if math.gcd(e, (p - 1) * (q - 1)) == 1)
+    d, public = pow(exponent, -1, (p - 1) * (q - 1)), rsa.RSAPublicNumbers(exponent, p * q)
+    key = rsa.RSAPrivateNumbers(p, q, d, d % (p - 1), d % (q - 1), pow(q, -1, p), public).private_key()
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{n}")]) for n in (*range(length), top)]
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    for number, (subject, issuer) in enumerate(pairwise(names)):
+        draft = x509.CertificateBuilder(
+            issuer, subject, key.public_key(), 1, datetime(2000, 1, 1), datetime(9999, 1, 1)
+        )
+        draft = draft.add_extension(x509.BasicConstraints(ca=number > 0, path_length=None), critical=True)
+        last = draft.sign(control_keys.ISSUER, None) if number == length - 1 else draft.sign(key, hashes.SHA256())
+        pem += last.public_bytes(Encoding.PEM)
+    path.write_bytes(pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(path)
+    return context
+
+
+@pytest.mark.parametrize("top", ["kvferry", KEYS.fingerprint], ids=["nobody", "an admitted key"])
+def test_strangers_with_heavy_certificates_keep_nobody_out(tmp_path, top):
+    """Each cost 200 honest handshakes, and honest peers beside 20 of them waited 20 s, or were given up."""
+    context, over = heavy_chain(tmp_path / "chain", top), threading.Event()
+    before = set(threading.enumerate())
+    with contextlib.closing(listening()) as listener:
+        (gate,) = (each for each in set(threading.enumerate()) - before if each.name == "kvferry-gate")
+
+        def seconds():
+            return time.clock_gettime(time.pthread_getcpuclockid(gate.ident))
+
+        def honest():
+            begun = seconds()
+            for _ in range(4):
+                with contextlib.closing(Dialed(listener.port)) as good:
+                    assert exchanged(listener, good)
+            return seconds() - begun
+
+        def attack():
+            while not over.is_set():
+                with contextlib.suppress(OSError), raw(listener, GREETING) as peer, context.wrap_socket(peer) as tls:
+                    tls.recv(1)
+
+        alone, begun = honest(), seconds()
+        attackers = [threading.Thread(target=attack) for _ in range(20)]
+        for each in attackers:
+            each.start()
+        try:
+            honest()
+            assert until(lambda: (listener.receive(), listener.dropped["key"] > 20)[1])
+            assert seconds() - begun < listener.dropped["key"] * 10 * alone, "of the gate: 40 handshakes for each"
+        finally:
+            over.set()
+            for each in attackers:
+                each.join()
+        assert set(listener.dropped) == {"key"}
+
+
+def test_others_come_before_an_address_whose_handshakes_fail(monkeypatch):
+    """The gate stands until all are there; then the honest peer, who came last, waits for one of the others at most."""
+    monkeypatch.setattr(control_listener, "STRANGER_SECONDS", 0.0)
+    monkeypatch.setattr(control_listener, "LATE_SECONDS", 0.0)
+    heard, stands, keys, hello = [], threading.Event(), Keys(KEYS.secret), GREETING + client_hello(new_keys().of_d)
+
+    class Heard(ssl.SSLSocket):
+        def do_handshake(self, block=False):
+            heard.append(self.getpeername()[0])
+            if heard[-1] == "127.0.0.3":
+                assert stands.wait(300)
+            super().do_handshake(block)
+
+    keys.of_p.sslsocket_class = Heard
+    with contextlib.closing(listening(keys)) as listener, contextlib.ExitStack() as stack:
+        for address in ("127.0.0.2", "127.0.0.3", *["127.0.0.2"] * 40):
+            source = (address, 0)
+            peer = stack.enter_context(socket.create_connection(("127.0.0.1", listener.port), 60, source))
+            peer.sendall(hello)
+            assert until(lambda: len(heard) >= 2 or heard == ["127.0.0.2"])
+        good = stack.enter_context(contextlib.closing(Dialed(listener.port)))
+        assert until(lambda: good.ends)
+        good.dialer.progress()
+        stands.set()
+        assert exchanged(listener, good)
+    assert heard.index("127.0.0.1") <= 3
 
 
 @pytest.mark.parametrize(

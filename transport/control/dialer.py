@@ -19,8 +19,8 @@ from kvferry.transport.control.keys import Keys, UnknownKeyError, greeting
 from kvferry.transport.control.stream import (
     ADMITTED,
     FULL,
+    HEARD,
     KEEP_ALIVE,
-    OTHER_KEY,
     SEND_QUEUE,
     Shared,
     Stream,
@@ -217,27 +217,28 @@ class Connection:
             error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise TransportError(f"{NOBODY_LISTENS} ({os.strerror(error)})")
-        self.failure = ""
+        self.failure, verdict, why = "", b"", "the peer hung up during the handshake; it is no KVFerry control port"
         try:
-            sock.send(greeting(public), socket.MSG_MORE)  # in one packet with the begin of the handshake
+            named = greeting(public) + bytes.fromhex(keys.fingerprint)
+            sock.send(named, socket.MSG_MORE)  # in one packet with the begin of the handshake
             self._dialer.shared.sockets.mute(sock)  # another object has its descriptor from now on
             tls = self._sock = context.wrap_socket(sock, do_handshake_on_connect=False)
             yield from _until_done(tls.do_handshake)
             if keys.proven(tls) != self._key:
                 raise UnknownKeyError("its key is not the one that it has named")
             verdict = yield from _until_done(partial(tls.recv, 1))
-        except (OSError, ValueError):
-            verdict = b""
-        if verdict == OTHER_KEY:
-            self.failure = "key"
+            why = "the peer refused us: it has as many peers as it takes" if verdict == FULL else why
+        except (OSError, ValueError) as error:
+            with suppress(OSError):
+                if theirs := HEARD.match(socket.socket.recv(self._sock or sock, 64)):
+                    raise keys.unknown(f"{theirs[1].decode()}, expected {self._key}") from None
+            if "UNKNOWN_CA" in (getattr(error, "reason", None) or ""):
+                raise UnknownKeyError(
+                    f"the peer, whose key is {self._key}, refused us: it does not admit our key {keys.fingerprint}; "
+                    f"give both engines one secret_key, or add our public key {keys.public} to peer_keys of the peer"
+                ) from None
         if verdict != ADMITTED:
-            raise TransportError(
-                f"the peer refused us: it does not admit our key {keys.fingerprint}; give both engines one secret_key, "
-                f"or add our public key {keys.public} to peer_keys of the peer" if verdict == OTHER_KEY
-                else "the peer refused us: it has as many peers as it takes" if verdict == FULL
-                else "the peer hung up during the handshake; it is no KVFerry control port, or its key is not the one "
-                "that it has named"
-            )  # fmt: skip
+            raise TransportError(why)
         self._stream = Stream(tls, self.address, self._dialer.shared, self._serve)
 
     def _numeric(self) -> Generator[int, None, str]:

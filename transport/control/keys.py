@@ -1,8 +1,8 @@
 """An engine's Ed25519 key (RFC 8032), the public keys of the peers that it admits, and TLS 1.3 with them.
 
-OpenSSL wants signed certificates. So a key gets one whose only content is the key, signed by an issuer whose own key is
-no secret. A peer is admitted because its certificate is, byte for byte, that of an admitted key: TLS 1.3 proves that
-the peer has the secret key (RFC 8446, 4.4.3).
+OpenSSL wants signed certificates. So a key gets one whose only content is the key, signed with a key that is no secret
+and that nobody trusts. A peer is admitted because its certificate is, byte for byte, that of an admitted key: TLS 1.3
+proves that the peer has the secret key (RFC 8446, 4.4.3).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zmq.utils import z85
 from kvferry.transport.errors import ConfigError, KVFerryError
 
 FINGERPRINT_BYTES = 6
-GREETING_BYTES = 16
+GREETING_BYTES, _NAMING_BYTES = 16, 10
 WHO_LISTENS = b"kvferry: who is?"
 """In place of a greeting: P is asked for the fingerprint of its key, by `kvferry doctor`."""
 _Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -34,6 +34,8 @@ _SHOWN = 8
 _KEY_IN_DER = bytes.fromhex("2b6570032100")
 """What an Ed25519 key follows in a certificate (RFC 8410)."""
 ISSUER = Ed25519PrivateKey.from_private_bytes(b"the key of an issuer of nothing.")
+_NO_CHECK_TIME = 0x200000
+"""``X509_V_FLAG_NO_CHECK_TIME``: the clock of a host may be wrong, and no key ends by time."""
 
 
 def raw_key(name: str, key: str) -> bytes:
@@ -61,9 +63,9 @@ def fingerprint(public: bytes) -> str:
 
 
 def greeting(public: bytes) -> bytes:
-    """What D says first to the P with this raw public key. It admits nobody, and spares P a handshake, which costs a
-    millisecond, with whoever has only found the port."""
-    return hashlib.blake2b(public, digest_size=GREETING_BYTES, person=b"kvferry-greeting").digest()
+    """What D says first to the P with this raw public key, before the fingerprint of its own. It admits nobody, and
+    spares P a handshake, which costs a millisecond, with whoever has only found the port."""
+    return hashlib.blake2b(public, digest_size=GREETING_BYTES, person=b"kvferry-greeting").digest()[:_NAMING_BYTES]
 
 
 class Keys:
@@ -108,17 +110,18 @@ class Keys:
     def find(self, wanted: str) -> bytes:
         """The raw public key of a peer, by the fingerprint that the peer has named. Raises UnknownKeyError."""
         if wanted not in self.admitted:
-            raise self._unknown(wanted)
+            raise self.unknown(wanted)
         return self.admitted[wanted]
 
     def proven(self, tls: ssl.SSLSocket) -> str:
         """The fingerprint of the key that the peer of a finished handshake has. Raises UnknownKeyError."""
         certificate = tls.getpeercert(binary_form=True) or b""
         if certificate not in self.by_certificate:
-            raise self._unknown(fingerprint(certificate.partition(_KEY_IN_DER)[2][:32]))
+            raise self.unknown(fingerprint(certificate.partition(_KEY_IN_DER)[2][:32]))
         return self.by_certificate[certificate]
 
-    def _unknown(self, wanted: str) -> UnknownKeyError:
+    def unknown(self, wanted: str) -> UnknownKeyError:
+        """The error of a peer with the key of this fingerprint."""
         return UnknownKeyError(
             f"the peer's key is {wanted or 'not named'}, and this engine admits {self.shown}; give both engines one "
             "secret_key, or add the peer's public key to peer_keys"
@@ -126,14 +129,13 @@ class Keys:
 
     @cached_property
     def of_p(self) -> ssl.SSLContext:
-        """P's end of TLS. OpenSSL takes every certificate of the issuer, so that P can tell a D why it is refused, and
-        needs no check of the issuer's signature for those that are admitted."""
+        """P's end of TLS. OpenSSL knows the admitted certificates and no issuer: it checks no signature, and no key, of
+        the certificates that a stranger sends."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
         context.num_tickets = 0  # a session that is resumed would show no certificate
-        root = certificate_of(ISSUER.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw), root=True)
-        context.load_verify_locations(cadata=root.public_bytes(Encoding.DER) + b"".join(self.by_certificate))
+        context.load_verify_locations(cadata=b"".join(self.by_certificate))
         return context
 
     @cached_property
@@ -150,6 +152,7 @@ class Keys:
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.set_ecdh_curve("prime256v1")  # a key exchange of another group costs P up to 200 times as much
         chain = certificate_of(self.admitted[self.fingerprint]).public_bytes(Encoding.PEM)
         chain += self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         fd = os.memfd_create("kvferry-key", os.MFD_CLOEXEC)  # OpenSSL reads a secret key from a file only
@@ -165,12 +168,10 @@ class UnknownKeyError(KVFerryError):
     """The peer's public key is not admitted here."""
 
 
-def certificate_of(public: bytes, *, root: bool = False) -> x509.Certificate:
+def certificate_of(public: bytes) -> x509.Certificate:
     """The certificate of a raw public key: Ed25519 signs without chance, so it is the same at every call."""
-    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvferry")])
-    subject = issuer if root else x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, fingerprint(public))])
+    issuer, subject = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in ("kvferry", fingerprint(public))
+    )
     draft = x509.CertificateBuilder(issuer, subject, Ed25519PublicKey.from_public_bytes(public), 1)
-    draft = draft.not_valid_before(datetime(2000, 1, 1)).not_valid_after(datetime(9999, 12, 31))
-    if root:
-        draft = draft.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    return draft.sign(ISSUER, None)
+    return draft.not_valid_before(datetime(2000, 1, 1)).not_valid_after(datetime(9999, 12, 31)).sign(ISSUER, None)

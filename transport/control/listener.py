@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import ExitStack, suppress
 
 from kvferry.transport.control.keys import GREETING_BYTES, WHO_LISTENS, Keys, UnknownKeyError, greeting
@@ -21,14 +21,13 @@ from kvferry.transport.control.stream import (
     ANSWER,
     FULL,
     KEEP_ALIVE,
-    OTHER_KEY,
     Shared,
     Stream,
     StreamEndedError,
     silence,
 )
 from kvferry.transport.errors import ConfigError
-from kvferry.transport.sockets import Sockets, Stranger, Strangers, tune
+from kvferry.transport.sockets import HELLO_SECONDS, Sockets, Stranger, Strangers, tune
 from kvferry.transport.wake import RateLimitedLog, Waker
 
 MAX_PORT = 65535
@@ -37,6 +36,9 @@ MAX_PEERS = 2048
 BATCH, BATCH_BYTES = 512, 4 << 20
 """Messages of one receive() call, and their bytes, those of the last read not counted: many messages, or large ones,
 must not keep the serving thread from its other work."""
+STRANGER_SECONDS, LATE_SECONDS = 0.1, 0.01
+"""Seconds of the processor that handshakes of one address may take in ``HELLO_SECONDS`` without an admission. After
+that, the handshakes of all such addresses have ``LATE_SECONDS`` between two looks for others."""
 log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 
 
@@ -57,6 +59,8 @@ class _Gate:
         self._listener, self._server, self._keys, self._tls = listener, server, keys, keys.of_p
         self._greeting = greeting(keys.admitted[keys.fingerprint])
         self._closing = False
+        self._spent: defaultdict[bytes, float] = defaultdict(float)  # seconds by network
+        self._spent_since = self._late_seconds = 0.0
         self._sockets = Sockets()
         self._strangers = Strangers(self._sockets, server, self._hear)
         self._thread = threading.Thread(target=self._run, name="kvferry-gate", daemon=True)
@@ -75,6 +79,10 @@ class _Gate:
     def _run(self) -> None:
         while not self._closing:
             try:
+                if (now := time.monotonic()) > self._spent_since + HELLO_SECONDS:
+                    self._spent.clear()
+                    self._spent_since = now
+                self._late_seconds = 0.0
                 self._sockets.progress(self._strangers.expire())
             except Exception as error:  # no memory or no descriptor is left: the port must outlive that
                 self._listener.refused("handshake", f"unexpected error: {error!r}")
@@ -83,26 +91,39 @@ class _Gate:
         self._sockets.close()
 
     def _hear(self, stranger: Stranger) -> bool:
-        """Go on with a handshake. Returns whether there is more to do."""
+        """Go on with a handshake, unless others come first. Returns whether there is more to do."""
+        late, begun = self._spent[stranger.network] > STRANGER_SECONDS, time.thread_time()
+        if late and self._late_seconds > LATE_SECONDS:
+            return True
+        try:
+            return self._go_on(stranger)
+        finally:
+            took = time.thread_time() - begun
+            self._spent[stranger.network] += took
+            self._late_seconds += took if late else 0.0
+
+    def _go_on(self, stranger: Stranger) -> bool:
         verdict, reason, text = ADMITTED, "peers", "as many peers are connected as the limit allows"
         try:
             tls = self._tls_of(stranger)
             if tls is None:
                 return True
             tls.do_handshake()
-            try:
-                self._keys.proven(tls)
-                if not self._listener.has_room:
-                    verdict = FULL
-            except UnknownKeyError as error:
-                verdict, reason, text = OTHER_KEY, "key", str(error)
+            self._keys.proven(tls)
+            if not self._listener.has_room:
+                verdict = FULL
             tls.send(verdict)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return True
+        except (ssl.SSLCertVerificationError, UnknownKeyError):
+            named = stranger.said.removeprefix(self._greeting).hex()
+            lies = named in self._keys.admitted
+            reason, text = "key", str(self._keys.unknown("not the one that it names" if lies else named))
         except (OSError, ValueError) as error:
             reason, text = "handshake", f"the handshake failed: {error}"
         else:
             if verdict == ADMITTED:
+                self._spent.pop(stranger.network)
                 self._sockets.mute(tls)
                 self._listener.admit(tls)
                 return False
@@ -122,8 +143,10 @@ class _Gate:
         stranger.said += said
         if said and len(stranger.said) < GREETING_BYTES:
             return None
-        if stranger.said != self._greeting:
+        if not stranger.said.startswith(self._greeting):
             stranger.sock.send(ANSWER + self._keys.fingerprint.encode())
+            with suppress(BlockingIOError):
+                stranger.sock.recv(1 << 16)  # with unread bytes the connection would end before its peer has the answer
             raise OSError("it is no KVFerry engine, or takes this one for another")
         self._sockets.mute(stranger.sock)  # another object has its descriptor from now on
         tls = self._tls.wrap_socket(stranger.sock, server_side=True, do_handshake_on_connect=False)

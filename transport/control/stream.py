@@ -6,6 +6,7 @@ returns it, and nobody else sees it.
 
 from __future__ import annotations
 
+import re
 import ssl
 import struct
 import time
@@ -26,10 +27,11 @@ MAX_HELD_BYTES = 16 << 20
 """Bytes of unfinished and of unsent messages that one end holds, over all of its connections."""
 SEND_QUEUE = 1024
 """Messages that one connection holds until its peer reads."""
-ADMITTED, OTHER_KEY, FULL = b"\1", b"\2", b"\3"
-"""What P says once it knows D's key; at the last two it ends the connection."""
-ANSWER = b"kvferry "
-"""What P says to one who does not know its key, before its fingerprint and the end: for ``kvferry doctor --peer``."""
+ADMITTED, FULL = b"\1", b"\3"
+"""What P says once it knows D's key; at the last one it ends the connection."""
+ANSWER, HEARD = b"kvferry ", re.compile(rb"(?:kvfer)?ry ([0-9a-f]{12})")
+"""What P says to one who does not know its key, before its fingerprint and the end. OpenSSL may have read five bytes of
+it, as the head of a record."""
 KEEP_ALIVE = [b"", b"", b""]
 _HEAD = struct.Struct(">BBI")
 _RECORD_BYTES = 16 << 10
