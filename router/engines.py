@@ -20,7 +20,12 @@ from kvferry.transport.errors import UsageError, quoted, quoted_url
 
 MAX_ENGINES = 1024
 REFUSALS = 3
-"""So many different requests that were answered with 5xx, none well between them, and an engine is passed over."""
+"""So many different requests that were answered with 5xx, or 4xx where D answered them, none well between them, and an
+engine is passed over."""
+STILL_SECONDS, MOST_STILL_SECONDS = 5.0, 60.0
+"""An engine whose counters stand still for so long while a request waits is given up, and at most the second one where
+it was seen to go on after a longer time than the first."""
+LEFT_OUT_SECONDS = 30.0  # Such an engine, or one that refuses what others answer, is tried again after so long
 _HOST = re.compile(r"(?=.{1,253}$)[^.]{1,63}(\.[^.]{1,63})*\.?")
 
 
@@ -58,6 +63,10 @@ class Engine:
     loads: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
     failed_checks: int = 0
     passed_over_until: float = 0.0
+    page: int | None = None  # What its /metrics counted at the last look
+    moved_at: float = 0.0  # When that was seen to change
+    still_since: float | None = None  # A request that waited since then was given up, and nothing has moved
+    patience: float = STILL_SECONDS
     last_taken: int = 0
     refused: set[int] = field(default_factory=set)
     source: dict[str, Any] | None = None
@@ -212,17 +221,38 @@ class EnginePool:
 
     def failed(self, engine: Engine, now: float) -> None:
         """The engine has lost a connection: pass it over for a while."""
-        engine.passed_over_until = now + self.cool_down
+        engine.passed_over_until = max(engine.passed_over_until, now + self.cool_down)
         engine.refused.clear()
 
     def answered(self, engine: Engine, status: int, request: int, now: float) -> None:
-        """The engine answered a request, of this hash. One bad request is no fault of an engine, several are."""
-        if status < 500:
+        """The engine answered a request, of this hash. One bad request is no fault of an engine, several are. A 4xx
+        counts where another engine answered the same request."""
+        if status < 400:
             engine.refused.clear()
             return
         engine.refused.add(request)
         if len(engine.refused) >= REFUSALS:
             self.failed(engine, now)
+            if status < 500:
+                engine.handed_over.refused(status, REFUSALS)
+                engine.passed_over_until = now + LEFT_OUT_SECONDS
+
+    def moved(self, engine: Engine, page: int | None, now: float) -> bool:
+        """A look at what the engine's page counts; None: nothing that is known. Whether it stood still until now."""
+        if page is not None and page == engine.page:
+            return False
+        since, engine.still_since, engine.page, engine.moved_at = engine.still_since, None, page, now
+        if since is not None:
+            engine.patience = min(max(engine.patience, 2 * (now - since)), MOST_STILL_SECONDS)
+            engine.passed_over_until = now
+        return since is not None
+
+    def stands_still(self, engine: Engine, since: float, now: float) -> bool:
+        """A request has waited for it since then, for too long. Whether it is the first one."""
+        first = engine.still_since is None
+        engine.still_since = since if first else engine.still_since
+        engine.passed_over_until = now + LEFT_OUT_SECONDS
+        return first
 
     def checked(self, engine: Engine, passed: bool, threshold: int) -> bool:
         """The result of a health check. Whether the engine's state has changed."""

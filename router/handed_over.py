@@ -100,6 +100,11 @@ class HandedOver:
         few = self._sent < (LAST_PROMPTS if self.known else FIRST_PROMPTS)
         self.degraded = "" if few else f"none of its last {self._sent} answers had kv_transfer_params: {NO_PARAMS}"
 
+    def refused(self, status: int, prompts: int) -> None:
+        """P has answered its last prompts with this status, a 4xx, and decode engines have answered the same ones."""
+        its = {401: "API key", 403: "API key", 404: "--served-model-name"}.get(status, "options")
+        self.degraded = f"it answered {status} to {prompts} prompts that decode engines answered: has it their {its}?"
+
     def sent(self, prefill: str, params: dict[str, Any]) -> None:
         """D has answered a prompt with these parameters of the P at this URL."""
         self._sent += 1

@@ -1,21 +1,31 @@
 """Health checks in the background: an engine that fails several is left out until one passes. Beside them, what each
-decode engine says of the prompts that it was handed."""
+decode engine says of the prompts that it was handed, and whether an engine moves for which a request waits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from contextlib import closing
 from dataclasses import dataclass
+
+from xxhash import xxh3_64
 
 from kvferry.router.engines import Engine, EngineState, Role
 from kvferry.router.handed_over import SERIES, counts_of
-from kvferry.router.http_client import Answer, HttpError, OwnFaultError
+from kvferry.router.http_client import Answer, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.legs import log
 from kvferry.router.router import Router
 
 MAX_PAGE_BYTES, MAX_KEPT_BYTES, MAX_LINE_BYTES = 32 << 20, 1 << 20, 4 << 10
 """Of a page of metrics; of its lines that are of interest; and of one of these, for the parser's time grows with the
 square of it."""
+LOOK_SECONDS = 1.0
+"""After so long without a byte of an answer, and as often, the router looks whether its engine moves."""
+PAGE_SECONDS = 2.0  # Of such a look
+NOTHING = xxh3_64().intdigest()
+TOKENS_PER_SECOND = 1000.0
+"""A step that computes this few moves no counter until it ends."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +51,41 @@ class HealthChecks:
 
     async def watch(self) -> None:
         """For ever."""
+        await asyncio.gather(self._watch_health(), self._watch_requests())
+
+    async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(self._checks.interval)
             await self.round(self._checks.failures)
+
+    async def _watch_requests(self) -> None:
+        """Look at engines that let requests wait, and give up those of one that stands still."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            router, now = self._router, time.monotonic()
+            waiting: dict[str, list[RequestProgress]] = {}
+            for leg, url in router.http.under_way.items():
+                if leg.sent and not leg.held and now - leg.at >= LOOK_SECONDS:
+                    waiting.setdefault(url, []).append(leg)
+            looked = [each for each in router.engines if each.url in waiting or each.still_since is not None]
+            there = await asyncio.gather(*(self._look(each, waits=True) for each in looked))
+            for engine, answers in zip(looked, there, strict=True):
+                for leg in waiting.get(engine.url, ()):
+                    self._judge(engine, leg, answers)
+
+    def _judge(self, engine: Engine, leg: RequestProgress, answers: bool) -> None:
+        """``answers``: the engine takes connections. Where not, or where another one can be asked, the leg is given up
+        soon; else as late as a prefill."""
+        router, now = self._router, time.monotonic()
+        since = max(leg.at, engine.moved_at)
+        patience = engine.patience + leg.tokens / TOKENS_PER_SECOND
+        if answers and engine.role is Role.DECODE and (leg.answered or not router.another_decode([engine])):
+            patience = max(patience, router.timeouts.prefill)
+        if not leg.held and now - since >= patience:
+            why = f"it stands still: nothing on its /metrics has changed for {now - since:.0f} s while a request waits"
+            if router.engines.stands_still(engine, since, router.clock()):
+                log.warning("%s engine %s is left out: %s", engine.role, engine.url, why)
+            leg.give_up(why)
 
     async def _check(self, engine: Engine, threshold: int) -> None:
         limit = self._checks.timeout
@@ -61,22 +103,32 @@ class HealthChecks:
             level = logging.INFO if passed else logging.WARNING
             log.log(level, "%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
 
-    async def _look(self, engine: Engine) -> None:
-        """What a D has counted. Where its page cannot be had, nothing is known anew."""
-        handed_over, limit = engine.handed_over, self._checks.timeout
-        if engine.role is Role.DECODE and engine.state is not EngineState.DOWN:
+    async def _look(self, engine: Engine, *, waits: bool = False) -> bool:
+        """What a D has counted, or whether an engine moves for which a request waits. Where its page cannot be had,
+        nothing is known anew. Returns whether it takes connections."""
+        router, handed_over, there = self._router, engine.handed_over, True
+        if waits or (engine.role is Role.DECODE and engine.state is not EngineState.DOWN):
+            limit = PAGE_SECONDS if waits else self._checks.timeout
             try:
                 async with asyncio.timeout(limit):
-                    answer = await self._router.http.send("GET", engine.url, "/metrics", connect=limit)
-                    try:
-                        lines = await _lines_of(answer)
-                    finally:
-                        answer.close()
+                    there = False
+                    answer = await router.http.send("GET", engine.url, "/metrics", connect=limit)
+                    there, page = True, xxh3_64()
+                    with closing(answer):
+                        lines = await _lines_of(answer, page)
                     counts = await asyncio.to_thread(counts_of, lines)
-                handed_over.take(counts)
-                handed_over.unreadable = False
-            except (HttpError, TimeoutError):
-                pass
+                counted = page.intdigest() if page.intdigest() != NOTHING else None
+                if router.engines.moved(engine, counted, router.clock()):
+                    log.info("%s engine %s goes on", engine.role, engine.url)
+                if engine.role is Role.DECODE:
+                    handed_over.take(counts)
+                    handed_over.unreadable = False
+            except TimeoutError:
+                there = True
+            except HttpError as error:
+                there |= isinstance(error, OwnFaultError)
+                if there:  # nobody knows what it counts
+                    router.engines.moved(engine, None, router.clock())
             except Exception as error:  # the parser raises many kinds, and no page may end the checks of all engines
                 if not handed_over.unreadable:
                     handed_over.unreadable = True
@@ -88,15 +140,18 @@ class HealthChecks:
                 log.warning("%s engine %s: %s", engine.role, engine.url, said)
             else:
                 log.info("%s engine %s: prompts are handed over again", engine.role, engine.url)
+        return there
 
 
-async def _lines_of(answer: Answer) -> str:
-    """The lines of a page that are of interest. Raises HttpError: it is none, or there is too much of it."""
+async def _lines_of(answer: Answer, counted: xxh3_64) -> str:
+    """The lines of a page that are of interest. ``counted``: takes all that the engine counts, which is not what its
+    server does. Raises HttpError: it is none, or there is too much of it."""
     kept, rest, size, kept_size = list[bytes](), b"", 0, 0
     async for piece in answer.pieces():
         *lines, rest = (rest + piece).split(b"\n")
         rest = rest[: MAX_LINE_BYTES + 1]  # a longer line is too long already
         found = [line for line in lines if line.startswith(SERIES)]
+        counted.update(b"".join(line for line in lines if line.startswith(b"vllm:")))
         kept += found
         size, kept_size = size + len(piece), kept_size + sum(map(len, found))
         longest = max(map(len, found), default=0)

@@ -11,9 +11,9 @@ import errno
 import select
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -59,7 +59,7 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
 
     def data_received(self, data: bytes) -> None:
         if self.progress is not None:
-            self.progress.answered = True
+            self.progress.answered, self.progress.at = True, time.monotonic()
         super().data_received(data)
 
     @property
@@ -68,13 +68,32 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
         return bool(self._left.poll(0))
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestProgress:
     """How far one request has come. ``sent``: it has a connection, so that the engine may have it. ``answered``: a byte
-    of the answer was received."""
+    of the answer was received. ``at``: when the last of it happened, by ``time.monotonic``. ``tokens``: of its prompt.
+    ``held``: it does not wait for the engine. ``given_up``: why the router waits no longer."""
 
     sent: bool = False
     answered: bool = False
+    at: float = field(default_factory=time.monotonic)
+    tokens: float = 0.0
+    held: bool = False
+    given_up: str = ""
+    _protocol: _Protocol | None = None
+
+    def connected(self, protocol: _Protocol) -> None:
+        self._protocol, self.sent, self.at = protocol, True, time.monotonic()
+
+    def go_on(self) -> None:
+        """It waits for the engine from now on."""
+        self.held, self.at = False, time.monotonic()
+
+    def give_up(self, why: str) -> None:
+        """End it: its connection closes, and who waits for an answer gets HttpError."""
+        if self._protocol is not None and self._protocol.progress is self and self._protocol.transport is not None:
+            self.given_up = why
+            self._protocol.transport.abort()
 
 
 _progress: ContextVar[RequestProgress] = ContextVar("progress")
@@ -91,7 +110,7 @@ class _Connector(aiohttp.TCPConnector):
             protocol: Any = connection.protocol
             if protocol.progress is None or not protocol.left:
                 protocol.progress = _progress.get()
-                protocol.progress.sent = True
+                protocol.progress.connected(protocol)
                 return connection
             connection.close()
 
@@ -99,8 +118,8 @@ class _Connector(aiohttp.TCPConnector):
 class Answer:
     """The head of an engine's answer, and its body as it arrives. Close each answer."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self.status, self.headers = response.status, response.headers
+    def __init__(self, response: aiohttp.ClientResponse, over: Callable[[], object], progress: RequestProgress) -> None:
+        self.status, self.headers, self._over, self._progress = response.status, response.headers, over, progress
         self.broken = ""
         """Why it broke off; empty where it did not."""
         self.response = response
@@ -118,9 +137,11 @@ class Answer:
         """The body. Raises HttpError."""
         try:
             while piece := await self.response.content.readany():
+                self._progress.held = True  # by a client that takes it slowly, perhaps
                 yield piece
+                self._progress.go_on()
         except (aiohttp.ClientError, OSError) as error:
-            self.broken = _said(error)
+            self.broken = self._progress.given_up or _said(error)
             raise HttpError(self.broken) from None
 
     async def body(self) -> bytes:
@@ -135,16 +156,18 @@ class Answer:
 
     def close(self) -> None:
         """Where it has not ended the connection closes, and the engine aborts the request."""
+        self._over()
         self.response.close()
 
 
 class HttpClient:
     """Sends requests to any engine. Use it in one event loop. ``own_fault``: what this machine had too little of, and
-    ``own_fault_at`` when, by ``time.monotonic``."""
+    ``own_fault_at`` when, by ``time.monotonic``. ``under_way``: requests with a ``progress``, and their engines."""
 
     own_fault, own_fault_at = "", -1e9
 
     def __init__(self) -> None:
+        self.under_way: dict[RequestProgress, str] = {}
         self.session: aiohttp.ClientSession | None = None
 
     async def send(
@@ -158,7 +181,8 @@ class HttpClient:
                 connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 skip_auto_headers=_AUTOMATIC, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
             )  # fmt: skip
-        _progress.set(progress or RequestProgress())
+        given, progress = progress is not None, progress or RequestProgress()
+        _progress.set(progress)
         sent: CIMultiDict[str] = CIMultiDict(headers or {})
         data: Any = None
         if body is not None:
@@ -168,14 +192,20 @@ class HttpClient:
                 sent["content-length"] = str(sum(map(len, pieces)))
                 data = _windows(pieces)
         how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
+        if given:
+            self.under_way[progress] = base
+        over = partial(self.under_way.pop, progress, None)
         try:
-            return Answer(await self.session.request(method, _url(base + path), data=data, **how))
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Answer(await self.session.request(method, _url(base + path), data=data, **how), over, progress)
+        except BaseException as error:
+            over()
+            if not isinstance(error, aiohttp.ClientError | OSError | ValueError):
+                raise
             number = getattr(getattr(error, "os_error", error), "errno", None)
             if number in _OWN_FAULTS:
                 self.own_fault, self.own_fault_at = errno.errorcode[number], time.monotonic()
                 raise OwnFaultError(f"the router has no connection to spare ({self.own_fault}); try again") from None
-            raise HttpError(_said(error)) from None
+            raise HttpError(progress.given_up or _said(error)) from None
 
     async def close(self) -> None:
         if self.session is not None:

@@ -42,8 +42,16 @@ CHECK = "x-kvferry-check"
 """With this header D says in its answer what became of the prompt, and the router in headers which engines it asked."""
 _COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
 """What a stream of events may begin with that is no part of an answer."""
-_OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n)*")
-"""What vLLM's server says of a response before its engine has the request."""
+_OPENING = re.compile(
+    rb"(?:event: (?:response\.(?:created|in_progress)|message_start)\ndata: [^\n]*\n\n"
+    rb'|data: [^\n]*"delta":\{"role":"assistant","content":""\}[^\n]*\n\n'
+    rb'|data: [^\n]*"choices":\[\],[^\n]*\n\n|data: \[DONE\]\n\n|:[^\n]*\n\n)*'
+)
+"""What vLLM's server says in a stream without a token: before its engine has the request, or of one that it ends."""
+_ENDED = re.compile(rb'"finish_reason":"abort"|"output_tokens":0[,}]')
+"""The engine has ended the request by itself, as at SIGTERM. In a text its quotes are escaped."""
+ENDS = "it has ended the request by itself: it is shutting down"
+MAX_OPENING_BYTES = 256 << 10
 MAX_BODY_BYTES = 1 << 20  # A longer answer goes to the client as it comes
 _DRAINING = EngineState.DRAINING
 WORTH_READING = 512
@@ -88,6 +96,7 @@ class ClientRequest:
     broken: str = ""  # Why the answer broke off
     chosen: Engine | None = None
     prefilled_at: float | None = None  # When P had answered
+    refused_by: tuple[Engine, int] | None = None  # The P that answered with this status, a 4xx
     alone: str = ""
     prefix: PromptPrefix = field(init=False)
     seats: list[Seat] = field(default_factory=list)
@@ -185,7 +194,7 @@ class Legs:
         self.prefix_reads = prefix_reads
         self.choice = None if always else PrefillChoice(engines)
         self.http = HttpClient()
-        self.metrics = Metrics(engines)
+        self.metrics = Metrics(engines, self.clock)
         self.tasks: set[asyncio.Task[Any]] = set()
 
     # --- P
@@ -254,12 +263,14 @@ class Legs:
         return task
 
     async def _ask_prefill(self, asked: ClientRequest, engine: Engine, leg: Body) -> Prefilled:
-        url, span, answer = engine.url, LegSpan(asked.span, PREFILL, engine), None
+        url, span, answer, progress = engine.url, LegSpan(asked.span, PREFILL, engine), None, RequestProgress()
         tokens, began = engine.load, self.clock()
         try:
             async with asyncio.timeout(self.timeouts.prefill):
-                answer = await self._send(asked, engine, leg, RequestProgress(), span)
+                answer = await self._send(asked, engine, leg, progress, span)
                 content = await answer.body()
+                if answer.status == 200 and _ENDED.search(content):
+                    raise HttpError(ENDS)
         except (HttpError, TimeoutError) as error:
             span.end(error)
             if isinstance(error, HttpError):
@@ -269,18 +280,21 @@ class Legs:
             engine.identity.failed()
             asked.alone = f"prefill engine {url} failed: {why(error)}"
             log.warning("%s: %s", asked.name, asked.alone)
-            return Prefilled(failed=isinstance(error, HttpError))
+            return Prefilled(failed=isinstance(error, HttpError) and not progress.given_up)
         finally:
             if answer is not None:
                 answer.close()
             span.end()
-        self._answered(asked, engine, answer.status)
-        if answer.status != 200:  # a 4xx is the request's fault, and D says so itself
-            if answer.status >= 500:
-                engine.identity.failed()
+        if answer.status != 200:  # whether a 4xx is the request's fault D says
             asked.alone = f"prefill engine {url} answered {answer.status}"
-            log.warning("%s: %s", asked.name, asked.alone)
+            if answer.status >= 500:
+                self._answered(asked, engine, answer.status)
+                engine.identity.failed()
+                log.warning("%s: %s", asked.name, asked.alone)
+            else:
+                asked.refused_by = engine, answer.status
             return Prefilled(failed=answer.status >= 500)
+        self._answered(asked, engine, answer.status)
         asked.prefilled_at = self.clock()
         params: dict[str, Any] | None = None
         with suppress(*NOT_JSON):
@@ -311,6 +325,9 @@ class Legs:
         elif self.prefix_reads and status == 200 and engine.source is None:
             self.start(self._learn_source(asked, engine), asked)
         self.engines.answered(engine, status, request, self.clock())
+        if engine.role is Role.DECODE and status == 200 and asked.refused_by is not None:
+            refused_by, status = asked.refused_by
+            self.engines.answered(refused_by, status, hash(asked.id), self.clock())
 
     async def abandon(
         self, asked: ClientRequest, leg: asyncio.Task[Prefilled], seconds: float | None = None, told: Any = None
@@ -372,6 +389,7 @@ class Legs:
                 sent = body | {"kv_transfer_params": sources} if sources else body
                 decoded = await self._ask_one_decode(asked, seat, sent, progress)
             except HttpError as error:
+                progress.given_up = ""
                 self._failed(seat.engine, error)
                 log.error("%s: decode at %s failed: %s", asked.name, seat.engine.url, why(error))
                 by_name = progress.sent and "transfer_id" in (body.get("kv_transfer_params") or {})
@@ -405,6 +423,9 @@ class Legs:
             size = int(answer.headers.get("content-length", MAX_BODY_BYTES))
             if not answer.streamed and (hides or size < MAX_BODY_BYTES):
                 content = await answer.body()
+                if answer.status == 200 and _ENDED.search(content):
+                    progress.answered = False
+                    raise HttpError(ENDS)
                 content = without_params(content, report=asked.checks) if hides else content
                 return Decoded(seat.engine, answer, content, pieces, seat, span)
             if hides and asked.path == RESPONSES:  # no other stream has D's parameters
@@ -415,11 +436,13 @@ class Legs:
                 if asked.comment is not None:
                     await asked.comment(answer, first)
                 first = await anext(pieces, b"")
-            while answer.streamed and first and _OPENING.fullmatch(first):
+            streams, piece, end = answer.streamed and answer.status == 200, first, 0
+            while streams and piece and len(first) == (end := _without_token(first)) <= MAX_OPENING_BYTES:
                 piece = await anext(pieces, b"")
                 first += piece
-                if not piece:
-                    break
+            if streams and (not piece or _ENDED.search(first, end)):
+                progress.answered = False
+                raise HttpError(ENDS)
         except BaseException as error:
             span.end(error)
             if answer is not None:
@@ -449,6 +472,7 @@ class Legs:
         """The head of an engine's answer. It is sent once: an engine that has it computes it. Raises HttpError."""
         headers = {**asked.headers, **span.headers} if span.headers else asked.headers
         how: dict[str, Any] = {"headers": headers, "progress": progress, "connect": self.timeouts.connect}
+        progress.tokens = asked.prefix.tokens
         span.answer = await self.http.send("POST", engine.url, asked.path, body=body, **how)
         return span.answer
 
@@ -460,6 +484,11 @@ class Legs:
         asked.hold()
         task.add_done_callback(lambda _: asked.drop())
         return task
+
+
+def _without_token(events: bytes) -> int:
+    """So many bytes, from the first one, hold no token."""
+    return next(_OPENING.finditer(events)).end()
 
 
 async def _without_params(answer: Answer) -> AsyncIterator[bytes]:

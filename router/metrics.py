@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -32,10 +33,12 @@ HANDED_OVER_SERIES: tuple[tuple[str, Any, str, str], ...] = (
 
 class Metrics:
     """Counts of one router. ``in_flight``: requests of clients. ``decode_legs``: requests by how D was asked, "serial",
-    "at_once", "left_to_d" where D prefills by choice, or "decode_only". ``failed_legs``: by the engine's role."""
+    "at_once", "left_to_d" where D prefills by choice, or "decode_only". ``failed_legs``: by the engine's role.
+    ``waiting``: requests without a byte of an answer, and since when by ``clock``; the oldest first."""
 
-    def __init__(self, engines: EnginePool) -> None:
-        self._engines = engines
+    def __init__(self, engines: EnginePool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines, self._clock = engines, clock
+        self.waiting: dict[object, float] = {}
         self.in_flight = 0
         self.requests: Counter[int] = Counter()
         self.decode_legs: Counter[str] = Counter()
@@ -60,11 +63,16 @@ class Metrics:
         """The P that has a prompt's prefix, if one is known, and the P that takes the prompt."""
         self.affinities["none" if known is None else "followed" if known == taken else "given_up"] += 1
 
+    def oldest_waiting(self, now: float) -> float:
+        """For how many seconds the oldest request waits for the first byte of its answer."""
+        return round(now - next(iter(self.waiting.values()), now), 1)
+
     def status(self, now: float) -> dict[str, Any]:
         """For the status page. Latencies in seconds, of the last minute."""
         recent = [times for times in self._recent if now - times[0] <= RECENT_SECONDS]
         return {
             "in_flight": self.in_flight,
+            "oldest_waiting_seconds": self.oldest_waiting(now),
             "requests": {str(status): count for status, count in self.requests.items()},
             "decode_legs": dict(self.decode_legs),
             "failed_legs": dict(self.failed_legs),
@@ -109,6 +117,8 @@ class Metrics:
         yield counter("failed_legs", "Legs that failed, by the engine's role", "role", self.failed_legs.items())
         yield counter("prefix_affinity", "Choices of a P by prefix", "result", self.affinities.items())
         yield GaugeMetricFamily("kvferry_router_in_flight", "Requests of clients in flight", self.in_flight)
+        name, text = "kvferry_router_oldest_waiting_seconds", "Age of the oldest request without a byte of an answer"
+        yield GaugeMetricFamily(name, text, self.oldest_waiting(self._clock()))
         told = {"up": "1: takes requests", "requests": "in flight", "load": "P: prompt tokens; D: requests"}
         for name, text in told.items():
             family = GaugeMetricFamily(f"kvferry_router_engine_{name}", text, labels=["role", "url"])
@@ -178,7 +188,8 @@ class StatusHistory:
             f"{name}_{part}": value for name in ("first_byte_seconds", "request_seconds")
             for part, value in status[name].items()
         }  # fmt: skip
-        self.samples.append(StatusSample(now, self._totals.copy(), {"in_flight": status["in_flight"]} | times))
+        now_is = {name: status[name] for name in ("in_flight", "oldest_waiting_seconds")} | times
+        self.samples.append(StatusSample(now, self._totals.copy(), now_is))
 
     def columns(self, now: float) -> dict[str, list[float | None]]:
         """For each series of the page its values, the oldest first; ``age_seconds`` says how long each is ago. Requests

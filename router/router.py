@@ -69,6 +69,7 @@ class Reply:
             if decoded.body is not None:
                 return await self.fail(decoded.answer.status, decoded.body.decode(errors="replace"))
             piece, self.first, events = decoded.first, self._router.clock(), 0
+            self._router.metrics.waiting.pop(asked, None)
             while not decoded.answer.whole:
                 events += piece.count(b"data: ")
                 await self.comment(decoded.answer, piece)
@@ -114,6 +115,7 @@ class Router(Legs):
     async def answer(self, asked: ClientRequest, reply: Reply) -> web.StreamResponse:
         """The answer to one completion, chat completion or response. It is cancelled when the client goes away."""
         try:
+            self.metrics.waiting[asked] = self.clock()
             tried: list[Engine] = []
             if can_hand_over(asked.body, asked.path) and self.choose(asked):
                 return await self._decode(asked, reply, None)
@@ -131,6 +133,8 @@ class Router(Legs):
             return await self._decode(asked, reply, None)
         except HttpError as error:
             return await reply.fail(503 if isinstance(error, NoEngineError | OwnFaultError) else 502, str(error))
+        finally:
+            self.metrics.waiting.pop(asked, None)
 
     async def _answer_by(self, asked: ClientRequest, reply: Reply, seat: Seat) -> web.StreamResponse | None:
         """The answer where this P computes the prompt; None where it fails and another P may not."""
@@ -177,7 +181,7 @@ class Router(Legs):
         name = {"transfer_id": uuid.uuid4().hex}
         place = {"do_remote_prefill": True, "do_remote_decode": False, **identity, "remote_request_id": asked.id}
         p = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path, PREFILL_TAG | asked.sources | name))
-        progress = RequestProgress()
+        progress = RequestProgress(held=True)
         tried: list[Engine] = []
         body = asked.decode_body(place | name)
         d = self.start(self.ask_decode(asked, body, progress, tried=tried), asked)
@@ -191,6 +195,7 @@ class Router(Legs):
                     await ended(d)
                     to_its_end = True
                     return None if prefilled.failed else await self._decode(asked, reply, prefilled.params)
+                progress.go_on()
                 await asyncio.wait({d})
             if d.exception() is not None:
                 if progress.answered or len(tried) != 1 or not self.another_decode(tried):

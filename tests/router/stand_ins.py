@@ -238,6 +238,14 @@ class Front(Site):
     p: list[str]
     d: list[str]
 
+    def decode_engines(self, *urls: str) -> None:
+        """From now on, in this order."""
+        engines = self.router.engines
+        for engine in engines.of(Role.DECODE):
+            engines.move(engine, EngineState.LEAVING)
+        for url in urls:
+            engines.add(url, Role.DECODE, EngineState.UP)
+
     def idle(self) -> None:
         """Wait until no task is left, as of a lease that is released."""
         eventually(lambda: not self.router.tasks, "nothing is left")
@@ -474,9 +482,4 @@ class Served:
         return client
 
     def decode_engines(self, *urls: str) -> None:
-        """From now on, in this order."""
-        engines = self.router.engines
-        for engine in engines.of(Role.DECODE):
-            engines.move(engine, EngineState.LEAVING)
-        for url in urls:
-            engines.add(url, Role.DECODE, EngineState.UP)
+        self.front.decode_engines(*urls)

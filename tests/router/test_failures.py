@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 import threading
+import time
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.router import http_client
+from kvferry.router import health, http_client
 from kvferry.router.app import Limits
+from kvferry.router.engines import REFUSALS, Role
+from kvferry.router.health import Checks
+from kvferry.router.legs import LegTimeouts
 from tests.router.stand_ins import (
     PARAMS,
     PUSH,
@@ -105,6 +111,150 @@ def test_a_request_that_has_reached_an_engine_is_not_sent_to_it_again(
         assert front.ask({"prompt": "x"}).status_code == (200 if role == "P" else 502)
         assert not all(engine.usable(front.router.clock()) for engine in front.router.engines)
     assert engine.seen == [(0, 0), (0, 1)]
+
+
+# --- engines that end, or stand still
+
+
+CHUNK = 'data: {"choices":[{"index":0,"text":"","delta":{},"finish_reason":"abort"}]}\n\n'
+ROLE = 'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+USAGE = 'data: {"choices":[],"usage":{"completion_tokens":0}}\n\n'
+BEGUN = 'event: response.created\ndata: {"usage":null}\n\n'
+BEGUN_MESSAGE = 'event: message_start\ndata: {"usage":{"output_tokens":0}}\n\n'
+DONE = "data: [DONE]\n\n"
+ENDED = [
+    "", DONE, USAGE + DONE, ROLE + DONE, ROLE + ROLE + CHUNK + USAGE + DONE, CHUNK + DONE, ": keep-alive\n\n" + DONE,
+    BEGUN + 'event: response.completed\ndata: {"usage":{"output_tokens":0}}\n\n',
+    BEGUN_MESSAGE + 'event: message_delta\ndata: {"usage":{"output_tokens":0}}\n\n',
+    '{"choices":[{"text":"","finish_reason":"abort"}]}', '{"output":[],"usage":{"output_tokens":0}}',
+]  # fmt: skip
+
+
+def saying(text: str) -> Engine:
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        return Response(text, media_type="application/json" if text.startswith("{") else "text/event-stream")
+
+    return Engine(answer)
+
+
+@pytest.mark.parametrize("text", ENDED)
+def test_an_answer_without_a_token_is_an_engine_that_ends_and_another_one_is_asked(text: str) -> None:
+    p, ending, d, whole = prefill_engine(), saying(text), decode_engine(), text.startswith("{")
+    with routed([ending, p] if whole else p, [ending, d], cool_down=600) as front:
+        for _ in range(2):
+            answer = front.ask({"prompt": "x", "stream": not whole})
+            assert answer.status_code == 200 and ("from D" if whole else '"i": 0') in answer.text
+    assert len(ending.seen) == 1 + whole and [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
+    with routed(p, ending) as front:
+        answer = front.ask({"prompt": "x"})
+        assert "shutting down" in answer.text and (answer.status_code == 502 or text.startswith(":"))
+
+
+@pytest.mark.parametrize("text", [ROLE + ROLE + USAGE[:9], BEGUN_MESSAGE + ENDED[-3].replace("0", "1"), "{}"])
+def test_an_answer_that_has_something_is_given_as_it_is(text: str) -> None:
+    with routed(prefill_engine(), saying(text)) as front:
+        assert front.ask({"prompt": "x"}).text == text
+
+
+class Waiting:
+    """An engine whose requests wait, and whose counters ``move`` or not."""
+
+    def __init__(self, *, move: bool) -> None:
+        self.go_on, self.move = threading.Event(), move
+        self._counts = itertools.count()
+        self._last = 0
+
+    def of(self, engine: Engine) -> Engine:
+        engine.metrics = self.page
+        return engine
+
+    def page(self) -> str:
+        self._last = next(self._counts) if self.move else self._last
+        return f"process_cpu_seconds {next(self._counts)}\nvllm:kv_cache_usage_perc{{}} {self._last}\n"
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> Checks:
+    """Engines are looked at often, and their health never."""
+    monkeypatch.setattr(health, "LOOK_SECONDS", 0.05)
+    return Checks(interval=600.0)
+
+
+def test_a_p_that_stands_still_is_given_up_and_one_that_moves_is_not(
+    soon: Checks, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "PAGE_SECONDS", 600.0)
+    waiting = Waiting(move=True)
+    p, d = waiting.of(prefill_engine(go_on=waiting.go_on)), decode_engine()
+    with routed(p, d, checks=soon) as front:
+        (engine,) = front.router.engines.of(Role.PREFILL)
+        engine.patience = 0.5
+        client, until = front.begin({"prompt": "x"}), waiting._last + 40
+        eventually(lambda: waiting._last > until, "it is looked at for longer than a P that stands still gets")
+        assert not client.done() and front.get("/router/status").json()["oldest_waiting_seconds"] > 0.5
+        waiting.move = False
+        assert client.result().json() == {"text": "from D"} and "kv_transfer_params" not in d.seen[0][0]
+        assert p.aborted.wait(60) and not front.get("/health").json()["prefill"][front.p[0]]
+        assert front.ask({"prompt": "y"}).json() == {"text": "from D"} and len(p.seen) == 1
+        waiting.move = True
+        waiting.go_on.set()
+        eventually(lambda: front.get("/health").json()["status"] == "ok", "it takes requests again")
+        assert engine.patience >= 1.0, "it is as slow as that"
+        assert front.ask({"prompt": "x"}).json() == {"text": "from D"}
+        assert d.seen[-1][0]["kv_transfer_params"] == PARAMS
+        assert "kvferry_router_oldest_waiting_seconds 0.0" in front.get("/metrics").text
+    assert len([line for line in caplog.messages if "is left out: it stands still" in line]) == 1
+
+
+@pytest.mark.parametrize("how", ["still", "stopped", "gone"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_d_that_stands_still_is_replaced_before_it_has_sent_a_byte(soon: Checks, how: str, stream: bool) -> None:
+    """``stopped``: its server, too. ``gone``: its port is closed, and its connections are not; no other D is left."""
+    p, d, silent, listener = prefill_engine(), decode_engine(), decode_engine(before=600), socket.create_server(("", 0))
+    with routed(p, Waiting(move=False).of(silent), checks=soon) as front, d.running() as d_url, listener:
+        url = front.d[0] if how == "still" else f"http://127.0.0.1:{listener.getsockname()[1]}"
+        front.decode_engines(*[url, d_url][: 1 + (how != "gone")])
+        for engine in front.router.engines:
+            engine.patience = 0.5
+        client = front.begin({"prompt": "x", "stream": stream})
+        connection = None if how == "still" else listener.accept()
+        if how == "gone":
+            listener.close()
+        answer = client.result()
+        assert answer.status_code == 502 if how == "gone" else '"i": 0' in answer.text or "from D" in answer.text
+        del connection
+    assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * (how != "gone")
+
+
+def test_an_only_d_that_stands_still_is_waited_for_as_long_as_a_p(soon: Checks) -> None:
+    go_on = threading.Event()
+    d = Waiting(move=False).of(decode_engine(go_on=go_on))
+    with routed(prefill_engine(), d, LegTimeouts(60.0, 3.0, 60.0), checks=soon) as front, front.streaming() as response:
+        (engine,) = front.router.engines.of(Role.DECODE)
+        engine.patience = 0.1
+        lines = [line for line in response.iter_lines() if line]
+        assert lines[0] == 'data: {"i": 0}' and "stands still" in lines[1] and len(lines) == 2
+        assert engine.still_since is not None and time.monotonic() - engine.still_since >= 3.0
+        go_on.set()
+
+
+@pytest.mark.parametrize(("status", "hint"), [(404, "--served-model-name"), (401, "API key"), (400, "options")])
+def test_a_p_that_refuses_what_d_answers_is_left_out_and_named(status: int, hint: str, caplog: Any) -> None:
+    p, d = prefill_engine(status=status), decode_engine()
+    with routed(p, d, checks=Checks(0.1, timeout=600.0)) as front:
+        for _ in range(3 * REFUSALS):
+            assert front.ask({"prompt": "x"}).json() == {"text": "from D"}
+        assert len(p.seen) == REFUSALS
+        said = front.get("/health").json()
+        assert said["status"] == "degraded" and said["prefill"] == {front.p[0]: False}
+        assert f"it answered {status} to" in said["handed_over"][front.p[0]] and hint in said["handed_over"][front.p[0]]
+        eventually(lambda: [line for line in caplog.messages if hint in line], "it is logged")
+    assert len([line for line in caplog.messages if "answered 4" in line]) == 1
+    refusing = failing(400)
+    with routed(prefill_engine(status=400), refusing) as front:
+        for _ in range(3 * REFUSALS):
+            assert front.ask({"prompt": "x"}).status_code == 400
+        assert all(engine.usable(front.router.clock()) for engine in front.router.engines), "the requests are at fault"
 
 
 # --- both legs at once

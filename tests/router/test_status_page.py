@@ -39,8 +39,9 @@ def status(*engines: dict[str, Any] | None, requests: int = 0, seconds: float | 
     role = dict[str, Any](state="up", requests=2, load=2.0, passed_over=False)
     rows = [{"url": url, "role": "decode", "handed_over": each} | role for url, each in zip(D, engines, strict=False)]
     return {
-        "in_flight": 4, "requests": {"200": requests}, "decode_legs": {"serial": requests}, "failed_legs": {},
-        "prefix_affinity": {}, "first_byte_seconds": quantiles, "request_seconds": quantiles,
+        "in_flight": 4, "oldest_waiting_seconds": 1.5, "requests": {"200": requests}, "failed_legs": {},
+        "decode_legs": {"serial": requests}, "prefix_affinity": {}, "first_byte_seconds": quantiles,
+        "request_seconds": quantiles,
         "engines": [{"url": P[0], "role": "prefill"} | role, *rows],
         "pairs": [{"prefill": P[0], "decode": D[0], "loaded": 150}],
     }  # fmt: skip
