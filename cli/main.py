@@ -54,7 +54,8 @@ def _model_path(text: str) -> Path:
 
 def _public_key(file: Path) -> str:
     try:
-        return f"its public key is {Keys(read_key_file(file)).public}"
+        keys = Keys(read_key_file(file))
+        return f"its public key is {keys.public}, fingerprint {keys.fingerprint}"
     except (KVFerryError, OSError):
         return "name another file"
 
@@ -64,7 +65,7 @@ def _public_key(file: Path) -> str:
 def keygen(
     file: Annotated[Path, typer.Argument(help="the file to write; it must not exist")] = Path("kvferry.key"),
 ) -> None:
-    """Write a new secret key into FILE (mode 0600), and print its public key.
+    """Write a new secret key into FILE (mode 0600), and print its public key and fingerprint.
 
     Exit status: 0 it is written, 1 FILE exists already and was not changed, 2 FILE cannot be written.
     """
@@ -76,9 +77,10 @@ def keygen(
         raise FailedError(f"{file} exists already, and nothing was changed; {_public_key(file)}") from None
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}; name a file in another directory") from None
-    typer.echo(f"The secret key is in {file}. Its public key:")
-    typer.echo(f"\n    {Keys(secret).public}\n")
+    keys = Keys(secret)
     typer.echo(
+        f"The secret key is in {file}. Its public key, and the fingerprint by which logs name it:\n\n"
+        f"    {keys.public}  {keys.fingerprint}\n\n"
         f"One key for all engines: copy {file} to each host, and start each engine with\n"
         f"    KVFERRY_KEY_FILE={file.absolute()}\n"
         "One key for each engine: start each engine with its own file, and with the public keys of its peers in\n"

@@ -141,8 +141,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     secret_key: Annotated[
         str | None,
         _doc(
-            "secret key of this engine (Z85), the same for all engines or one for each; give it in the environment, "
-            "because vLLM logs the extra config"
+            "secret key of this engine, 64 hexadecimal digits, the same for all engines or one for each; give it in the "
+            "environment, because vLLM logs the extra config"
         ),
     ] = None
     key_file: Annotated[

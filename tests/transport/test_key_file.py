@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ def test_processes_that_start_at_once_agree_on_one_key(runtime):
     with ThreadPoolExecutor(8) as pool:
         started = pool.map(lambda _: fork_server().run("-c", script, environment=environment, timeout=800), range(8))
         runs = list(started)
-    assert len({run.stdout.strip() for run in runs}) == 1 and len(runs[0].stdout.strip()) == 40, runs[0].stderr
+    assert len({run.stdout.strip() for run in runs}) == 1 and len(runs[0].stdout.strip()) == 64, runs[0].stderr
     assert [path.name for path in runtime.iterdir()] == ["kvferry.key"], "no draft is left"
     assert stat.S_IMODE((runtime / "kvferry.key").stat().st_mode) == 0o600
 
@@ -47,7 +48,7 @@ def refused(path, *words):
     assert all(word in text for word in words)
 
 
-CONTENTS = (b"", SECRET[:20].encode(), b"\n" * 41, b"%" * 40, SECRET.encode() + b"x", bytes(99))
+CONTENTS = (b"", SECRET[:20].encode(), b"\n" * 65, b"%" * 64, SECRET.encode() + b"x", bytes(99))
 
 
 @pytest.mark.parametrize(
@@ -153,10 +154,13 @@ def test_keygen(tmp_path):
 
     done = keygen(tmp_path / "key")
     secret = read_key_file(tmp_path / "key")
-    assert done.exit_code == 0 and Keys(secret).public in done.stdout and secret not in done.stdout
+    keys = Keys(secret)
+    assert done.exit_code == 0 and f"\n    {keys.public}  {keys.fingerprint}\n" in done.stdout
+    assert secret not in done.stdout and all(re.fullmatch("[0-9a-f]{64}", key) for key in (secret, keys.public))
     assert "KVFERRY_KEY_FILE=" in done.stdout and "KVFERRY_PEER_KEYS" in done.stdout
     again = keygen(tmp_path / "key")
     assert again.exit_code == 1 and "exists already, and nothing was changed" in again.stderr
+    assert f"{keys.public}, fingerprint {keys.fingerprint}" in again.stderr
     nowhere = keygen(tmp_path / "no" / "key")
     assert nowhere.exit_code == 2 and "cannot be written" in nowhere.stderr and "Traceback" not in nowhere.stderr
     assert read_key_file(tmp_path / "key") == secret

@@ -13,7 +13,7 @@ from kvferry.transport.control.keys import new_secret, raw_key
 from kvferry.transport.errors import ConfigError
 
 FILE_NAME = "kvferry.key"
-_KEY_CHARACTERS = 40
+_KEY_CHARACTERS = 64
 _MOST_LINKS = 40  # as Linux
 
 
@@ -90,7 +90,7 @@ def read_key_file(path: Path) -> str:
     except ConfigError:
         raise ConfigError(
             f"key_file: {path} contains no key ({found.st_size} bytes, expected one line of {_KEY_CHARACTERS} "
-            "characters); remove it, or make another with `kvferry keygen`"
+            "hexadecimal digits); remove it, or make another with `kvferry keygen`"
         ) from None
     return text
 

@@ -28,7 +28,8 @@ FINGERPRINT_BYTES = 6
 GREETING_BYTES, _NAMING_BYTES = 16, 10
 WHO_LISTENS = b"kvferry: who is?"
 """In place of a greeting: P is asked for the fingerprint of its key, by `kvferry doctor`."""
-_Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_HEX_KEY = re.compile(r"[0-9a-fA-F]{64}")
+_Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # as `kvferry keygen` made them before
 _SHOWN = 8
 """Fingerprints that one error message lists."""
 _KEY_IN_DER = bytes.fromhex("2b6570032100")
@@ -39,22 +40,24 @@ _NO_CHECK_TIME = 0x200000
 
 
 def raw_key(name: str, key: str) -> bytes:
-    """The 32 bytes of a key in Z85 text.
+    """The 32 bytes of a key in hexadecimal text, or in Z85.
 
     Raises:
-        ConfigError: ``key`` is not 40 characters of Z85. The message contains ``name`` and not the key.
+        ConfigError: ``key`` is neither. The message contains ``name`` and not the key.
     """
+    if _HEX_KEY.fullmatch(key):
+        return bytes.fromhex(key)
     if _Z85_KEY.fullmatch(key):
         try:
             return bytes(z85.decode(key))
         except (ValueError, struct.error):  # five characters that stand for more than 32 bits
             pass
-    raise ConfigError(f"{name}: {len(key)} characters, expected the 40 of a Z85 key as `kvferry keygen` makes it")
+    raise ConfigError(f"{name}: {len(key)} characters, expected the 64 hexadecimal digits that `kvferry keygen` makes")
 
 
 def new_secret() -> str:
-    """A new secret key, Z85."""
-    return z85.encode(os.urandom(32)).decode()
+    """A new secret key, hexadecimal."""
+    return os.urandom(32).hex()
 
 
 def fingerprint(public: bytes) -> str:
@@ -75,27 +78,28 @@ class Keys:
     deployment can be valid at the same time.
 
     Args:
-        secret: the engine's secret key, 32 bytes as Z85.
-        peers: public keys of peers that have another secret key, 32 bytes as Z85.
+        secret: the engine's secret key, as ``raw_key`` takes it.
+        peers: public keys of peers that have another secret key, likewise.
 
     Attributes:
-        public, fingerprint: the engine's public key, Z85, and its short name.
+        public, fingerprint: the engine's public key, hexadecimal, and its short name.
         admitted: the raw public keys of all admitted peers, by fingerprint; the engine's own comes first.
 
     Raises:
-        ConfigError: a key is not Z85.
+        ConfigError: a key is none.
     """
 
     def __init__(self, secret: str, peers: Sequence[str] = ()) -> None:
-        seed = hashlib.blake2b(raw_key("secret_key", secret), digest_size=32, person=b"kvferry-ed25519").digest()
+        raw, others = raw_key("secret_key", secret), [raw_key("peer_keys", key) for key in peers]
+        seed = hashlib.blake2b(raw, digest_size=32, person=b"kvferry-ed25519").digest()
         self.secret = secret
         self._private = Ed25519PrivateKey.from_private_bytes(seed)
         own = self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-        self.public = z85.encode(own).decode()
+        self.public = own.hex()
         self.fingerprint = fingerprint(own)
-        if secret in peers:
+        if raw in others:
             raise ConfigError("peer_keys: names this engine's secret key; expected public keys of peers")
-        self.admitted = {fingerprint(key): key for key in (own, *(raw_key("peer_keys", key) for key in peers))}
+        self.admitted = {fingerprint(key): key for key in (own, *others)}
 
     def __repr__(self) -> str:
         return f"Keys({self.fingerprint}, admits {', '.join(self.admitted)})"
