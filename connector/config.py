@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,8 +142,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     secret_key: Annotated[
         str | None,
         _doc(
-            "secret key of this engine, 64 hexadecimal digits, the same for all engines or one for each; give it in the "
-            "environment, because vLLM logs the extra config"
+            "secret key of this engine (64 hexadecimal digits), the same for all engines or one for each; give it in "
+            "the environment, because vLLM logs the extra config"
         ),
     ] = None
     key_file: Annotated[
@@ -194,6 +195,23 @@ ENVIRONMENT = {
     "encrypt": "KVFERRY_ENCRYPT",
 }
 """Settings that an environment variable can give, and its name; an empty variable counts as unset."""
+PREFIX = "KVFERRY_"
+_VARIABLES = (*ENVIRONMENT.values(), "KVFERRY_TRITON_LAUNCHER")
+_SERVICE_LINK = re.compile(
+    rf"{PREFIX}(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_\d+_.+)=.*|{PREFIX}(.+_)?PORT=\w+://.*", re.DOTALL
+)
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What is wrong with each variable of KVFerry's prefix that nothing reads, by its name. ``environ``: ``os.environ``
+    where ``None``. What Kubernetes sets for a Service of such a name is left out."""
+    found = {}
+    for name, value in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(PREFIX) and name not in _VARIABLES and not _SERVICE_LINK.fullmatch(f"{name}={value}"):
+            field = name.removeprefix(PREFIX).lower()
+            extra = field in Settings.__struct_fields__ and f" ({field} is given in kv_connector_extra_config)"
+            found[name] = f"no setting has this variable{extra or did_you_mean(name, _VARIABLES)}"
+    return found
 
 
 def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import uvloop
 
+from kvferry.connector.config import unknown_variables
 from kvferry.router.app import App, Limits
 from kvferry.router.engines import EnginePool, Role
 from kvferry.router.health import Checks
@@ -43,6 +44,8 @@ def router(
         given = quoted_url(otlp_traces_endpoint)
         raise UsageError(f"--otlp-traces-endpoint is {given}, expected a URL such as http://127.0.0.1:4317")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for name, wrong in unknown_variables().items():
+        log.warning("%s: %s; remove it, or correct its name", name, wrong)
     sources: list[Source] = []
     for urls, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
         sources += [DnsName(url, role) for url in urls if url.startswith("dns:")]

@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 
 from kvferry.cli.doctor.findings import Finding, Level, Machine, fault, note, ok, warning
-from kvferry.connector.config import ENVIRONMENT, Settings, load_settings
+from kvferry.connector.config import ENVIRONMENT, Settings, load_settings, unknown_variables
 from kvferry.transport.control.key_file import default_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.control.listener import listening_socket
-from kvferry.transport.errors import ConfigError, did_you_mean, shortened
+from kvferry.transport.errors import ConfigError, shortened
 from kvferry.transport.host import is_loopback
 
-PREFIX = "KVFERRY_"
 SECRET = "secret_key"
 
 
@@ -50,13 +49,11 @@ def findings(machine: Machine, config: Mapping[str, Any], chosen: Chosen) -> Ite
 def read_settings(machine: Machine, config: Mapping[str, Any]) -> tuple[list[Finding], Settings | None]:
     """The settings of an engine with this environment and this ``kv_connector_extra_config``: one finding for each
     value that is not usable; and the settings, ``None`` where there is such a value."""
-    given = {name: value for name, value in sorted(machine.environ.items()) if name.startswith(PREFIX)}
-    known = sorted(ENVIRONMENT.values())
     found = [
-        warning(name, f"no setting has this variable{did_you_mean(name, known)}", "remove it, or correct its name",
-                expected=", ".join(known))
-        for name in given if name not in known
-    ]  # fmt: skip
+        warning(name, why, "remove it, or correct its name", expected=", ".join(sorted(ENVIRONMENT.values())))
+        for name, why in unknown_variables(machine.environ).items()
+    ]
+    given = {name: value for name, value in sorted(machine.environ.items()) if name in ENVIRONMENT.values()}
     alone = [_refused({}, {variable: text}) for variable, text in given.items()]
     alone += [_refused({name: value}, {}) for name, value in config.items()]
     bad = list(filter(None, alone)) or list(filter(None, [_refused(config, machine.environ)]))

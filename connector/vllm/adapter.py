@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.connector.config import Settings, load_settings
+from kvferry.connector.config import Settings, load_settings, unknown_variables
 from kvferry.connector.engine.planning import NULL_BLOCK
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.prefixes import model_seed, names_sources, with_hints
@@ -149,6 +149,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if settings.bootstrap_port and transfer.is_kv_producer:
                 port = settings.bootstrap_port + self._dp_rank
                 self._bootstrap = BootstrapServer(settings.side_channel_host, port)
+            for name, why in unknown_variables().items():
+                logger.warning("kvferry: %s: %s; remove it, or correct its name", name, why)
             if transfer.is_kv_consumer and fails:
                 logger.warning(
                     "kvferry: kv_load_failure_policy is 'fail', so a failed hand-over fails its request; "

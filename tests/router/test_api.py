@@ -184,8 +184,11 @@ def test_a_port_in_use_is_one_line(host: str) -> None:
 def test_the_command_says_where_it_serves(tmp_path: Path) -> None:
     (tmp_path / "engines").write_text("decode http://127.0.0.1:1\n")
     arguments = "--prefill", "http://127.0.0.1:2", "--engines-file", str(tmp_path / "engines")
-    with router_process(*arguments, stderr=subprocess.PIPE) as (site, process):
+    environment = {"KVFERRY_PLAN": "tcp"}
+    with router_process(*arguments, stderr=subprocess.PIPE, environment=environment) as (site, process):
         assert process.stderr is not None
+        first = next(process.stderr).decode()
+        assert "WARNING KVFERRY_PLAN: no setting has this variable (did you mean 'KVFERRY_PLANE'?)" in first
         line = next(line for line in process.stderr if b"serving on" in line).decode()
         assert line.endswith(f"kvferry.router INFO serving on {site.url}: 1 P, 1 D\n")
         assert site.get("/health").status_code == 503

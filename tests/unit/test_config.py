@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.connector.config import ENVIRONMENT, Settings, load_keys, load_settings
+from kvferry.connector.config import ENVIRONMENT, Settings, load_keys, load_settings, unknown_variables
 from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.errors import ConfigError
@@ -28,6 +28,21 @@ def test_extra_config_over_environment_over_defaults(monkeypatch):
     assert (settings.side_channel_host, settings.side_channel_port, settings.plane) == ("10.0.0.1", 5600, "ucx")
     monkeypatch.setenv("KVFERRY_SIDE_CHANNEL_PORT", "5601")
     assert load_settings({}).side_channel_port == 5601
+
+
+def test_variables_that_nothing_reads_but_for_links_of_kubernetes():
+    known = dict.fromkeys((*ENVIRONMENT.values(), "KVFERRY_TRITON_LAUNCHER", "PATH"), "1")
+    address = "tcp://10.96.0.7:8000"
+    links = {"_SERVICE_HOST": "10.96.0.7", "_SERVICE_PORT": "8000", "_SERVICE_PORT_HTTP": "8000", "_PORT": address}
+    links |= {"_PORT_8000_TCP": address, "_PORT_8000_TCP_PROTO": "tcp", "_PORT_8000_TCP_ADDR": "10.96.0.7"}
+    services = {f"{name}{end}": value for name in ("KVFERRY", "KVFERRY_PREFILL") for end, value in links.items()}
+    wrong = {
+        "KVFERRY_KEYFILE": "did you mean 'KVFERRY_KEY_FILE'?", "KVFERRY_PLAN": "did you mean 'KVFERRY_PLANE'?",
+        "KVFERRY_SIDECHANNEL_PORT": "did you mean 'KVFERRY_SIDE_CHANNEL_PORT'?",
+        "KVFERRY_LEASE_SECONDS": "lease_seconds is given in kv_connector_extra_config", "KVFERRY_X": "variable",
+    }  # fmt: skip
+    found = unknown_variables(known | services | dict.fromkeys(wrong, "5600"))
+    assert found.keys() == wrong.keys() and all(wrong[name] in why for name, why in found.items())
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("0", False), ("false", False), ("", False)])

@@ -81,9 +81,13 @@ def test_a_port_in_use(group: EngineGroup) -> None:
     assert str(port) in refusal(group, ConfigError, extra={"side_channel_port": port})
 
 
-def test_the_default_failure_policy_is_warned_of(group: EngineGroup, lines: Lines) -> None:
+def test_a_misspelt_variable_and_the_default_failure_policy_are_warned_of(
+    group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_KEYFILE", "/x")
     group.engine(1, policy="fail")
     assert len(lines("kv_load_failure_policy", "recompute")) == 1
+    assert len(lines("KVFERRY_KEYFILE", "did you mean 'KVFERRY_KEY_FILE'")) == 1, "not by the worker too"
     group.engine(1, policy="recompute")
     assert len(lines("kv_load_failure_policy", "recompute")) == 1
 
