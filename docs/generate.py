@@ -26,10 +26,10 @@ from settings_table import settings_table
 
 from benchmarks.harness import pages
 from benchmarks.harness.streaming_picture import streaming_picture
-from kvferry.cli.check import TO_DO
 from kvferry.connector.geometry.dtypes import CONVERTIBLE
 from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.connector.wire.series import series_table
+from kvferry.transport.errors import TO_DO
 
 ROOT = Path(__file__).resolve().parent.parent
 README_SETTINGS = ("side_channel_host", "side_channel_port", "plane", "lease_seconds", "key_file")

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.transport.errors import NO_PARAMS, NO_REPORT, what_to_do
+
 LAST_PROMPTS = 20
 """Where of so many prompts in a row none was loaded, something is wrong with this D, or with what it is sent."""
 FIRST_PROMPTS = 3
-"""As many are enough where a P has never handed one over."""
-NO_PARAMS = (
-    "it runs without KVFerry's connector ('no KVConnector found' in its log), or as kv_consumer: start it with "
-    "KVFerryConnector, as kv_both or kv_producer"
-)
+"""As many are enough where a P has never handed one over, or a D has loaded none since its start."""
 FEW_LOOKS = 6
 """No engine is started twice within so many."""
 MAX_PAIRS, MAX_NAMES = 32, 64
@@ -123,6 +121,8 @@ class HandedOver:
         restarted = any(page[key] < count for key, count in before.items())
         self._several |= restarted and self._looks < FEW_LOOKS
         self._looks = 0 if restarted else self._looks + 1
+        if restarted:
+            self._missed.clear()
         if self._several:
             self.degraded, self.known = "", False
             for counts in (self.prompts, self.reasons, self.tokens, self._done):
@@ -144,20 +144,18 @@ class HandedOver:
                     self._computed += {"local_compute": count, "local_cache_hit": -count}.get(source, 0)
                 case "done", peer:
                     _add(self._done, peer, count)
-        counted = any(key[0] == "prompts" for key in page)
-        if grown[("prompts", "loaded", "none") if counted else ("tokens", "external_kv_transfer")]:
+        loaded: tuple[str, ...] = "prompts", "loaded", "none"
+        if any(key[0] == "prompts" for key in page):
+            prompts, reasons = min(self._sent, self._missed.total()), self._missed.most_common(3)
+            why = ", ".join(f"{reason} {count}" for reason, count in reasons)
+            why += "".join(f"; {what_to_do(reason)}" for reason, _ in reasons[:1])
+        else:  # vLLM's own count says that it computed them
+            loaded, prompts = ("tokens", "external_kv_transfer"), self._sent if self._computed > 0 else 0
+            why = f"it has no {PROMPTS}, so it runs without KVFerry's connector or with an older one; {NO_REPORT}"
+        if grown[loaded]:
             self._sent, self._computed, self.degraded = 0, 0, ""
             self._missed.clear()
-        elif counted:
-            why = ", ".join(f"{reason} {count}" for reason, count in self._missed.most_common(3))
-            self._judge(min(self._sent, self._missed.total()), why)
-        else:  # vLLM's own count says that it computed them
-            why = f"it has no {PROMPTS}, so it runs without KVFerry's connector or with an older one"
-            self._judge(self._sent if self._computed > 0 else 0, why)
-
-    def _judge(self, prompts: int, why: str) -> None:
-        """So many in a row were not handed over."""
-        if prompts >= LAST_PROMPTS:
+        elif prompts >= (LAST_PROMPTS if page[loaded] else FIRST_PROMPTS):
             self.degraded = f"none of the last {prompts} prompts was handed over, for this reason: {why}"
 
     def status(self, *, of_d: bool = True) -> dict[str, Any]:

@@ -136,8 +136,8 @@ class HealthChecks:
         if bool(handed_over.degraded) != handed_over.logged:
             handed_over.logged = not handed_over.logged
             if handed_over.degraded:
-                said = f"{handed_over.degraded}; see docs/troubleshooting.md"
-                log.warning("%s engine %s: %s", engine.role, engine.url, said)
+                said = "%s engine %s: %s; see docs/troubleshooting.md"
+                log.warning(said, engine.role, engine.url, handed_over.degraded)
             else:
                 log.info("%s engine %s: prompts are handed over again", engine.role, engine.url)
         return there

@@ -15,7 +15,6 @@ import msgspec
 from xxhash import xxh3_64
 
 from kvferry.router.engines import Engine, EnginePool, EngineState, Role, Seat
-from kvferry.router.handed_over import NO_PARAMS
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
@@ -32,6 +31,7 @@ from kvferry.router.request_bodies import (
     without_params,
 )
 from kvferry.router.spans import DECODE, PREFILL, LegSpan
+from kvferry.transport.errors import NO_PARAMS
 from kvferry.transport.tracing import OpenSpan, Tracer
 
 log = logging.getLogger("kvferry.router")

@@ -1,6 +1,7 @@
 """Typed errors. Each message names the fault, the value, the expected value, and the remedy.
 
-``assert`` is for our own invariants; a fault in data of a peer or a user raises one of these errors.
+``assert`` is for our own invariants; a fault in data of a peer or a user raises one of these errors. At the end: what
+to do where a prompt was not handed over, as `kvferry check`, a router and the documentation say it.
 """
 
 from __future__ import annotations
@@ -98,3 +99,54 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for a misspelt name, or the empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def what_to_do(reason: str) -> str:
+    """In one line, without Markdown."""
+    return TO_DO.get(reason, ELSE_TO_DO).replace("`", "")
+
+
+NO_PARAMS = (
+    "it runs without KVFerry's connector ('no KVConnector found' in its log), or as kv_consumer: start it with "
+    "KVFerryConnector, as kv_both or kv_producer"
+)
+"""Of a P whose answer has no ``kv_transfer_params``."""
+NO_REPORT = "start it with KVFerryConnector in --kv-transfer-config, and with this release of KVFerry"
+"""Of a D that says nothing of a prompt."""
+ELSE_TO_DO = "look at /health of the router, and at docs/troubleshooting.md"
+AGAIN = "no fault if it is rare: check again"
+TO_DO = {
+    "no_p_named": "the prefill engine gave no parameters (`no hand-over of` in its log), or the router lost them",
+    "no_kvferry_params": "the prefill engine runs another connector, or the router dropped a part of its parameters",
+    "no_params": "see the prefill engine's prompts (`kvferry top`): `no-kvferry` hands nothing over, `plain` was not "
+    "asked to; else the router sent no `kv_transfer_params`, or had the decode engine prefill: docs/routers.md",
+    "wrong_role": "the router sends an engine what its `kv_role` does not allow: start that engine with `kv_both`",
+    "malformed": "the router must send the prefill engine's `kv_transfer_params` unchanged",
+    "other_release": "run the same KVFerry release on both engines: finish the upgrade, or go back",
+    "other_prompt": "the router changes the prompt or mixes two requests' parameters, or tokenizers, templates differ",
+    "other_adapter": "load the same LoRA adapter on both engines under this name",
+    "embeddings": "a prompt of embeddings is never handed over; nothing to do",
+    "window": "use the same `--block-size` on both engines",
+    "loopback": "set `side_channel_host` (`KVFERRY_SIDE_CHANNEL_HOST`) on the prefill engine to an address of its host",
+    "key": "give both engines the same `key_file` (`KVFERRY_KEY_FILE`), or each other's `peer_keys`",
+    "not_allowed": "add the prefill engine's network to `allowed_peers` (`KVFERRY_ALLOWED_PEERS`) of the decode engine",
+    "unreachable": "set `side_channel_host` on the prefill engine, open its port; `kvferry doctor --peer HOST:PORT`",
+    "no_answer": "the prefill engine has not got or not computed this prompt in time: look at its queue and its log",
+    "no_lease": "the prefill leg failed, or the decode leg came after `lease_seconds`: see the prefill engine's log",
+    "expired": "the decode leg came after `lease_seconds`, or waited for blocks beyond `lease_cap_seconds`",
+    "incompatible": "model, dtype, caches or release differ: the decode engine's log names the field and both values",
+    "plane": "no data plane works, or none of `require_plane`: the decode engine's log says why; run `kvferry doctor`",
+    "timeout": "the prefill engine hangs, or the network is slow: `handover_timeout_seconds`, `step_hold_seconds`",
+    "peer_lost": "the prefill engine ended, or the connection to it broke: look at its log",
+    "data": "the prefill engine sent what does not fit: the decode engine's log says why; if often, test the hardware",
+    "checksum": "bytes changed on the way: look for faulty memory, network cards or switches",
+    "denied": "the prefill engine refused: its log says why",
+    "internal": "a fault of KVFerry: the decode engine's log has it; `kvferry doctor --share` makes a report",
+    "reset": f"the caches of an engine were reset meanwhile; {AGAIN}",
+    "cancelled": f"the load was cancelled, as the client left or the engine slept; {AGAIN}",
+    "cached": "no fault: the decode engine had the prompt in its own cache",
+    "whole_prompt": "no fault: the decode engine had to compute all of the prompt, as for `prompt_logprobs`",
+    "other_connector": "another connector below MultiConnector loaded it: no fault, or list KVFerryConnector before it",
+    "ended": "no fault: the client left before",
+}
+"""What to do, by the reason that the decode engine gives, in Markdown; docs/troubleshooting.md shows it."""

@@ -14,9 +14,10 @@ from starlette.routing import Route
 from typer.testing import CliRunner, Result
 
 from kvferry.cli import check as check_module
-from kvferry.cli.check import PROMPT_TOKENS, TO_DO
+from kvferry.cli.check import PROMPT_TOKENS
 from kvferry.cli.main import app
 from kvferry.connector.wire.metrics import FAILURE_KINDS, PROMPT_ENDS
+from kvferry.transport.errors import TO_DO
 from tests.router.stand_ins import Engine, RawEngine, Served, decode_engine, gone, prefill_engine, routed, served
 
 LOADED = {

@@ -21,6 +21,7 @@ from kvferry.router.handed_over import (
     counts_of,
 )
 from kvferry.router.health import Checks
+from kvferry.transport.errors import NO_REPORT, what_to_do
 from tests.router.stand_ins import PARAMS, decode_engine, prefill_engine, routed
 from tests.support.served import eventually
 
@@ -75,21 +76,33 @@ def test_a_prompt_that_d_had_already_is_named_and_is_no_miss() -> None:
     assert not d.prompts.total() and d.reasons == {"cached": LAST_PROMPTS, "ended": 5} and not d.degraded
 
 
-def test_degraded_after_the_last_prompts_and_until_one_is_loaded() -> None:
-    d = one()
-    send(d, LAST_PROMPTS)
-    half = LAST_PROMPTS // 2 - 1
-    d.take(counts(("local", "other_prompt", 1), ("local", "key", half), ("failed", "key", half)))
+@pytest.mark.parametrize(("loaded", "few"), [(0, FIRST_PROMPTS), (1, LAST_PROMPTS)])
+def test_degraded_after_the_last_prompts_and_until_one_is_loaded(loaded: int, few: int) -> None:
+    """A D that has loaded none since its start is so after its first ones. Its reason is said as ``check`` says it."""
+    before = ("loaded", "", loaded)
+    d = one(counts(before))
+    send(d, few)
+    d.take(counts(before, ("local", "other_prompt", 1), ("failed", "key", few - 2)))
     assert not d.degraded, "one is missing"
-    d.take(counts(("local", "other_prompt", 2), ("local", "key", half), ("failed", "key", half), tokens=(9, 9, 9)))
-    assert f"none of the last {LAST_PROMPTS} prompts" in d.degraded
-    assert f"key {LAST_PROMPTS - 2}, other_prompt 2" in d.degraded, "the most frequent reason first"
-    d.take(counts(("loaded", "", 1), ("local", "other_prompt", 2), ("local", "key", half), ("failed", "key", half)))
+    d.take(counts(before, ("local", "other_prompt", 1), ("failed", "key", few - 1), tokens=(9, 9, 9)))
+    assert f"none of the last {few} prompts" in d.degraded
+    assert d.degraded.endswith(f"key {few - 1}, other_prompt 1; {what_to_do('key')}"), "the most frequent reason first"
+    after = ("loaded", "", loaded + 1), ("local", "other_prompt", 1)
+    d.take(counts(*after, ("failed", "key", few - 1)))
     assert not d.degraded
     send(d, LAST_PROMPTS - 1)
-    failed = ("failed", "key", half + 3 * LAST_PROMPTS)
-    d.take(counts(("loaded", "", 1), ("local", "other_prompt", 2), ("local", "key", half), failed))
+    d.take(counts(*after, ("failed", "key", few + 3 * LAST_PROMPTS)))
     assert not d.degraded, "others have sent the rest"
+
+
+def test_what_was_missed_before_a_restart_says_nothing_of_the_new_d() -> None:
+    d = one(counts(("loaded", "", 9)))
+    send(d)
+    d.take(counts(("loaded", "", 9), ("failed", "key", LAST_PROMPTS - 1)))
+    d.take(counts(("loaded", "", 0), ("failed", "key", FIRST_PROMPTS - 1)))
+    assert not d.degraded
+    d.take(counts(("loaded", "", 0), ("failed", "key", FIRST_PROMPTS)))
+    assert f"none of the last {FIRST_PROMPTS} prompts" in d.degraded
 
 
 def test_a_page_of_another_connector_is_judged_by_tokens_and_an_empty_one_is_unknown() -> None:
@@ -102,7 +115,7 @@ def test_a_page_of_another_connector_is_judged_by_tokens_and_an_empty_one_is_unk
     d.take(counts(tokens=(0, 10, 20_000)))
     assert not d.degraded, "its own cache had the prompts"
     d.take(counts(tokens=(0, 30_000, 20_000)))
-    assert "has no vllm:kvferry_prompts_total" in d.degraded
+    assert "has no vllm:kvferry_prompts_total" in d.degraded and d.degraded.endswith(NO_REPORT)
     d.take(counts(tokens=(16, 30_000, 20_000)))
     assert not d.degraded and d.tokens["computed"] == 30_000
     d.take(counts_of(""))
@@ -194,7 +207,9 @@ def test_one_warning_health_metrics_and_status_and_the_end_of_it(caplog: pytest.
         eventually(lambda: front.get("/health").json()["status"] == "degraded", "the router has looked")
         health_now, status = front.get("/health"), front.get("/router/status").json()
         metrics = front.get("/metrics").text
-        assert health_now.status_code == 200 and "wrong_role 20" in health_now.json()["handed_over"][front.d[0]]
+        assert (
+            health_now.status_code == 200 and what_to_do("wrong_role") in health_now.json()["handed_over"][front.d[0]]
+        )
         assert status["engines"][1]["handed_over"]["prompts"] == {"loaded": 0, "local": LAST_PROMPTS, "failed": 0}
         of = f'decode="{front.d[0]}"'
         assert f'kvferry_router_prompts_total{{{of},result="local"}} 20.0' in metrics
@@ -206,7 +221,7 @@ def test_one_warning_health_metrics_and_status_and_the_end_of_it(caplog: pytest.
         assert "handed_over" not in front.get("/health").json()
         eventually(lambda: "handed over again" in caplog.text, "the end is logged")
     said = [line for line in caplog.messages if f"decode engine {front.d[0]}: " in line]
-    assert len(said) == 2 and "wrong_role 20" in said[0] and "handed over again" in said[1]
+    assert len(said) == 2 and f"wrong_role 20; {what_to_do('wrong_role')}" in said[0] and "over again" in said[1]
 
 
 def test_a_p_that_hands_nothing_over(caplog: pytest.LogCaptureFixture) -> None:
