@@ -60,6 +60,11 @@ def test_alerts_ask_for_what_is_counted_and_name_what_to_do():
     results, of_router = {result for result, _ in PROMPT_ENDS}, Metrics(EnginePool(["http://p:1"], ["http://d:1"]))
     of_router.decode_legs.update(("serial", "at_once", "decode_only"))
     page_of_router = of_router.text().decode()
+    asked_for = {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    floored = {name: text for name, text in asked_for.items() if ">= 10" in text}
+    for name, text in floored.items():  # few prompts raise an alert, too
+        assert asked_for[f"{name}ForAnHour"] == text.replace("[10m]", "[1h]").replace(">= 10", "> 0")
+    assert len(floored) == 2
     for rule in group["rules"]:
         text = " ".join(rule["expr"].split())
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
