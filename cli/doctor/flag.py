@@ -62,9 +62,8 @@ def judge(flag: Mapping[str, Any]) -> tuple[list[Finding], Mapping[str, Any]]:
         return found, {}
     if "kv_load_failure_policy" not in flag and flag.get("kv_role") != "kv_producer":
         value = 'is "fail" where it is not set: a failed hand-over ends its request with an error'
-        found.append(
-            warning("kv_load_failure_policy", value, 'set "recompute", and the decode engine prefills the prompt')
-        )
+        do = 'set "recompute", and the decode engine prefills the prompt; or "fail", where errors are wanted'
+        found.append(fault("kv_load_failure_policy", value, do))
     elif flag.get("kv_load_failure_policy") == "fail":
         found.append(note("kv_load_failure_policy", "fail: a failed hand-over ends its request with an error"))
     return found or [ok("--kv-transfer-config", f"{flag['kv_connector']}, {flag['kv_role']}")], _extra(ours)

@@ -143,6 +143,13 @@ def test_a_gate_says_one_line(invoke, monkeypatch, options, findings, status, li
     assert tests_itself == [False, True], "an init container does not hand 64 MiB over"
 
 
+def test_a_gate_refuses_a_flag_without_a_failure_policy(invoke):
+    config = json.dumps({name: value for name, value in FLAG.items() if name != "kv_load_failure_policy"})
+    result = invoke("doctor", "--gate", "--config", config)
+    assert result.exit_code == 1 and "is not fit: kv_load_failure_policy: is" in result.stderr
+    assert invoke("doctor", "--gate", "--config", json.dumps(FLAG)).exit_code == 0
+
+
 def test_share_writes_the_findings(invoke, tmp_path, monkeypatch):
     monkeypatch.setenv("KVFERRY_PEER_KEYS", "tiger-in-the-night")
     path = tmp_path / "report.json"

@@ -57,6 +57,7 @@ def test_a_right_flag_is_one_line(flag):
         (without(kv_connector_module_path="kvferry.adapter"), "kv_connector", ["of the module 'kvferry.adapter'"]),
         (without("kv_role"), "kv_role", ["does not start", "kv_producer"]),
         (without(kv_role="producer"), "kv_role", ["did you mean 'kv_producer'", "kv_consumer"]),
+        (without("kv_load_failure_policy"), "kv_load_failure_policy", ["ends its request with an error", "recompute"]),
         (without(kv_load_failure_policy="recompte"), "kv_load_failure_policy", ["did you mean 'recompute'"]),
         (without(kv_connector_extra_config="{}"), "kv_connector_extra_config", ["str is not usable", "dict"]),
         (without(plane="tcp"), "plane", ["is a setting of KVFerry", "move it into kv_connector_extra_config"]),
@@ -77,8 +78,6 @@ def test_a_mistake_is_a_fault_that_says_what_to_do(flag, what, words):
 
 
 def test_what_works_and_surprises_is_a_warning():
-    (found,), _ = judge(without("kv_load_failure_policy"))
-    is_bad(found, Level.WARNING, "kv_load_failure_policy", "ends its request with an error", "recompute")
     (found,), extra = judge(below_multi(STORE, CHILD))
     is_bad(found, Level.WARNING, "KVFerry is number 2", "list it first")
     assert extra == {"plane": "tcp"}, "the settings of KVFerry's connector are the ones that are checked"
