@@ -285,7 +285,7 @@ class Producer:
                     if (lease := self.leases.table.get(token)) is not None:
                         self._step(lease, RENEWED, now)
             case messages.Release():
-                self._release(session, request, now)
+                self._release(session, request, now, identity)
             case messages.Resolve():
                 self.answer(self.named.resolve(identity, request, now))
             case messages.LeaveName():
@@ -426,9 +426,9 @@ class Producer:
         sent = self._sends.ended.get(key) or 0  # 0: D never asked for this read
         self._replies.send(session.identity, messages.Stopped(read=cancel.read, sent=sent))
 
-    def _release(self, session: Session | None, release: messages.Release, now: float) -> None:
+    def _release(self, session: Session | None, release: messages.Release, now: float, identity: bytes = b"") -> None:
         """Count a release. For a lease that P holds, any D counts that knows its token, also one whose geometry P has
-        refused. Before that, P keeps releases of D ranks that it knows."""
+        refused. Before that, P keeps releases of D ranks that it knows, and of prompts that it computes."""
         if release.token in self.leases.ended:
             return
         lease = self.leases.table.get(release.token)
@@ -436,10 +436,8 @@ class Producer:
             expected = rank_set(release.expected)
             event = LeaseEvent(_K.RELEASED, release.decode_engine, release.decode_rank, expected)
             self._step(lease, event, now)
-        elif session is None:
-            raise ProtocolError("Release of an unknown lease before Hello")
-        else:
-            self._early.vote(session.identity, release, now)
+        elif session is not None or lease is not None or release.token in self.named:
+            self._early.vote(identity, release, now)
 
     # --- effects ------------------------------------------------------------------------------------------------
 

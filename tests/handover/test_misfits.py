@@ -12,8 +12,10 @@ from msgspec.structs import replace
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.wire import messages
+from kvferry.connector.wire.metrics import no_figures
 from kvferry.connector.wire.step_plan import PeerEngine
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError, TransportError
+from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import (
     OURS,
     SMALL,
@@ -26,7 +28,7 @@ from tests.handover.scenario import (
     is_wiped,
     load_from,
 )
-from tests.support.inside import sends_of
+from tests.support.inside import early_votes, sends_of
 from tests.support.ranks import Rank, grant, load_plan, peer, reason_of, wait
 from tests.transport.control_ends import Dialed
 
@@ -51,6 +53,18 @@ def test_another_model_or_geometry_is_refused_by_name(
         assert not ended(p, d)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
     assert "peer refused: " in line and named in line and "\n" not in line
+
+
+def test_a_d_that_does_not_fit_releases_a_prompt_that_p_computes(group: RankGroup) -> None:
+    """It is no garbage, and P does not hold the blocks for it."""
+    p, d = group.pair(of_p={"model": {"architectures": "Other"}})
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin()
+    engine.load(d, OURS)
+    assert wait(lambda: d.failed == {"req-d"} and early_votes(p).cost > 0, [p, d]) and reason_of(d) == "incompatible"
+    engine.finish()
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    assert (p.context.stats.take() or no_figures())["dropped"] == {}
 
 
 def test_another_protocol_version_is_refused_by_name(group: RankGroup) -> None:
