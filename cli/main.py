@@ -19,6 +19,7 @@ PBlockSize = Annotated[int, typer.Option(help="tokens of a block of P")]
 DBlockSize = Annotated[int, typer.Option(help="tokens of a block of D")]
 PLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in P's pages")]
 DLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in D's pages")]
+MODEL = "config.json of the model, its folder, or its name in the cache of Hugging Face"
 Prompts = Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")]
 
 app = typer.Typer(
@@ -173,9 +174,7 @@ def check(
 def bench(
     model: Annotated[
         Path | None,
-        typer.Option(
-            help="config.json of the model, or its folder; unset: Llama-3.1-8B", parser=_model_path, metavar="<path>"
-        ),
+        typer.Option(help=f"{MODEL}; unset: Llama-3.1-8B", parser=_model_path, metavar="<path>"),
     ] = None,
     kv_dtype: KvDtype = "auto",
     tp: Annotated[int, typer.Option(help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
@@ -209,7 +208,7 @@ def bench(
 def plan(
     model: Annotated[
         Path,
-        typer.Option(help="config.json of the model, or the folder that has it", parser=_model_path, metavar="<path>"),
+        typer.Option(help=MODEL, parser=_model_path, metavar="<path>"),
     ],
     prefill_tokens_per_second: Annotated[
         float | None, typer.Option(help="tokens that one P engine computes in a second")
@@ -234,7 +233,10 @@ def plan(
     p_layout: PLayout = "NHD",
     d_layout: DLayout = "NHD",
     kv_dtype: KvDtype = "auto",
-    plane: Annotated[str, typer.Option(help="data plane and memory, as in ucx/gpu or nixl/gpu")] = "ucx/gpu",
+    plane: Annotated[
+        str | None,
+        typer.Option(help="data plane and memory, as in nixl/gpu; unset: tcp/gpu with --link, cuda_ipc/gpu without"),
+    ] = None,
     link: Annotated[
         str | None, typer.Option(help="rate of the link of one rank, as in 12.5GB/s, 100Gbps or 400G; unset: no bound")
     ] = None,

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,10 @@ def read_file(path: Path) -> bytes:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """The ``config.json`` of a model, or of the model in this folder. Raises ConfigError."""
-    path = path / "config.json" if path.is_dir() else path
+    """The ``config.json`` of a model: ``path``, in this folder, or of this name in the cache of Hugging Face. Raises
+    ConfigError."""
+    path = path / "config.json" if os.path.isdir(path) else path
+    path = path if os.path.exists(path) else _cached_config(str(path))
     try:
         config = parsed_json(read_file(path))
     except ConfigError:
@@ -81,6 +83,18 @@ def read_model_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} has no JSON object; give the config.json of a model")
     return config
+
+
+def _cached_config(name: str) -> Path:
+    with suppress(ImportError, ValueError):  # ValueError: no name that a model can have
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
+            return Path(found)
+    raise ConfigError(
+        f"{name} is no file and no folder, nor a model in the cache of Hugging Face; give the config.json of a model, "
+        "or its folder"
+    )
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -65,13 +65,14 @@ class PlanResult(msgspec.Struct, frozen=True):
 def plan(
     *, model: Path, prefill_tokens_per_second: float | None, sources: list[str] | None, p_tp: int, d_tp: int, p_pp: int,
     d_pp: int, p_block_size: int | None, d_block_size: int | None, p_layout: Layout, d_layout: Layout, kv_dtype: str,
-    plane: str, link: str | None, calibration: Path | None, prompt: list[int] | None, trace: Path | None,
+    plane: str | None, link: str | None, calibration: Path | None, prompt: list[int] | None, trace: Path | None,
     p_engines: int | None, d_engines: int | None, ttft: float, tpot: float, percentile: float, step_ms: float | None,
     step_ms_per_sequence: float, d_sequences: int, p_cache_tokens: int | None, d_cache_tokens: int | None,
     json_file: Path | None,
 ) -> None:  # fmt: skip
     """Plan, print, and write the files that are asked for. Raises KVFerryError; FailedError: the targets are missed."""
     check_writable(json_file)
+    plane = plane or ("cuda_ipc/gpu" if link is None else "tcp/gpu")  # what a default installation takes
     costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))
     costs, costs_of = costs_by_plane.costs(plane), costs_by_plane.measured_as(plane)
     shape = model_shape(read_model_config(model), kv_dtype)

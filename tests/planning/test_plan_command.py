@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from kvferry.cli.main import app
@@ -71,6 +72,23 @@ def test_a_model_with_states_and_windows_says_what_it_keeps(model: Path) -> None
     assert "131072 bytes of KV a token in 32 of 32 layers, in 16 of them for 64 tokens\n" in done.output
 
 
+def test_a_model_by_its_name_and_the_planes_of_a_default_installation(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = model / "cache"
+    folder = cache / "models--some-org--Some-8B"
+    (folder / "snapshots" / "0f1e").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0f1e")
+    (folder / "snapshots" / "0f1e" / "config.json").write_text(CONFIG)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    name = Path("some-org/Some-8B")
+    here, apart = plan(name), plan(name, "--link", "100Gbps")
+    assert here.exit_code == apart.exit_code == 0, here.output + apart.output
+    assert "Hand-overs over cuda_ipc/gpu" in here.output and "Hand-overs over tcp/gpu" in apart.output
+    assert "tcp/gpu has not been measured" in apart.output
+
+
 @pytest.mark.parametrize(("plane", "measured"), [("nixl/gpu", "ucx/gpu"), ("tcp/gpu", "tcp/host")])
 def test_a_plane_that_was_not_measured_is_a_guess_and_says_so(model: Path, plane: str, measured: str) -> None:
     out = model / "plan.json"
@@ -114,7 +132,10 @@ def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
+        (["--model", "nowhere.json"], "nowhere.json is no file and no folder, nor a model in the cache"),
+        (["--model", "meta-llama/Llama-3.1-8B"], "meta-llama/Llama-3.1-8B is no file and no folder, nor a model in"),
+        (["--model", "a\0b"], "is no file and no folder"),
+        (["--model", "x" * 300], "is no file and no folder"),
         (["--model", ""], "kvferry: --model is empty; name the config.json of a model, or its folder"),
         (["--plane", "tcp"], "(did you mean 'tcp/gpu' or 'tcp/host'?)"),
         (["--plane", "nixl/gpu"], "--plane nixl/gpu has not been measured: give --link, or --calibration"),
