@@ -24,9 +24,8 @@ from kvferry.cli.doctor.host import MIB, free_bytes
 from kvferry.cli.doctor.planes import look
 from kvferry.cli.plan.model import ModelShape, model_shape, uniform_shape
 from kvferry.cli.plan.time_model import Calibration, measured_costs
-from kvferry.cli.plot import svg_chart
 from kvferry.cli.rank_pair import ELEMENT_BYTES, CacheForm, PairError, RankPair, device_of
-from kvferry.cli.terminal import FailedError, check_writable, complain, read_model_config, table, write_file, write_json
+from kvferry.cli.terminal import FailedError, check_writable, complain, read_model_config, table, write_json
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.transport.errors import ConfigError
@@ -83,11 +82,11 @@ class BenchResult(msgspec.Struct, frozen=True):
 def bench(
     *, model: Path | None, kv_dtype: str, tp: int, p_block_size: int, d_block_size: int, p_layout: Layout,
     d_layout: Layout, prompt: list[int] | None, plane: list[str] | None, device: Literal["auto", "cpu", "cuda"],
-    rounds: int, json_file: Path | None, plot: Path | None, calibration: Path | None,
+    rounds: int, json_file: Path | None, calibration: Path | None,
 ) -> bool:  # fmt: skip
     """Measure, print, and write the files that are asked for. Returns whether all was measured. Raises KVFerryError,
     FailedError."""
-    check_writable(json_file, plot, calibration)
+    check_writable(json_file, calibration)
     shape = LLAMA_8B if model is None else model_shape(read_model_config(model), kv_dtype)
     prompts = sorted(set(prompt or PROMPTS))
     _check("--prompt", prompts[0], 1, MAX_TOKENS)
@@ -106,8 +105,6 @@ def bench(
     result = _measured(shape, p, d, planes, missing, prompts, rounds, where)
     _print(result, where)
     write_json(json_file, result)
-    if plot is not None:
-        write_file(plot, _plotted(result).encode())
     if calibration is not None:
         write_json(calibration, _calibrated(planes, where, rounds))
     return bool(result.rows) and not result.failed
@@ -352,12 +349,3 @@ def _print(result: BenchResult, device: torch.device) -> None:
         )
     for why in result.failed:
         complain(f"not measured: {why}")
-
-
-def _plotted(result: BenchResult) -> str:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in result.rows:
-        lines.setdefault(row.plane, []).append((float(row.tokens), row.p50_ms / 1e3))
-    if not lines:
-        raise ConfigError("--plot: no plane was measured")
-    return svg_chart("Hand-over of one rank", "prompt tokens", "seconds", lines)

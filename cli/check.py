@@ -1,4 +1,5 @@
-"""The command ``kvferry check``: sends a prompt through a router, and says whether D loaded it from a P, or why not."""
+"""The command ``kvferry check``: sends a prompt through a router, or to two engines, and says whether D loaded it from
+P, or why not."""
 
 from __future__ import annotations
 
@@ -6,15 +7,17 @@ import json
 import secrets
 import time
 import urllib.request
-from collections.abc import Mapping
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import msgspec
 
 from kvferry.cli.terminal import FailedError, parsed_json
 from kvferry.cli.top.poll import EngineDownError, check_host, metrics_url, read
-from kvferry.transport.errors import NO_REPORT, UsageError, quoted, what_to_do
+from kvferry.router.request_bodies import PREFILL_TAG, Body
+from kvferry.transport.errors import NO_PARAMS, NO_REPORT, UsageError, quoted, what_to_do
 
 PROMPT_TOKENS = 512
 """Unless the model takes fewer. ``kvferry router`` hands such a prompt over in any case."""
@@ -35,7 +38,7 @@ class DecodeReport(msgspec.Struct):
 
 class CheckResult(msgspec.Struct):
     """``handed_over``: the prompt was loaded from a P. ``said``: one line. ``todo``: what to do where it was not.
-    ``prefill``, ``decode``: URLs, where the router says them. ``seconds``: of the request."""
+    ``prefill``, ``decode``: URLs, where they are known. ``seconds``: of the request."""
 
     handed_over: bool
     said: str
@@ -49,23 +52,25 @@ class CheckResult(msgspec.Struct):
 
 
 class _Server:
-    """An HTTP server with a key, and a time for all requests to it."""
+    """An HTTP server with a key, and when all requests to it have to end. ``name``: of its prompts."""
 
-    def __init__(self, url: str, api_key: str, timeout: float) -> None:
+    def __init__(self, url: str, api_key: str, end: float, name: str) -> None:
         page = metrics_url(url)
         check_host(url, page)
         self.url = page.removesuffix("/metrics").removesuffix("/v1")
-        self._key, self._end = api_key, time.monotonic() + timeout
+        self._key, self._end, self._name = api_key, end, name
 
     def get(self, path: str) -> Any:
         """Raises EngineDownError: as ``read``, or it is no JSON."""
         return self._asked(path, None)[1]
 
-    def post(self, path: str, body: Any) -> tuple[Mapping[str, str], Any]:
-        return self._asked(path, json.dumps(body).encode())
+    def complete(self, body: Body) -> tuple[Mapping[str, str], Any]:
+        """Raises FailedError: there is no answer."""
+        with _answering(self):
+            return self._asked("/v1/completions", json.dumps(body).encode())
 
     def _asked(self, path: str, data: bytes | None) -> tuple[Mapping[str, str], Any]:
-        headers = {"Content-Type": "application/json", "X-KVFerry-Check": "1"}
+        headers = {"Content-Type": "application/json", "X-KVFerry-Check": "1", "X-Request-Id": self._name}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self.url + path, data, headers)
@@ -81,25 +86,51 @@ class _Server:
             raise EngineDownError(f"its answer to {path} is no JSON: {error}") from None
 
 
-def check(url: str, *, model: str, timeout: float, api_key: str) -> CheckResult:
-    """What became of one prompt. Raises UsageError: an argument is not usable, such as a ``url`` that is no ``kvferry
-    router``; FailedError: there is no answer. Both are one line."""
-    server = _Server(url, api_key, timeout)
+def check(urls: Sequence[str], *, model: str, timeout: float, api_key: str) -> CheckResult:
+    """What became of one prompt. ``urls``: of a ``kvferry router``, or of a P and of a D. Raises UsageError: an
+    argument is not usable; FailedError: there is no answer. Both are one line."""
+    if len(urls) > 2:
+        raise UsageError(
+            f"{len(urls)} URLs; give that of a kvferry router, or those of one prefill and one decode engine"
+        )
+    end, name = time.monotonic() + timeout, f"check-{uuid.uuid4().hex}"
+    servers, models = [_Server(url, api_key, end, name) for url in urls], []
+    for server in servers:
+        with _answering(server):
+            if _is_router(server) != (len(servers) == 1):
+                to_do = "is a kvferry router: give its URL alone"
+                if len(servers) == 1:
+                    to_do = "is no kvferry router; give two engines as kvferry check PREFILL_URL DECODE_URL"
+                raise UsageError(f"{server.url} {to_do}")
+            models.append(_model(server, model))
+    tokens = min(PROMPT_TOKENS, *(max(2, most // 2) for _, most in models))
+    prompt = [secrets.choice(TOKEN_IDS) for _ in range(tokens)]
+    asked = [{"model": named, "prompt": prompt, "max_tokens": 1, "temperature": 0} for named, _ in models]
+    began = time.monotonic()
+    if len(servers) == 2:
+        headers, answer = _both_legs(*servers, *asked)
+    else:
+        headers, answer = servers[0].complete(asked[0])
+    result = of_answer(headers, answer, tokens)
+    result.seconds = round(time.monotonic() - began, 3)
+    return result
+
+
+def _both_legs(p: _Server, d: _Server, first: Body, second: Body) -> tuple[Mapping[str, str], Any]:
+    """D's answer, and the headers that a router makes, from one leg after the other."""
+    said = {"x-kvferry-prefill": p.url, "x-kvferry-decode": d.url}
+    params = _inside(p.complete(first | {"kv_transfer_params": PREFILL_TAG})[1], "kv_transfer_params")
+    if not isinstance(params, dict) or not params:
+        return said | {"x-kvferry-alone": f"prefill engine {p.url} handed nothing over: {NO_PARAMS}"}, None
+    params = {name: value for name, value in params.items() if name != "source"} | {"report": True}
+    return said, d.complete(second | {"kv_transfer_params": params})[1]
+
+
+@contextmanager
+def _answering(server: _Server) -> Iterator[None]:
+    """Raises FailedError: the server gives no answer."""
     try:
-        if not _is_router(server):
-            raise UsageError(
-                f"{server.url} is no kvferry router; what an engine has loaded since its start, says "
-                "kvferry top --once URL, of the decode engine"
-            )
-        named, most = _model(server, model)
-        tokens = min(PROMPT_TOKENS, max(2, most // 2))
-        prompt = [secrets.choice(TOKEN_IDS) for _ in range(tokens)]
-        asked = {"model": named, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        began = time.monotonic()
-        headers, answer = server.post("/v1/completions", asked)
-        result = of_answer(headers, answer, tokens)
-        result.seconds = round(time.monotonic() - began, 3)
-        return result
+        yield
     except EngineDownError as error:
         raise FailedError(f"{server.url} gives no answer to the check: {_why(error)}") from None
 
@@ -171,7 +202,7 @@ def of_answer(headers: Mapping[str, str], answer: Any, tokens: int) -> CheckResu
             result.said = f"not handed over: {d} {how} {p}: {_plain(report.reason)}"
             result.todo = what_to_do(report.reason)
     elif alone:
-        result.said, result.todo = f"not handed over: {alone}", "look at its log, and at /health of the router"
+        result.said, result.todo = f"not handed over: {alone}", "look at its log, and at /health of a router"
     else:
         result.said = f"not handed over: the answer of {d} says nothing of it"
         result.todo = NO_REPORT

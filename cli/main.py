@@ -149,19 +149,24 @@ def drain(
 @app.command()
 @failing()
 def check(
-    url: Annotated[str, typer.Argument(help="URL of a router, http://HOST:PORT", metavar="URL")],
-    model: Annotated[str, typer.Option(help="the model to ask; unset: the first that the router names")] = "",
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            help="URL of a kvferry router; or those of a prefill and of a decode engine", metavar="URL [URL]"
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="the model to ask; unset: the first that a server names")] = "",
     timeout: Annotated[float, typer.Option(min=1, max=3600, help="seconds for the whole check")] = 60.0,
     api_key: Annotated[str, typer.Option(help="key of the engines", envvar="VLLM_API_KEY")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Send a prompt, and say whether D loaded it from a P. Exit status: 0 it did, 1 it did not, 2 wrong usage.
 
-    For an engine's URL: what it has loaded since its start.
+    By way of a router, http://HOST:PORT; or to two engines themselves, P's URL first, as any router sends it.
     """
     from kvferry.cli.check import check
 
-    result = check(url, model=model, timeout=timeout, api_key=api_key)
+    result = check(urls, model=model, timeout=timeout, api_key=api_key)
     if as_json:
         print_json(result)
     else:
@@ -191,7 +196,6 @@ def bench(
     ] = "auto",
     rounds: Annotated[int, typer.Option(help="hand-overs of each cell")] = 11,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write time by prompt length here, an SVG")] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="measure the costs of each plane too, and write them here for kvferry plan")
     ] = None,

@@ -18,22 +18,19 @@ COLOURS = (
 Line = Sequence[tuple[float, float]]
 
 
-def svg_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Line], *, log_y: bool = True) -> str:
+def svg_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Line]) -> str:
     """An SVG document with one line for each entry of ``lines``: its name, and points with positive coordinates. The
-    x axis is logarithmic. The y axis is too, or begins at 0."""
+    x axis is logarithmic, the y axis begins at 0."""
     xs = sorted({x for line in lines.values() for x, _ in line})
-    ys = [y for line in lines.values() for _, y in line]
     x_low, x_high = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] / 2, xs[0] * 2)
-    y_ticks = _decades(min(ys), max(ys)) if log_y else _steps(max(ys))
+    y_ticks = _steps(max(y for line in lines.values() for _, y in line))
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
 
     def x_at(x: float) -> float:
         return LEFT + 12 + (right - LEFT - 24) * log10(x / x_low) / log10(x_high / x_low)
 
     def y_at(y: float) -> float:
-        low, high = y_ticks[0], y_ticks[-1]
-        share = log10(y / low) / log10(high / low) if log_y else y / high
-        return bottom - (bottom - TOP) * share
+        return bottom - (bottom - TOP) * y / y_ticks[-1]
 
     parts = [
         svg_text((LEFT + right) / 2, HEIGHT - 12, x_name, "middle"),

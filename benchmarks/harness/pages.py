@@ -194,7 +194,7 @@ def gpu_planes_picture() -> str:
         line = [(tokens, found[point][contender]["gb_per_s"]) for point, tokens in lengths.items()]
         lines[f"{name}: {line[-1][1]:.0f}"] = line
     title = f"The KV cache of one prompt between two GPUs ({load('gpu_planes')['versions']['gpus']})"
-    return svg_chart(title, "prompt tokens (Llama-8B, 128 KiB of KV for each)", "GB/s", lines, log_y=False)
+    return svg_chart(title, "prompt tokens (Llama-8B, 128 KiB of KV for each)", "GB/s", lines)
 
 
 def gpu_bandwidth(result: Row) -> Row:

@@ -149,8 +149,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if settings.bootstrap_port and transfer.is_kv_producer:
                 port = settings.bootstrap_port + self._dp_rank
                 self._bootstrap = BootstrapServer(settings.side_channel_host, port)
-            for name, why in unknown_variables().items():
-                logger.warning("kvferry: %s: %s; remove it, or correct its name", name, why)
+            for variable, why in unknown_variables().items():
+                logger.warning("kvferry: %s: %s; remove it, or correct its name", variable, why)
             if transfer.is_kv_consumer and fails:
                 logger.warning(
                     "kvferry: kv_load_failure_policy is 'fail', so a failed hand-over fails its request; "

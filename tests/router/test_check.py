@@ -17,8 +17,19 @@ from kvferry.cli import check as check_module
 from kvferry.cli.check import PROMPT_TOKENS
 from kvferry.cli.main import app
 from kvferry.connector.wire.metrics import FAILURE_KINDS, PROMPT_ENDS
-from kvferry.transport.errors import TO_DO
-from tests.router.stand_ins import Engine, RawEngine, Served, decode_engine, gone, prefill_engine, routed, served
+from kvferry.router.request_bodies import PREFILL_TAG
+from kvferry.transport.errors import NO_PARAMS, NO_REPORT, TO_DO, what_to_do
+from tests.router.stand_ins import (
+    PARAMS,
+    Engine,
+    RawEngine,
+    Served,
+    decode_engine,
+    gone,
+    prefill_engine,
+    routed,
+    served,
+)
 
 LOADED = {
     "result": "loaded", "reason": "", "tokens": 511, "plane": "cma", "milliseconds": 3.14159, "peer": "p-0",
@@ -85,8 +96,7 @@ def test_each_reason_of_d_is_named_with_what_to_do(reason: str) -> None:
     with routed(prefill_engine(), reporting(LOADED | {"result": result, "reason": reason})) as front:
         found = check(front.url)
     assert found.exit_code == 1 and found.stdout.startswith("not handed over: ") and f": {reason}\n" in found.stdout
-    told = TO_DO.get(reason, "docs/troubleshooting.md").replace("`", "")
-    assert told in found.stdout and found.stdout.count("\n") == 2
+    assert what_to_do(reason) in found.stdout and found.stdout.count("\n") == 2
 
 
 def test_there_is_something_to_do_about_every_reason() -> None:
@@ -154,11 +164,45 @@ def test_a_report_of_another_form_ends_without_a_traceback(said: Any) -> None:
         assert check(front.url).exit_code in (0, 1)
 
 
-def test_an_engine_or_another_router_is_asked_for_nothing() -> None:
-    with decode_engine().running() as url:
-        found = check(url)
-    assert found.exit_code == 2 and f"{url} is no kvferry router" in found.stderr and "kvferry top" in found.stderr
-    assert found.stderr.count("\n") == 1
+def test_two_engines_are_asked_as_any_router_asks_them() -> None:
+    p, d = prefill_engine(params=PARAMS | {"source": {"host": "p"}}), reporting()
+    d.models = [{"id": "as-d-names-it", "max_model_len": 64}]
+    with p.running() as p_url, d.running() as d_url:
+        found = check(p_url, d_url, "--api-key", "k")
+    of = f"decode engine {d_url} loaded 511 of 32 prompt tokens from prefill engine {p_url} over cma in 3.1 ms"
+    assert (found.exit_code, found.stdout) == (0, f"handed over: {of}\n"), found.output
+    ((first, of_first, _),), ((second, of_second, _),) = p.seen, d.seen
+    assert first["kv_transfer_params"] == PREFILL_TAG and second["kv_transfer_params"] == PARAMS | {"report": True}
+    assert first["prompt"] == second["prompt"] and (first["model"], second["model"]) == ("m", "as-d-names-it")
+    assert of_first["x-request-id"] == of_second["x-request-id"] and of_second["authorization"] == "Bearer k"
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "status", "words"),
+    [
+        (prefill_engine, lambda: reporting(LOADED | {"result": "failed", "reason": "key"}), 1, what_to_do("key")),
+        (prefill_engine, decode_engine, 1, NO_REPORT),
+        (lambda: prefill_engine(params=None), reporting, 1, f"handed nothing over: {NO_PARAMS}"),
+        (lambda: prefill_engine(status=500), reporting, 1, "gives no answer to the check: HTTP 500"),
+        (prefill_engine, lambda: reporting(status=401), 2, "wants a key"),
+    ],
+)
+def test_what_two_engines_lack_is_said(p: Any, d: Any, status: int, words: str) -> None:
+    with p().running() as p_url, d().running() as d_url:
+        found = check(p_url, d_url)
+    assert found.exit_code == status and words in found.output and (p_url in found.output or d_url in found.output)
+    assert found.output.count("\n") == (1 if found.stderr else 2)
+
+
+def test_one_engine_three_urls_or_a_router_among_two_are_refused() -> None:
+    with routed(prefill_engine(), reporting()) as front, decode_engine().running() as url:
+        for urls, words in (
+            ([url], f"{url} is no kvferry router; give two engines as kvferry check PREFILL_URL DECODE_URL"),
+            ([url, front.url], f"{front.url} is a kvferry router: give its URL alone"),
+            ([url] * 3, "3 URLs; give that of a kvferry router, or"),
+        ):
+            found = check(*urls)
+            assert found.exit_code == 2 and words in found.stderr and found.stderr.count("\n") == 1
 
 
 def test_a_key_follows_no_redirection() -> None:

@@ -16,26 +16,22 @@ SPREAD: dict[str, list[tuple[float, float]]] = {
 }
 
 
-def drawn(lines: dict[str, list[tuple[float, float]]], *, log_y: bool) -> tuple[ET.Element, dict[str, ET.Element]]:
+def drawn(lines: dict[str, list[tuple[float, float]]]) -> tuple[ET.Element, dict[str, ET.Element]]:
     """The picture, and its texts."""
-    root = ET.fromstring(svg_chart("title", "x", "y", lines, log_y=log_y))
+    root = ET.fromstring(svg_chart("title", "x", "y", lines))
     return root, {text.text or "": text for text in root.iter() if text.tag.endswith("text")}
 
 
 @pytest.mark.parametrize(
-    ("lines", "log_y", "ticks"),
+    ("lines", "ticks"),
     [
-        (SPREAD, False, ["0", "100", "200", "300", "400", "16", "1,024", "32,768"]),
-        (SPREAD, True, ["1", "10", "100", "1,000", "16", "1,024", "32,768"]),
-        ({"one": [(100, 0.02)]}, True, ["0.01", "0.1", "100"]),
-        ({"one": [(100, 7.0)]}, False, ["0", "2", "4", "6", "8", "100"]),
-        ({"many": [(float(x), 1.0) for x in range(1, 200)]}, True, ["1", "10", "100"]),
+        (SPREAD, ["0", "100", "200", "300", "400", "16", "1,024", "32,768"]),
+        ({"one": [(100, 7.0)]}, ["0", "2", "4", "6", "8", "100"]),
+        ({"many": [(float(x), 1.0) for x in range(1, 200)]}, ["0", "0.2", "0.4", "0.6", "0.8", "1", "10", "100"]),
     ],
 )
-def test_axes_have_ticks_where_points_are(
-    lines: dict[str, list[tuple[float, float]]], log_y: bool, ticks: list[str]
-) -> None:
-    root, texts = drawn(lines, log_y=log_y)
+def test_axes_have_ticks_where_points_are(lines: dict[str, list[tuple[float, float]]], ticks: list[str]) -> None:
+    root, texts = drawn(lines)
     assert set(ticks) <= set(texts) and len(texts) - 3 - len(lines) <= len(ticks)
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     points = [point.split(",") for line in root.iter() for point in line.attrib.get("points", "").split()]
@@ -45,9 +41,7 @@ def test_axes_have_ticks_where_points_are(
 
 def test_each_name_stands_at_the_end_of_its_line_and_covers_no_other() -> None:
     lines = {f"line {number}": [(1.0, 10.0), (2.0, 10.0 + number / 100)] for number in range(12)}
-    _, texts = drawn(lines, log_y=False)
+    _, texts = drawn(lines)
     heights = [float(texts[name].attrib["y"]) for name in lines]
     assert all(below - above >= 15 for below, above in pairwise(heights)), "the largest value is on top"
-    _, texts = drawn({"low": [(1.0, 1.0)], "high": [(1.0, 100.0)]}, log_y=True)
-    assert {float(texts[name].attrib["y"]) for name in ("low", "high")} == {348.0, 52.0}
-    assert drawn(SPREAD, log_y=True)[1]["c <&>"].attrib["class"] == "c2"
+    assert drawn(SPREAD)[1]["c <&>"].attrib["class"] == "c2"
