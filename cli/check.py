@@ -108,7 +108,7 @@ def check(urls: Sequence[str], *, model: str, timeout: float, api_key: str) -> C
     asked = [{"model": named, "prompt": prompt, "max_tokens": 1, "temperature": 0} for named, _ in models]
     began = time.monotonic()
     if len(servers) == 2:
-        headers, answer = _both_legs(*servers, *asked)
+        headers, answer = _both_legs(servers[0], servers[1], asked[0], asked[1])
     else:
         headers, answer = servers[0].complete(asked[0])
     result = of_answer(headers, answer, tokens)

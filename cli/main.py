@@ -150,10 +150,7 @@ def drain(
 @failing()
 def check(
     urls: Annotated[
-        list[str],
-        typer.Argument(
-            help="URL of a kvferry router; or those of a prefill and of a decode engine", metavar="URL [URL]"
-        ),
+        list[str], typer.Argument(help="URL of a kvferry router; or of a prefill and of a decode engine", metavar="URL")
     ],
     model: Annotated[str, typer.Option(help="the model to ask; unset: the first that a server names")] = "",
     timeout: Annotated[float, typer.Option(min=1, max=3600, help="seconds for the whole check")] = 60.0,

@@ -195,6 +195,8 @@ ENVIRONMENT = {
     "encrypt": "KVFERRY_ENCRYPT",
 }
 """Settings that an environment variable can give, and its name; an empty variable counts as unset."""
+_PORT = "expected a number from 0 to 65535"
+_EXPECTED = {"encrypt": "expected 1 or 0", "side_channel_port": _PORT, "bootstrap_port": _PORT}
 PREFIX = "KVFERRY_"
 _VARIABLES = (*ENVIRONMENT.values(), "KVFERRY_TRITON_LAUNCHER")
 _SERVICE_LINK = re.compile(
@@ -243,6 +245,8 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
             msgspec.convert({name: value}, Settings)
         except msgspec.ValidationError as error:
             reason = str(error).split(" - at ")[0]
+            if isinstance(value, str) and origin[name] == ENVIRONMENT.get(name) and name in _EXPECTED:
+                reason = _EXPECTED[name] + ("; Kubernetes sets it for a Service of this name" if "://" in value else "")
             shown = "***" if "secret" in name else _short(value)
             raise ConfigError(f"{origin[name]}: {shown} is not usable: {reason}") from None
         known = plane_choices() if name == "plane" else plane_names()

@@ -112,11 +112,8 @@ class HandedOver:
 
     def take(self, page: Counts) -> None:
         """D's page counts this now. Raises ValueError: it is of several engines."""
-        self.known, before = bool(page), self._page
-        if not page:
-            return
-        self._page = page
-        if before is None:  # what D has counted before the first look is not of this router
+        self.known, before, self._page = bool(page), self._page, page or self._page
+        if not page or before is None:  # what D has counted before the first look is not of this router
             return
         restarted = any(page[key] < count for key, count in before.items())
         self._several |= restarted and self._looks < FEW_LOOKS

@@ -103,7 +103,7 @@ def parse_config(text: str | None) -> dict[str, Any] | None:
     try:
         config = parsed_json(text)
     except ValueError as error:
-        raise UsageError(f"--config: no JSON: {error}") from None
+        raise UsageError(f"--config: no JSON: {error}; give the JSON itself, not a file: {flag.EXAMPLE}") from None
     if not isinstance(config, dict):
         raise UsageError(f"--config: {type(config).__name__}, expected a JSON object: {flag.EXAMPLE}")
     return config

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -22,7 +23,7 @@ from kvferry.cli.plan.time_model import (
     handover_of,
     prompt_plan,
 )  # fmt: skip
-from kvferry.cli.plan.trace import TracedRequest, parsed_trace
+from kvferry.cli.plan.trace import parsed_trace
 from kvferry.cli.terminal import (
     FailedError,
     check_writable,
@@ -40,6 +41,7 @@ UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 LINK = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTkmgt]?)(B/s|Bps|bits?/s|b/s|bps|bit|b|bE|)\s*")
 
 Layout = Literal["HND", "NHD"]
+T = TypeVar("T")
 
 
 class PlanResult(msgspec.Struct, frozen=True):
@@ -73,7 +75,7 @@ def plan(
     """Plan, print, and write the files that are asked for. Raises KVFerryError; FailedError: the targets are missed."""
     check_writable(json_file)
     plane = plane or ("cuda_ipc/gpu" if link is None else "tcp/gpu")  # what a default installation takes
-    costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))
+    costs_by_plane = default_calibration() if calibration is None else _parsed(calibration, decoded_calibration)
     costs, costs_of = costs_by_plane.costs(plane), costs_by_plane.measured_as(plane)
     shape = model_shape(read_model_config(model), kv_dtype)
     usual = INDEX_BLOCK if any(kv.packing for kv in shape.kv) else 16
@@ -105,7 +107,8 @@ def plan(
             prefill_tokens_per_second, step_ms / 1e3, step_ms_per_sequence / 1e3,
             Settings().lease_cap_seconds, d_sequences, p_cache_tokens, d_cache_tokens,
         )  # fmt: skip
-        planner = FleetPlanner(_trace(trace), engines, handover_of(pair, costs, rate), percentile)
+        requests = _parsed(trace, lambda text: parsed_trace(text.splitlines()))
+        planner = FleetPlanner(requests, engines, handover_of(pair, costs, rate), percentile)
         fleet = _fleet(planner, p_engines, d_engines, targets)
     elif step_ms is not None:
         raise ConfigError("--step-ms is given without --trace; give --trace, or leave --step-ms out")
@@ -137,11 +140,12 @@ def bytes_per_second(text: str) -> float:
 # --- input ----------------------------------------------------------------------------------------------------------
 
 
-def _trace(path: Path) -> list[TracedRequest]:
+def _parsed(path: Path, parse: Callable[[bytes], T]) -> T:
+    content = read_file(path)
     try:
-        return parsed_trace(read_file(path).splitlines())
+        return parse(content)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _read(

@@ -329,7 +329,7 @@ def known_type(text: Mapping[str, Any]) -> str:
     """``model_type``. Raises ConfigError: it is not known."""
     found = text.get("model_type")
     if not isinstance(found, str) or found not in KNOWN:
-        hint = did_you_mean(found, KNOWN) if isinstance(found, str) else ""
+        hint = did_you_mean(found, KNOWN) if isinstance(found, str) else "; is this the config.json of a model?"
         expected = f"expected a type that docs/planning.md lists{hint}"
         raise ConfigError(f"model_type is {quoted(found)}, which KV it keeps is not known; {expected}")
     if text.get("index_topk") is not None and found not in SPARSE:

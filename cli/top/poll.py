@@ -45,7 +45,7 @@ def metrics_url(text: str) -> str:
         usable = False
     if not usable or "@" in text or any(character.isspace() or not character.isprintable() for character in text):
         raise UsageError(
-            f"{quoted_url(text)} is no URL of an engine; expected http://HOST:PORT, such as http://127.0.0.1:8001"
+            f"{quoted_url(text)} is no URL of a server; expected http://HOST:PORT, such as http://127.0.0.1:8001"
         )
     path = parts.path.rstrip("/")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path or "/metrics", "", ""))

@@ -100,7 +100,7 @@ def test_without_pytorch_it_says_so(tmp_path, error):
     ("arguments", "words"),
     [
         (["--peer", "nowhere"], "expected HOST:PORT"), (["--peer", "a:99999"], "65535"),
-        (["--config", "{"], "--config: no JSON"), (["--config", "[1]"], "expected a JSON object"),
+        (["--config", "x.json"], "give the JSON itself, not a file"), (["--config", "[1]"], "expected a JSON object"),
         (["--config", "[" * 100000], "--config: no JSON"), (["--perr", "a:1"], "No such option"),
         (["--config", ""], "--config is empty"), (["--config", " "], "--config is empty"),
         (["--share", "/no/such/folder/file"], "is in no directory"), (["--share", "/etc/hostname"], "exists already"),

@@ -108,7 +108,7 @@ def test_what_engines_do_not_tell_is_one_line(model: Path, trace: Path, served: 
 @pytest.mark.parametrize(
     ("source", "message"),
     [("http://127.0.0.1:1", "--from http://127.0.0.1:1: Connection refused; name a running vLLM server"),
-     ("engine", "'engine' is no URL of an engine"),
+     ("engine", "'engine' is no URL of a server"),
      (None, "--prefill-tokens-per-second is missing; give it, or --from")],
 )  # fmt: skip
 def test_no_engine_is_one_line(model: Path, source: str | None, message: str) -> None:

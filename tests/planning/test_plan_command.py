@@ -144,7 +144,7 @@ def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
         (["--d-pp", "33"], "D: PP 33 is outside 1..32"),
         (["--link", "fast"], "--link 'fast' is no rate"),
         (["--prefill-tokens-per-second", "-1"], "--prefill-tokens-per-second is -1"),
-        (["--calibration", "config.json"], "no calibration"),
+        (["--calibration", "config.json"], "config.json: no calibration"),
         (["--trace", "nowhere", "--step-ms", "10"], "nowhere cannot be read"),
         (["--trace", "trace.jsonl"], "--trace needs --step-ms"),
         (["--trace", "trace.jsonl", "--step-ms", "10", "--p-engines", "3"], "only one of --p-engines and --d-engines"),

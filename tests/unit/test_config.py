@@ -79,6 +79,13 @@ BAD = [
     ({"advertise_host": "tcp://10.0.0.1"}, {}, ["advertise_host", "'tcp://10.0.0.1'", "bare host"]),
     ({"advertise_host": "10.0.0.1:5600"}, {}, ["advertise_host", "'10.0.0.1:5600'", "the port apart"]),
     ({"advertise_host": "a\nb"}, {}, ["advertise_host", "'a\\nb'", "bare host"]),
+    (
+        {},
+        {"KVFERRY_SIDE_CHANNEL_PORT": "tcp://10.0.0.1:80"},
+        ["number from 0 to 65535; Kubernetes sets it for a Service"],
+    ),
+    ({}, {"KVFERRY_BOOTSTRAP_PORT": "80.0"}, ["KVFERRY_BOOTSTRAP_PORT: '80.0'", "number from 0 to 65535"]),
+    ({}, {"KVFERRY_ENCRYPT": "yes"}, ["KVFERRY_ENCRYPT: 'yes'", "expected 1 or 0"]),
     ({"secret_key": SECRET[1:]}, {}, ["secret_key", "63 characters", "64", "kvferry keygen"]),
     ({"secret_key": "%" * 40}, {}, ["secret_key", "64 hexadecimal digits"]),
     ({"secret_key": 7777777}, {}, ["secret_key", "***", "str"]),
@@ -89,8 +96,7 @@ BAD = [
     ({}, {"KVFERRY_REQUIRE_PLANE": "shm,"}, ["KVFERRY_REQUIRE_PLANE", "''", "expected one of"]),
     ({"plane": "tcp", "require_plane": ["shm", "cma"]}, {}, ["'tcp' is none of require_plane, shm, cma"]),
     ({}, {"KVFERRY_PEER_KEYS": f"{PUBLIC},"}, ["peer_keys[1]", "0 characters"]),
-    ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "int"]),
-    ({}, {"KVFERRY_ENCRYPT": "yes"}, ["KVFERRY_ENCRYPT", "'yes'", "bool"]),
+    ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "from 0 to 65535"]),
 ]
 
 
