@@ -135,8 +135,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     model_tag: Annotated[
         _Line | None,
         _doc(
-            "a name for the weights, equal on P and D; it separates fine-tunes of one base model, whose configurations "
-            "are equal"
+            "a name for the weights and their quantization, equal on P and D and compared in their place; where unset, "
+            "a digest of the weights is"
         ),
     ] = None
     secret_key: Annotated[

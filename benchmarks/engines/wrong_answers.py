@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,9 @@ PATIENCE_SECONDS = 30.0
 NO_PREFIXES = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", str(D_BLOCKS))
 """D has seen no prompt before, as another D to which a router sends a request again; and it reuses its blocks soon."""
 OF_ALL = ("--disable-uvicorn-access-log", "--distributed-executor-backend", EXECUTOR)
+OWN, ELSEWHERE, REPLACED = "", "elsewhere", "replaced"
+"""P's weights: D's; others of the same configuration, in a folder of their own; or in D's, where D's have then taken
+their place, as while a new version is rolled out."""
 RIGHT, WRONG, ERROR = "right", "wrong", "error"
 
 
@@ -69,6 +72,8 @@ class Bench:
 
     def __init__(self, group: ForkedServerGroup, model: Path, connector: str, seed: int) -> None:
         self._group, self._model, self._connector = group, model, connector
+        self._others = build_model(model.with_name("other"), replace(SPEC, seed=SPEC.seed + 1))
+        self._weights = OWN
         self.rng = random.Random(seed)
         self.outcomes: list[Outcome] = []
         self.engine_ends = 0
@@ -77,7 +82,7 @@ class Bench:
         self.p, self.d = self._start_p(), self._start_d()
         group.wait_ready()
 
-    def _engine(self, name: str, port: int, side_port: int, *arguments: str) -> Server:
+    def _engine(self, name: str, model: Path, port: int, side_port: int, *arguments: str) -> Server:
         """P and D have names, and keep their ports when they are started again."""
         ours = self._connector == OURS
         extra = {"lease_seconds": LEASE_SECONDS, "side_channel_port": side_port} if ours else {
@@ -85,22 +90,34 @@ class Bench:
         }  # fmt: skip
         config = transfer_config(self._connector, extra) | {"engine_id": f"engine-{name}"}
         return self._group.engine(
-            f"{self._connector}-{name}", self._model, connector=self._connector, kv_bytes=False, port=port,
+            f"{self._connector}-{name}", model, connector=self._connector, kv_bytes=False, port=port,
             max_model_len=512, block_size=BLOCK, environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)},
             arguments=["--kv-transfer-config", json.dumps(config), *OF_ALL, *arguments],
         )  # fmt: skip
 
     def _start_p(self) -> Server:
-        return self._engine("p", *self._ports, "--num-gpu-blocks-override", str(P_BLOCKS))
+        model = self._folder(self._others) if self._weights else self._model
+        return self._engine("p", model, *self._ports, "--num-gpu-blocks-override", str(P_BLOCKS))
 
     def _start_d(self) -> Server:
-        return self._engine("d", free_port(), free_port(), *self._of_d)
+        return self._engine("d", self._folder(self._model), free_port(), free_port(), *self._of_d)
 
-    def begin(self, of_d: tuple[str, ...]) -> None:
-        """For another fault: D has these arguments. After errors both engines are new."""
+    def _folder(self, model: Path) -> Path:
+        """Under which name an engine gets a model."""
+        if self._weights != REPLACED:
+            return model
+        link = self._model.with_name("current")
+        link.unlink(missing_ok=True)
+        link.symlink_to(model)
+        return link
+
+    def begin(self, fault: Fault) -> None:
+        """For another fault. After errors both engines are new."""
         failed = any(one.result == ERROR for one in self.outcomes)
-        other, self._of_d = of_d != self._of_d, of_d
-        self.restart(p=failed, d=failed or other)
+        new, self._weights = failed or fault.weights != self._weights, fault.weights
+        other, self._of_d = fault.of_d != self._of_d, fault.of_d
+        self.restart(p=new)  # it has loaded its weights before D's take their place
+        self.restart(d=new or other)
         self.outcomes, self.engine_ends = [], 0
 
     def mend(self) -> None:
@@ -278,6 +295,8 @@ class Fault:
     act: Callable[[Bench, Sequence[Ask]], None]
     of_d: tuple[str, ...] = NO_PREFIXES
     """Arguments of D."""
+    weights: str = OWN
+    """Of P."""
 
 
 REFERENCES = "vllm#52234"
@@ -293,13 +312,15 @@ FAULTS = {
     "P's token appended": Fault("vllm#50558", appended_token, of_d=()),
     "P restarted under its name": Fault("vllm#49238", p_restarted),
     "D aborts": Fault("", d_aborts),
+    "other weights on P": Fault("", no_fault, weights=ELSEWHERE),
+    "other weights on P, under D's path": Fault("", no_fault, weights=REPLACED),
 }
 
 
 def measure(bench: Bench, name: str, asks: Sequence[Ask], seconds: float) -> dict[str, Any]:
     """One row: all batches that begin within this time."""
     fault = FAULTS[name]
-    bench.begin(fault.of_d)
+    bench.begin(fault)
     began = time.monotonic()
     for start in range(0, len(asks), BATCH):
         if start and time.monotonic() > began + seconds:

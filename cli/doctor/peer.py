@@ -39,7 +39,14 @@ from kvferry.transport.host import AllowedPeers, numeric_address
 PEER_SECONDS = 5.0
 """How long each step may take: the TCP connection, the handshake of keys, and each answer."""
 MAX_FIELDS = 64
-SHOWN_FIELDS = ("architectures", "model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
+SHOWN_FIELDS = (
+    "architectures",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_key_value_heads",
+    "model_tag",
+    "weights digest",
+)
 _ADDRESS = "peer"
 
 
@@ -77,7 +84,7 @@ def findings(
         return
     yield admitted
     yield ok("protocol version", f"{PROTOCOL_VERSION} on both sides")
-    shown = [f"{name}={shortened(model[name], 80)}" for name in SHOWN_FIELDS if name in model]
+    shown = [f"{name}={shortened(model[name], 200)}" for name in SHOWN_FIELDS if name in model]
     yield note("model of the peer", f"{len(model)} facts: {', '.join(shown)}" if model else "no facts")
     yield ok("round trip", f"{statistics.median(times) * 1e3:.2f} ms, the median of {len(times)} control messages")
 

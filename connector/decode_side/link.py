@@ -25,7 +25,7 @@ from kvferry.connector.geometry.dtypes import converted_pairs
 from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry
 from kvferry.connector.geometry.read_plan import routes
 from kvferry.connector.pages.checksums import chosen, described, trailer_bytes
-from kvferry.connector.pages.rank_context import RankContext, check_model
+from kvferry.connector.pages.rank_context import RankContext, check_model, misfit
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
@@ -472,7 +472,7 @@ class Link:
     def _on_handshake_reply(self, reply: messages.HandshakeReply) -> None:
         match reply:
             case messages.Refused():
-                raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
+                raise misfit(reply.field, reply.theirs, reply.ours)
             case messages.Welcome():
                 self._check_welcome(reply)
                 self._step(LinkEvent(_K.WELCOMED))

@@ -144,6 +144,11 @@ class Links:
             if idle or worse:
                 self._close(link)
 
+    def fail_all(self, why: str) -> None:
+        """End all links, and so the reads over them. Later ones begin with a new handshake."""
+        for link in self:
+            link.fail("peer_lost", why)
+
     def close(self) -> None:
         """Close all links."""
         for link in self._links.values():

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -73,6 +73,7 @@ class TransferThread:
         self._unarmed: set[Plane] = set()  # planes that must be armed again before they can wake this thread
         self._warm: Future[None] = Future()  # done once the kernels are compiled
         self._stopping = False
+        self._new_model: Mapping[str, str] | None = None
         self._closing = ""
         self._next_tick = self._next_look = 0.0
         self._consumer = Consumer(rank_context, self.results, self.wake)
@@ -124,6 +125,20 @@ class TransferThread:
     def step_posted(self) -> None:
         """In place of ``post``, for a plan that is ``nothing``: most are."""
         self._producer.named.plans_seen += 1
+
+    def change_model(self, model: Mapping[str, str]) -> None:
+        """As ``WorkerHalf`` has it. The thread does so before it takes a plan that is posted later."""
+        self._new_model = model
+        self.wake()
+
+    def _take_model(self, now: float) -> None:
+        model, self._new_model = self._new_model, None
+        assert model is not None
+        self.rank_context.model = model
+        self._log.info("model", "kvferry: this rank has other weights: leases end, and peers compare them anew")
+        self._plans.end_leases(now)
+        self._producer.end_sessions(now)
+        self._consumer.links.fail_all("the weights of this engine have changed")
 
     def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
@@ -221,6 +236,8 @@ class TransferThread:
         """Look at all work. Returns whether there is more to do at once."""
         self._work_posted = busy = False  # before the first look, so that nothing is missed
         try:
+            if self._new_model is not None:
+                self._take_model(now)
             if self._plans.posted:
                 self._plans.run(now)
             if self._steps.flights:
@@ -390,7 +407,7 @@ class PostedPlans:
             if plan.queued or plan.prefills or plan.stops:
                 self._begin_and_stop(plan, now)
             if plan.ends_leases:
-                self._end_leases(now)
+                self.end_leases(now)
             if step is not None:
                 self._try("the prompts of a step", partial(self._producer.plan_step, plan.prefill_chunks, step, now))
             # A call of ``_each`` for each empty list would be felt by every load.
@@ -428,7 +445,7 @@ class PostedPlans:
             self._try(prompt, partial(self._producer.named.queue, prompt))
         self._each([stop for stop in plan.stops if stop.token in begun], self._producer.stop_prefill, now)
 
-    def _end_leases(self, now: float) -> None:
+    def end_leases(self, now: float) -> None:
         """P: end all leases, also those that are not granted yet."""
         ended, self.computing = self.computing, []
         self._each([grant for grant, _ in ended], self._producer.refuse, now)

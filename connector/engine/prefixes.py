@@ -18,6 +18,7 @@ import msgspec
 
 from kvferry.connector.engine.params import address_of
 from kvferry.connector.geometry.engine_types import KVContent
+from kvferry.connector.geometry.model_identity import WEIGHTS
 from kvferry.connector.wire.messages import DIGEST_BYTES, MAX_DIGESTS, PREFIX_TOKENS
 from kvferry.connector.wire.step_plan import PrefixOffer, PromptLookup, RankAddress, pack_ids
 from kvferry.transport.errors import ProtocolError, quoted
@@ -35,8 +36,10 @@ MAX_SOURCES = 4
 
 
 def model_seed(model: Mapping[str, str]) -> bytes:
-    """What the digests of a model's prefixes are chained to. ``model``: its identity, as ``Hello`` has it."""
-    return _digest(b"kvferry prefix 1", msgspec.msgpack.encode(sorted(model.items())))
+    """What the digests of a model's prefixes are chained to. ``model``: its identity, as ``Hello`` has it. The name of
+    the weights does not count."""
+    facts = {name: fact.partition(" of ")[0] if name == WEIGHTS else fact for name, fact in model.items()}
+    return _digest(b"kvferry prefix 1", msgspec.msgpack.encode(sorted(facts.items())))
 
 
 def prefix_digests(seed: bytes, content: KVContent, first: int = 0, before: bytes = b"") -> bytes:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -207,6 +208,14 @@ class WorkerHalf:
             self._registered = kv_caches, *self._registered[1:]
         self._start(*self._registered)
         self._asleep = False
+
+    def change_model(self, model: Mapping[str, str]) -> None:
+        """The engine has other weights: from now on peers compare ``model``. All leases end, and what is being loaded
+        fails: no KV of the former weights is handed over or loaded. The engine gives up by itself what it has cached,
+        and what it was offered: ``SchedulerHalf.reset_caches``. It computes nothing meanwhile."""
+        self._info = replace(self._info, model=model)
+        if self._transfer_thread is not None and not self._asleep:
+            self._transfer_thread.change_model(model)
 
     @property
     def address(self) -> RankAddress | None:

@@ -2,9 +2,9 @@
 
 Releases write the same model in different ways; this module writes it in one way, from configurations in Hugging Face's
 form. It takes what K and V depend on: the computation of the layers, rotary positions, quantised weights. The geometry
-has dtype, scales, heads and windows. It leaves out the release, the attention backend, parallel sizes, paths, the
-longest prompt, the dtype of the computation, and all after the last layer. Weights are left out too: ``model_tag`` in
-the settings distinguishes a fine-tune from its base model.
+has dtype, scales, heads and windows. It leaves out the release, the attention backend, parallel sizes, the longest
+prompt, the dtype of the computation, and all after the last layer. Of the weights it has a digest beside their name
+(``engine/weights.py``); ``model_tag`` in the settings takes the place of both, and of their quantisation.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+WEIGHTS = "weights digest"
+UNKNOWN = "unknown"
+"""In place of a digest that cannot be had; then the names of the weights are compared."""
 MAX_TEXT = 900  # Characters of a value. A longer value is cut and followed by a digest.
 
 PLAIN = (
@@ -50,11 +53,13 @@ _METHODS = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto
 
 
 def model_identity(
-    hf_config: Any, text_config: Any, *, quantization: str | None, max_model_len: int, tag: str | None = None
-) -> dict[str, str]:
+    hf_config: Any, text_config: Any, *, quantization: str | None, max_model_len: int, tag: str | None = None,
+    weights: str | None = None,
+) -> dict[str, str]:  # fmt: skip
     """The facts of a model that are set. ``text_config``: of its language model, often ``hf_config`` itself.
     ``quantization``: the engine's name for that of the weights. ``max_model_len``: tokens of the longest sequence that
-    the engine admits; only longrope depends on it. ``tag``: ``model_tag`` of the settings."""
+    the engine admits; only longrope depends on it. ``tag``: ``model_tag`` of the settings. ``weights``: as
+    ``weights_fact`` has it."""
     facts: dict[str, Any] = {
         "architectures": ",".join(getattr(hf_config, "architectures", None) or ()),
         "head_dim": _head_dim(text_config),
@@ -62,10 +67,24 @@ def model_identity(
         "layer_types": _layer_types(text_config),
         "rope": rope(text_config, max_model_len),
         "model_tag": tag,
+        WEIGHTS: None if tag else weights,
     }
     facts |= {name: _fact(text_config, name) for name in PLAIN}
-    facts |= _quantization(hf_config, text_config, quantization)
+    facts |= {} if tag else _quantization(hf_config, text_config, quantization)
     return {name: text(value) for name, value in facts.items() if not _unset(value)}
+
+
+def weights_fact(digest: str, name: str) -> str:
+    """``digest``: of the weights; empty where there is none. ``name``: theirs, with the revision."""
+    return f"{digest or UNKNOWN} of {name}"
+
+
+def agree(name: str, ours: str | None, theirs: str | None) -> bool:
+    """Whether two ranks have the same fact ``name``; ``None``: a rank does not have it."""
+    if name != WEIGHTS or ours is None or theirs is None:
+        return ours == theirs
+    (digest, _, mine), (other, _, its) = ours.partition(" of "), theirs.partition(" of ")
+    return mine == its if UNKNOWN in (digest, other) else digest == other
 
 
 def text(value: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.config import Settings
+from kvferry.connector.geometry.model_identity import WEIGHTS, agree
 from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.pages.caches import RankCaches
 from kvferry.connector.wire.messages import MAX_REPLY_BYTES
@@ -97,5 +98,11 @@ def check_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
         IncompatiblePeerError: they do not. The error names the first field that differs, and both values.
     """
     for name in sorted(set(ours) | set(theirs)):
-        if ours.get(name) != theirs.get(name):
-            raise IncompatiblePeerError(name, ours.get(name, "unset"), theirs.get(name, "unset"))
+        if not agree(name, ours.get(name), theirs.get(name)):
+            raise misfit(name, ours.get(name, "unset"), theirs.get(name, "unset"))
+
+
+def misfit(field: str, ours: str, theirs: str) -> IncompatiblePeerError:
+    """The error of a field that differs, with what to do."""
+    advice = "; to hand over all the same, set one model_tag on both engines" if field == WEIGHTS else ""
+    return IncompatiblePeerError(field, ours, theirs, advice)

@@ -38,6 +38,7 @@ from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, 
 from kvferry.transport.control.listener import Delivery, Listener
 from kvferry.transport.errors import KVFerryError, ProtocolError
 from kvferry.transport.fair_table import FairTable
+from kvferry.transport.grant_board import GrantBoard
 from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.serve")
@@ -128,6 +129,14 @@ class Producer:
         first."""
         for lease in list(self.leases.table.values()):
             self._step(lease, LeaseEvent(_K.REVOKED), now)
+
+    def end_sessions(self, now: float) -> None:
+        """Every D must make a new handshake, also one that needs no message of ours because it reads the board."""
+        for session in list(self._sessions.table.values()):
+            self._end_session(session, now)
+        self.leases.board.close()
+        self.leases.board = GrantBoard()
+        self._sessions.board = self.leases.board.place
 
     def begin_prefill(self, prompt: Prefill, now: float) -> None:
         """The engine begins to compute a prompt that a lease will cover. From now on D can ask for it by name."""

@@ -70,7 +70,7 @@ class Sessions:
 
     def __init__(self, rank_context: RankContext, board: BoardAddress) -> None:
         self._rank_context = rank_context
-        self._board = board
+        self.board = board
         self._log = RateLimitedLog(logger)
         self.table: OrderedDict[bytes, Session] = OrderedDict()
         self._to_look_at: list[Session] = []
@@ -146,7 +146,7 @@ class Sessions:
                 session.channel = None
             session.channel, reply = plane.accept(attach.payload)
             if session.channel.pulls and plane.same_host:
-                session.channel.lend(self._board.fd)
+                session.channel.lend(self.board.fd)
         except (TransportError, ProtocolError) as error:
             key, text = f"not attached {session.engine_id}", "kvferry: decode rank %s could not attach: %s"
             self._log.warning(key, text, session.engine_id[:8], error)
@@ -156,7 +156,7 @@ class Sessions:
         self._log.info(key, text, session.engine_id[:8], described(attach.plane, attach.checksum))
         if session.channel.pulls:  # only a D that reads P's pages receives their addresses
             pages = self._rank_context.caches.page_layouts()
-            board = self._board if plane.same_host else None
+            board = self.board if plane.same_host else None
             return messages.Attached(
                 plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=board, pages=pages
             )

@@ -3,7 +3,7 @@
 A step's plan is posted to the transfer thread when the model runner gets the step, at the latest in
 ``bind_connector_metadata``, which precedes the forward in every release; ``start_load_kv`` runs after it in 0.32.
 
-vLLM's contract has no calls at two moments, so ``hooks`` wraps two methods.
+vLLM's contract has no calls at some moments, so ``hooks`` wraps methods of vLLM.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from kvferry.connector.vllm import compat, from_vllm, hooks
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
 from kvferry.connector.vllm.store_beside import SharedLoads, fence, store_of, wanted
+from kvferry.connector.vllm.weights import EngineWeights
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PromptLookup, RankAddress, StepPlan, StepResults
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
@@ -162,7 +163,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._prefills: PrefillEvents | None = None  # where they follow the layers of the step under way
             self._layers_run_once = from_vllm.layers_run_once(vllm_config)
             groups = from_vllm.layer_groups(vllm_config, kv_cache_config)
-            info = from_vllm.rank_info(vllm_config, settings.model_tag)
+            self._weights = EngineWeights(vllm_config, settings.model_tag)
+            info = from_vllm.rank_info(vllm_config, from_vllm.model_identity_of(vllm_config, self._weights))
             name = {"service.instance.id": info.engine_id, "kvferry.rank": f"pp{info.pp_rank} tp{info.tp_rank}"}
             self._worker = WorkerHalf(
                 settings,
@@ -178,7 +180,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not settings.prefix_reads:
             return b""
         compat.check_prefix_reads(vllm_config, self._config)
-        return model_seed(from_vllm.model_identity_of(vllm_config, settings.model_tag))
+        weights = EngineWeights(vllm_config, settings.model_tag)
+        return model_seed(from_vllm.model_identity_of(vllm_config, weights))
 
     @staticmethod
     def stepping_alone(parallel: Any) -> bool:
@@ -392,8 +395,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         runner = hooks.find_model_runner()
         if runner is not None:
             hooks.before_step(runner, self, self.before_step)
+            self._weights.follow(runner, self, self._weights_changed)
         drafts = from_vllm.draft_layers(self._vllm_config, runner)
         self._working.register(kv_caches, int(self._config.num_blocks), places, drafts)
+
+    def _weights_changed(self) -> None:
+        self._working.change_model(from_vllm.model_identity_of(self._vllm_config, self._weights))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

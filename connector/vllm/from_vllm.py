@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import copy
 from hashlib import sha256
 from math import prod
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from kvferry.connector.vllm.weights import EngineWeights
 
 RING_TOKENS = 1 << 30  # of a block of a ring: more than a prompt has
 
@@ -303,8 +305,8 @@ def tp_size(parallel: ParallelConfig) -> int:
     return int(parallel.tensor_parallel_size) * pcp_size(parallel)
 
 
-def rank_info(vllm_config: VllmConfig, model_tag: str | None = None) -> RankInfo:
-    """This worker's place, from vLLM's own process groups. ``model_tag``: that of the settings.
+def rank_info(vllm_config: VllmConfig, model: Mapping[str, str]) -> RankInfo:
+    """This worker's place, from vLLM's own process groups. ``model``: ``model_identity_of`` its configuration.
 
     Ranks of one PCP group are neighbours here: that is the order in which vLLM's DCP groups take a stage's ranks
     (``initialize_model_parallel``), and not the order of its ranks, in which PCP groups lie ``tp`` apart.
@@ -327,7 +329,7 @@ def rank_info(vllm_config: VllmConfig, model_tag: str | None = None) -> RankInfo
         tp_size=tp_size(parallel),
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
-        model=model_identity_of(vllm_config, model_tag),
+        model=model,
         dp_rank=getattr(parallel, "data_parallel_index", 0),
     )
 
@@ -343,15 +345,16 @@ def addresses(vllm_config: VllmConfig, ours: RankAddress) -> tuple[RankAddress, 
     return tuple(found)
 
 
-def model_identity_of(vllm_config: VllmConfig, tag: str | None = None) -> dict[str, str]:
-    """``model_identity`` of vLLM's configuration. ``tag``: ``model_tag`` of the settings."""
+def model_identity_of(vllm_config: VllmConfig, weights: EngineWeights | None = None) -> dict[str, str]:
+    """``model_identity`` of vLLM's configuration, and of the weights where they count."""
     model = vllm_config.model_config
     return model_identity.model_identity(
         model.hf_config,
         model.hf_text_config,
         quantization=model.quantization,
         max_model_len=model.max_model_len,
-        tag=tag,
+        tag=weights and weights.tag,
+        weights=weights and weights.fact,
     )
 
 

@@ -1,9 +1,9 @@
-"""The two methods of vLLM that are wrapped, and the objects that have them, found among a connector's callers.
+"""The methods of vLLM that are wrapped, and the objects that have them, found among a connector's callers.
 
-vLLM gives a connector no reference to its scheduler or model runner, and no call at two moments that matter: before a
-model runner prepares a step (``execute_model``), and before the scheduler looks at a step's output
-(``update_from_output``). Without the first, loads inside a step begin a millisecond or two later. Without the second
-nobody could recover from one that fails, so all loads go beside the steps.
+vLLM gives a connector no reference to its scheduler or model runner, and no call at moments that matter: after a change
+of weights (``weights.py``), before a model runner prepares a step (``execute_model``), and before the scheduler looks
+at a step's output (``update_from_output``). Without the second, loads inside a step begin a millisecond or two later.
+Without the third nobody could recover from one that fails, so all loads go beside the steps.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ def find_model_runner() -> Any:
     return _find(lambda owner: type(owner).__name__.endswith("ModelRunner") and hasattr(owner, "execute_model"))
 
 
+def find_worker(runner: object) -> Any:
+    """vLLM's worker that is calling and has this model runner; ``None`` where none is."""
+    return _find(lambda owner: getattr(owner, "__dict__", {}).get("model_runner") is runner)
+
+
 def _find(wanted: Callable[[Any], bool]) -> Any:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -93,7 +98,7 @@ def before_step(runner: Any, connector: object, act: Callable[[Any], None]) -> N
 
         return execute_model
 
-    _wrap(runner, "execute_model", connector, around)
+    wrap(runner, "execute_model", connector, around)
 
 
 def before_update(scheduler: Any, connector: object, act: Callable[[Any, Any], tuple[Any, Sequence[Any]]]) -> None:
@@ -108,12 +113,11 @@ def before_update(scheduler: Any, connector: object, act: Callable[[Any, Any], t
 
         return update_from_output
 
-    _wrap(scheduler, "update_from_output", connector, around)
+    wrap(scheduler, "update_from_output", connector, around)
 
 
-def _wrap(
-    target: Any, name: str, connector: object, around: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
+def wrap(target: Any, name: str, connector: object, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of an object by what ``around`` makes of it. Once for each connector."""
     method = getattr(target, name)
     if getattr(method, "wrapped_for", None) is not connector:  # vLLM may register caches anew
         wrapper = around(method)

@@ -24,7 +24,8 @@ from tests.support.ranks import Rank
 from tests.transport.control_ends import KEYS, new_keys
 
 SECONDS = 300.0
-MODEL = {"architectures": "Labelled", "hidden_size": "64", "rope": "x" * 300, "~": "1"}
+WEIGHTS = f"0123456789abcdef of /models/{'x' * 100}, revision 1"
+MODEL = {"architectures": "Labelled", "hidden_size": "64", "rope": "x" * 300, "weights digest": WEIGHTS, "~": "1"}
 
 
 @contextmanager
@@ -51,8 +52,8 @@ def test_an_engine_tells_its_model_and_is_not_changed(caplog):
     assert len([line for line in caplog.messages if line.startswith("kvferry: refused decode rank doctor")]) == 1
     assert all(finding.level in (Level.OK, Level.NOTE) for finding in found), found
     model = only(found, "model of the peer").value
-    assert model == "4 facts: architectures=Labelled, hidden_size=64"
-    assert "the median of 5 control messages" in only(found, "round trip").value
+    assert model == f"5 facts: architectures=Labelled, hidden_size=64, weights digest={WEIGHTS}"
+    assert "the median of 6 control messages" in only(found, "round trip").value
     assert only(found, "protocol version").value.startswith(str(messages.PROTOCOL_VERSION))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,9 @@ from tests.support.served import (
     differ,
     ended_leases,
     eventually,
+    loaded_prompt,
     no_block_held,
+    prefill_leg,
     prompt,
     records,
     released,
@@ -31,6 +34,7 @@ from tests.support.served import (
     tokens_of,
 )
 from tests.support.server import PATIENCE_SECONDS, Server, metric_sum
+from tests.support.tiny_model import ModelSpec, build_model
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -109,6 +113,49 @@ def test_many_clients_that_go_away(pair: Pair) -> None:
     no_block_held(pair.prefill, pair.decode)
     complete(pair.decode, [7], max_tokens=1)  # a step, with which D tells what it counted
     pair.check(prompt(130, 10))
+
+
+def test_other_weights_of_one_configuration(pair: Pair, model: Path, tmp_path: Path) -> None:
+    """D loads nothing of them, and says why: from its start, and where weights change while both engines run."""
+    p, folder = pair.prefill, build_model(tmp_path / "other", ModelSpec(layers=4, seed=8))
+    d = pair.group.engine("other", folder)
+    pair.group.wait_ready(servers=[d])
+    d.rpc("kv_watch")
+
+    def refused(seed: int) -> str:
+        ids = prompt(200, seed)
+        alone, before = tokens_of(complete(d, ids, cache_salt=f"alone {seed}")), count(d)
+        reasons = metric_sum(d.metrics(), "vllm:kvferry_prompts_total", reason="incompatible") or 0
+        log = len(d.log_text())
+        assert tokens_of(complete(d, ids, kv_transfer_params=prefill_leg(p, ids))) == alone
+        eventually(
+            lambda: metric_sum(d.metrics(), "vllm:kvferry_prompts_total", reason="incompatible") == reasons + 1,
+            "the prompt is counted by its reason",
+        )
+        assert (count(d) - before).by_plane == {}
+        (line,) = re.findall(r"peer refused: weights digest differs[^\n]*", d.log_text()[log:])[:1]
+        return str(line)
+
+    def reload(server: Server, weights: Path) -> None:
+        server.post("/pause")
+        server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}})
+        server.post("/resume")
+
+    line = refused(71)
+    assert re.search(
+        rf"ours is [0-9a-f]{{16}} of {folder}, revision unset, the peer's is [0-9a-f]{{16}} of {model}", line
+    )
+    assert "model_tag" in line
+    reload(d, model)
+    loaded_prompt(p, d, prompt(200, 72))
+    reload(p, folder)
+    assert f"ours is {line.split('peer' + chr(39) + 's is ')[1][:16]} of {model}" in refused(73)
+    reload(d, folder)
+    loaded_prompt(p, d, prompt(200, 74))
+    p.rpc("reset_weights")  # vLLM writes the parameters themselves
+    refused(75)
+    reload(p, model)
+    pair.group.stop(d)
 
 
 # vLLM's own benchmark, as its users run it

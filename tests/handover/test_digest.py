@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.geometry import model_identity as module
-from kvferry.connector.geometry.model_identity import model_identity
+from kvferry.connector.geometry.model_identity import model_identity, weights_fact
 from kvferry.connector.pages.rank_context import check_model
 from kvferry.transport.errors import IncompatiblePeerError
 from tests.handover.scenario import RankGroup, another_works
@@ -37,6 +37,10 @@ def facts(*changes: dict[str, Any]) -> dict[str, str]:
     engine = {"quantization": None, "max_model_len": 2048, **config.pop("engine", {})}
     hf_config = SimpleNamespace(**config)
     return model_identity(hf_config, hf_config, **engine)
+
+
+def weights(digest: str, name: str = "base, revision 1", **engine: Any) -> dict[str, Any]:
+    return {"engine": {"weights": weights_fact(digest, name), **engine}}
 
 
 def awq(**changes: Any) -> dict[str, Any]:
@@ -84,6 +88,10 @@ def awq(**changes: Any) -> dict[str, Any]:
             "quant_method": "awq_marlin", "w_bit": 4, "q_group_size": 128, "zero_point": True}})),
         ((OLD, {"engine": {"quantization": "fp8"}}), (OLD, {"engine": {"quantization": "fp8"}})),
         ((OLD, {"engine": {"tag": "v2"}}), (NEW, {"engine": {"tag": "v2"}})),
+        ((OLD, weights("1")), (OLD, weights("1", "elsewhere"))),
+        ((OLD, weights("1")), (OLD, weights(""))),
+        ((OLD, weights("")), (OLD, weights(""))),
+        ((OLD, awq(), weights("1", tag="v2")), (OLD, weights("2", "elsewhere", tag="v2"))),
     ],
 )  # fmt: skip
 def test_the_same_model_passes(theirs: tuple[dict[str, Any], ...], ours: tuple[dict[str, Any], ...]) -> None:
@@ -139,6 +147,14 @@ def layer_types(full: int) -> dict[str, Any]:
         ({"engine": {"tag": "base"}}, {"engine": {"tag": "tuned"}},
          "model_tag differs, ours is tuned, the peer's is base"),
         ({"engine": {"tag": "base"}}, {}, "model_tag differs, ours is unset, the peer's is base"),
+        (weights("1", tag="base"), weights("1"), "model_tag differs, ours is unset, the peer's is base"),
+        (weights("1", "tuned, revision 2"), weights("3"),
+         "weights digest differs, ours is 3 of base, revision 1, the peer's is 1 of tuned, revision 2; to hand over "
+         "all the same, set one model_tag on both engines"),
+        (weights("", "tuned, revision 2"), weights("3"), "weights digest differs, ours is 3 of base, revision 1, the "
+         "peer's is unknown of tuned, revision 2; to"),
+        (weights("", "tuned"), weights(""), "weights digest differs, ours is unknown of base, revision 1, the peer's"),
+        ({}, weights("3"), "weights digest differs, ours is 3 of base, revision 1, the peer's is unset; to"),
     ],
 )  # fmt: skip
 def test_another_model_is_refused_by_name(theirs: dict[str, Any], ours: dict[str, Any], line: str) -> None:
@@ -173,8 +189,8 @@ def test_every_fact_there_is_fits_into_a_message(group: RankGroup) -> None:
         "layer_types": [f"kind {n}" for n in range(900)],
         "quantization_config": {name: "y" * 3000 for names in module.QUANTIZATION.values() for name in names},
         "architectures": ["\x1b[1m" * 600], "head_dim": 8, "sliding_window": 9,
-        "engine": {"tag": "t", "quantization": "fp8"},
+        **weights("3", "long\u2028" * 300, quantization="fp8"),
     }  # fmt: skip
-    model = facts(OLD, every)
-    assert {"rope", "quantization", "model_tag", "no_rope_layers", "layer_types"} < set(model)
+    model = facts(OLD, every) | facts({"engine": {"tag": "t"}})
+    assert {"rope", "quantization", "model_tag", "weights digest", "no_rope_layers", "layer_types"} < set(model)
     another_works(*group.pair(model=model))

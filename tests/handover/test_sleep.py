@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.connector.decode_side.link import LinkPhase
 from kvferry.connector.engine import worker
+from kvferry.connector.geometry.model_identity import WEIGHTS, weights_fact
 from kvferry.connector.prefill_side.serve import Producer
 from kvferry.transport.errors import TransportError
 from tests.handover.scenario import (
@@ -104,6 +105,39 @@ def test_d_sleeps_in_the_middle_of_a_load(p: Rank, d: Rank) -> None:
     assert is_wiped(d), "written after the pages were gone"
     d.worker.restore()
     another_works(p, d, "awake")
+
+
+OTHER = {"architectures": "Labelled", WEIGHTS: weights_fact("5", "tuned")}
+
+
+@pytest.mark.parametrize("changed", ["p", "d", "both"])
+def test_weights_that_change_end_leases_and_links(p: Rank, d: Rank, changed: str) -> None:
+    """Also the link of a D that reads P's pages and grants without a message to P."""
+    another_works(p, d)
+    token, (link,) = leased(p, "held"), d.consumer.links
+    for rank in {"p": [p], "d": [d], "both": [p, d]}[changed]:
+        rank.worker.change_model(OTHER)
+        assert wait(lambda rank=rank: rank.context.model is OTHER)  # type: ignore[misc]
+    if changed != "p":
+        assert wait(lambda: link.handled_phase is LinkPhase.FAILED, [d])
+    if changed != "d":
+        assert wait(lambda: "held-p" in p.sent, [p]), "its blocks are the engine's again"
+    if changed == "both":
+        another_works(p, d, "anew")
+    else:
+        assert not loads(p, d, "new", leased(p, "new")) and "incompatible" in d.figures()["failed"]
+    assert not loads(p, d, "late", token)
+
+
+@on_cma
+def test_weights_that_change_while_the_engine_sleeps(p: Rank, d: Rank) -> None:
+    another_works(p, d)
+    p.worker.unregister()
+    p.worker.change_model(OTHER)
+    p.worker.restore()
+    assert not loads(p, d, "new", leased(p, "new")) and "incompatible" in d.figures()["failed"]
+    d.worker.change_model(OTHER)
+    another_works(p, d, "anew")
 
 
 @on_cma

@@ -116,7 +116,7 @@ def test_ranks_are_numbered_as_vllm_groups_them(
     offsets, places = set(), set()
     for rank in ranks:
         with groups_of(rank, len(ranks), config, monkeypatch):
-            info = from_vllm.rank_info(config)
+            info = from_vllm.rank_info(config, {})
             assert info.tp_size == tp * pcp and info.tp_rank // pcp == parallel_state.get_tp_group().rank_in_group
             shard = TokenSharding(dcp).shard(info.tp_rank)
             assert shard.rank == parallel_state.get_dcp_group().rank_in_group
@@ -125,7 +125,7 @@ def test_ranks_are_numbered_as_vllm_groups_them(
             if pcp > 1 < dcp:  # another vLLM
                 parallel_state._DCP.rank_in_group ^= 1
                 with pytest.raises(ConfigError, match="numbers the ranks that share tokens out otherwise"):
-                    from_vllm.rank_info(config)
+                    from_vllm.rank_info(config, {})
     assert offsets == set(ranks) and len(places) == len(ranks)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,19 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm import _custom_ops as ops
-from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.config.device import DeviceConfig
 from vllm.model_executor.layers.attention import Attention
 
+from kvferry.connector.engine.weights import checkpoint_digest
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
+from kvferry.connector.geometry.model_identity import WEIGHTS
 from kvferry.connector.pages.rank_context import check_model
 from kvferry.connector.vllm import compat, from_vllm
+from kvferry.connector.vllm.weights import EngineWeights
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.float_formats import Conversion
 from kvferry.kernels.paged_copy import wire_pages
 from kvferry.transport.errors import ConfigError, IncompatiblePeerError
 from tests.support.tiny_model import ModelSpec, build_model
+from tests.vllm.stepped import Lines
 
 pytestmark = pytest.mark.vllm
 SPEC = ModelSpec(
@@ -33,6 +42,10 @@ SPEC = ModelSpec(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model(tmp_path_factory.mktemp("model") / "tiny", SPEC)
+
+
+def identity(config: VllmConfig, tag: str | None = None) -> dict[str, str]:
+    return from_vllm.model_identity_of(config, EngineWeights(config, tag))
 
 
 def engine(folder: Path, cache: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
@@ -59,12 +72,7 @@ def engine(folder: Path, cache: dict[str, Any] | None = None, **options: Any) ->
     ids=str,
 )
 def test_what_may_differ(folder: Path, options: dict[str, Any]) -> None:
-    check_model(from_vllm.model_identity_of(engine(folder)), from_vllm.model_identity_of(engine(folder, **options)))
-
-
-def test_weights_elsewhere(folder: Path, tmp_path: Path) -> None:
-    theirs = engine(build_model(tmp_path / "elsewhere", SPEC))
-    check_model(from_vllm.model_identity_of(engine(folder)), from_vllm.model_identity_of(theirs))
+    check_model(identity(engine(folder)), identity(engine(folder, **options)))
 
 
 @pytest.mark.parametrize(
@@ -84,9 +92,153 @@ def test_weights_elsewhere(folder: Path, tmp_path: Path) -> None:
     ids=str,
 )
 def test_what_must_not(folder: Path, options: dict[str, Any], text: str) -> None:
-    ours, theirs = (from_vllm.model_identity_of(engine(folder, dtype="bfloat16", **more)) for more in ({}, options))
+    ours, theirs = (identity(engine(folder, dtype="bfloat16", **more)) for more in ({}, options))
     with pytest.raises(IncompatiblePeerError, match=rf"^peer refused: {text}$"):
         check_model(ours, theirs)
+
+
+# --- weights ------------------------------------------------------------------------------------------------------
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors_of(folder: Path) -> Tensors:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def saved(folder: Path, copy: Path, change: Callable[[Tensors], object] = lambda tensors: None, files: int = 1) -> Path:
+    """The model again, with other weights or in another number of files."""
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = tensors_of(folder)
+    change(tensors)
+    where = {name: f"part{number % files}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in where if where[name] == file}, copy / file, {"a}": '{"b": 1}'})
+    if files > 1:
+        (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return copy
+
+
+def cached(folder: Path, tmp_path: Path) -> VllmConfig:
+    """As Hugging Face keeps a repository: files are links, and the engine names the repository."""
+    snapshot = saved(folder, tmp_path / "models--org--tiny" / "snapshots" / "abc", files=2)
+    (tmp_path / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
+    (tmp_path / "models--org--tiny" / "blobs").mkdir()
+    for file in snapshot.glob("*.safetensors"):
+        file.symlink_to(file.rename(tmp_path / "models--org--tiny" / "blobs" / file.name))
+    config = engine(snapshot)
+    config.model_config.model, config.load_config.download_dir = "org/tiny", str(tmp_path)
+    return config
+
+
+def stray(folder: Path, tmp_path: Path) -> VllmConfig:
+    copy = saved(folder, tmp_path / "copy", files=2)
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(3)}, copy / "zz-not-in-the-index.safetensors")
+    return engine(copy)
+
+
+def linked(folder: Path, tmp_path: Path) -> VllmConfig:
+    (tmp_path / "link").symlink_to(folder)
+    return engine(tmp_path / "link")
+
+
+def of_other_ranks(folder: Path, tmp_path: Path) -> VllmConfig:
+    config = engine(folder)
+    config.parallel_config = ParallelConfig(
+        tensor_parallel_size=2, pipeline_parallel_size=2, distributed_executor_backend="mp"
+    )
+    return config
+
+
+def other_head(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] += 1
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        lambda folder, tmp_path: engine(build_model(tmp_path / "elsewhere", SPEC)),
+        lambda folder, tmp_path: engine(saved(folder, tmp_path / "copy", files=5)),
+        lambda folder, tmp_path: engine(saved(folder, tmp_path / "copy", other_head)),
+        cached, stray, linked, of_other_ranks,
+    ],
+    ids=["same bytes", "more files", "another head", "cached", "stray", "linked", "ranks"],
+)  # fmt: skip
+def test_the_same_weights_elsewhere(folder: Path, tmp_path: Path, elsewhere: Callable[..., VllmConfig]) -> None:
+    ours, theirs = identity(engine(folder)), identity(elsewhere(folder, tmp_path))
+    assert re.match("[0-9a-f]{16} of ", ours[WEIGHTS])
+    check_model(ours, theirs)
+
+
+def test_a_fine_tune_of_anything_that_kv_depends_on_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Of one tensor of one layer, and by a small update of rank one, as of a merged LoRA adapter."""
+    names, ours = sorted(tensors_of(folder)), identity(engine(folder))
+    names.remove("lm_head.weight")
+    assert len(names) == 2 + 2 * 9
+    for number, name in enumerate(names):
+
+        def tune(tensors: Tensors, name: str = name) -> None:
+            tensor = tensors[name]
+            tensor += 1e-3 * torch.randn(tensor.shape[0], *[1] * (tensor.dim() - 1)) * torch.randn(tensor.shape[-1])
+
+        copy = saved(folder, tmp_path / str(number), tune)
+        with pytest.raises(IncompatiblePeerError, match=r"^peer refused: weights digest differs, [^\n]* model_tag"):
+            check_model(ours, identity(engine(copy)))
+        check_model(identity(engine(folder), "v2"), identity(engine(copy), "v2"))
+
+
+def test_of_the_experts_of_a_layer_the_first_counts(tmp_path: Path) -> None:
+    """So a checkpoint with tens of thousands of tensors costs no more than 50 ms, too."""
+    names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in (0, 1, 10, 123)]
+    experts = {name: torch.full((8,), float(number)) for number, name in enumerate(names)}
+
+    def digest(**changed: float) -> str:
+        save_file(experts | {name: torch.full((8,), value) for name, value in changed.items()}, tmp_path / "m")
+        return str(checkpoint_digest([tmp_path / "m"]))
+
+    base = digest()
+    assert [digest(**{name: 9.0}) == base for name in names] == [False, True, True, True]
+
+
+def dummy(folder: Path, tmp_path: Path) -> VllmConfig:
+    config = engine(folder)
+    config.load_config.load_format = "dummy"
+    return config
+
+
+def not_cached(folder: Path, tmp_path: Path) -> VllmConfig:
+    config = engine(folder)
+    config.model_config.model, config.load_config.download_dir = "org/tiny", str(tmp_path)
+    return config
+
+
+def damaged(folder: Path, tmp_path: Path) -> VllmConfig:
+    copy = saved(folder, tmp_path / "copy")
+    (copy / "part0.safetensors").write_bytes(b"\xff" * 100)
+    return engine(copy)
+
+
+@pytest.mark.parametrize(
+    ("unreadable", "why"),
+    [
+        (dummy, "load_format dummy"),
+        (lambda _, tmp_path: engine(build_model(tmp_path / "none", SPEC, weights=False)), "no file *.safetensors in "),
+        (not_cached, ""),
+        (damaged, "no header of safetensors"),
+    ],
+    ids=["dummy", "no files", "not cached", "damaged"],
+)
+def test_where_weights_cannot_be_read_names_are_compared(
+    folder: Path, tmp_path: Path, lines: Lines, unreadable: Callable[..., VllmConfig], why: str
+) -> None:
+    config = unreadable(folder, tmp_path)
+    theirs, name = identity(config), f"{config.model_config.model}, revision unset"
+    assert lines(f"the weights of {name} cannot be read (", why) and theirs[WEIGHTS] == f"unknown of {name}"
+    check_model(theirs, theirs)
+    check_model({**theirs, WEIGHTS: f"0123456789abcdef of {name}"}, theirs)
+    with pytest.raises(IncompatiblePeerError, match=r"weights digest differs, ours is [0-9a-f]{16} of .* unknown of "):
+        check_model({**theirs, WEIGHTS: "0123456789abcdef of another, revision unset"}, theirs)
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------
