@@ -147,7 +147,10 @@ class Links:
     def fail_all(self, why: str) -> None:
         """End all links, and so the reads over them. Later ones begin with a new handshake."""
         for link in self:
-            link.fail("peer_lost", why)
+            if link.handled_phase is LinkPhase.FAILED:  # it may have been refused for what has changed
+                self._close(link)
+            else:
+                link.fail("peer_lost", why)
 
     def close(self) -> None:
         """Close all links."""

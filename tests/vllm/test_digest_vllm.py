@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +239,53 @@ def test_where_weights_cannot_be_read_names_are_compared(
     check_model({**theirs, WEIGHTS: f"0123456789abcdef of {name}"}, theirs)
     with pytest.raises(IncompatiblePeerError, match=r"weights digest differs, ours is [0-9a-f]{16} of .* unknown of "):
         check_model({**theirs, WEIGHTS: "0123456789abcdef of another, revision unset"}, theirs)
+
+
+class TakesWeights(torch.nn.Module):
+    taken: list[str]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.taken = [name for name, _ in weights]
+
+
+class StandInWorker:
+    """Calls as vLLM's worker does: the connector finds it among its callers."""
+
+    def __init__(self, weights: EngineWeights, *, drafts: bool = False) -> None:
+        self.model, self.facts = TakesWeights(), [weights.fact]
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+        self._weight_update_is_draft = drafts
+        weights.follow(self.model_runner, self, lambda: self.facts.append(weights.fact))
+
+    def update_weights(self, pushed: list[tuple[str, torch.Tensor]]) -> None:
+        if pushed:
+            self.model.load_weights(weights=pushed)
+
+
+def test_weights_that_a_trainer_sends_are_those_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Also where none were read at the start, and in whatever parts they come."""
+    tuned = engine(saved(folder, tmp_path / "tuned", lambda tensors: [tensor.mul_(1.5) for tensor in tensors.values()]))
+    pushed = list(tensors_of(tmp_path / "tuned").items())
+    for config in (engine(folder), dummy(folder, tmp_path)):
+        worker = StandInWorker(EngineWeights(config))
+        worker.update_weights(pushed[:5])
+        worker.model.load_weights(each for each in pushed[5:])
+        assert worker.model.taken == [name for name, _ in pushed[5:]]
+        assert worker.facts[-1].partition(" ")[0] == EngineWeights(tuned).fact.partition(" ")[0]
+        assert len(set(worker.facts)) == len(worker.facts) == 3
+        worker.model.load_weights([(name, tensor.to("meta")) for name, tensor in pushed])
+        assert worker.facts[-1] == worker.facts[-2], "vLLM has only planned a load"
+
+
+def test_updates_that_pass_no_tensors_are_counted(folder: Path) -> None:
+    """As many of them on P and D are the same weights, but for those of a model that drafts."""
+    p, d = (StandInWorker(EngineWeights(engine(folder))) for _ in range(2))
+    for worker in (p, p, d):
+        worker.update_weights([])
+    assert p.facts[:2] == d.facts and len(set(p.facts)) == 3
+    drafts = StandInWorker(EngineWeights(engine(folder)), drafts=True)
+    drafts.update_weights([])
+    assert len(drafts.facts) == 1
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------
