@@ -80,10 +80,10 @@ def test_every_way_of_streaming_has_its_samples(tmp_path: Path) -> None:
 def test_wrong_answers_are_seen_and_none_is_of_kvferry(tmp_path: Path) -> None:
     """vLLM 0.32's NixlConnector reads the blocks that a reference names, whatever is in them by now: its wrong answers
     show that the comparison sees some."""
-    none, reused = "none", "used reference, blocks used again"
-    options = ["--count", "8", "--faults", none, reused]
+    none, reused, weights = "none", "used reference, blocks used again", "other weights on P, under D's path"
+    options = ["--count", "8", "--faults", none, reused, weights]
     result = run_benchmark("benchmarks/engines/wrong_answers.py", tmp_path, *options)
     rows = {(row["connector"], row["fault"]): row for row in result["rows"]}
-    right = {key: row["right"] for key, row in rows.items() if key != (THEIRS, reused)}
-    assert right == {(OURS, none): 8, (OURS, reused): 8, (THEIRS, none): 8}
-    assert rows[THEIRS, reused]["wrong"] > 0
+    right = {key: row["right"] for key, row in rows.items() if key[0] == OURS or key[1] == none}
+    assert right == {(OURS, none): 8, (OURS, reused): 8, (OURS, weights): 8, (THEIRS, none): 8}
+    assert rows[THEIRS, reused]["wrong"] > 0 < rows[THEIRS, weights]["wrong"]
