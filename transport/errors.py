@@ -71,7 +71,7 @@ class ProtocolError(KVFerryError):
 class IncompatiblePeerError(KVFerryError):
     """A peer's model or geometry does not fit ours; the message names the field and both values."""
 
-    def __init__(self, field: str, ours: object, theirs: object, advice: str = "") -> None:
+    def __init__(self, field: str, ours: object, theirs: object, *, advice: str = "") -> None:
         what, mine, other = (shortened(str(text)) for text in (field, ours, theirs))
         super().__init__(f"peer refused: {what} differs, ours is {mine}, the peer's is {other}{advice}")
         self.field, self.ours, self.theirs = field, ours, theirs

@@ -105,4 +105,4 @@ def check_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
 def misfit(field: str, ours: str, theirs: str) -> IncompatiblePeerError:
     """The error of a field that differs, with what to do."""
     advice = "; to hand over all the same, set one model_tag on both engines" if field == WEIGHTS else ""
-    return IncompatiblePeerError(field, ours, theirs, advice)
+    return IncompatiblePeerError(field, ours, theirs, advice=advice)
