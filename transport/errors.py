@@ -134,7 +134,7 @@ TO_DO = {
     "no_answer": "the prefill engine has not got or not computed this prompt in time: look at its queue and its log",
     "no_lease": "the prefill leg failed, or the decode leg came after `lease_seconds`: see the prefill engine's log",
     "expired": "the decode leg came after `lease_seconds`, or waited for blocks beyond `lease_cap_seconds`",
-    "incompatible": "model, dtype, caches or release differ: the decode engine's log names the field and both values",
+    "incompatible": "model, weights, dtype, caches or release differ: the decode engine's log names both values",
     "plane": "no data plane works, or none of `require_plane`: the decode engine's log says why; run `kvferry doctor`",
     "timeout": "the prefill engine hangs, or the network is slow: `handover_timeout_seconds`, `step_hold_seconds`",
     "peer_lost": "the prefill engine ended, or the connection to it broke: look at its log",
