@@ -409,13 +409,13 @@ class LoadPlanner(EngineFacts):
             parts.releases += [UnneededLease(entry.request_id, lease.token) for lease in entry.leases]
         elif before is RequestPhase.LOADING:
             self._beside.pop(entry.request_id, None)
-            if event in (_E.REFUSED, _E.ENDED):
+            if event in (_E.REFUSED, _E.ENDED) and not entry.handed_over:  # else a reset has cancelled it
                 parts.cancels.append(entry.request_id)
 
     def _refuse(self, entry: EngineRequest, why: ProtocolError) -> None:
+        self._advance(entry, RequestEvent.REFUSED)
         if entry.life.phase is RequestPhase.LOADING:
             self._settle(entry, "failed", "cancelled")
-        self._advance(entry, RequestEvent.REFUSED)
         reason: LocalReason = why.reason if isinstance(why, UnusablePromptError) else "malformed"
         self._settle(entry, "local", reason)
         if entry.is_prefix:  # any client may name sources
@@ -428,7 +428,8 @@ class LoadPlanner(EngineFacts):
     def _reset_loads(self) -> bool:
         """D's caches were reset: what P has computed before is not loaded. Loads that run are cancelled; they are
         reported as any other. Returns whether none runs."""
-        for entry in [each for each in self._requests.values() if each.life.phase in ACTIVE]:
+        active = [each for each in self._requests.values() if each.life.phase in ACTIVE]
+        for entry in [each for each in active if not each.handed_over]:  # else a reset has cancelled its load
             self._plan.urgent = True
             self._refuse(entry, UnusablePromptError("reset", "this engine's caches were reset"))
         return not self._phases[RequestPhase.LOADING]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.connector.config import Settings
@@ -120,6 +120,7 @@ ANSWERS = {
 any_event = st.sampled_from(["ask", "alloc", "decline", "report", "reset", "answer", "known", "error", "step"])
 
 
+@example("told", ["ask", "alloc", "reset", "reset"])
 @given(st.sampled_from(list(LEGS)), st.lists(any_event, max_size=30))
 def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(leg: str, script: list[str]) -> None:
     """Whatever happens in whatever order: and a question to P is answered or left, a load cancelled once at most."""
@@ -152,7 +153,7 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
     )
     cancelled = sum(len(plan.cancels) for plan in plans)
     assert kept == loaded + released <= 1 and kept <= (leg in ("told", "asked"))
-    assert cancelled <= loaded + 1 and (loaded or not cancelled)
+    assert cancelled <= loaded
     questions = [question for plan in plans for question in plan.lookups]
     left = sum(len(plan.left) for plan in plans) + sum(question.ended is not None for question in questions)
     assert len(questions) == (leg == "asked") and kept + left >= len(questions) and left <= len(questions)
