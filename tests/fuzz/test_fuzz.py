@@ -20,9 +20,9 @@ SEED = 20261123
 
 
 def test_decoders() -> None:
-    found = in_process.fuzz(SEED, 20_000, 60.0)
+    found = in_process.fuzz(SEED, 20_000, math.inf)
     assert not {name: outcome.failures for name, outcome in found.items() if outcome.failures}
-    assert sum(outcome.inputs for outcome in found.values()) >= 20_000 or len(found) > 30
+    assert sum(outcome.inputs for outcome in found.values()) >= 20_000
     quiet = {name for name, outcome in found.items() if not outcome.accepted}
     assert quiet <= {"shm attach at P"}, f"{quiet}: no input passed, so little was tried"
 

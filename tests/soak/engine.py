@@ -21,7 +21,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from tests.support.inside import consumer_of, leases_of, producer_of, sends_of, sessions_of, thread_of
-from tests.support.ranks import Rank, labels
+from tests.support.ranks import Rank, labels, left_in_tables, let_time_pass
 from tests.support.remote import tell
 from tests.support.turns import Usage
 
@@ -73,6 +73,7 @@ class SoakEngine:
         self.usage = Usage(self.rank)
         self.leak = leak
         self.leaked: list[Any] = []
+        self.ahead = 0.0  # the transfer thread's clock, in seconds
         tell({"event": "ready", "port": self.rank.address.port})
 
     # --- blocks ---------------------------------------------------------------------------------------------------
@@ -214,8 +215,14 @@ class SoakEngine:
             "reads": len(sends_of(producer).live),
             "blocks": self.blocks - len(self.free),
             "requests": len(self.requests),
+            "entries": sum(count for table, count in left_in_tables(self.rank).items() if table != "links"),
         }
         tell({"event": "sample", **self.usage.take(), **held})
+
+    def pass_time(self, seconds: float) -> None:
+        """Let it be so much later for the transfer thread."""
+        self.ahead += seconds
+        let_time_pass(self.rank, self.ahead)
 
     def idle(self) -> float:
         """A step; then seconds to wait for an order."""

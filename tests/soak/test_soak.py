@@ -11,10 +11,11 @@ SEED = 20261123
 
 
 class Slice(Soak):
-    """Some seconds on a slow host: fewer hand-overs, and no limit on the time of a recovery."""
+    """Some seconds on a slow host: fewer hand-overs. What is left at the end is looked at, and no figure: neither what
+    grows meanwhile nor how long a recovery takes."""
 
     under_way, least_loaded, bursts_each = 4, 40, 2
-    recovery_limit, patience = 60.0, 600.0
+    patience = 600.0
 
 
 class Leaking(Slice):
@@ -40,7 +41,7 @@ class Leaking(Slice):
 def test_engines_hold_nothing_after_faults_and_restarts() -> None:
     soak = Slice(3.0, SEED, ("cma", "tcp"))
     soak.run()
-    assert not failures(soak)
+    assert not soak.violations
     assert soak.counts["loaded"] >= 40 and soak.restarts >= 2 and soak.counts["throws of the stranger"]
     assert len(soak.bursts) == 4 and soak.counts["aborted in a burst"] >= BURST, "blocks back without traffic"
     assert all(soak.recovery.values()), "each restarted peer handed over again"
