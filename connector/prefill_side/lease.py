@@ -43,6 +43,7 @@ from kvferry.connector.pages.rank_context import MAX_TEXT, RankContext
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import ID_BYTES, LeaseGrant, Prefill
+from kvferry.transport.fair_table import FairTable
 from kvferry.transport.grant_board import GrantBoard
 from kvferry.transport.tracing import RecordedSpan
 
@@ -56,6 +57,8 @@ MAX_DECODE_ENGINES = 64
 ENDED_TOKENS = 1 << 16
 """Tokens that P remembers after their lease has ended, so that P refuses a late ask at once. P does not grant an ask
 with an unknown token either, but refuses it only after ``ask_hold_seconds``."""
+DRAWN_TOKENS = 1 << 14
+"""The same of tokens that a D has drawn for prefixes, of all D together."""
 
 DecodeEngine = bytes
 """The name of one life of a decode engine."""
@@ -389,7 +392,8 @@ class Leases:
 
     Attributes:
         held: how many leases have begun and have not been freed, lent prefixes too.
-        ended: tokens that no lease holds any more, or never will; and prefixes that are not lent.
+        ended: tokens of P's prompts that no lease holds any more, or never will.
+        drawn: tokens of prefixes that a D has asked to read, by its identity: a D may draw any number.
         board: where the grants are posted, if ``posts_grants``.
     """
 
@@ -399,6 +403,7 @@ class Leases:
         self.held = 0
         self._deadlines = Deadlines(self._due)
         self.ended: OrderedDict[bytes, None] = OrderedDict()
+        self.drawn: FairTable[bytes, None] = FairTable(DRAWN_TOKENS)
         self.board = GrantBoard()
         self.posts_grants = any(plane.pulls for plane in rank_context.planes)
         # Before its lease a prompt is read only where the engine frees none of its blocks meanwhile.
@@ -460,6 +465,10 @@ class Leases:
             self.board.withdraw(lease.posted)  # before the engine may reuse the blocks
             lease.posted = None
         return effects
+
+    def is_over(self, token: bytes) -> bool:
+        """Whether it is known that nobody can read under this token any more."""
+        return token not in self.table and (token in self.ended or token in self.drawn)
 
     def remember_end(self, token: bytes) -> None:
         """No lease holds the blocks of this token from now on."""

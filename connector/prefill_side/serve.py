@@ -336,12 +336,12 @@ class Producer:
     def _lend(self, session: Session, wanted: messages.LendPrefix, now: float) -> None:
         """D is about to read a prefix. Where it does not lie here any more, the ask that follows is refused."""
         token, digests = wanted.token, wanted.digests
-        if token in self.leases.table or token in self.leases.ended or token in self.named:
+        if token in self.leases.table or self.leases.is_over(token) or token in self.named:
             return  # another rank of D has asked
+        self.leases.drawn.put(session.identity, token, None)
         lent = self.prefixes.lend(token, digests, session.address)
         if lent is None:
             self._rank_context.stats.prefix("lent", "gone")
-            self.leases.remember_end(token)
             return
         life, blocks = lent
         caches = self._rank_context.caches
@@ -352,7 +352,6 @@ class Producer:
             self.leases.lend(LeaseGrant("a prefix", token, tokens, (packed,) * len(ids), digest), ids, life, now)
         except Exception:
             self.prefixes.end(token)
-            self.leases.remember_end(token)
             raise
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
@@ -363,7 +362,7 @@ class Producer:
         # A D that reads P's pages by itself waits until all is computed.
         if lease is None or not (lease.begun or session.sender is not None or self._may_read(lease)):
             preempted = lease is not None and lease.lifetime.state.phase is LeasePhase.PREEMPTED
-            if ask.token in self.leases.ended:
+            if self.leases.is_over(ask.token):
                 self.deny(identity, read, "expired")
             elif preempted or self.named.is_taken_back(ask.token):
                 # A step of D may wait: D, or another rank of it, was told that the prompt is computed, or nearly.
@@ -438,7 +437,7 @@ class Producer:
     def _release(self, session: Session | None, release: messages.Release, now: float, identity: bytes = b"") -> None:
         """Count a release. For a lease that P holds, any D counts that knows its token, also one whose geometry P has
         refused. Before that, P keeps releases of D ranks that it knows, and of prompts that it computes."""
-        if release.token in self.leases.ended:
+        if self.leases.is_over(release.token):
             return
         lease = self.leases.table.get(release.token)
         if lease is not None and (lease.begun or lease.lent):
@@ -497,7 +496,6 @@ class Producer:
         cap = self._rank_context.settings.lease_cap_seconds
         del self.leases.table[token]
         self.leases.held -= 1
-        self.leases.remember_end(token)
         if lease.lent:  # the engine knows nothing of it
             assert lease.blocks is not None
             if reason != "reset":
@@ -505,6 +503,7 @@ class Producer:
             self.prefixes.end(token)
             lease.blocks.lose()
             return
+        self.leases.remember_end(token)
         self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(request_id)
         if answers := self.named.end(token, now):
@@ -576,6 +575,7 @@ class Producer:
             self._stop(read, now)
         self._sends.ended.drop(session.identity)
         self._early.asks.drop(session.identity)
+        self.leases.drawn.drop(session.identity)
         self._replies.kept.drop(session.identity)
         self._sessions.end(session)
 

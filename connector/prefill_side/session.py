@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -98,13 +98,14 @@ class Sessions:
         return None
 
     def displaced(self, identity: bytes) -> Iterator[Session]:
-        """The sessions that must end before a session of ``identity`` begins: its former session, and the session that
-        has been silent longest where ``SESSIONS`` are open."""
+        """The sessions that must end before a session of ``identity`` begins: its former session; and, where
+        ``SESSIONS`` are open, of the host that has most of them the one that has been silent longest."""
         former = self.table.get(identity)
         if former is not None:
             yield former
         while len(self.table) >= SESSIONS:
-            yield next(iter(self.table.values()))
+            ((most, _),) = Counter(session.address for session in self.table.values()).most_common(1)
+            yield next(session for session in self.table.values() if session.address == most)
 
     def begin(self, identity: bytes, hello: messages.Hello, address: str, now: float) -> messages.Welcome:
         """Begin a session for a Hello that has passed ``check`` and came from ``address``. Only a D on this host learns

@@ -11,12 +11,21 @@ import msgspec
 import pytest
 
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
-from kvferry.connector.prefill_side import lease, send, serve
+from kvferry.connector.prefill_side import lease, send, serve, session
 from kvferry.connector.wire import messages
 from kvferry.transport.control.listener import Delivery
 from kvferry.transport.errors import ProtocolError
 from tests.handover.scenario import PATIENT, WHOLE, Gate, Pair, RankGroup, RawD, another_works, ask, lease_plan, leased
-from tests.support.inside import early_asks, early_votes, leases_of, listener_of, replies_of, sends_of, sessions_of
+from tests.support.inside import (
+    board_of,
+    early_asks,
+    early_votes,
+    leases_of,
+    listener_of,
+    replies_of,
+    sends_of,
+    sessions_of,
+)
 from tests.support.ranks import Rank, grant, wait
 from tests.support.turns import MOST_BYTES, MOST_TURN_LINES, TurnLines, resident_bytes
 
@@ -90,6 +99,37 @@ def test_reads_that_have_ended_are_bounded(pair: Pair, hostile: RawD, monkeypatc
         hostile.send(messages.Cancel(read=number))
     hostile.settled()
     assert 0 < len(ended) <= 100
+
+
+def test_tokens_that_a_d_draws_displace_no_others(
+    group: RankGroup, pair: Pair, hostile: RawD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65,536 of them, in 6 s, displaced the ends of all leases: late asks then waited for ``ask_hold_seconds``."""
+    p, honest, over = pair[0], group.raw(*pair), [leased(pair[0]), secrets.token_bytes(16)]
+    monkeypatch.setattr(lease, "ENDED_TOKENS", 64)
+    monkeypatch.setattr(p.producer.leases.drawn, "limit", 64)
+    honest.send(release(over[0]))
+    honest.send(messages.LendPrefix(token=over[1], digests=bytes(16)))
+    honest.settled()
+    for number in range(300):
+        hostile.send(messages.LendPrefix(token=number.to_bytes(16, "big"), digests=bytes(16)))
+    hostile.settled()
+    for read, token in enumerate(over):
+        honest.send(ask(read, token))
+        assert honest.answer(messages.Deny).reason == "expired"
+    assert len(p.producer.leases.drawn) <= 64
+
+
+def test_a_host_with_many_sessions_ends_its_own(p: Rank, hostile: RawD, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who connects again and again ended the session of the D that was silent for longest, and its reads."""
+    monkeypatch.setattr(session, "SESSIONS", 8)
+    sessions = session.Sessions(p.context, board_of(p).place)
+    for number in range(40):
+        identity, address = bytes([number]), "10.0.0.2" if number else "10.0.0.1"
+        for displaced in sessions.displaced(identity):
+            sessions.end(displaced)
+        sessions.begin(identity, hostile.hello, address, float(number))
+    assert list(sessions.table) == [bytes([number]) for number in (0, *range(33, 40))]
 
 
 def test_smaller_chunks_than_settings_allow_are_no_message() -> None:
