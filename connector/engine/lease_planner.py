@@ -86,7 +86,7 @@ class _Prompt:
     computed_in: int = 0
     """The last step that computed tokens of it; 0 for none."""
     stale: bool = False
-    """It has tokens that were computed before a reset of the caches."""
+    """Tokens of it were computed before a reset of the caches."""
 
 
 @dataclass(eq=False)
@@ -121,9 +121,9 @@ class LeasePlanner(EngineFacts):
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def _add_prompt(self, view: RequestView, computed_in: int = 0, stale: bool = False) -> None:
+    def _add_prompt(self, view: RequestView) -> None:
         """Follow a request that is to be handed over until its end."""
-        self._prompts[view.request_id] = _Prompt(view, computed_in=computed_in, stale=stale)
+        self._prompts[view.request_id] = _Prompt(view)
         self._new.append(view.request_id)
 
     def num_tokens_for_d(self, request: RequestView) -> int:
@@ -275,13 +275,13 @@ class LeasePlanner(EngineFacts):
         self._held.end(request_ids)
 
     def _reset_prompts(self) -> bool:
-        """The engine's caches were reset: prompts of which tokens are computed are given up, and wait to be begun anew,
-        under another token. Returns whether no lease is held."""
-        for prompt in list(self._prompts.values()):
+        """The engine's caches were reset: prompts of which tokens are computed are given up, also where the engine
+        computes them anew: a D that was told of one has it refused, and asks no more. Returns whether no lease is held.
+        """
+        for prompt in self._prompts.values():
             prompt.stale |= prompt.computed_in > 0
             if prompt.phase in _BEGUN:
                 self._give_up(prompt)
-                self._add_prompt(prompt.view, prompt.computed_in, prompt.stale)
                 self._plan.urgent = True
         self._end_leases()
         return not self._held
@@ -325,7 +325,6 @@ class LeasePlanner(EngineFacts):
         for tokens in scheduled:
             prompt = self._prompts.get(tokens.request_id)
             if prompt is not None:
-                prompt.stale &= not tokens.all_blocks
                 self._scheduled(prompt, tokens, may_stream(tokens.request_id), alone)
         new, self._new = self._new, []
         for prompt in [self._prompts[request_id] for request_id in new if request_id in self._prompts]:

@@ -87,8 +87,7 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
     def reset_caches(self) -> bool:
         """The engine's caches were reset: no KV that was computed before is handed over from here, or loaded here.
 
-        All leases end with the next plan. Prompts under computation are given up; one of which the engine computes all
-        tokens anew, with the blocks of ``ScheduledTokens.all_blocks``, is handed over as another. Loads are cancelled.
+        All leases end with the next plan. Prompts under computation are given up, and loads are cancelled.
         Returns whether no lease and no load is left. Otherwise the caller may ask again after a few steps.
         """
         unheld, unloaded = self._reset_prompts(), self._reset_loads()
