@@ -3,7 +3,7 @@
 First the life of one lookup as a table, which is pure; then ``Lookups``, which performs what the table decides. ::
 
     LOCATING ──▶ FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ FOUND ──▶ ENDED
-                    └──────▶ LEFT ──────────────────────────────────────▶  ▲
+        └───────────┴──────▶ LEFT ──────────────────────────────────────▶  ▲
     every state ── P failed, or the request has ended ─────────────────────┘
 
 D's engine gives the request no blocks meanwhile. In LOCATING, P's bootstrap page is fetched, where the request names
@@ -14,7 +14,8 @@ then goes inside a step. The deadline is that of D's scheduler half: LEFT. It be
 engine has the prompt. In FOUND, D's engine has not taken the answer yet.
 
 A request that does not need its lease any more must not leave it to P's clock. Where P has answered, D releases the
-lease at once. Where P does not know the prompt yet, P may have it already in its engine: the question stays open, LEFT.
+lease at once. Where P does not know the prompt yet, or has not been asked, P may have it already in its engine: the
+question stays open, LEFT.
 
 No link to P can be made before the answer, because a link is made to one life of one rank, and that life is part of the
 answer.
@@ -53,9 +54,11 @@ from kvferry.transport.errors import KVFerryError, ProtocolError, TransportError
 
 RETRY_SECONDS = 0.2
 """Seconds until D asks again after P has said that it does not know the name yet. P holds a question for long."""
-LEFT_SECONDS = 5.0
-"""How long a question stays open whose request has ended. A router ends P's leg together with D's, so that P either has
-finished the prompt by then or never does."""
+LEFT_SECONDS = 60.0
+"""How long a question stays open whose request has ended. A router ends P's leg together with D's, but a P that takes
+long for a step may compute the prompt before it sees that."""
+MAX_LEFT = 4096
+"""Questions that stay open so; beyond it the oldest ends."""
 MAX_CONTACTS = 256
 """Addresses of P engines that D asks at one time. Requests name the addresses, and clients may send any."""
 IDLE_CONTACT_SECONDS = 30.0
@@ -202,6 +205,7 @@ LOOKUP: TransitionTable[LookupState, LookupEvent, LookupEffect] = TransitionTabl
     LookupEventKind,
     (
         ((_P.LOCATING,), (_K.LOCATED,), lambda *_: (LookupState(), (_E.ASK,))),
+        ((_P.LEFT,), (_K.LOCATED,), lambda state, event, now: (state, (_E.ASK,))),
         ((_P.FINDING,), (_K.RESOLVED,), _found),
         ((_P.CONNECTING,), (_K.PLANE_FOUND,), lambda state, event, now: _FOUND if event.p_sends else _AWAIT),
         (
@@ -217,9 +221,8 @@ LOOKUP: TransitionTable[LookupState, LookupEvent, LookupEffect] = TransitionTabl
             lambda state, event, now: _lost(event.why) if state.lost else _wait(state, now, lost=True),
         ),
         (_WAITING, (_K.FAILED,), lambda state, event, now: _lost(event.why)),
-        ((_P.LOCATING,), (_K.LEFT,), lambda *_: _ended()),
         (
-            (_P.FINDING,),
+            (_P.LOCATING, _P.FINDING),
             (_K.LEFT,),
             lambda state, event, now: (replace(state, phase=_P.LEFT, until=now + LEFT_SECONDS), ()),
         ),
@@ -229,10 +232,15 @@ LOOKUP: TransitionTable[LookupState, LookupEvent, LookupEffect] = TransitionTabl
         (
             (_P.LEFT,),
             (_K.UNRESOLVED,),
-            lambda state, event, now: _ended() if event.final else _wait(state, now, lost=state.lost),
+            lambda state, event, now: _ended() if event.final else _wait(state, now),
         ),
         ((_P.LEFT,), (_K.TICK,), _left_tick),
-        ((_P.LEFT,), (_K.FAILED, _K.LOST), lambda *_: _ended()),
+        (
+            (_P.LEFT,),
+            (_K.LOST,),
+            lambda state, event, now: _ended() if state.lost else _wait(state, now, lost=True),
+        ),
+        ((_P.LEFT,), (_K.FAILED,), lambda *_: _ended()),
         ((_P.FOUND,), (_K.TAKEN,), lambda *_: _ended()),
         # An answer may come twice, or late; links may be ready before they are needed.
         (LookupPhase, LookupEventKind, ignore),
@@ -377,11 +385,12 @@ class Lookups:
                     self._fail(contact, str(error), now)
             self._look_at(contact, now)
         for lookup in list(self._looked_at):
-            if lookup.page is not None and lookup.page.done:
-                self._located(lookup, lookup.page, now)
+            if lookup.page is not None:
+                if lookup.page.done:
+                    self._located(lookup, lookup.page, now)
             elif lookup.lifetime.state.phase is LookupPhase.CONNECTING:
                 self._look_at_links(lookup, now)
-            elif lookup.lifetime.state.phase is not LookupPhase.LOCATING:
+            else:
                 del self._looked_at[lookup]
 
     def close_unused(self, now: float) -> None:
@@ -467,6 +476,9 @@ class Lookups:
                     del self.open[lookup.wanted.request_id]
                 if phase is LookupPhase.LEFT:
                     self.left[lookup] = None
+                    if len(self.left) > MAX_LEFT:
+                        oldest = next(iter(self.left))
+                        self.give(oldest, TICK, oldest.lifetime.state.until)
                 else:
                     self.left.pop(lookup, None)
             for effect in effects:
@@ -503,8 +515,8 @@ class Lookups:
             case _E.RELEASE:
                 self._release_unneeded(lookup, now)
             case _E.LEAVE:
-                assert lookup.contact is not None
-                lookup.contact.connection.send(messages.encode(messages.LeaveName(number=lookup.number)))
+                if lookup.contact is not None:  # else P has not been asked
+                    lookup.contact.connection.send(messages.encode(messages.LeaveName(number=lookup.number)))
         return ()
 
     def _ask(self, lookup: Lookup, now: float) -> Sequence[LookupEvent]:

@@ -67,7 +67,8 @@ def test_ways(way: tuple[LookupEvent, ...], phase: LookupPhase, effects: list[Lo
 def test_a_p_that_must_be_found_first_is_asked_then() -> None:
     state = LookupState(PHASE.LOCATING)
     assert after(LOCATED, state=state) == (LookupState(), [E.ASK])
-    assert after(LEFT, state=state) == (LookupState(PHASE.ENDED), []), "nobody was asked"
+    left, effects = after(LEFT, state=state)
+    assert (left.phase, effects, after(LOCATED, state=left)) == (PHASE.LEFT, [], (left, [E.ASK])), "P may have it"
     assert after(FAILED, state=state) == (LookupState(PHASE.ENDED, why="p"), [E.REPORT_LOST])
 
 
@@ -113,6 +114,9 @@ def test_a_question_outlives_its_request_while_p_does_not_know_the_prompt() -> N
         assert after(end, state=left) == (LookupState(PHASE.ENDED), [])
     again, _ = after(NOT_YET, state=left, now=2.0)
     assert after(TICK, state=again, now=2.0 + RETRY_SECONDS)[1] == [E.ASK]
+    lost, _ = after(LOST, state=left, now=2.0)
+    assert after(TICK, state=lost, now=2.0 + RETRY_SECONDS)[1] == [E.ASK], "over another connection"
+    assert after(LOST, state=lost) == (LookupState(PHASE.ENDED), [])
     assert after(TICK, state=left, now=1.0 + LEFT_SECONDS)[1] == [E.LEAVE]
     assert after(TICK, state=again, now=1.0 + LEFT_SECONDS) == (LookupState(PHASE.ENDED), []), "no question is open"
 

@@ -16,6 +16,7 @@ from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.wire import messages
 from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
 from tests.support.inside import consumer_of, producer_of, replies_of, scheduler_half
+from tests.support.turns import TurnLines
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, eventually, loaded, run, settle
 
@@ -220,20 +221,31 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
 
 
 BEFORE, MEANWHILE, AFTER = "before P has begun", "while P computes", "while the answer comes"
+LONG_BEFORE, LOST = "half a minute before P has begun", "before P has begun, and the connection is lost"
 
 
 @PLANES
 @pytest.mark.parametrize(
-    ("when", "tp"), [(BEFORE, (1, 1)), (BEFORE, (2, 1)), (BEFORE, (1, 2)), (MEANWHILE, (1, 1)), (AFTER, (1, 1))]
-)
+    ("when", "tp"),
+    [(BEFORE, (1, 1)), (BEFORE, (2, 1)), (BEFORE, (1, 2)), (LONG_BEFORE, (1, 1)), (LOST, (1, 1)), (MEANWHILE, (1, 1)),
+     (AFTER, (1, 1))],
+)  # fmt: skip
 def test_a_d_that_is_aborted_releases_the_lease(group: EngineGroup, plane: str, when: str, tp: tuple[int, int]) -> None:
     """Before P has begun P's engine may have the prompt, and D's engine takes no further step; while P computes D knows
     the token before P has granted it. The lease is longer than any test."""
     p, d = (group.engine(n, tp=tp[n], extra={"plane": plane}, max_batched=128) for n in range(2))
     request_id = asked(d, p.named(transfer_id="tx"), p)
-    if when == BEFORE:
+    if when in (BEFORE, LONG_BEFORE, LOST):
         d.abort(request_id)
         settle(d)
+        eventually(lambda: bool(lookups(d).left))
+    if when == LONG_BEFORE:
+        d.let_time_pass(30.0)
+        turns = TurnLines(d)
+        eventually(lambda: turns.count > 1)
+    if when == LOST:
+        (contact,) = lookups(d).contacts.values()
+        contact.connection.lose("ended by P")
     leg = p.add(IDS, TO_P)
     if when == MEANWHILE:
         p.step()
@@ -270,13 +282,19 @@ def test_a_request_that_loads_nothing_releases_the_lease(group: EngineGroup, how
 
 
 def test_a_request_that_ends_while_the_page_is_fetched(group: EngineGroup) -> None:
+    """P may have the prompt: it is asked for it then."""
     p, d = group.pair()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        request_id = ask(d, by_page(p, silent.getsockname()[1]))
+    with socket.create_server(("127.0.0.1", 0)) as late:
+        request_id = ask(d, by_page(p, late.getsockname()[1]))
         eventually(lambda: bool(lookups(d).open))
         d.abort(request_id)
         settle(d)
         eventually(lambda: not lookups(d).open)
+        p.finish(p.add(IDS, TO_P))
+        with late.accept()[0] as fetches:
+            content = bootstrap_page(p.engine_id, 0, {(0, 0): (p.address.host, p.address.port)})
+            fetches.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
+        settle(p)
 
 
 # --- patience -----------------------------------------------------------------------------------------------------
