@@ -105,6 +105,13 @@ def samples(front: Front) -> dict[str, float]:
     return found
 
 
+def test_where_a_client_learns_the_urls_of_engines_is_in_security_md() -> None:
+    said = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    with routed(prefill_engine(), decode_engine()) as front:
+        for path in ("/router/engines", "/router/status", "/health", "/metrics"):
+            assert f"`{path}`" in said and front.d[0] in front.get(path).text
+
+
 def test_metrics_and_the_data_of_the_status_page() -> None:
     go_on = threading.Event()
     p, d = prefill_engine(), decode_engine(pieces=2, go_on=go_on)
