@@ -24,7 +24,7 @@ MOST_BYTES = 64 << 20
 class TurnLines:
     """Counts the turns of a rank's transfer thread from now on. ``most``: lines of Python in one of them."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Any) -> None:
         thread: Any = thread_of(rank)
         real, self.count, self.most = thread.turn, 0, 0
 
