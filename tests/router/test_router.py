@@ -117,3 +117,4 @@ def test_health_and_models() -> None:
     with routed(gone(), d, checks=Checks()) as front:
         health = front.get("/health")
         assert health.status_code == 200 and health.json()["status"] == "degraded"
+        assert "no prefill engine takes requests" in health.json()["handed_over"]["prefill"]
