@@ -85,6 +85,14 @@ class PlaneUnavailableError(TransportError):
     """A data plane cannot be used here; the message gives the reason."""
 
 
+class PlaneBusyError(PlaneUnavailableError):
+    """Too many connect to P's socket at this moment: the caller tries again."""
+
+
+class NotConnectedError(TransportError):
+    """The connection of a decode rank is not here yet, perhaps behind many others: the caller looks again."""
+
+
 class PeerUnreachableError(PlaneUnavailableError):
     """Our GPU does not reach P's memory by any plane."""
 
