@@ -11,6 +11,8 @@ import reprlib
 from collections.abc import Iterable
 from math import inf
 
+PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
+"""No line ends and no control characters: KVFerry logs the strings that peers send."""
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 
