@@ -524,7 +524,8 @@ class Producer:
         if answers := self.named.end(token, now):
             self.answer(answers)
         if reason == "reset":
-            logger.info("kvferry: lease of %s has ended: this engine was paused, or its caches were reset", request_id)
+            text = "kvferry: lease of %s has ended: this engine was paused, or its caches were reset"
+            self._expired.info(reason, text, request_id)
         elif reason != "released":
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             self._expired.warning(reason, "kvferry: lease of %s expired: %s", request_id, why)
