@@ -106,27 +106,25 @@ class HealthChecks:
     async def _look(self, engine: Engine, *, waits: bool = False) -> bool:
         """What a D has counted, or whether an engine moves for which a request waits. Where its page cannot be had,
         nothing is known anew. Returns whether it takes connections."""
-        router, handed_over, there = self._router, engine.handed_over, True
+        router, handed_over, there, answer = self._router, engine.handed_over, True, None
         if waits or (engine.role is Role.DECODE and engine.state is not EngineState.DOWN):
-            limit = PAGE_SECONDS if waits else self._checks.timeout
+            limit, page = PAGE_SECONDS if waits else self._checks.timeout, xxh3_64()
             try:
                 async with asyncio.timeout(limit):
-                    there = False
                     answer = await router.http.send("GET", engine.url, "/metrics", connect=limit)
-                    there, page = True, xxh3_64()
                     with closing(answer):
                         lines = await _lines_of(answer, page)
+                    counted = page.intdigest() if page.intdigest() != NOTHING else None
+                    if router.engines.moved(engine, counted, router.clock()):
+                        log.info("%s engine %s goes on", engine.role, engine.url)
                     counts = await asyncio.to_thread(counts_of, lines)
-                counted = page.intdigest() if page.intdigest() != NOTHING else None
-                if router.engines.moved(engine, counted, router.clock()):
-                    log.info("%s engine %s goes on", engine.role, engine.url)
                 if engine.role is Role.DECODE:
                     handed_over.take(counts)
                     handed_over.unreadable = False
             except TimeoutError:
-                there = True
+                pass
             except HttpError as error:
-                there |= isinstance(error, OwnFaultError)
+                there = answer is not None or isinstance(error, OwnFaultError)
                 if there:  # nobody knows what it counts
                     router.engines.moved(engine, None, router.clock())
             except Exception as error:  # the parser raises many kinds, and no page may end the checks of all engines

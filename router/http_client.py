@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -71,19 +71,16 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
 @dataclass(eq=False)
 class RequestProgress:
     """How far one request has come. ``sent``: it has a connection, so that the engine may have it. ``answered``: a byte
-    of the answer was received. ``at``: when the last of it happened, by ``time.monotonic``. ``tokens``: of its prompt.
-    ``held``: it does not wait for the engine. ``given_up``: why the router waits no longer."""
+    of the answer was received. ``at``: since when it waits for the next one, by ``time.monotonic``. ``tokens``: of its
+    prompt. ``held``: it does not wait for the engine. ``given_up``: why the router waits no longer."""
 
     sent: bool = False
     answered: bool = False
-    at: float = field(default_factory=time.monotonic)
+    at: float = 0.0
     tokens: float = 0.0
     held: bool = False
     given_up: str = ""
-    _protocol: _Protocol | None = None
-
-    def connected(self, protocol: _Protocol) -> None:
-        self._protocol, self.sent, self.at = protocol, True, time.monotonic()
+    protocol: _Protocol | None = None
 
     def go_on(self) -> None:
         """It waits for the engine from now on."""
@@ -91,9 +88,9 @@ class RequestProgress:
 
     def give_up(self, why: str) -> None:
         """End it: its connection closes, and who waits for an answer gets HttpError."""
-        if self._protocol is not None and self._protocol.progress is self and self._protocol.transport is not None:
+        if self.protocol is not None and self.protocol.progress is self and self.protocol.transport is not None:
             self.given_up = why
-            self._protocol.transport.abort()
+            self.protocol.transport.abort()
 
 
 _progress: ContextVar[RequestProgress] = ContextVar("progress")
@@ -110,7 +107,7 @@ class _Connector(aiohttp.TCPConnector):
             protocol: Any = connection.protocol
             if protocol.progress is None or not protocol.left:
                 protocol.progress = _progress.get()
-                protocol.progress.connected(protocol)
+                protocol.progress.protocol, protocol.progress.sent = protocol, True
                 return connection
             connection.close()
 
@@ -181,7 +178,7 @@ class HttpClient:
                 connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 skip_auto_headers=_AUTOMATIC, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
             )  # fmt: skip
-        given, progress = progress is not None, progress or RequestProgress()
+        legs, progress = self.under_way if progress else {}, progress or RequestProgress()
         _progress.set(progress)
         sent: CIMultiDict[str] = CIMultiDict(headers or {})
         data: Any = None
@@ -192,9 +189,7 @@ class HttpClient:
                 sent["content-length"] = str(sum(map(len, pieces)))
                 data = _windows(pieces)
         how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
-        if given:
-            self.under_way[progress] = base
-        over = partial(self.under_way.pop, progress, None)
+        legs[progress], over, progress.at = base, partial(legs.pop, progress, None), time.monotonic()
         try:
             return Answer(await self.session.request(method, _url(base + path), data=data, **how), over, progress)
         except BaseException as error:

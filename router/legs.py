@@ -361,7 +361,7 @@ class Legs:
     # --- D
 
     def another_decode(self, but: Collection[Engine]) -> bool:
-        return any(self.engines.usable(Role.DECODE, self.clock(), but))
+        return any(not engine.failed_checks for engine in self.engines.usable(Role.DECODE, self.clock(), but))
 
     async def ask_decode(
         self, asked: ClientRequest, body: Body, progress: RequestProgress, *, tried: list[Engine] | None = None

@@ -67,9 +67,8 @@ from kvferry.transport.sockets import (
     WRITABLE,
 )
 from kvferry.transport.staging import SlotPool
-from kvferry.transport.wake import RateLimitedLog
 
-_limited = RateLimitedLog(logging.getLogger("vllm.kvferry.tcp"))
+logger = logging.getLogger("vllm.kvferry.tcp")
 
 _SCRATCH_BYTES = 256 << 10
 _GPU_WINDOW = 3
@@ -454,7 +453,7 @@ class TcpRecvChannel(ConnectingReceiver):
             try:
                 pieces = expected.into()
             except Exception:  # the error affects this message only
-                _limited.exception("place", "kvferry: no place for a message")
+                logger.exception("kvferry: no place for a message")
                 pieces, reported = self._plane.nowhere(nbytes), 0
         else:
             slot = self._plane.recv_pool.take()
