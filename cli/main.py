@@ -304,19 +304,14 @@ def router(
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
     admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,
     otlp_traces_endpoint: Annotated[str, typer.Option(help="URL to send spans of requests to (extra: otel)")] = "",
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="debug: all lines")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="log one JSON object a line")] = False,
 ) -> None:
     """Serve OpenAI's API in front of prefill and decode engines (extra: router)."""
-    try:
-        from kvferry.router import command
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the router needs {error.name}: pip install 'kvferry[router]'") from None
-    command.router(
-        prefill or (), decode or (), engines_file, host=host, port=port, serial=serial, always=always,
-        prefix_reads=prefix_reads,
-        timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
-        max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
-        otlp_traces_endpoint=otlp_traces_endpoint,
-    )  # fmt: skip
+    options = locals()
+    from kvferry.router.command import router
+
+    router(**options)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,13 @@ def complain(text: object) -> None:
 
 @contextmanager
 def failing() -> Iterator[None]:
-    """Ends a command with exit status 2 where its input is not usable, and with 1 where the answer is no."""
+    """Ends a command with exit status 2 where its input or installation is not usable, and 1 where the answer is no."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        extra = "engine" if error.name in ("numpy", "torch", "triton") else "router"
+        complain(f"this command needs {error.name}: pip install 'kvferry[{extra}]'")
+        raise typer.Exit(2) from None
     except (KVFerryError, FailedError) as error:
         complain(error)
         raise typer.Exit(1 if isinstance(error, FailedError) else 2) from None

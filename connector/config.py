@@ -15,10 +15,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvferry.connector.geometry.rank_geometry import PRINTABLE
 from kvferry.transport.control.key_file import read_key_file, shared_key
 from kvferry.transport.control.keys import Keys, raw_key
-from kvferry.transport.errors import ConfigError, did_you_mean
+from kvferry.transport.errors import PRINTABLE, ConfigError, did_you_mean
 from kvferry.transport.host import AllowedPeers
 from kvferry.transport.registry import plane_names
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import uvloop
+from pythonjsonlogger.json import JsonFormatter
 
 from kvferry.connector.config import unknown_variables
 from kvferry.router.app import App, Limits
@@ -22,33 +23,39 @@ from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts, log
 from kvferry.router.membership import DnsName, EnginesFile, Source
 from kvferry.router.router import Router
-from kvferry.transport.errors import ConfigError, UsageError, check_positive, quoted, quoted_url
+from kvferry.transport.errors import UsageError, check_positive, quoted, quoted_url
 from kvferry.transport.tracing import open_tracer
+from kvferry.transport.wake import LimitedLines
 
+LINE = "%(asctime)s %(name)s %(levelname)s %(message)s"
 MIN_TOKEN_CHARS = 16
 OWN_DESCRIPTORS = 256  # For listeners, names, files, and connections that are refused
 _ENDPOINT = re.compile(r"(https?|grpc)://([^@/\s]*@)?(\[[0-9a-fA-F:.]+\]|[^@/:\[\]\s]+)(:[1-9]\d{0,4})?(/\S*)?")
 
 
 def router(
-    prefill: Sequence[str], decode: Sequence[str], engines_file: Path | None, *, host: str, port: int, serial: bool,
-    always: bool, prefix_reads: bool, timeouts: tuple[float, float, float],
-    health_interval: float, max_requests: int, max_body_mib: int,
-    admin_token_file: Path | None, otlp_traces_endpoint: str,
+    prefill: Sequence[str] | None, decode: Sequence[str] | None, engines_file: Path | None, *, host: str, port: int,
+    serial: bool, always: bool, prefix_reads: bool, connect_timeout: float, prefill_timeout: float,
+    abandoned_prefill_timeout: float, health_interval: float, max_requests: int, max_body_mib: int,
+    admin_token_file: Path | None, otlp_traces_endpoint: str, log_level: str, log_json: bool,
 ) -> None:  # fmt: skip
-    """Serve until SIGTERM or Ctrl-C; requests in flight end first. Raises UsageError: an argument is not usable."""
+    """Serve until SIGTERM or Ctrl-C; requests in flight end first. Raises KVFerryError: an argument is not usable."""
+    timeouts = connect_timeout, prefill_timeout, abandoned_prefill_timeout
     names = "--connect-timeout", "--prefill-timeout", "--abandoned-prefill-timeout", "--health-interval"
     for name, seconds in zip(names, (*timeouts, health_interval), strict=True):
         check_positive(name, seconds)
     if otlp_traces_endpoint and not _ENDPOINT.fullmatch(otlp_traces_endpoint):
-        given = quoted_url(otlp_traces_endpoint)
-        raise UsageError(f"--otlp-traces-endpoint is {given}, expected a URL such as http://127.0.0.1:4317")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        shown = quoted_url(otlp_traces_endpoint)
+        raise UsageError(f"--otlp-traces-endpoint is {shown}, expected a URL such as http://127.0.0.1:4317")
+    lines = logging.StreamHandler()
+    lines.setFormatter((JsonFormatter if log_json else logging.Formatter)(LINE))
+    if log_level != "debug":
+        lines.addFilter(LimitedLines())
+    logging.basicConfig(level=log_level.upper(), handlers=[lines])
     for name, wrong in unknown_variables().items():
         log.warning("%s: %s; remove it, or correct its name", name, wrong)
-    sources: list[Source] = []
-    for urls, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
-        sources += [DnsName(url, role) for url in urls if url.startswith("dns:")]
+    given = (prefill or (), Role.PREFILL), (decode or (), Role.DECODE)
+    sources: list[Source] = [DnsName(url, role) for urls, role in given for url in urls if url.startswith("dns:")]
     if engines_file is not None:
         file = EnginesFile(engines_file)
         try:
@@ -57,19 +64,13 @@ def router(
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"the {file} is not usable: {why}") from None
         sources.append(file)
-    fixed = [[url for url in urls if not url.startswith("dns:")] for urls in (prefill, decode)]
+    fixed = [[url for url in urls if not url.startswith("dns:")] for urls, _ in given]
     token = "" if admin_token_file is None else _token(admin_token_file)
     if not decode and engines_file is None and not token:
         raise UsageError("no decode engine is named: --decode http://HOST:PORT, --engines-file, or --admin-token-file")
-    engines = EnginePool(*fixed)
-    try:
-        tracer = open_tracer(otlp_traces_endpoint)
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
+    engines, tracer = EnginePool(*fixed), open_tracer(otlp_traces_endpoint)
     app = App(
-        Router(
-            engines, LegTimeouts(*timeouts), serial=serial, always=always, prefix_reads=prefix_reads, tracer=tracer
-        ),
+        Router(engines, LegTimeouts(*timeouts), serial=serial, always=always, prefix_reads=prefix_reads, tracer=tracer),
         limits=limits_of(max_requests, max_body_mib << 20), checks=Checks(health_interval, timeout=health_interval),
         sources=sources, admin_token=token,
     )  # fmt: skip

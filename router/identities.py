@@ -8,7 +8,7 @@ from typing import Any
 log = logging.getLogger("kvferry.router")
 
 IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
-IDENTITY_ALSO = ("remote_key", "tp_size", "pp_size", "dcp_size", "transfer_mode")
+IDENTITY_ALSO = ("remote_key", "remote_host_id", "tp_size", "pp_size", "dcp_size", "transfer_mode")
 """What D needs to ask P for a prompt that P has not finished, and what goes with it where P's answer has it."""
 CALM_ANSWERS = 20
 """Where P's identity changes twice within so many answers, several engines answer at its URL: it is asked serially

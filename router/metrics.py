@@ -87,9 +87,7 @@ class Metrics:
                 }
                 for engine in self._engines
             ],
-            "pairs": [
-                {"prefill": prefill, "decode": decode, "loaded": loaded} for prefill, decode, loaded in self._pairs()
-            ],
+            "pairs": [{"prefill": p, "decode": d, "loaded": loaded} for p, d, loaded in self._pairs()],
             "prefix_sources": [
                 {"reader": engine.url, "source": source, "requests": requests}
                 for engine in self._engines for source, requests in engine.read_from.items()

@@ -11,6 +11,8 @@ import reprlib
 from collections.abc import Iterable
 from math import inf
 
+PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
+"""No line ends and no control characters: KVFerry logs the strings that peers send."""
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 
@@ -83,6 +85,14 @@ class TransportError(KVFerryError):
 
 class PlaneUnavailableError(TransportError):
     """A data plane cannot be used here; the message gives the reason."""
+
+
+class PlaneBusyError(PlaneUnavailableError):
+    """Too many connect to P's socket at this moment: the caller tries again."""
+
+
+class NotConnectedError(TransportError):
+    """The connection of a decode rank is not here yet, perhaps behind many others: the caller looks again."""
 
 
 class PeerUnreachableError(PlaneUnavailableError):

@@ -33,7 +33,7 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Demand:
-    """One demand of KVFerry's metadata. ``extra``: the extra that needs it; empty where KVFerry always does."""
+    """One demand of KVFerry's metadata. ``extra``: the extra that needs it; empty where each engine does."""
 
     name: str
     versions: str
@@ -45,7 +45,8 @@ def demands(lines: Sequence[str]) -> list[Demand]:
     found = []
     for needed in map(Requirement, lines):
         extra = re.search(r"extra == \"(.+?)\"", str(needed.marker))
-        found.append(Demand(needed.name, str(needed.specifier), extra[1] if extra else ""))
+        if needed.name != DISTRIBUTION:  # one extra includes another
+            found.append(Demand(needed.name, str(needed.specifier), extra[1] if extra and extra[1] != "engine" else ""))
     return found
 
 

@@ -36,6 +36,7 @@ from kvferry.transport.errors import (
     GeometryError,
     IncompatiblePeerError,
     KVFerryError,
+    PlaneBusyError,
     PlaneUnavailableError,
     ProtocolError,
     TransportError,
@@ -170,7 +171,7 @@ def _next_plane(state: LinkState, why: str) -> Outcome:
 
 def _late(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     if now < state.deadline:
-        return state, ()
+        return state, (_E.CHOOSE,) if state.phase is _P.ATTACHING and not state.plane else ()
     text = f"no answer to the handshake in {state.timeout:g} s ({state.phase.value})"
     return _fail(state, Reason("timeout", text, blames="peer"))
 
@@ -585,9 +586,12 @@ class Link:
         Raises:
             PlaneUnavailableError: no such plane is left.
         """
-        self.plane, self.channel, payload, why = self._choice.connect(
-            self.connection, converts=bool(self.converted), checksum=self.checksum is not None
-        )
+        try:
+            self.plane, self.channel, payload, why = self._choice.connect(
+                self.connection, converts=bool(self.converted), checksum=self.checksum is not None
+            )
+        except PlaneBusyError:
+            return  # the next tick tries again
         name, because = self.plane.name, f" ({why})" if why else ""
         lanes = self.plane.lanes_to(self.connection.address)
         shown = described(name, self.checksum) + (f", lanes: {lanes}" if lanes else "")

@@ -47,9 +47,6 @@ SHORT_NAME = 8
 MAX_STORIES = 4
 """Reads whose phases are in the log line of a failed hand-over."""
 
-DONE_LINES = 100
-"""Lines about hand-overs that are done, in ten seconds at most."""
-
 Sources = list[tuple[Link, RankAddress]]
 
 
@@ -73,7 +70,7 @@ class Loads:
         self._results, self._deadlines = results, deadlines
         self._drafts = any(region.draft for region in rank_context.caches.geometry.regions)
         self.running: dict[ActiveLoad, None] = {}
-        self._done, self._failed = (RateLimitedLog(logger, per_key=lines) for lines in (DONE_LINES, FAILED_LINES))
+        self._failed = RateLimitedLog(logger, per_key=FAILED_LINES)
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -369,8 +366,8 @@ class Loads:
         try:
             if reason is None:
                 load, number = active_load.load, active_load.number
-                self._done.info(
-                    "done", "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
+                logger.debug(
+                    "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
                     load.request_id, load.num_tokens, active_load.nbytes, active_load.seconds * 1e3,
                     active_load.planes, _short_name(load.peer),
                     ", inside the step" if load.now else ", joined by a step" if active_load.begun

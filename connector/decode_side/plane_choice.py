@@ -9,7 +9,7 @@ from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire.messages import PlaneOffer
 from kvferry.transport.channels import DChannel
 from kvferry.transport.control.dialer import Connection
-from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError
+from kvferry.transport.errors import PeerUnreachableError, PlaneBusyError, PlaneUnavailableError
 from kvferry.transport.host import is_ours
 from kvferry.transport.plane import Plane
 from kvferry.transport.registry import preferred_planes
@@ -18,6 +18,8 @@ AVOIDED_SECONDS = 60.0
 """How long D at least chooses another plane to a rank of P whose plane broke while its control connection stood."""
 MAX_PEERS = 4096
 """Ranks of P of which broken planes are kept."""
+BUSY_TRIES = 200
+"""How often D tries to connect to a P to which too many connect. It tries 50 times a second."""
 
 
 def avoided_seconds(handover_seconds: float) -> float:
@@ -56,6 +58,7 @@ class PlaneChoice:
         """The data planes that broke on an earlier link to this P rank, and why. They come last."""
         self._offers: dict[str, bytes] = {}
         self._rejected: dict[str, str] = {}  # the reason of the rejection, by plane
+        self._tries_left = BUSY_TRIES
         self._gpu_reached = True  # false once D's GPU has failed to reach P's GPU
 
     def take_offers(self, offers: Sequence[PlaneOffer]) -> None:
@@ -76,6 +79,7 @@ class PlaneChoice:
         demanded. Returns the plane, D's end of it, the payload of the Attach, and why no better plane was chosen.
 
         Raises:
+            PlaneBusyError: too many connect to P at this moment; D must try again.
             PlaneUnavailableError: no such plane is left.
             TransportError: P broke the protocol.
         """
@@ -88,6 +92,9 @@ class PlaneChoice:
             try:
                 return plane, *self._connect(plane, connection), _listed(self._better(missing, plane.name) | rejected)
             except PlaneUnavailableError as error:
+                if isinstance(error, PlaneBusyError) and self._tries_left:
+                    self._tries_left -= 1
+                    raise
                 self.note_error(error)
                 rejected[plane.name] = str(error)
         required = ", ".join(self._rank_context.settings.require_plane)

@@ -7,7 +7,6 @@ arrive: P answers how many it has sent. The link fails where P does not answer, 
 from __future__ import annotations
 
 import enum
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +41,6 @@ from kvferry.transport.errors import (
 )
 from kvferry.transport.grant_board import PostedGrant
 from kvferry.transport.tracing import RecordedSpan
-
-logger = logging.getLogger("vllm.kvferry.read")
 
 UNPACKS_PER_TURN = 4
 """Messages that the thread unpacks before it looks at control messages again."""
@@ -443,7 +440,7 @@ class Reads:
         except GeometryError as error:
             failure = read.failed("incompatible", str(error))
         except Exception as error:  # some chunks may be announced: the read must be cancelled, not forgotten
-            logger.exception("kvferry: chunks of %s could not be announced", load.request_id)
+            self._log.exception("announce", "kvferry: chunks of %s could not be announced", load.request_id)
             failure = read.failed("internal", repr(error))
         read.asked(len(read.tags), "asked" if read.link.pulls else "pushed", now)
         return failure
@@ -515,7 +512,9 @@ class Reads:
         except GeometryError as error:
             return read.failed("data", str(error))
         except Exception as error:  # an error of one copy fails one request
-            logger.exception("kvferry: %s could not be read from the prefill engine's pages", load.request_id)
+            self._log.exception(
+                "pull", "kvferry: %s could not be read from the prefill engine's pages", load.request_id
+            )
             return read.failed("internal", repr(error))
 
     def check_grant(self, read: SourceRead, grant: messages.Grant) -> None:
@@ -764,7 +763,8 @@ class Reads:
                 copy = self._caches.unpack(message.address, box, message.device, alone=self._alone(read), check=check)
         except Exception as error:  # an error of one copy fails one request
             message.release()
-            logger.exception("kvferry: a chunk of %s could not be unpacked", read.active_load.load.request_id)
+            name = read.active_load.load.request_id
+            self._log.exception("unpack", "kvferry: a chunk of %s could not be unpacked", name)
             return read.failed("internal", repr(error))
         return self.begin_write(PageWrite(read, copy, nbytes, message, verdict), now)
 

@@ -16,8 +16,10 @@ from typing import Any, Protocol, Self, TypeVar
 
 from kvferry.connector.wire.step_plan import LoadEnd, StepResults, of_both
 from kvferry.transport.errors import ProtocolError
+from kvferry.transport.wake import RateLimitedLog
 
 _log = logging.getLogger("vllm.kvferry.aggregator")
+_limited = RateLimitedLog(_log)
 
 
 class FinishedCounting(Protocol):
@@ -173,7 +175,7 @@ def _count(tally: _Tally, worker: int, requests: set[str] | None, expected: int,
     for request in requests or ():
         needed, workers = tally.setdefault(request, (expected, []))
         if worker in workers and worker != UNKNOWN_WORKER and needed <= world_size:
-            _log.warning("worker %d reported request %s twice", worker, request)
+            _limited.warning("twice", "worker %d reported request %s twice", worker, request)
             continue
         workers.append(worker)
         if len(workers) == needed:
@@ -199,7 +201,9 @@ def _merged(total: Any, new: Any, mixed: bool = False) -> Any:
     if not new:
         return total
     if not mixed and not isinstance(total, type(new)):
-        _log.warning("dropped %s of one worker, others sent %s", type(new).__name__, type(total).__name__)
+        _limited.warning(
+            "dropped", "dropped %s of one worker, others sent %s", type(new).__name__, type(total).__name__
+        )
         return total
     if hasattr(total, "increment_workers"):  # events: a list to extend, and how many workers it speaks for
         total.add_events(new.get_all_events())

@@ -212,6 +212,7 @@ class LoadPlanner(EngineFacts):
                 self._advance(entry, RequestEvent.NOTHING)
             elif (wanted := params.lookup_of(request.request_id, request.params)) is not None:
                 wanted = replace(wanted, traceparent=request.traceparent)
+                params.check_hosts((request.params or {}).get("remote_host_id"), (wanted.host,), self.host_id)
                 end = now + MAX_PATIENCE * self._timeout
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout, end)
                 self._plan.parts.lookups.append(wanted)

@@ -459,7 +459,7 @@ class PostedPlans:
         try:
             self._rank_context.caches.copies.wait_event(event)
         except Exception:
-            logger.exception("kvferry: %d loads fail: their copies cannot wait for the engine", len(loads))
+            self._log.exception("wait", "kvferry: %d loads fail: their copies cannot wait for the engine", len(loads))
             self._each(loads, self._consumer.loads.fail, now)
             return False
         return True

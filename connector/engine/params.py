@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -131,6 +131,8 @@ def to_transfer_params(remote_prompt: RemotePrompt) -> dict[str, Any]:
         "remote_block_ids": [],
         "remote_host": first.host,
         "remote_port": first.port,
+        "remote_key": first.key,
+        "remote_host_id": peer.host_id,
         "tp_size": peer.tp_size,
         "pp_size": peer.pp_size,
         "dcp_size": max(sharding.size for sharding in peer.shardings),
@@ -394,13 +396,18 @@ def alternatives(
 
 def check_reachable(peer: PeerEngine, our_host_id: str) -> None:
     """Check that P's address does not mean another machine on this host: a loopback address of another host."""
-    if not (peer.host_id and our_host_id) or peer.host_id == our_host_id:
+    check_hosts(peer.host_id, [rank.host for rank in peer.ranks], our_host_id)
+
+
+def check_hosts(host_id: object, hosts: Iterable[str], our_host_id: str) -> None:
+    """As ``check_reachable``. ``host_id``: of P; empty or ``None`` where it is unknown."""
+    if not (host_id and our_host_id) or host_id == our_host_id:
         return
-    for rank in peer.ranks:
-        if rank.host in ("localhost", "::1") or rank.host.startswith("127."):
+    for host in hosts:
+        if host in ("localhost", "::1") or host.startswith("127."):
             raise UnusablePromptError(
                 "loopback",
-                f"the prefill engine runs on another host but told its loopback address {rank.host}; set "
+                f"the prefill engine runs on another host but told its loopback address {host}; set "
                 "side_channel_host (KVFERRY_SIDE_CHANNEL_HOST) on the prefill engine to the address that this host "
                 "reaches",
             )

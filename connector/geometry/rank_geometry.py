@@ -12,9 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS, UNSHARDED, TokenShard, TokenSharding
+from kvferry.transport.errors import PRINTABLE
 
-PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
-"""No line ends and no control characters: KVFerry logs the strings that peers send."""
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]

@@ -32,8 +32,9 @@ from kvferry.transport.channels import Copy, SendChannel, Slot
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.fair_table import FairTable
 from kvferry.transport.tracing import RecordedSpan
+from kvferry.transport.wake import RateLimitedLog
 
-logger = logging.getLogger("vllm.kvferry.send")
+_limited = RateLimitedLog(logging.getLogger("vllm.kvferry.send"))
 
 ENDED_READS = 1 << 15
 """Reads that P remembers after they have ended: how many of their chunks it has sent."""
@@ -220,7 +221,7 @@ class Sends:
                 self.turns.remove(read)
                 self.waiting.setdefault(read.ask.token, []).append(read)
         except Exception as error:  # an error of the copy concerns this read only
-            logger.exception("kvferry: a chunk could not be packed and sent")
+            _limited.exception("send", "kvferry: a chunk could not be packed and sent")
             return read, False, repr(error)
         return read, sent or begun, failure
 

@@ -83,6 +83,7 @@ class Producer:
         self.leases = Leases(rank_context)
         self._sessions = Sessions(rank_context, self.leases.board.place)
         self._replies = Replies(rank_context, listener, self._sessions)
+        self._attaching: dict[Session, messages.Attach] = {}  # whose connection is not here yet
         self._sends = Sends(rank_context.caches, rank_context.clock)
         self.steps = PrefillSteps(rank_context.caches)
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
@@ -236,6 +237,11 @@ class Producer:
         for held in self._early.take_late(now, self.named):
             self.deny(held.identity, held.request.read, "unknown", "no such lease was granted here in time")
         self.answer(self.named.take_late(now))
+        for session, attach in list(self._attaching.items()):
+            if self._sessions.table.get(session.identity) is session:
+                self._attach(session, attach, now)
+            else:
+                del self._attaching[session]
         for session in self._sessions.gone(now):
             self._end_session(session, now)
         self._replies.flush()
@@ -248,6 +254,15 @@ class Producer:
                 )
                 self._log.warning("unread replies", text)
                 self._end_session(unread, now)
+
+    def _attach(self, session: Session, attach: messages.Attach, now: float) -> None:
+        """Accept the data plane that D chose; again at the next tick, where D's connection is not here yet."""
+        reply = self._sessions.attach(session, attach, now)
+        if reply is None:
+            self._attaching[session] = attach
+        else:
+            self._attaching.pop(session, None)
+            self._replies.send(session.identity, reply)
 
     @property
     def reads_wait(self) -> bool:
@@ -262,7 +277,7 @@ class Producer:
     @property
     def live(self) -> bool:
         """Whether any deadline is running."""
-        early = self._early.asks.cost or self._early.votes.cost or self.named.held.cost
+        early = self._early.asks.cost or self._early.votes.cost or self.named.held.cost or self._attaching
         return bool(self.leases.held or early or self._replies.kept.cost or self._sends.waiting)
 
     def withdraw(self) -> None:
@@ -306,7 +321,7 @@ class Producer:
                     self._replies.send(identity, reply)
                 raise ProtocolError(f"{type(request).__name__} before Hello")
             case messages.Attach():
-                self._replies.send(identity, self._sessions.attach(session, request))
+                self._attach(session, request, now)
             case messages.LendPrefix():
                 self._lend(session, request, now)
             case messages.Ask():
@@ -509,7 +524,8 @@ class Producer:
         if answers := self.named.end(token, now):
             self.answer(answers)
         if reason == "reset":
-            logger.info("kvferry: lease of %s has ended: this engine was paused, or its caches were reset", request_id)
+            text = "kvferry: lease of %s has ended: this engine was paused, or its caches were reset"
+            self._expired.info(reason, text, request_id)
         elif reason != "released":
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             self._expired.warning(reason, "kvferry: lease of %s expired: %s", request_id, why)

@@ -14,7 +14,13 @@ from kvferry.connector.pages.rank_context import RankContext, check_model
 from kvferry.connector.wire import messages
 from kvferry.kernels.checksum import ChecksumName, checksums_on
 from kvferry.transport.channels import PChannel, SendChannel
-from kvferry.transport.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
+from kvferry.transport.errors import (
+    GeometryError,
+    IncompatiblePeerError,
+    NotConnectedError,
+    ProtocolError,
+    TransportError,
+)
 from kvferry.transport.grant_board import BoardAddress
 from kvferry.transport.host import is_ours
 from kvferry.transport.plane import Plane
@@ -27,6 +33,8 @@ LOOKED_AT = 64
 """Sessions whose data plane ``gone`` looks at in one call."""
 SILENT_SECONDS = 2 * messages.IDLE_LINK_SECONDS
 """D has closed the link of a session from which no message came for this time."""
+CONNECT_SECONDS = 10.0
+"""For so long P looks for the connection of a D that has chosen a data plane."""
 NO_SLOT_BYTES = messages.MIN_SLOT_BYTES
 """``Attached.slot_bytes`` of a plane without slots: the least value that the message allows."""
 
@@ -47,6 +55,8 @@ class Session:
     asked: bool = False
     heard: float = 0.0
     checksum: ChecksumName | None = None
+    attach_until: float = 0.0
+    """Until when D's connection may come; 0 where none is expected."""
 
     @property
     def attached(self) -> bool:
@@ -129,8 +139,10 @@ class Sessions:
             checksum=rank_context.settings.checksum,
         )
 
-    def attach(self, session: Session, attach: messages.Attach) -> messages.Attached | messages.AttachRefused:
-        """Accept the data plane that D chose."""
+    def attach(
+        self, session: Session, attach: messages.Attach, now: float
+    ) -> messages.Attached | messages.AttachRefused | None:
+        """Accept the data plane that D chose. ``None``: D's connection is not here yet; call this again soon."""
         plane = self._rank_context.plane(attach.plane)
         try:
             if plane is None:
@@ -149,10 +161,15 @@ class Sessions:
             if session.channel.pulls and plane.same_host:
                 session.channel.lend(self.board.fd)
         except (TransportError, ProtocolError) as error:
+            if isinstance(error, NotConnectedError):
+                session.attach_until = session.attach_until or now + CONNECT_SECONDS
+                if now < session.attach_until:
+                    return None
+            session.attach_until = 0.0
             key, text = f"not attached {session.engine_id}", "kvferry: decode rank %s could not attach: %s"
             self._log.warning(key, text, session.engine_id[:8], error)
             return messages.AttachRefused(plane=attach.plane, reason=str(error)[:1024])
-        session.checksum = attach.checksum
+        session.checksum, session.attach_until = attach.checksum, 0.0
         key, text = f"attached {session.engine_id}", "kvferry: decode rank %s attached over %s"
         self._log.info(key, text, session.engine_id[:8], described(attach.plane, attach.checksum))
         if session.channel.pulls:  # only a D that reads P's pages receives their addresses

@@ -353,8 +353,8 @@ def model_identity_of(vllm_config: VllmConfig, weights: EngineWeights | None = N
         model.hf_text_config,
         quantization=model.quantization,
         max_model_len=model.max_model_len,
-        tag=weights and weights.tag,
-        weights=weights and weights.fact,
+        tag=None if weights is None else weights.tag,
+        weights=None if weights is None else weights.fact,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -68,6 +69,19 @@ _LEVELS = {"leases": ("leases",), "lease_blocks": ("lease_blocks",), "sending": 
 """By level, its gauge, with the value of its label."""
 
 
+def _without_created(kind: Any) -> Any:
+    """A type of metric without series of the times at which its series were made, which are as many again. Ray's types
+    have none, nor has a page of several processes."""
+
+    class Metric(kind):  # type: ignore[misc]
+        def collect(self) -> Iterator[Any]:
+            for family in super().collect():
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
+
+    return Metric
+
+
 class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The Prometheus series of one API server, as ``series`` lists them. Every series has vLLM's own labels, too.
 
@@ -84,7 +98,9 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._children: dict[tuple[str, int, tuple[str, ...]], Any] = {}
         self._peers: dict[int, set[str]] = {}
-        makers = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+        kinds = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+        makers = {name: _without_created(kind) for name, kind in kinds.items()}
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._metrics: dict[str, Any] = {}
         for series in SERIES:
             options: dict[str, Any] = {"buckets": series.buckets} if series.kind == "histogram" else {}
@@ -96,7 +112,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 labelnames=[*labelnames, *series.labels],
                 **options,
             )
-            for engine in per_engine_labelvalues:
+            for engine in per_engine_labelvalues if not series.setting or extra.get(series.setting) else ():
                 for values in series.first if series.labels else ((),):
                     self._child(series.name, engine, *values)
 

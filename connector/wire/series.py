@@ -28,7 +28,8 @@ STAGES = ("awaiting_prompt", "awaiting_blocks", "loading")
 
 class Series(NamedTuple):
     """One series. ``labels``: beside vLLM's own. ``first``: their values that exist from the start on: a rate needs the
-    zero before the first event; empty where they come with events. ``buckets``: of a histogram."""
+    zero before the first event; empty where they come with events. ``buckets``: of a histogram. ``setting``: without it
+    none exists from the start on."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -36,6 +37,7 @@ class Series(NamedTuple):
     labels: tuple[str, ...] = ()
     first: Sequence[tuple[str, ...]] = ()
     buckets: Sequence[float] = ()
+    setting: str = ""
 
 
 def _each(*values: Sequence[str]) -> list[tuple[str, ...]]:
@@ -53,11 +55,16 @@ SERIES = (
         "prefix_reads", "counter",
         "what became of each request that names `sources` of its prefix: `loaded` from one, not begun (`local`), or "
         "`failed` on the way; and on each rank that was read, how a prefix was `lent`",
-        ("result", "reason"), PREFIX_ENDS,
+        ("result", "reason"), PREFIX_ENDS, setting="prefix_reads",
     ),
-    Series("prefix_tokens_read", "counter", "tokens of prefixes that were read from other engines"),
-    Series("prefix_tokens_wasted", "counter", "tokens of prefixes whose read failed"),
-    Series("prefix_wait_seconds", "counter", "for how long requests waited for the answers of sources"),
+    Series(
+        "prefix_tokens_read", "counter", "tokens of prefixes that were read from other engines", setting="prefix_reads"
+    ),
+    Series("prefix_tokens_wasted", "counter", "tokens of prefixes whose read failed", setting="prefix_reads"),
+    Series(
+        "prefix_wait_seconds", "counter", "for how long requests waited for the answers of sources",
+        setting="prefix_reads",
+    ),
     Series(
         "handover_time_seconds", "histogram", "on D: time of a hand-over, from the request to the report",
         ("plane",), buckets=TIME_BUCKETS,

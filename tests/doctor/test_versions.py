@@ -31,7 +31,9 @@ def test_versions_are_compared_by_their_numbers(version, specifiers, fits):
 def test_every_demand_of_the_project_is_read():
     lines = [*PROJECT["dependencies"]]
     lines += [
-        f'{text}; extra == "{extra}"' for extra, texts in PROJECT["optional-dependencies"].items() for text in texts
+        f'{text}{" and" if ";" in text else ";"} extra == "{extra}"'
+        for extra, texts in PROJECT["optional-dependencies"].items()
+        for text in texts
     ]
     assert {TORCH, VLLM, UCX, Demand("triton", ">=3.5")} <= set(demands(lines)), "also with a marker that is no extra"
 

@@ -61,8 +61,6 @@ def of_a_family(pair: Pair, family: Family) -> None:
     of_d, of_p = records(decode), records(prefill)
     assert f"KV bytes differ in {family.layers} of {family.layers} layers" in str(differ(of_d, of_p, ids))
     pair.check(prompt(300, 3))
-    log = decode.log_text()  # beside go the first one, that with a report, and the one after the failure
-    print(f"{log.count(', inside the step')} of {log.count(' done: ')} loads went inside their steps")
 
 
 def _check_inside_a_step(pair: Pair, watched: dict[str, list[str]]) -> None:

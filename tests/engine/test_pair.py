@@ -48,6 +48,22 @@ def test_bytes_and_tokens(pair: Pair, tokens: int) -> None:
     assert tokens_of(with_hand_over) == tokens_of(alone)
 
 
+def test_the_log_and_the_page_of_d_are_short(pair: Pair) -> None:
+    """One line of vLLM's for all hand-overs of ten seconds, and each line of KVFerry from its own place."""
+    pair.check(prompt(100, 9))
+
+    def summed_up() -> bool:
+        complete(pair.decode, [7], max_tokens=1)
+        return "Num hand-overs=" in pair.decode.log_text()
+
+    eventually(summed_up, "vLLM logs its figures")
+    lines = [line for line in pair.decode.log_text().splitlines() if "kvferry: " in line]
+    places = {found[1] for line in lines if (found := re.search(r"\[(\w+\.py):\d+\] kvferry: ", line))}
+    assert len(places) > 1 and "wake.py" not in places and not any(" done: " in line for line in lines)
+    series = [name for name, _ in pair.decode.metrics() if name.startswith("vllm:kvferry_")]
+    assert 88 < len(series) < 150 and not any("_created" in name or "prefix" in name for name in series)
+
+
 def test_planted_corruption_is_noticed(pair: Pair) -> None:
     """One bit, flipped on D after the load and before its first decode step."""
     ids = prompt(300, 2)

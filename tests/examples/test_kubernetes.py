@@ -76,17 +76,18 @@ ROUTERS = [container["command"] for container in DEPLOYED if "router" in contain
 
 
 def test_all_files_are_looked_at():
-    """Also by Kustomize: each file is a resource or a patch, with the image that the Dockerfile's comment names."""
+    """Also by Kustomize: each file is a resource or a patch, with an image that the Dockerfile's comment names."""
     there = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")} - set(VALUES)
     named = {"kustomization.yaml", "llm-d/kustomization.yaml", *MANIFESTS, "llm-d/prefill.yaml", "llm-d/decode.yaml"}
     assert there == named and VALUES == ["values-production-stack.yaml"]
     assert (len(ENGINES), len(HOOKS), len(ROUTERS), len(GATED)) == (6, 4, 1, 6)
     for role, found in zip(PATCHES, KUSTOMIZED["llm-d"]["patches"], strict=True):
         assert found == {"path": f"{role}.yaml", "target": {"kind": "Deployment", "name": f".*{role}"}}
-    (image,) = KUSTOMIZED["kubernetes"]["images"]
-    built = f"{image['name']}:{image['newTag']}"
-    assert {container["image"] for container in (*DEPLOYED, *map(containers_of_one, PATCHES.values()))} == {built}
-    assert f"-t {built} " in (FOLDER / "Dockerfile").read_text()
+    engine, router = (f"{image['name']}:{image['newTag']}" for image in KUSTOMIZED["kubernetes"]["images"])
+    for container in (*DEPLOYED, *map(containers_of_one, PATCHES.values())):
+        assert container["image"] == (router if container["command"] in ROUTERS else engine)
+    comments = (FOLDER / "Dockerfile").read_text()
+    assert f"Dockerfile -t {engine} ." in comments and f"--target router -t {router} ." in comments
 
 
 def containers_of_one(resource: Resource) -> Resource:

@@ -30,7 +30,12 @@ def run(model: Path) -> str:
     """What the example prints. It has a process group of its own."""
     script = ROOT / "examples" / "ray_serve" / "two_nodes.py"
     command = [sys.executable, str(script), str(model), "--port", str(free_port())]
-    environment = {**os.environ, "PYTHONPATH": python_path(), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

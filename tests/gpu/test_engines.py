@@ -93,7 +93,7 @@ def start(group: ServerGroup, form: Form, models: Path) -> Server:
         form.name, build_model(models / f"{form.heads}-heads", spec), dtype=spec.dtype, block_size=form.block,
         extra={"plane": form.plane, "lease_seconds": LONG_SECONDS}, gpus=form.gpus(THERE), kv_bytes=False,
         policy=form.policy, arguments=arguments,
-        environment={"VLLM_KV_CACHE_LAYOUT": form.layout},
+        environment={"VLLM_KV_CACHE_LAYOUT": form.layout, "VLLM_LOGGING_LEVEL": "DEBUG"},
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def changes(d: Rank) -> tuple[dict[str, int], dict[str, int], list[str]]:
 def test_a_plane_that_breaks_is_left_for_the_next(
     group: RankGroup, caplog: pytest.LogCaptureFixture, broken: str, then: str
 ) -> None:
-    caplog.set_level("INFO", "vllm.kvferry")
+    caplog.set_level("DEBUG", "vllm.kvferry")
     p, d = pair(group, (broken, then))
     trickle, reports = Trickle(p, 3), Reports(d)
     begin(p, d)

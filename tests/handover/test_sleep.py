@@ -117,7 +117,7 @@ def test_weights_that_change_end_leases_and_links(p: Rank, d: Rank, changed: str
     token, (link,) = leased(p, "held"), d.consumer.links
     for rank in {"p": [p], "d": [d], "both": [p, d]}[changed]:
         rank.worker.change_model(OTHER)
-        assert wait(lambda rank=rank: rank.context.model is OTHER)  # type: ignore[misc]
+        assert wait(lambda rank=rank: rank.context.model is OTHER)
     if changed != "p":
         assert wait(lambda: link.handled_phase is LinkPhase.FAILED, [d])
     if changed != "d":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.router.stand_ins import decode_engine, prefill_engine, router_process
+from tests.support.served import eventually
+from tests.top.pages import recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 BELOW = {
@@ -30,7 +35,7 @@ BELOW = {
     "cli": "router vllm engine prefill_side decode_side step_loads pages wire geometry binding kernels transport",
 }
 """The folders that a folder's modules import from, beside its own. The two sides do not know each other."""
-CONFIG = "geometry transport"
+CONFIG = "transport"
 """What connector/config.py imports from; every folder may import it."""
 TOPS = ("connector", "cli", "transport", "kernels", "router")
 MOST_FILES = 15
@@ -90,10 +95,44 @@ def test_folders_are_small() -> None:
     assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
 
 
-def test_the_command_starts_without_torch() -> None:
-    """PyTorch takes more than a second to import."""
-    code = "import sys, kvferry.cli.main, kvferry.cli.top.drain; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=800, check=False).returncode == 0
+ROUTER_ONLY = """
+import sys
+from importlib.abc import MetaPathFinder
+class Lacks(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("numpy", "torch", "triton", "vllm"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Lacks())
+from kvferry.cli.main import app
+app(prog_name="kvferry")
+"""
+"""``kvferry`` where ``pip install 'kvferry[router]'`` has installed all that there is."""
+
+
+def test_the_router_and_the_commands_beside_it_need_no_package_of_an_engine(tmp_path: Path) -> None:
+    p, d = prefill_engine(), decode_engine()
+    d.metrics = lambda: recorded("decode_1") + 'vllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+
+    def command(*words: str) -> tuple[int, str]:
+        run = [sys.executable, "-c", ROUTER_ONLY, *words]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=800, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    with p.running() as p_url, d.running() as d_url:
+        program = "-c", ROUTER_ONLY
+        with router_process("--prefill", p_url, "--decode", d_url, program=program) as (site, process):
+            eventually(lambda: site.healthy or process.poll(), "the router serves, or has ended")
+            assert site.ask({"prompt": "x"}).json() == {"text": "from D"} and p.seen and d.seen
+            status, said = command("check", site.url, "--json")
+            assert status == 1 and json.loads(said)["handed_over"] is False
+            assert command("top", "--once", site.url, d_url)[0] == 0
+        assert command("drain", d_url, "--quiet", "0.1")[0] == 0
+    assert command("keygen", str(tmp_path / "key"))[0] == 0 and (tmp_path / "key").exists()
+    status, said = command("doctor")
+    assert status == 1 and re.search("fault +torch ", said) and "Traceback" not in said
+    for words in (["bench"], ["plan", "--model", "m"]):
+        status, said = command(*words)
+        assert status == 2 and re.fullmatch(r"kvferry: .* needs \w+: pip install 'kvferry\[engine\]'\n", said), said
 
 
 def test_no_public_class_name_exists_twice_and_those_of_the_glossary_exist() -> None:

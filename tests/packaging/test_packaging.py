@@ -153,13 +153,16 @@ def test_entry_point_registers_the_connector() -> None:
 
 
 def test_the_dockerfile_is_of_the_vllm_that_gpu_tests_have_run() -> None:
-    """What it installs is the wheel of this module's fixture, with extras that exist. Nothing here runs Docker."""
+    """What it installs is the wheel of this module's fixture, for the router without vLLM. Nothing here runs Docker."""
     path = ROOT / "examples" / "kubernetes" / "Dockerfile"
     steps = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     (release,) = set(re.findall(r"vllm (\d+\.\d+\.\d+)\.\n", (ROOT / "docs" / "benchmarks.md").read_text()))
-    assert steps[:2] == [f"FROM vllm/vllm-openai:v{release}", "COPY . /src"]
-    extras = re.fullmatch(r"RUN pip install --no-cache-dir '/src\[([\w,-]+)\]'", steps[2])
-    assert extras and set(extras[1].split(",")) <= PYPROJECT["project"]["optional-dependencies"].keys()
+    install = "RUN pip install --no-cache-dir"
+    versions = PYPROJECT["project"]["classifiers"]
+    python = re.fullmatch(r"FROM python:(3\.\d+)-slim AS router", steps[0])
+    assert python and f"Programming Language :: Python :: {python[1]}" in versions
+    assert steps[1:5] == ["COPY . /src", f"{install} '/src[router]'", "USER 65534", ""]
+    assert steps[5:] == [f"FROM vllm/vllm-openai:v{release}", "COPY . /src", f"{install} /src"]
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:/usr/bin")
     if linter is None:
         pytest.skip("hadolint is not installed: pip install .[test]")

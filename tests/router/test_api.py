@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 
 from kvferry.cli.main import app
 from tests.router.stand_ins import PARAMS, Engine, Front, decode_engine, prefill_engine, routed, router_process
+from tests.support.served import eventually
 
 SECRET, UNBOUND = "user:secret", ("--host", "a..b")
 
@@ -199,6 +202,28 @@ def test_the_command_says_where_it_serves(tmp_path: Path) -> None:
         line = next(line for line in process.stderr if b"serving on" in line).decode()
         assert line.endswith(f"kvferry.router INFO serving on {site.url}: 1 P, 1 D\n")
         assert site.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning"])
+def test_the_log_as_json_has_few_lines_that_requests_cause(level: str) -> None:
+    """Of one place in the code and one reason: 10 in ten seconds."""
+    p, d, asked = prefill_engine(params=None), decode_engine(), 60
+    with p.running() as p_url, d.running() as d_url:
+        options = "--prefill", p_url, "--decode", d_url, "--log-json", "--log-level", level
+        with router_process(*options, stderr=subprocess.PIPE) as (site, process):
+            eventually(lambda: site.healthy or process.poll(), "the router serves, or has ended")
+            began = time.monotonic()
+            assert {site.ask({"prompt": "x"}).status_code for _ in range(asked)} == {200}
+            most = 10 * (1 + math.ceil((time.monotonic() - began) / 10))
+            process.terminate()
+            assert process.stderr is not None
+            lines = [json.loads(line) for line in process.stderr]
+    assert all(line.keys() == {"asctime", "name", "levelname", "message"} for line in lines)
+    assert any(line["message"].startswith("serving on ") for line in lines) == (level != "warning")
+    said = [line for line in lines if "handed nothing over" in line["message"]]
+    assert {line["levelname"] for line in said} <= {"INFO"}
+    expected = {"debug": range(asked, asked + 1), "info": range(1, min(most, asked) + 1), "warning": range(1)}
+    assert len(said) in expected[level]
 
 
 @pytest.mark.parametrize(

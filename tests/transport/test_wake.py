@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
 import random
@@ -10,7 +11,7 @@ import threading
 
 import pytest
 
-from kvferry.transport.wake import HELD_UP_SECONDS, RateLimitedLog, RunningClock, Waker
+from kvferry.transport.wake import FAILED_LINES, HELD_UP_SECONDS, LimitedLines, RateLimitedLog, RunningClock, Waker
 
 
 def test_a_waker_wakes_a_poller_from_another_thread():
@@ -52,6 +53,43 @@ def test_rate_limited_log(caplog):
     assert lines[:3] == ["bad thing", "other", "bad thing (and 4 more like this)"]
     assert len(lines) == 3 + 100 and max(map(len, lines)) <= RateLimitedLog.MAX_LINE, "all keys together are limited"
     assert len(limited.keys) == 3, "keys that a peer makes up are bounded"
+
+
+def test_a_limited_line_names_the_place_of_its_call(caplog):
+    limited = RateLimitedLog(logging.getLogger("test.rate"))
+    with caplog.at_level(logging.INFO, "test.rate"):
+        limited.info("info", "x")
+        limited.warning("warning", "x")
+        limited.error("error", "x")
+        limited.exception("exception", "x")
+    places = [linecache.getline(record.pathname, record.lineno).strip() for record in caplog.records]
+    assert places == [f'limited.{how}("{how}", "x")' for how in ("info", "warning", "error", "exception")]
+
+
+def test_lines_from_one_place_about_one_engine_are_limited():
+    now = [0.0]
+    lines, told = LimitedLines(max_lines=25, clock=lambda: now[0]), list[str]()
+
+    def fails(request, engine):
+        record = logging.LogRecord("test", logging.WARNING, __file__, 1, "%s: %s failed", (request, engine), None)
+        if lines.filter(record):
+            told.append(record.getMessage())
+
+    for number in range(FAILED_LINES + 5):
+        fails(number, "P")
+        fails(number, "D")
+    for number in range(100):
+        fails(0, f"engine {number}")
+    assert told == [
+        *(f"{number}: {engine} failed" for number in range(FAILED_LINES) for engine in "PD"),
+        *(f"0: engine {number} failed" for number in range(5)),
+    ], "all places together are limited"
+    told.clear()
+    now[0] = 10.0
+    fails(99, "D")
+    fails(100, "D")
+    assert told == ["99: D failed (and 5 more like this)", "100: D failed"]
+    assert lines.filter(logging.LogRecord("test", logging.INFO, __file__, 1, "no argument", (), None))
 
 
 def test_of_several_lines_for_a_key_the_rest_have_the_level_debug(caplog):

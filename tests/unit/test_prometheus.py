@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -53,14 +54,21 @@ def fresh() -> Any:
 
 @pytest.fixture
 def registry():
-    """A registry of its own; vLLM's classes take the metric types as arguments."""
+    """One of its own; vLLM's classes take the metric types as arguments."""
     return CollectorRegistry()
+
+
+def made(registry, config=CONFIG, engines=ENGINES):
+    types = {
+        kind: type(kind.__name__, (kind,), {"__init__": functools.partialmethod(kind.__init__, registry=registry)})
+        for kind in (Gauge, Counter, Histogram)
+    }
+    return KVFerryPromMetrics(SimpleNamespace(kv_transfer_config=config), types, LABELS, engines)
 
 
 @pytest.fixture
 def series(registry):
-    types = {kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
-    return KVFerryPromMetrics(SimpleNamespace(kv_transfer_config=CONFIG), types, LABELS, ENGINES)
+    return made(registry)
 
 
 def value(registry, name, engine="0", **labels):
@@ -99,6 +107,22 @@ def test_every_series_of_the_list_is_exported(registry, series):
     suffix = {"counter": "_total", "histogram": "_count", "gauge": ""}
     names = {PREFIX + each.name + suffix[each.kind] for each in SERIES}
     assert names - observed == {f"{PREFIX}{name}_total" for name in ("num_retries", "num_plane_changes", "bytes_sent")}
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_page_has_no_times_of_creation_and_no_series_of_a_feature_that_is_off(registry, on):
+    config = dataclasses.replace(CONFIG, kv_connector_extra_config={"prefix_reads": on})
+    exported = made(registry, config, {0: ["m", "0"]})
+    exported.observe(fresh().data)
+    lines = [line for line in generate_latest(registry).decode().splitlines() if line.startswith(PREFIX)]
+    assert "_created" not in " ".join(lines)
+    assert {line.split("{")[0].removeprefix(PREFIX) for line in lines if "prefix" in line} == (
+        {f"prefix_{name}_total" for name in ("reads", "tokens_read", "tokens_wasted", "wait_seconds")} if on else set()
+    )
+    stats = HandoverStats()
+    stats.prefix("lent", "read")
+    exported.observe(drain(stats).data)
+    assert value(registry, "prefix_reads_total", result="lent", reason="read") == 1, "whatever the setting is"
 
 
 def test_levels_of_ranks_add_up_and_a_later_report_replaces_an_earlier_one(registry, series):

@@ -248,15 +248,15 @@ def test_a_failed_load_is_told_with_its_reason(group: EngineGroup) -> None:
 def test_lines_beyond_a_rate_have_the_level_debug(
     group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "DONE_LINES", 2)
     for module in (load, planning):
         monkeypatch.setattr(module, "FAILED_LINES", 2)
         monkeypatch.setattr(module, "RateLimitedLog", partial(RateLimitedLog, clock=lambda: 0.0))
     logging.getLogger("vllm.kvferry").setLevel(logging.DEBUG)
     lines.setLevel(logging.DEBUG)
     p, d = group.pair()
-    for seed in range(4):
-        hand_over(p, d, prompt(40, seed))
+    hand_over(p, d, IDS)
+    eventually(lambda: lines("hand-over of", " done: "))
+    assert {each.levelname for each in lines.records if " done: " in each.getMessage()} == {"DEBUG"}, "each of them"
     with socket.socket() as taken:  # bound, and nobody listens
         taken.bind(("127.0.0.1", 0))
         for seed in range(10, 14):
@@ -264,10 +264,10 @@ def test_lines_beyond_a_rate_have_the_level_debug(
             params = p.prefill(prompt(40, seed))
             params["kvferry"]["ranks"][0][3] = taken.getsockname()[1]
             d.finish(d.add(prompt(40, seed), params), beside=[p])
-    for words, level in ((" done: ", "INFO"), ("prefills locally", "WARNING"), ("tokens not loaded", "WARNING")):
+    for words in ("prefills locally", "tokens not loaded"):
         eventually(lambda words=words: len(lines(words)) == 4)
         said = [record.levelname for record in lines.records if words in record.getMessage()]
-        assert said == [level] * 2 + ["DEBUG"] * 2, words
+        assert said == ["WARNING"] * 2 + ["DEBUG"] * 2, words
 
 
 # --- planes that are good enough ----------------------------------------------------------------------------------

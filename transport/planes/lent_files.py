@@ -20,7 +20,13 @@ import weakref
 from functools import partial
 
 from kvferry.transport.channels import PulledChannel
-from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.errors import (
+    NotConnectedError,
+    PlaneBusyError,
+    PlaneUnavailableError,
+    ProtocolError,
+    TransportError,
+)
 from kvferry.transport.peer_process import Ends, PeerProcess
 from kvferry.transport.sockets import CHANNEL_BYTES, PendingConnections, Secrets, Sockets
 
@@ -56,7 +62,8 @@ def connect_unix(plane: str, name: bytes, secret: bytes) -> tuple[socket.socket,
 
     Raises:
         ProtocolError: ``name`` has not the form that P gives it, and might be the path of a file.
-        PlaneUnavailableError: P is not there, is another user's, or its queue of new connections is full.
+        PlaneBusyError: P's queue of new connections is full.
+        PlaneUnavailableError: P is not there, or is another user's.
     """
     if not name.startswith(NAME_PREFIX) or not _DIGITS.issuperset(name[len(NAME_PREFIX) :]):
         raise ProtocolError(f"{plane} offer: {name!r} is no name of a KVFerry socket")
@@ -67,10 +74,10 @@ def connect_unix(plane: str, name: bytes, secret: bytes) -> tuple[socket.socket,
         sock.send(secret + channel, socket.MSG_NOSIGNAL)
     except OSError as error:
         sock.close()
-        reason = "it is on another host or in another network namespace, or gone"
+        text = f"{plane}: the prefill rank cannot be reached ({error.strerror}): "
         if isinstance(error, BlockingIOError):
-            reason = "too many consumers are connecting to it right now"
-        text = f"{plane}: the prefill rank cannot be reached ({error.strerror}): {reason}"
+            raise PlaneBusyError(text + "too many processes are connecting to it right now") from None
+        text += "it is on another host or in another network namespace, or gone"
         raise PlaneUnavailableError(text) from None
     if not same_user(sock):
         sock.close()
@@ -110,11 +117,11 @@ class Lender:
         return self._name, self._secrets.new()
 
     def accept(self, channel: bytes) -> LendingChannel:
-        """The channel of a D that has connected. Raises TransportError: it has not, or was refused."""
+        """The channel of a D that has connected. Raises NotConnectedError: it is not here yet."""
         self.progress()
         sock = None if self._pending is None else self._pending.take(channel)
         if sock is None:
-            raise TransportError("the decode rank of this channel never connected, or was refused")
+            raise NotConnectedError("the decode rank of this channel never connected, or was refused")
         return LendingChannel(self.sockets, sock)
 
     def progress(self) -> bool:

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.transport.channels import Channel
-from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.errors import NotConnectedError, PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.planes.push import PushPlane, PushReceiver, WindowedSender
 from kvferry.transport.sockets import CHANNEL_BYTES, WRITABLE, PendingConnections, Secrets, Sockets, tune
 from kvferry.transport.staging import SlotPool
@@ -196,12 +196,12 @@ class SocketPlane(PushPlane):
         return sock
 
     def take_connection(self, channel: bytes) -> socket.socket:
-        """P: the connection of a channel whose hello arrives before its payload, see ``lent_files``. Raises
-        TransportError: there is none."""
+        """P: the connection of a channel whose hello is sent before its payload, see ``lent_files``. Raises
+        NotConnectedError: it is not here yet."""
         self.progress()
         sock = None if self.pending is None else self.pending.take(channel)
         if sock is None:
-            raise TransportError(f"{self.name}: the decode rank of this channel never connected, or was refused")
+            raise NotConnectedError(f"{self.name}: the decode rank of this channel never connected, or was refused")
         return sock
 
     def drop(self, channel: Channel, sock: socket.socket | None) -> None:

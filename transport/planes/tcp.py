@@ -67,8 +67,9 @@ from kvferry.transport.sockets import (
     WRITABLE,
 )
 from kvferry.transport.staging import SlotPool
+from kvferry.transport.wake import RateLimitedLog
 
-logger = logging.getLogger("vllm.kvferry.tcp")
+_limited = RateLimitedLog(logging.getLogger("vllm.kvferry.tcp"))
 
 _SCRATCH_BYTES = 256 << 10
 _GPU_WINDOW = 3
@@ -453,7 +454,7 @@ class TcpRecvChannel(ConnectingReceiver):
             try:
                 pieces = expected.into()
             except Exception:  # the error affects this message only
-                logger.exception("kvferry: no place for a message")
+                _limited.exception("place", "kvferry: no place for a message")
                 pieces, reported = self._plane.nowhere(nbytes), 0
         else:
             slot = self._plane.recv_pool.take()

@@ -75,9 +75,7 @@ UNSEEN = ("P's pages reused during the copy", WRONG_BYTE)
 SELFTEST_COUNT = 24
 MUST_BE_0 = ("wrong_tokens", "wrong_kv", "hung", "errors", "held_at_the_end")
 SHORT = {"given up by the engine": "given up"}
-DONE = re.compile(
-    r"kvferry: hand-over of \S*?(wt\d+-\d+)\S* done: .*?(, inside the step)?(?: \(and .*)?$", re.MULTILINE
-)
+DONE = re.compile(r"kvferry: hand-over of \S*?(wt\d+-\d+)\S* done: .*?(, inside the step)?$", re.MULTILINE)
 FAILED = re.compile(r"kvferry: hand-over of \S*?(wt\d+-\d+)\S* failed, ")
 RECOVERED = re.compile(r"kvferry: the hand-over of (.*) failed inside its step: (\d+) request")
 NAMES = re.compile(r"wt\d+-\d+")
@@ -281,7 +279,7 @@ def start(
 ) -> Server:  # fmt: skip
     return group.engine(
         name, model, connector=connector, extra=extra if connector else None, kv_bytes=False,
-        environment={"PYTHONPATH": python_path()}, max_model_len=1024,
+        environment={"PYTHONPATH": python_path(), "VLLM_LOGGING_LEVEL": "DEBUG"}, max_model_len=1024,
         arguments=["--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--disable-uvicorn-access-log",
                    *arguments],
     )  # fmt: skip
