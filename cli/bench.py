@@ -6,7 +6,6 @@ from __future__ import annotations
 import platform
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ from kvferry.cli.doctor.findings import Machine
 from kvferry.cli.doctor.host import MIB, free_bytes
 from kvferry.cli.doctor.planes import look
 from kvferry.cli.plan.model import ModelShape, model_shape, uniform_shape
-from kvferry.cli.plan.time_model import Calibration, measured_costs
 from kvferry.cli.rank_pair import ELEMENT_BYTES, CacheForm, PairError, RankPair, device_of
 from kvferry.cli.terminal import FailedError, check_writable, complain, read_model_config, table, write_json
 from kvferry.connector.config import Settings
@@ -37,9 +35,6 @@ PROMPTS = (256, 1024, 4096)
 STEADY = 2.0
 """Where the slowest hand-over of a cell takes so many times as long as the fastest, its figures are noise."""
 MAX_ROUNDS, MAX_TOKENS, MAX_COPIED_BYTES = 1000, 1 << 22, 256 * MIB
-PIECES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
-"""Bytes of the pieces whose rates ``--calibration`` takes."""
-CALIBRATED_BYTES = 64 * MIB
 PLANE_SECONDS, HANDOVER_SECONDS = 120.0, 60.0
 """Bounds on the start of two ranks, and on one hand-over with the check of its bytes."""
 MEMORY = {"cpu": "host", "cuda": "gpu"}
@@ -82,11 +77,11 @@ class BenchResult(msgspec.Struct, frozen=True):
 def bench(
     *, model: Path | None, kv_dtype: str, tp: int, p_block_size: int, d_block_size: int, p_layout: Layout,
     d_layout: Layout, prompt: list[int] | None, plane: list[str] | None, device: Literal["auto", "cpu", "cuda"],
-    rounds: int, json_file: Path | None, calibration: Path | None,
+    rounds: int, json_file: Path | None,
 ) -> bool:  # fmt: skip
     """Measure, print, and write the files that are asked for. Returns whether all was measured. Raises KVFerryError,
     FailedError."""
-    check_writable(json_file, calibration)
+    check_writable(json_file)
     shape = LLAMA_8B if model is None else model_shape(read_model_config(model), kv_dtype)
     prompts = sorted(set(prompt or PROMPTS))
     _check("--prompt", prompts[0], 1, MAX_TOKENS)
@@ -105,8 +100,6 @@ def bench(
     result = _measured(shape, p, d, planes, missing, prompts, rounds, where)
     _print(result, where)
     write_json(json_file, result)
-    if calibration is not None:
-        write_json(calibration, _calibrated(planes, where, rounds))
     return bool(result.rows) and not result.failed
 
 
@@ -253,26 +246,6 @@ def _row(cell: Cell) -> BenchRow:
     samples = [round(seconds * 1e3, 4) for seconds in cell.seconds]
     rate = round(cell.nbytes / p50 / 1e9, 3)
     return BenchRow(cell.plane, cell.tokens, cell.nbytes, round(p50 * 1e3, 4), rate, samples)
-
-
-def _calibrated(planes: Sequence[str], device: torch.device, rounds: int) -> Calibration:
-    """The costs of each plane. Raises FailedError, ConfigError."""
-    costs = {}
-    with _measuring(device, rounds, len(planes) * (len(PIECES) + 1)) as cells_of:
-        for plane in planes:
-            by_piece: dict[int, tuple[int, list[float]]] = {}
-            nothing: list[float] = []
-            for piece in PIECES:
-                form = CacheForm(8, 1, piece // 16 // ELEMENT_BYTES, CALIBRATED_BYTES // 8 * 16 // piece)
-                cells = cells_of(plane, (form, form), [form.tokens] if nothing else [1, form.tokens])
-                nothing = nothing or cells[0].seconds
-                by_piece[piece] = cells[-1].nbytes, cells[-1].seconds
-            turn_bytes = plane_spec(plane).load().turn_bytes
-            costs[f"{plane}/{MEMORY[device.type]}"] = measured_costs(nothing, by_piece, turn_bytes)
-    if not costs:
-        raise ConfigError("--calibration: no plane was measured")
-    measured = {"by": "kvferry bench", "python": platform.python_version(), "argv": " ".join(sys.argv[1:])[:1000]}
-    return Calibration("kvferry-calibration-1", measured, costs)
 
 
 # --- without KVFerry ------------------------------------------------------------------------------------------------

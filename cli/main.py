@@ -193,9 +193,6 @@ def bench(
     ] = "auto",
     rounds: Annotated[int, typer.Option(help="hand-overs of each cell")] = 11,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="measure the costs of each plane too, and write them here for kvferry plan")
-    ] = None,
 ) -> None:
     """Measure hand-overs between two ranks of this machine, over each data plane, on the caches of a model."""
     options = locals()
@@ -242,7 +239,7 @@ def plan(
         str | None, typer.Option(help="rate of the link of one rank, as in 12.5GB/s, 100Gbps or 400G; unset: no bound")
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="costs of the planes, as kvferry bench --calibration writes them")
+        Path | None, typer.Option(help="costs of the planes, in the form of docs/planning.md")
     ] = None,
     prompt: Prompts = None,
     trace: Annotated[Path | None, typer.Option(help="a trace in Mooncake's form: simulate a fleet under it")] = None,

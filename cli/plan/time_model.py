@@ -18,11 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from math import ceil, exp, inf, log, sqrt
-from statistics import median
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kvferry.cli.plan.handover import Pair, PlannedRead, RankName, plan_handover
@@ -107,25 +105,6 @@ def decoded_calibration(text: bytes) -> Calibration:
 def default_calibration() -> Calibration:
     """The calibration that ``benchmarks/plan/plan_fit.py`` made from measurements of this project."""
     return decoded_calibration((files(__package__) / "calibration.json").read_bytes())
-
-
-def measured_costs(
-    nothing: Sequence[float], by_piece: Mapping[int, tuple[int, Sequence[float]]], turn_bytes: int
-) -> PlaneCosts:
-    """The costs of a plane from hand-overs of one pair of ranks, without ``each_seconds``, which hand-overs at one time
-    show; what messages cost is in the rates.
-
-    ``nothing``: seconds of hand-overs of next to nothing. ``by_piece``: by the bytes of a piece, the bytes of a
-    hand-over and its seconds. Raises ConfigError: the hand-overs with bytes took no longer than those without.
-    """
-    fixed, rates = median(nothing), {}
-    for piece, (nbytes, seconds) in sorted(by_piece.items()):
-        moving = median(seconds) - fixed
-        if moving <= 0:
-            raise ConfigError(f"hand-overs of {nbytes} bytes took no longer than empty ones; measure on a quiet host")
-        rates[piece] = float(f"{nbytes / moving:.4g}")
-    spread = median(float(np.percentile(seconds, 95)) / median(seconds) for _, seconds in by_piece.values())
-    return PlaneCosts(float(f"{fixed:.4g}"), 0.0, 0.0, rates, float(f"{max(1.0, spread):.4g}"), turn_bytes)
 
 
 class Work(msgspec.Struct, frozen=True):

@@ -12,9 +12,7 @@ from typer.testing import CliRunner, Result
 from kvferry.cli import bench as bench_command
 from kvferry.cli.bench import Cell
 from kvferry.cli.main import app
-from kvferry.cli.plan.time_model import decoded_calibration, measured_costs
 from kvferry.cli.rank_pair import CacheForm
-from kvferry.transport.errors import ConfigError
 
 SMALL = {
     "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -49,26 +47,6 @@ def test_planes_are_measured_on_the_model_s_caches(model: Path, tmp_path: Path) 
         assert min(row["samples_ms"]) <= row["p50_ms"] <= max(row["samples_ms"])
     assert [ceiling["what"] for ceiling in result["ceilings"]] == ["one contiguous copy", "TCP over loopback"]
     assert "TCP over loopback" in done.output
-
-
-def test_a_calibration_for_the_planner(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_command, "CALIBRATED_BYTES", 64 << 20)
-    monkeypatch.setattr(bench_command, "PIECES", (4096, 65536))
-    costs = tmp_path / "costs.json"
-    done = run("--model", model, "--plane", "shm", "--prompt", 16, "--rounds", 5, "--calibration", costs)
-    assert done.exit_code == 0, done.output
-    measured = decoded_calibration(costs.read_bytes()).costs("shm/host")
-    assert measured.fixed_seconds > 0 and measured.bytes_per_second.keys() == {4096, 65536} and measured.p95_ratio >= 1
-
-
-def test_costs_of_known_times() -> None:
-    costs = measured_costs([1e-3, 3e-3, 2e-3], {4096: (1 << 20, [4e-3, 4e-3, 4e-3]), 65536: (1 << 20, [3e-3] * 3)}, 7)
-    assert costs.fixed_seconds == 2e-3 and costs.p95_ratio == 1.0 and costs.turn_bytes == 7
-    assert costs.bytes_per_second == {
-        4096: pytest.approx((1 << 20) / 2e-3, rel=1e-3), 65536: pytest.approx((1 << 20) / 1e-3, rel=1e-3)
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match="took no longer than empty ones"):
-        measured_costs([1.0], {4096: (10, [1.0])}, 0)
 
 
 def test_wrong_bytes_are_a_failure_and_a_model_whose_layers_differ_is_refused(
