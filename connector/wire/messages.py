@@ -34,11 +34,11 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvferry.connector.geometry.rank_geometry import MAX_REGIONS, PRINTABLE, Count, Name, PageLayout, RankGeometry
+from kvferry.connector.geometry.rank_geometry import MAX_REGIONS, Count, Name, PageLayout, RankGeometry
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.kernels.checksum import TRAILER_BYTES, ChecksumName
-from kvferry.transport.errors import ProtocolError
+from kvferry.transport.errors import PRINTABLE, ProtocolError
 from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
