@@ -288,23 +288,22 @@ def router(
         bool, typer.Option("--prefix-reads", help="tell P which engine should have the beginning of a prompt")
     ] = False,
     connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
-    prefill_timeout: Annotated[
-        float, typer.Option(help="seconds for the prefill engine's answer, then decode only")
-    ] = 120.0,
-    abandoned_prefill_timeout: Annotated[
-        float, typer.Option(help="seconds for the prefill engine's answer, client gone")
-    ] = 10.0,
+    prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, then decode only")] = 120.0,
+    abandoned_prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, client gone")] = 10.0,
     health_interval: Annotated[
         float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")
     ] = 5.0,
     max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 503")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
     admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,
+    allow_engine_changes: Annotated[
+        bool, typer.Option("--allow-engine-changes", help="pass paths that change an engine, as /sleep, to a D")
+    ] = False,
     otlp_traces_endpoint: Annotated[str, typer.Option(help="URL to send spans of requests to (extra: otel)")] = "",
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="debug: all lines")] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="log one JSON object a line")] = False,
 ) -> None:
-    """Serve OpenAI's API in front of prefill and decode engines (extra: router)."""
+    """Serve the API of decode engines, with the prompts that prefill engines compute (extra: router)."""
     options = locals()
     from kvferry.router.command import router
 

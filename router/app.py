@@ -1,15 +1,16 @@
-"""The HTTP server of a router: OpenAI's API, health, metrics, the status page, and the engines at run time."""
+"""The HTTP server of a router: a reverse proxy of D, and the router's own pages: health, metrics, status, engines."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import re
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -18,14 +19,24 @@ from typing import Any
 
 from aiohttp import web
 
-from kvferry.router.engines import Role
+from kvferry.router.engines import Role, Seat
 from kvferry.router.health import Checks, HealthChecks
-from kvferry.router.http_client import HEAD_BYTES, HttpError
-from kvferry.router.legs import ClientRequest, log, why
+from kvferry.router.http_client import HEAD_BYTES, HttpError, OwnFaultError
+from kvferry.router.legs import ClientRequest, log, shown_pieces, why
 from kvferry.router.membership import Admin, Membership, Source
 from kvferry.router.metrics import SAMPLE_SECONDS, StatusHistory
-from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, members, without, without_params
-from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
+from kvferry.router.request_bodies import (
+    NEVER_SENT,
+    NOT_JSON,
+    RESPONSES,
+    WITH_P,
+    HostNames,
+    changes_engine,
+    members,
+    off_loop,
+    without,
+)
+from kvferry.router.router import OF_A_CONNECTION, Reply, Router, error_response, json_response, kept_headers
 from kvferry.router.spans import begin_request, end_request
 
 BODY_SECONDS = 60.0  # How long a client may take to send its request
@@ -35,22 +46,29 @@ because one that stood still has read nothing."""
 STALL_SECONDS = 120.0  # A client that takes nothing of its answer for so long is gone
 TICK_SECONDS = 1.0
 BACKLOG = 128  # Connections that may wait to be accepted
+MUCH_BYTES = 16 << 20  # Memory of so many bodies, or of answers that wait, is given back when they are gone
 FAULT_SECONDS = 30.0  # For so long ``/health`` names a fault of this machine
-_RESPONSE = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
 PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
 """What was handed over, rates, latencies and engines, from ``/router/status``."""
-NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")  # They name hosts that an engine would connect to
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+FOR_D = {"x-data-parallel-rank"}
+"""Headers that vLLM's server reads, and that mean one engine: P has other ranks."""
+SESSION, NEW_SESSION = "x-amzn-sagemaker-session-id", "x-amzn-sagemaker-new-session-id"
+OF_A_HOP = OF_A_CONNECTION | {"host", "expect"}
+OF_A_LEG = OF_A_HOP | {"accept-encoding", "content-length", "x-request-id"}
+"""Headers of a request that the router or its client sets anew; of a leg, whose answer the router reads, also these."""
+trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # It gives memory back that is free
 
 
 @dataclass(frozen=True)
 class Limits:
     """``requests``: in flight, of all clients together. ``body_bytes``: of one request; ``all_body_bytes``: of all
-    requests in flight, at least those of one. ``idle``: connections without a request."""
+    requests in flight, at least those of one. ``unread_bytes``: of all answers, those that wait for their clients.
+    ``idle``: connections without a request."""
 
     requests: int = 4096
     body_bytes: int = 64 << 20
     all_body_bytes: int = 256 << 20
+    unread_bytes: int = 64 << 20
     idle: int = 4096
 
 
@@ -64,13 +82,14 @@ class RefusedError(Exception):
 
 class App:
     """What a router serves: bind, start, and stop it. ``checks``: None: engines' health is not checked. ``sources``:
-    what names engines at run time. ``admin_token``: who shows it may change the engines; empty: nobody."""
+    what names engines at run time. ``admin_token``: who shows it may change the engines; empty: nobody. ``changes``:
+    requests that change an engine are passed on."""
 
     def __init__(
         self, router: Router, *, limits: Limits | None = None, checks: Checks | None = None,
-        sources: Sequence[Source] = (), admin_token: str = "",
+        sources: Sequence[Source] = (), admin_token: str = "", changes: bool = False,
     ) -> None:  # fmt: skip
-        self._router, self._limits = router, limits or Limits()
+        self._router, self._limits, self._changes = router, limits or Limits(), changes
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
         self._history = StatusHistory()
@@ -79,27 +98,19 @@ class App:
         """Connections without a request or with a part of one, the oldest first, and how often they are looked at
         before they are closed."""
         self._loops: list[asyncio.Task[None]] = []
-        admin = Admin(router, admin_token)
-        self._routes: dict[str, dict[str, Handler]] = {
-            "/v1/completions": {"POST": self._complete},
-            "/v1/chat/completions": {"POST": self._complete},
-            RESPONSES: {"POST": self._complete},
-            "/v1/models": {"GET": self._pass_on},
-            "/health": {"GET": self._say_health},
-            "/metrics": {"GET": self._say_metrics},
-            "/router/status": {"GET": self._say_status},
-            "/router/engines": dict.fromkeys(("GET", "POST", "DELETE"), admin.serve),
-            "/": {"GET": self._show_page},
-        }
+        self._admin = Admin(router, admin_token)
+        self._pages: dict[str, Callable[[], web.Response]] = {
+            "/": _page, "/health": self._show_health, "/metrics": self._show_metrics,
+            "/router/status": self._show_status,
+        }  # fmt: skip
 
     async def bind(self, **where: Any) -> None:
         """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
-        self._server = _Server(
-            self._serve, self.idle, handler_cancellation=True, access_log=None, auto_decompress=False, logger=_quiet,
-            keepalive_timeout=inf, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
-        )  # fmt: skip
-        make = asyncio.get_running_loop().create_server
-        self._listeners = await make(self._server, **where, start_serving=False, backlog=BACKLOG)
+        loop, self._server = asyncio.get_running_loop(), web.Server(self._serve, handler_cancellation=True)
+        how: dict[str, Any] = {"max_line_size": HEAD_BYTES, "max_field_size": HEAD_BYTES, "keepalive_timeout": inf}
+        how |= {"loop": loop, "access_log": None, "auto_decompress": False, "logger": _quiet}
+        make = partial(_Connection, self.idle, self._server, **how)
+        self._listeners = await loop.create_server(make, **where, start_serving=False, backlog=BACKLOG)
 
     async def start(self) -> None:
         """Accept connections, once the engines are known."""
@@ -128,10 +139,16 @@ class App:
             await asyncio.to_thread(self._router.tracer.close)
 
     async def _watch_idle(self) -> None:
-        """Close what holds descriptors for nothing: the old ones, and where there are many the oldest."""
-        before = 0
+        """Close what holds descriptors for nothing: the old ones, and where there are many the oldest; and what holds
+        memory for nothing."""
+        before, most = 0, 0
         while True:
             await asyncio.sleep(TICK_SECONDS)
+            held = self._body_bytes + self._cut_off()
+            most = max(most, held)
+            if held <= most // 8 and most > MUCH_BYTES:
+                most //= 2
+                await asyncio.to_thread(trim, 0)
             for connection in self.idle:
                 self.idle[connection] -= TICK_SECONDS
             many = min(before, len(self.idle)) - self._limits.idle  # not those of a moment
@@ -139,6 +156,19 @@ class App:
                 if seconds <= 0 or number < many:
                     connection.force_close()
             before = len(self.idle)
+
+    def _cut_off(self) -> int:
+        """The bytes that wait for clients. Where they are too many, those of whom the most wait have left."""
+        to = [one.transport for one in self._server.connections if one.transport is not None]
+        waiting = sorted(((one.get_write_buffer_size(), number) for number, one in enumerate(to)), reverse=True)
+        total, cut = sum(size for size, _ in waiting), 0
+        while total > self._limits.unread_bytes:
+            size, number = waiting[cut]
+            total, cut = total - size, cut + 1
+            to[number].abort()
+        if cut:
+            log.warning("%d clients that do not read their answers are cut off; %d bytes wait for others", cut, total)
+        return total
 
     async def _keep_history(self) -> None:
         router = self._router
@@ -161,27 +191,30 @@ class App:
                 self.idle.pop(connection, None)
                 self.idle[connection] = HEAD_SECONDS
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        handlers = self._routes.get(request.path)
-        if _RESPONSE.fullmatch(request.path) or (handlers is not None and request.method == "OPTIONS"):
-            return await self._pass_on(request)  # CORS is the engines' to decide
-        if handlers is None:
-            return error_response(404, f"there is no {request.path[:200]}; see docs/routers.md")
-        handler = handlers.get("GET" if request.method == "HEAD" else request.method)
-        if handler is None:
-            return error_response(405, f"{request.path} takes {', '.join(handlers)}", allow=", ".join(handlers))
-        return await handler(request)
+    async def _answer(self, http: web.BaseRequest) -> web.StreamResponse:
+        page = self._pages.get(http.path)
+        if page is not None or http.path == "/router/engines":
+            takes = ("GET", "HEAD") if page is not None else ("GET", "POST", "DELETE")
+            if http.method not in takes:
+                allowed = ", ".join(takes)
+                return error_response(405, f"{http.path} takes {allowed}", allow=allowed)
+            return await self._admin.serve(http) if page is None else page()
+        if http.path.startswith("/router/"):
+            return error_response(404, f"the router has no {http.path[:200]}; see docs/routers.md")
+        return await self._ask(http)
 
-    # --- completions
+    # --- what engines answer
 
-    async def _complete(self, http: web.BaseRequest) -> web.StreamResponse:
+    async def _ask(self, http: web.BaseRequest) -> web.StreamResponse:
         router, metrics = self._router, self._router.metrics
         began, gone, taken = router.clock(), False, 0
         asked: ClientRequest | None = None
         reply: Reply | None = None
         content, status = b"", 499
         try:
-            asked, content = await self._read(http)
+            self._check(http)
+            if http.method == "POST" and http.path in WITH_P and "content-encoding" not in http.headers:
+                asked, content = await self._read(http)
             self.idle.pop(http.protocol, None)
             taken = 1
             metrics.in_flight += 1
@@ -197,7 +230,7 @@ class App:
             return response
         except RefusedError as error:
             status = error.status
-            return error_response(error.status, str(error), connection="close", **error.headers)
+            return error_response(error.status, str(error), http.path, connection="close", **error.headers)
         except (asyncio.CancelledError, ConnectionError):
             gone = True
             log.info("%s: the client is gone", "a request that was not read" if asked is None else asked.name)
@@ -206,7 +239,7 @@ class App:
             log.exception("a request failed by a fault of the router")
             status, said = 500, "the router failed; its log says why"
             if asked is None or reply is None:
-                return error_response(500, said)
+                return error_response(500, said, http.path)
             asked.broken = said
             return await reply.fail(500, said)
         finally:
@@ -219,76 +252,108 @@ class App:
                 end_request(asked.span, None if gone else status, first, asked.broken)
                 asked.drop()
 
+    def _check(self, http: web.BaseRequest) -> None:
+        """Raises RefusedError."""
+        if "websocket" in http.headers.get("upgrade", "").lower():
+            raise RefusedError(501, "the router passes no WebSocket on: ask a decode engine itself")
+        if not _target(http).startswith("/"):
+            raise RefusedError(400, "no engine is asked for a target without a path")
+        if "charset" in (kind := http.headers.get("content-type", "").lower()) and kind.startswith("multipart/"):
+            raise RefusedError(415, "the fields of a form are UTF-8: leave charset out of its Content-Type")
+        if not self._changes and changes_engine(_target(http).partition("?")[0]):
+            said = "changes an engine: ask that engine itself, or start the router with --allow-engine-changes"
+            raise RefusedError(403, f"{http.path[:200]} {said}")
+
     async def _read(self, http: web.BaseRequest) -> tuple[ClientRequest | None, bytes]:
-        """The request, or a body that is no JSON object, which is still counted. Raises RefusedError."""
-        content = bytearray()
+        """The request, or a body that is no JSON object, which is still counted among all. Raises RefusedError."""
+        content, most = bytearray(), max(self._limits.all_body_bytes, self._limits.body_bytes)
         try:
+            async for piece in _pieces(http, self._limits.body_bytes):
+                content += piece
+                self._count(len(piece))
+                if self._body_bytes > most:
+                    text = f"the bodies of all requests have over {most} bytes, which is the router's limit; try again"
+                    raise RefusedError(503, text, retry_after="1")
             try:
-                async with nullcontext() if http.content.is_eof() else asyncio.timeout(BODY_SECONDS):
-                    await self._receive(http, content)
-                small = len(content) <= SMALL_BYTES
-                body = members(content) if small else await asyncio.to_thread(members, content)
+                body = await off_loop(content, members)
                 body = None if body is None else without(body, NEVER_SENT)
-            except TimeoutError:
-                raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
             except NOT_JSON as error:
                 raise RefusedError(400, f"no engine is asked for such a body: {why(error)}") from None
             if body is None:
                 return None, bytes(content)
-            headers = _headers(http)
+            headers = _headers(http, OF_A_LEG)
             given = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
             headers["x-request-id"] = given or uuid.uuid4().hex
+            for_d = {name: headers.pop(name) for name in FOR_D & headers.keys()}
             span = begin_request(self._router.tracer, headers, http.path)
-            asked = ClientRequest(http.path, body, headers, span, over=partial(self._count, -len(content)))
+            over = partial(self._count, -len(content))
+            asked = ClientRequest(http.path, body, headers, _target(http), span, over, for_d=for_d)
         except BaseException:
             self._count(-len(content))
             raise
         asked.hold()
         return asked, b""
 
-    async def _receive(self, http: web.BaseRequest, content: bytearray) -> None:
-        """Its bytes count among those of all bodies, until the caller says otherwise. Raises RefusedError."""
-        limits = self._limits
-        most = max(limits.all_body_bytes, limits.body_bytes)
-        if http.headers.get("expect", "").lower() == "100-continue":
-            await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        while piece := await http.content.readany():
-            content += piece
-            self._count(len(piece))
-            if len(content) > limits.body_bytes:
-                raise RefusedError(413, f"the body has over {limits.body_bytes} bytes, which is the router's limit")
-            if self._body_bytes > most:
-                text = f"the bodies of all requests have over {most} bytes, which is the router's limit; try again"
-                raise RefusedError(503, text, retry_after="1")
-
     def _count(self, body_bytes: int) -> None:
         self._body_bytes += body_bytes
 
-    # --- all else
+    async def _pass_on(self, http: web.BaseRequest, content: bytes) -> web.StreamResponse:
+        """The answer of a D as it is, to a request as it came. It is sent once. ``content``: its body, where that was
+        read. Raises RefusedError."""
+        router, refused = self._router, list[RefusedError]()
 
-    async def _pass_on(self, request: web.BaseRequest, content: bytes | None = None) -> web.StreamResponse:
-        """The answer of a D to a request that hands nothing over."""
-        router = self._router
-        self.idle.pop(request.protocol, None)
-        seat = router.engines.take_decode(router.clock())
-        if seat is None:
-            return error_response(503, "no decode engine takes requests; see /health")
-        try:
-            how: dict[str, Any] = {"headers": _headers(request), "connect": router.timeouts.connect}
-            answer = await router.http.send(request.method, seat.engine.url, request.path_qs, body=content, **how)
+        async def body() -> AsyncIterator[bytes]:
+            names = HostNames()
             try:
-                body = await answer.body()
-            finally:
-                answer.close()
-            shown = without_params(body) if router.prefix_reads else body  # it may be a response that D has stored
-            headers = kept_headers(answer, None if shown is body else len(shown))
-            return web.Response(body=shown, status=answer.status, headers=headers)
+                async for piece in _pieces(http, self._limits.body_bytes, content):
+                    if names.found(piece):
+                        said = f"{' and '.join(NEVER_SENT)} name hosts that an engine would connect to: leave them out"
+                        raise RefusedError(400, said)
+                    yield piece
+            except RefusedError as error:
+                refused.append(error)
+                raise
+
+        home = router.homes.find(router.engines, *http.path.split("/"), http.headers.get(SESSION, ""))
+        seat = router.engines.take_decode(router.clock()) if home is None else Seat(home, 1.0, router.engines)
+        if seat is None:
+            return error_response(503, "no decode engine takes requests; see /health", http.path)
+        answer, begun, url = None, None, seat.engine.url
+        try:
+            how: dict[str, Any] = {"headers": _headers(http, OF_A_HOP), "connect": router.timeouts.connect}
+            sent = body() if http.body_exists else None
+            answer = await router.http.send(http.method, url, _target(http), body=sent, **how)
+            router.homes.note(answer.headers.get(NEW_SESSION, "").partition(";")[0], url)
+            given, pieces = kept_headers(answer), answer.pieces()
+            if "location" in given:  # the client asks the router again
+                host = re.escape(answer.response.request_info.headers["host"])
+                given["location"] = re.sub(rf"^https?://{host}(?=/)", "", given["location"])
+            if router.prefix_reads and http.path.startswith(RESPONSES) and http.method != "HEAD":  # stored by D
+                given.popall("content-length", None)
+                pieces = shown_pieces(answer)
+            begun = web.StreamResponse(status=answer.status, reason=answer.response.reason, headers=given)
+            await begun.prepare(http)
+            async for piece in pieces:
+                await begun.write(piece)
+            await begun.write_eof()
+            return begun
         except HttpError as error:
-            return error_response(502, f"decode engine {seat.engine.url} failed: {why(error)}")
+            said = f"decode engine {url} failed: {why(error)}"
+            if begun is not None:
+                log.error("%s: %s", ascii(http.path[:200]), said)
+                http.protocol.force_close()  # no whole answer may end here
+                return begun
+            if refused:
+                raise refused[0] from None
+            return error_response(503 if isinstance(error, OwnFaultError) else 502, said, http.path)
         finally:
+            if answer is not None:
+                answer.close()
             seat.release()
 
-    async def _say_health(self, request: web.BaseRequest) -> web.StreamResponse:
+    # --- the router's own pages
+
+    def _show_health(self) -> web.Response:
         """200 while a decode engine is up; ``degraded`` where no P is, or where nothing is handed over."""
         router = self._router
         up: dict[str, Any] = {role: {e.url: e.usable(router.clock()) for e in router.engines.of(role)} for role in Role}
@@ -303,17 +368,18 @@ class App:
             up["router"] = f"no connection to spare: {router.http.own_fault}"
         return json_response({"status": status} | up, 200 if ok else 503)
 
-    async def _say_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+    def _show_metrics(self) -> web.Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return web.Response(body=self._router.metrics.text(), headers={"content-type": kind})
 
-    async def _say_status(self, request: web.BaseRequest) -> web.StreamResponse:
+    def _show_status(self) -> web.Response:
         now = self._router.clock()
         return json_response(self._router.metrics.status(now) | {"history": self._history.columns(now)})
 
-    async def _show_page(self, request: web.BaseRequest) -> web.StreamResponse:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return web.Response(text=PAGE, content_type="text/html", headers={"content-security-policy": policy})
+
+def _page() -> web.Response:
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    return web.Response(text=PAGE, content_type="text/html", headers={"content-security-policy": policy})
 
 
 _quiet = logging.getLogger("kvferry.router.strangers")
@@ -321,31 +387,65 @@ _quiet = logging.getLogger("kvferry.router.strangers")
 _quiet.setLevel(logging.CRITICAL)
 
 
-class _Server(web.Server):
-    """Notes which connections have no request."""
+class _Connection(web.RequestHandler):
+    """One that is in ``idle`` while it has no request."""
 
-    def __init__(self, handler: Any, idle: dict[Any, float], **options: Any) -> None:
-        super().__init__(handler, **options)
+    def __init__(self, idle: dict[Any, float], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._without_request = idle
 
-    def connection_made(self, handler: Any, transport: Any) -> None:
-        super().connection_made(handler, transport)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-        self._without_request[handler] = HEAD_SECONDS
+        self._without_request[self] = HEAD_SECONDS
 
-    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
-        super().connection_lost(handler, exc)
-        self._without_request.pop(handler, None)
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._without_request.pop(self, None)
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Of a head that is none."""
+        super().handle_error(request, status, exc, message)  # raises where an answer has begun
+        response = error_response(status, why(ValueError(message or "the router failed; its log says why")))
+        response.force_close()
+        return response
 
 
-def _headers(request: web.BaseRequest) -> dict[str, str]:
+async def _pieces(http: web.BaseRequest, most: int, read: bytes = b"") -> AsyncIterator[bytes]:
+    """The body as it arrives. ``read``: it was read before. Raises RefusedError."""
+    if read:
+        yield read
+    if http.headers.get("expect", "").lower() == "100-continue":
+        await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    left, size = asyncio.get_running_loop().time() + BODY_SECONDS, 0
+    while not http.content.at_eof():
+        try:
+            async with asyncio.timeout_at(left):
+                piece = await http.content.readany()
+        except TimeoutError:
+            raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
+        size += len(piece)
+        if size > most:
+            raise RefusedError(413, f"the body has over {most} bytes, which is the router's limit")
+        yield piece
+
+
+def _target(http: web.BaseRequest) -> str:
+    """Path and query as they came, also of a whole URL."""
+    return http.raw_path if http.raw_path.startswith("/") else http.path_qs
+
+
+def _headers(request: web.BaseRequest, but: set[str]) -> dict[str, str]:
     """Those for an engine. One that came several times is one list."""
     found: dict[str, str] = {}
+    but = but | {name.strip() for name in request.headers.get("connection", "").lower().split(",")}
     for given, value in request.headers.items():
         name = given.lower()
         if name in found:
             found[name] += ("; " if name == "cookie" else ", ") + value
-        elif name not in OWN_HEADERS:
+        elif name not in but:
             found[name] = value
     return found

@@ -21,12 +21,13 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from kvferry.router.request_bodies import WINDOW_BYTES, Body, encoded, pieces_of
+from kvferry.router.request_bodies import WINDOW_BYTES, Body, pieces_of
 
 IDLE_SECONDS = 2.0
 """A kept connection is used again for so long. uvicorn, vLLM's server, closes one after 5 s. A request that is on its
 way meanwhile fails, and nobody knows whether the engine has it: no second try is made, so stay well below."""
 MAX_ANSWER_BYTES = 256 << 20  # Bound on an answer that is read as a whole
+RECEIVED_BYTES = 16 << 10  # Of an answer that nobody takes, about so many wait here, and twice so many in the kernel
 HEAD_BYTES = 64 << 10  # Bound on each line of the head of an answer, or of a request
 _OWN_FAULTS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
@@ -54,6 +55,7 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
         self._left = select.poll()
         self._left.register(connected.fileno(), select.POLLRDHUP)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * RECEIVED_BYTES)
         for option, value in _KEEPALIVE:
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -168,30 +170,32 @@ class HttpClient:
         self.session: aiohttp.ClientSession | None = None
 
     async def send(
-        self, method: str, base: str, path: str, *, body: Body | bytes | None = None,
+        self, method: str, base: str, path: str, *, body: Body | AsyncIterator[bytes] | None = None,
         headers: Mapping[str, str] | None = None, progress: RequestProgress | None = None, connect: float,
     ) -> Answer:  # fmt: skip
         """The head of an answer. Raises HttpError: there is none. ``base``: URL of the engine, ``http://HOST:PORT``.
-        ``body``: sent as JSON, or as it is. ``connect``: seconds that a connection may take."""
+        ``body``: sent as JSON, or in pieces as it is. ``connect``: seconds that a connection may take."""
         if self.session is None:
             self.session = aiohttp.ClientSession(
                 connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 skip_auto_headers=_AUTOMATIC, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
+                read_bufsize=RECEIVED_BYTES,
             )  # fmt: skip
+            self.session._retry_connection = False  # a body in pieces is there once
         legs, progress = self.under_way if progress else {}, progress or RequestProgress()
         _progress.set(progress)
         sent: CIMultiDict[str] = CIMultiDict(headers or {})
-        data: Any = None
-        if body is not None:
-            data = body if isinstance(body, bytes) else encoded(body)
-            if data is None and isinstance(body, dict):
-                pieces = [memoryview(piece) for piece in pieces_of(body)]
-                sent["content-length"] = str(sum(map(len, pieces)))
-                data = _windows(pieces)
-        how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
+        data: Any = body
+        if isinstance(body, dict):
+            pieces = [memoryview(piece) for piece in pieces_of(body)]
+            size = sum(map(len, pieces))
+            sent["content-length"] = str(size)
+            data = b"".join(pieces) if size <= WINDOW_BYTES else _windows(pieces)
+        how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False, "data": data}
         legs[progress], over, progress.at = base, partial(legs.pop, progress, None), time.monotonic()
         try:
-            return Answer(await self.session.request(method, _url(base + path), data=data, **how), over, progress)
+            response = await self.session.request(method, URL(base + path, encoded=True), **how)
+            return Answer(response, over, progress)
         except BaseException as error:
             over()
             if not isinstance(error, aiohttp.ClientError | OSError | ValueError):
@@ -205,11 +209,6 @@ class HttpClient:
     async def close(self) -> None:
         if self.session is not None:
             await self.session.close()
-
-
-@lru_cache(1024)
-def _url(text: str) -> URL:
-    return URL(text, encoded=True)
 
 
 async def _windows(pieces: list[memoryview]) -> AsyncIterator[memoryview]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,13 +22,14 @@ from kvferry.router.metrics import Metrics
 from kvferry.router.prefill_choice import PrefillChoice
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import (
+    COMPLETIONS,
     NOT_JSON,
     RESPONSES,
     Body,
     is_estimate_of,
+    off_loop,
     pieces_of,
-    prefill_body,
-    source_body,
+    small_body,
     without_params,
 )
 from kvferry.router.spans import DECODE, PREFILL, LegSpan
@@ -52,7 +54,7 @@ _ENDED = re.compile(rb'"finish_reason":"abort"|"output_tokens":0[,}]')
 """The engine has ended the request by itself, as at SIGTERM. In a text its quotes are escaped."""
 ENDS = "it has ended the request by itself: it is shutting down"
 MAX_OPENING_BYTES = 256 << 10
-MAX_BODY_BYTES = 1 << 20  # A longer answer goes to the client as it comes
+MAX_BODY_BYTES = 128 << 10  # A longer answer goes to the client as it comes
 _DRAINING = EngineState.DRAINING
 WORTH_READING = 512
 """Tokens of a prefix that an 8B model on an H100 computes as soon as it reads them: gpu_prefix_reads.json."""
@@ -90,11 +92,14 @@ class ClientRequest:
     path: str
     body: Body
     headers: dict[str, str]
+    target: str = ""  # The path as it came, with the query
     span: OpenSpan | None = None
     over: Callable[[], None] = lambda: None
     comment: Callable[[Answer, bytes], Awaitable[None]] | None = None
     broken: str = ""  # Why the answer broke off
     chosen: Engine | None = None
+    home: Engine | None = None  # The D that has what the request names; no other is asked
+    for_d: dict[str, str] = field(default_factory=dict)  # Headers that are meant for D only
     prefilled_at: float | None = None  # When P had answered
     refused_by: tuple[Engine, int] | None = None  # The P that answered with this status, a 4xx
     alone: str = ""
@@ -171,7 +176,7 @@ class Decoded:
     @property
     def refused(self) -> bool:
         """It does not ask P: the status says so, or the first event of its stream."""
-        return 400 <= self.answer.status < 500 or self.first.startswith(b'data: {"error"')
+        return 400 <= self.answer.status < 500 or self.first.startswith((b'data: {"error"', b"event: error"))
 
     def close(self) -> None:
         self.answer.close()
@@ -244,9 +249,8 @@ class Legs:
         engine.source, source = {}, None
         try:
             async with asyncio.timeout(self.timeouts.abandoned_prefill):
-                body, progress = source_body(asked.body), RequestProgress()
-                how: dict[str, Any] = {"headers": asked.headers, "progress": progress, "connect": self.timeouts.connect}
-                answer = await self.http.send("POST", engine.url, "/v1/completions", body=body, **how)
+                body, span = small_body(asked.body, {"sources": []}, 1), LegSpan(None, PREFILL, engine)
+                answer = await self._send(asked, engine, body, RequestProgress(), span, COMPLETIONS)
                 with closing(answer):
                     params = _PREFILLED.decode(await answer.body()).kv_transfer_params or {}
                 if answer.status == 200:
@@ -341,14 +345,14 @@ class Legs:
 
     async def let_go(self, asked: ClientRequest, params: dict[str, Any]) -> None:
         """A request that D's server refuses, and whose lease D's connector releases."""
-        body = prefill_body(asked.body, asked.path, params, tokens=0)
+        body = small_body(asked.body, params, 0)
         tried: list[Engine] = []
         while (seat := self.engines.take_decode(self.clock(), tried)) is not None:
             tried.append(seat.engine)
             span = LegSpan(None, DECODE, seat.engine)
             try:
                 async with asyncio.timeout(self.timeouts.abandoned_prefill):
-                    answer = await self._send(asked, seat.engine, body, RequestProgress(), span)
+                    answer = await self._send(asked, seat.engine, body, RequestProgress(), span, COMPLETIONS)
                 answer.close()
                 if answer.status < 500:
                     return
@@ -374,9 +378,11 @@ class Legs:
         P has answered. ``tried``: these failed for the request before, so that the next one is the last; those asked
         now are added. Raises HttpError: D failed; the log says so."""
         tried = [] if tried is None else tried
-        again = not tried
+        again = not tried and asked.home is None
         while True:
             seat = self.engines.take_decode(self.clock(), tried, asked.chosen)
+            if asked.home is not None:
+                seat = Seat(asked.home, 1.0, self.engines)
             if seat is None:
                 raise NoEngineError("no decode engine takes requests; see /health")
             tried.append(seat.engine)
@@ -426,10 +432,11 @@ class Legs:
                 if answer.status == 200 and _ENDED.search(content):
                     progress.answered = False
                     raise HttpError(ENDS)
-                content = without_params(content, report=asked.checks) if hides else content
+                if hides:
+                    content = await off_loop(content, partial(without_params, report=asked.checks))
                 return Decoded(seat.engine, answer, content, pieces, seat, span)
             if hides and asked.path == RESPONSES:  # no other stream has D's parameters
-                pieces = _without_params(answer)
+                pieces = shown_pieces(answer)
             first = await anext(pieces, b"")
             while answer.streamed and first and _COMMENTS.fullmatch(first):
                 progress.answered = False
@@ -467,13 +474,13 @@ class Legs:
     # --- both
 
     async def _send(
-        self, asked: ClientRequest, engine: Engine, body: Body, progress: RequestProgress, span: LegSpan
+        self, asked: ClientRequest, engine: Engine, body: Body, progress: RequestProgress, span: LegSpan, path: str = ""
     ) -> Answer:
         """The head of an engine's answer. It is sent once: an engine that has it computes it. Raises HttpError."""
-        headers = {**asked.headers, **span.headers} if span.headers else asked.headers
+        headers = asked.headers | span.headers | (asked.for_d if engine.role is Role.DECODE else {})
         how: dict[str, Any] = {"headers": headers, "progress": progress, "connect": self.timeouts.connect}
         progress.tokens = asked.prefix.tokens
-        span.answer = await self.http.send("POST", engine.url, asked.path, body=body, **how)
+        span.answer = await self.http.send("POST", engine.url, path or asked.target or asked.path, body=body, **how)
         return span.answer
 
     def start(self, work: Coroutine[Any, Any, T], asked: ClientRequest) -> asyncio.Task[T]:
@@ -491,16 +498,17 @@ def _without_token(events: bytes) -> int:
     return next(_OPENING.finditer(events)).end()
 
 
-async def _without_params(answer: Answer) -> AsyncIterator[bytes]:
-    """A stream of events in whole lines: the last one has the whole answer."""
-    held = b""
+async def shown_pieces(answer: Answer) -> AsyncIterator[bytes]:
+    """An answer, or its events in whole lines: the last one has the whole answer."""
+    held: list[bytes] = []
     async for piece in answer.pieces():
-        held += piece
-        if end := len(held) if answer.whole else held.rfind(b"\n") + 1:
-            yield without_params(held[:end])
-            held = held[end:]
-    if held:
-        yield held
+        end = len(piece) if answer.whole else piece.rfind(b"\n") + 1
+        held.append(piece[:end] if end else piece)
+        if end:
+            yield await off_loop(b"".join(held), without_params)
+            held = [piece[end:]]
+    if any(held):
+        yield await off_loop(b"".join(held), without_params)
 
 
 async def ended(leg: asyncio.Task[Decoded]) -> None:

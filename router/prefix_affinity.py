@@ -18,7 +18,7 @@ BYTES_PER_TOKEN = 4  # English text; only loads and affinity are weighed by it
 BLOCK_BYTES = BLOCK_TOKENS * BYTES_PER_TOKEN
 MAX_BLOCKS = 64  # So many blocks of a prompt are hashed: prompts that share more differ little in cost
 REMEMBERED_BLOCKS = 1 << 16
-PROMPT = ("tools", "instructions", "messages", "input", "prompt")
+PROMPT = ("tools", "instructions", "system", "messages", "input", "prompt")
 """The members of a body that make the prompt, in the order in which templates write them."""
 
 

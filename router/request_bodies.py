@@ -1,4 +1,4 @@
-"""The bodies of a request's two legs, and errors in OpenAI's form. Pure.
+"""Paths that the router knows, the bodies of a request's two legs, and errors in the form of an API.
 
 A body is taken apart into its members only: what a member holds is sent on as it came, so that an engine gets the
 client's very bytes, and a value costs nothing, whatever its shape.
@@ -6,13 +6,26 @@ client's very bytes, and a value costs nothing, whatever its shape.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+WITH_P = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
+"""A POST to one of these gets a prefill leg. Each other request goes to a D as it came."""
+_CHANGES = re.compile(
+    r"(?<![\w.-])(abort_requests|adapters|collective_rpc|fault_tolerance|finish_weight_update|"
+    r"init_weight_transfer_engine|load_lora_adapter|pause|release_kv_cache_memory|reset_(prefix|mm|encoder)_cache|"
+    r"resume|scale_elastic_ep|shutdown_weight_transfer_engine|sleep|start_(draft_)?weight_update|st(art|op)_profile|"
+    r"unload_lora_adapter|update_weight_version|update_weights|wake_up|weight_checker)(?![\w.-])"
+)
+"""Parts of paths by which vLLM's server changes an engine. ``tests/vllm/test_paths.py`` compares them with it."""
 SMALL_BYTES, WINDOW_BYTES = 64 << 10, 1 << 20
 """Bodies above the first size are taken apart off the event loop; above the second they are sent in pieces, and have to
 be JSON by the standard."""
@@ -20,6 +33,8 @@ MAX_MEMBERS = 1000
 MAX_COMMAS, MAX_COLONS = 8 << 20, 1 << 20
 """More than any context has tokens. They bound how long a body is read, during which no other thread runs, and what its
 members take."""
+T = TypeVar("T")
+Content = TypeVar("Content", bytes, bytearray)
 Body = dict[str, Any]  # By name, each JSON as it came (``msgspec.Raw``), or what is to be encoded
 NOT_JSON = (msgspec.DecodeError, RecursionError, ValueError)
 """What ``members`` and ``msgspec.json.decode`` raise for bytes that are no JSON. ValueError: they are not UTF-8."""
@@ -28,18 +43,16 @@ PREFILL_TAG: dict[str, Any] = {
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 """The six keys of ``kv_transfer_params`` by which vLLM's connectors know a prefill leg."""
+NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")  # They name hosts that an engine would connect to
 KINDS = {
     401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 502: "BadGatewayError",
     503: "ServiceUnavailableError",
 }  # fmt: skip
 _NOT_FOR_P = {"stream_options", "min_tokens", "best_of", "prompt_logprobs", "echo"}
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 _NOT_HANDED_OVER = ("use_beam_search", "prompt_embeds", "prompt_logprobs", "previous_response_id", "background")
 """D's engine never asks P for the prompt of a request that has one of these, or computes the prompt itself."""
 _NUMBER = re.compile(rb"null|-?\d+")
-_PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*(?=\{)')
-_OF_AN_ENGINE = {"remote_host", "do_remote_prefill", "handed_over"}
-"""Parameters of an engine have one of these."""
+_PARAMS = b'"kv_transfer_params"'
 _ONE_PROMPT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(tuple[msgspec.Raw])
 _MEMBERS: msgspec.json.Decoder[Body] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -84,53 +97,84 @@ def without(body: Body, names: Collection[str]) -> Body:
     return found
 
 
+def changes_engine(path: str) -> bool:
+    """Whether an engine, or a proxy before it, may read this path as one that changes an engine, whatever prefix it
+    has and however it is written."""
+    for _ in range(3):
+        path = unquote(path)
+    return _CHANGES.search(path.lower()) is not None
+
+
+class HostNames:
+    """Looks for NEVER_SENT in a body that is passed on in pieces: as the name of a JSON member that is not null, at any
+    depth, with escapes, as UTF-8 or UTF-16, also in a field of a form."""
+
+    _name = rb'"(?:%b)":[^n]' % b"|".join(
+        b"".join(rb"(?:%c|\\u00%02x)" % (letter, letter) for letter in name.encode()) for name in NEVER_SENT
+    )
+    _find, _longest = re.compile(_name, re.IGNORECASE).search, 6 * max(map(len, NEVER_SENT)) + 4
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    def found(self, piece: bytes) -> bool:
+        text = self._tail + piece.translate(None, b"\0 \t\r\n")
+        self._tail = text[-self._longest :]
+        return self._find(text) is not None
+
+
 def without_params(answer: bytes, *, report: bool = False) -> bytes:
-    """An engine's answer, or events that end with all of it, with null for its ``kv_transfer_params``, which name
-    hosts: as of a request that had none. ``report``: what became of the prompt stays."""
-    for found in reversed(list(_PARAMS.finditer(answer))):  # in a text its quotes are escaped
-        try:
-            rest = answer[found.end() :].decode()
-            params, end = json.JSONDecoder().raw_decode(rest)
-        except NOT_JSON:
-            return answer
-        if not _OF_AN_ENGINE.isdisjoint(params):  # else of the client, such as a tool's schema
-            kept = {name: params[name] for name in ("handed_over",) if report and name in params} or None
-            return answer[: found.end()] + msgspec.json.encode(kept) + rest[end:].encode()
-    return answer
+    """An engine's answer, or whole lines of events, with null for its ``kv_transfer_params``, which name hosts: as of a
+    request that had none. ``report``: what became of the prompt stays."""
+    if _PARAMS not in answer:
+        return answer
+    lines = [answer] if answer.lstrip().startswith(b"{") else answer.split(b"\n")
+    return b"\n".join(_without_params(line, report) if _PARAMS in line else line for line in lines)
 
 
-def encoded(body: Body) -> bytes | None:
-    """The body as JSON; None where it is large: see ``pieces_of``."""
-    size = sum(len(value) for value in body.values() if isinstance(value, msgspec.Raw))
-    return None if size > WINDOW_BYTES else msgspec.json.encode(body)
+def _without_params(line: bytes, report: bool) -> bytes:
+    try:
+        found = _MEMBERS.decode(line.removeprefix(b"data:"))
+        if NEVER_SENT[0] not in found:  # an event that has the whole answer in it
+            found = _MEMBERS.decode(found["response"])
+        raw = bytes(found.get("kv_transfer_params", b"null"))
+        params = msgspec.json.decode(raw) or {}
+    except (*NOT_JSON, KeyError):
+        return line
+    kept = {name: params[name] for name in ("handed_over",) if report and name in params} or None
+    return line.replace(raw, msgspec.json.encode(kept)) if params else line
+
+
+async def off_loop(content: Content, work: Callable[[Content], T]) -> T:
+    """What ``work`` makes of a body. Others do not wait for a large one."""
+    return work(content) if len(content) <= SMALL_BYTES else await asyncio.to_thread(work, content)
 
 
 def pieces_of(body: Body) -> list[bytes | msgspec.Raw]:
     """The body as JSON, without a copy of what is large."""
-    pieces: list[bytes | msgspec.Raw] = []
+    pieces: list[bytes | msgspec.Raw] = [b"{"]
     for name, value in body.items():
-        pieces.append((b"," if pieces else b"{") + msgspec.json.encode(name) + b":")
+        pieces.append((b"," if len(pieces) > 1 else b"") + msgspec.json.encode(name) + b":")
         pieces.append(value if isinstance(value, msgspec.Raw) else msgspec.json.encode(value))
     return [*pieces, b"}"]
 
 
-def prefill_body(body: Body, path: str = "", params: dict[str, Any] = PREFILL_TAG, *, tokens: int = 1) -> Body:
-    """The prefill leg of a request: one token, one choice, not streamed, with these ``kv_transfer_params``. Of no token
-    it is a request that vLLM's server refuses, and whose lease its connector then releases."""
+def prefill_body(body: Body, path: str = "", params: dict[str, Any] = PREFILL_TAG) -> Body:
+    """The prefill leg of a request: one token, one choice, not streamed, with these ``kv_transfer_params``."""
     leg = {name: value for name, value in body.items() if name not in _NOT_FOR_P}
     leg |= {"stream": False, "kv_transfer_params": params}
     if path == RESPONSES:
-        return leg | {"max_output_tokens": tokens, "store": False}
+        return leg | {"max_output_tokens": 1, "store": False}
     if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = tokens
-    return leg | {"max_tokens": tokens, "n": 1}
+        leg["max_completion_tokens"] = 1
+    return leg | {"max_tokens": 1, "n": 1}
 
 
-def source_body(body: Body) -> Body:
-    """A request of one token, of the model of ``body``, whose answer says where other engines can read from the one
-    that answers."""
+def small_body(body: Body, params: dict[str, Any], tokens: int) -> Body:
+    """A completion of one prompt token, of the model of ``body``. Of no token it is one that vLLM's server refuses, and
+    whose lease its connector then releases."""
     model = {name: body[name] for name in ("model",) if name in body}
-    return {**model, "prompt": [1], "max_tokens": 1, "kv_transfer_params": {"sources": []}}
+    return {**model, "prompt": [1], "max_tokens": tokens, "kv_transfer_params": params}
 
 
 def can_hand_over(body: Body, path: str) -> bool:
@@ -169,7 +213,9 @@ def is_estimate_of(tokens: float, usage: Any) -> bool:
     return all(tokens / 4 <= one <= tokens * 4 for one in told if isinstance(one, int))
 
 
-def error_of(status: int, message: str) -> dict[str, Any]:
-    """An error as vLLM writes it."""
+def error_of(status: int, message: str, path: str = "") -> dict[str, Any]:
+    """An error as vLLM writes it: on the path of Anthropic's API in Anthropic's form, elsewhere in OpenAI's."""
     kind = KINDS.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    if path.startswith(MESSAGES):
+        return {"type": "error", "error": {"type": kind, "message": message}}
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}

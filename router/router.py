@@ -10,27 +10,40 @@ follows a failure is a table of docs/routers.md. No state is kept of requests: r
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from kvferry.router.engines import Engine, Seat
+from kvferry.router.engines import Engine, EnginePool, Role, Seat
 from kvferry.router.http_client import Answer, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.identities import identity_of
-from kvferry.router.legs import ClientRequest, Decoded, Legs, NoEngineError, Prefilled, ended, log
+from kvferry.router.legs import (
+    MAX_NAME_CHARS,
+    ClientRequest,
+    Decoded,
+    Legs,
+    NoEngineError,
+    Prefilled,
+    ended,
+    log,
+)
 from kvferry.router.prefix_affinity import BYTES_PER_TOKEN
-from kvferry.router.request_bodies import PREFILL_TAG, can_hand_over, error_of, prefill_body
+from kvferry.router.request_bodies import PREFILL_TAG, RESPONSES, can_hand_over, error_of, prefill_body
 
-OWN_HEADERS = {
-    "connection", "content-length", "date", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization",
-    "server", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id", "accept-encoding", "content-encoding",
+OF_A_CONNECTION = {
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade",
 }  # fmt: skip
-"""Headers that belong to one connection, and those that the router or its server sets anew."""
+"""Headers that belong to one connection."""
 PREFILL_TRIES = 2
 LATE_SECONDS = 1.0  # P's leg may take so much longer than D's
+MAX_HOMES = 1 << 16
+_RESPONSE_ID = re.compile(rb'"id": ?"([ -!#-~]+)"')
 
 
 class Reply:
@@ -40,7 +53,7 @@ class Reply:
         self.first: float | None = None
         self._router, self._asked, self._http = router, asked, http
         self._begun: web.StreamResponse | None = None
-        self._own = {"x-request-id": asked.id}
+        self._own = {"x-request-id": asked.id, "server": "kvferry"}
         asked.comment = self.comment
 
     async def comment(self, answer: Answer, piece: bytes) -> None:
@@ -50,20 +63,25 @@ class Reply:
 
     async def _begin(self, answer: Answer) -> web.StreamResponse:
         if self._begun is None:
-            self._begun = web.StreamResponse(status=answer.status, headers=kept_headers(answer, None, **self._own))
+            headers = kept_headers(answer, **self._own)
+            if answer.streamed:  # it may end with an error
+                headers.popall("content-length", None)
+            self._begun = web.StreamResponse(status=answer.status, headers=headers)
             await self._begun.prepare(self._http)
         return self._begun
 
     async def give(self, decoded: Decoded) -> web.StreamResponse:
         """D's answer as it is. Raises ConnectionError."""
         last, asked = b"\n\n", self._asked
+        if asked.path == RESPONSES and (found := _RESPONSE_ID.search((decoded.body or decoded.first)[:1024])):
+            self._router.homes.note(found[1].decode(), decoded.engine.url)
         if asked.checks:
             of = {"decode": decoded.engine.url, "prefill": asked.seats[-1].engine.url if asked.seats else ""}
             self._own |= {f"x-kvferry-{name}": text for name, text in (of | {"alone": asked.alone}).items() if text}
         try:
             if self._begun is None and decoded.body is not None:
                 self.first = self._router.clock()
-                headers = kept_headers(decoded.answer, len(decoded.body), **self._own)
+                headers = kept_headers(decoded.answer, **self._own, **{"content-length": str(len(decoded.body))})
                 self._router.gave(asked, decoded, len(decoded.body) / BYTES_PER_TOKEN)
                 return web.Response(body=decoded.body, status=decoded.answer.status, headers=headers)
             if decoded.body is not None:
@@ -90,30 +108,52 @@ class Reply:
     async def fail(self, status: int, message: str, before: bytes = b"") -> web.StreamResponse:
         """An error, in the stream where that has begun."""
         if self._begun is None:
-            return error_response(status, message)
+            return error_response(status, message, self._asked.path)
         self._asked.broken = self._asked.broken or message
-        await self._begun.write(before + b"data: " + msgspec.json.encode(error_of(status, message)) + b"\n\n")
+        error = error_of(status, message, self._asked.path)
+        before += b"event: error\n" if "type" in error else b""
+        await self._begun.write(before + b"data: " + msgspec.json.encode(error) + b"\n\n")
         await self._begun.write_eof()
         return self._begun
 
 
-def kept_headers(answer: Answer, size: int | None = None, **more: str) -> CIMultiDict[str]:
-    """Those of an engine's answer that its client gets. ``size``: of its body, in bytes, where that may be changed."""
-    kept = CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in OWN_HEADERS)
-    kept.update(more, server="kvferry")
-    for name in ("content-encoding", "content-length"):
-        if name in answer.headers and not answer.streamed:
-            kept[name] = answer.headers[name]
-    if size is not None:
-        kept["content-length"] = str(size)
+def kept_headers(answer: Answer, **own: str) -> CIMultiDict[str]:
+    """Those of an engine's answer that its client gets, and the router's ``own``."""
+    kept = CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in OF_A_CONNECTION)
+    kept.update(own)
     return kept
+
+
+class Homes:
+    """The D that has what a client may ask for by an id: a response that it stored, or a session. The last ones."""
+
+    def __init__(self) -> None:
+        self._urls = OrderedDict[str, str]()
+
+    def note(self, name: str, url: str) -> None:
+        if 0 < len(name) <= MAX_NAME_CHARS:
+            self._urls[name] = url
+            self._urls.move_to_end(name)
+            if len(self._urls) > MAX_HOMES:
+                self._urls.popitem(last=False)
+
+    def find(self, engines: EnginePool, *names: str) -> Engine | None:
+        """The D that has one of these, also one that is drained."""
+        found = (engines.get(self._urls[name]) for name in names if name in self._urls)
+        return next((engine for engine in found if engine is not None and engine.role is Role.DECODE), None)
 
 
 class Router(Legs):
     """Decides which leg is sent when."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.homes = Homes()
+
     async def answer(self, asked: ClientRequest, reply: Reply) -> web.StreamResponse:
-        """The answer to one completion, chat completion or response. It is cancelled when the client goes away."""
+        """The answer to a request that P may have a part in. It is cancelled when the client goes away."""
+        before = bytes(asked.body.get("previous_response_id", b"")).decode(errors="replace")
+        asked.home = self.homes.find(self.engines, before.strip(' "'))
         try:
             self.metrics.waiting[asked] = self.clock()
             tried: list[Engine] = []
@@ -224,6 +264,6 @@ def json_response(value: Any, status: int = 200, **headers: str) -> web.Response
     return web.Response(body=msgspec.json.encode(value), status=status, headers=given, content_type="application/json")
 
 
-def error_response(status: int, message: str, **headers: str) -> web.Response:
-    """In OpenAI's form."""
-    return json_response(error_of(status, message), status, **headers)
+def error_response(status: int, message: str, path: str = "", **headers: str) -> web.Response:
+    """In the form of the API that has this path."""
+    return json_response(error_of(status, message, path), status, **headers)

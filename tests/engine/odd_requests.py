@@ -1,4 +1,4 @@
-"""Odd requests of the official client, through the router and to D alone: each answer must be the same.
+"""Odd requests of the official clients, through the router and to D alone: each answer must be the same.
 
     python tests/engine/odd_requests.py [--only WORD] [--json FILE]
 
@@ -11,7 +11,8 @@ and body must be equal byte for byte, but for ids, times and what belongs to a c
 - D itself may put several tokens into one event of a stream. Then the events are compared joined: all text, all log
   probabilities, the last usage, and what follows what.
 - In ``usage``, ``created_cache_tokens`` and ``cache_write_tokens`` are what D itself computed; and ``cached_tokens`` of
-  several choices has those that the first choice left to the others. They are left out.
+  several choices has those that the first choice left to the others. They are left out; Anthropic's API takes what D
+  computed from ``input_tokens``, and the sum is compared.
 
 After each request no block is held on either engine, and no lease of P has ended by time. Exit status 1: a difference.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import gzip
 import io
 import json
 import math
@@ -35,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
+import anthropic
 import httpx2
 import openai
 
@@ -62,6 +65,7 @@ ENGINE_ARGUMENTS = (
 )  # fmt: skip
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+ANTHROPIC = "/v1/messages"
 LEFT_OUT = "this key is left out"
 TEXT = words(70, 1)
 MESSAGES = [{"role": "user", "content": TEXT}]
@@ -69,6 +73,7 @@ USUAL: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": "model", "prompt": TEXT, "max_tokens": 8, "temperature": 0},
     CHAT: {"model": "model", "messages": MESSAGES, "max_tokens": 8, "temperature": 0},
     RESPONSES: {"model": "model", "input": TEXT, "max_output_tokens": 8, "temperature": 0},
+    ANTHROPIC: {"model": "model", "messages": MESSAGES, "max_tokens": 8, "temperature": 0},
 }
 JSON = {"Content-Type": "application/json"}
 
@@ -167,6 +172,13 @@ NULLS = dict.fromkeys((
     "logprobs",
 ))  # fmt: skip
 CALL = {"max_tokens": 40} | NO_THOUGHTS
+PACKED = gzip.compress(b'{"prompt": "x"}', mtime=0)
+SAIL = {"name": "set_sail", "description": "go", "input_schema": FUNCTION["parameters"]}
+SAILED = [
+    message("user", "sail"),
+    message("assistant", [{"type": "tool_use", "id": "call-1", "name": "set_sail", "input": {"knots": 1}}]),
+    message("user", [{"type": "tool_result", "tool_use_id": "call-1", "content": "done"}]),
+]
 
 TABLE: tuple[Odd, ...] = (
     # What is asked of a completion.
@@ -273,6 +285,45 @@ TABLE: tuple[Odd, ...] = (
     Odd("a response without a limit", RESPONSES, {"max_output_tokens": None}),
     Odd("a response after an unknown one", RESPONSES, {"previous_response_id": "resp_none"}),
     Odd("an unknown response", RESPONSES + "/resp_none", b"", method="GET"),
+    # Anthropic's API.
+    Odd("a message", ANTHROPIC),
+    Odd("a message with a history", ANTHROPIC, {"messages": [*MESSAGES, message("assistant", "er"), *MESSAGES[:1]]}),
+    Odd("a system prompt", ANTHROPIC, {"system": "be brief"}),
+    Odd("a system prompt in blocks", ANTHROPIC, {"system": [{"type": "text", "text": "be brief",
+        "cache_control": {"type": "ephemeral"}}]}),
+    Odd("a message in blocks", ANTHROPIC, {"messages": [message("user", PARTS)]}),
+    Odd("a message of emoji", ANTHROPIC, {"messages": [message("user", "\U0001f469\u200d\U0001f680 é \u0000")]}),
+    Odd("the answer of a message goes on", ANTHROPIC, {"messages": [*MESSAGES, message("assistant", "the riv")]}),
+    Odd("a block of an image", ANTHROPIC, {"messages": [message("user", [{"type": "image", "source": {
+        "type": "base64", "media_type": "image/png", "data": "AA"}}])]}),
+    Odd("an unknown block", ANTHROPIC, {"messages": [message("user", [{"type": "smell"}])]}),
+    Odd("a message without a prompt", ANTHROPIC, {"messages": []}),
+    Odd("a message of an unknown role", ANTHROPIC, {"messages": [message("captain", "x")]}),
+    Odd("a message over the context", ANTHROPIC, {"messages": [message("user", words(400, 3))]}),
+    Odd("a message without a limit", ANTHROPIC, json.dumps({"model": "model", "messages": MESSAGES}).encode()),
+    Odd("a message of no token", ANTHROPIC, {"max_tokens": 0}),
+    Odd("a message of one token", ANTHROPIC, {"max_tokens": 1}),
+    Odd("a message up to the context", ANTHROPIC, {"max_tokens": 10_000}),
+    Odd("stop_sequences", ANTHROPIC, {"stop_sequences": ["er", "a"], "max_tokens": 60}),
+    Odd("a message as top_k chooses", ANTHROPIC, {"temperature": 1, "top_k": 1, "top_p": 0.9}),
+    Odd("metadata", ANTHROPIC, {"metadata": {"user_id": "me"}, "service_tier": "auto"}),
+    Odd("a message of an unknown model", ANTHROPIC, {"model": "another"}),
+    Odd("a message of an unknown parameter", ANTHROPIC, {"of_a_later_release": {"a": [1]}, "n": 2, "echo": True}),
+    Odd("a message with cache_salt", ANTHROPIC, {"cache_salt": "salt"}),
+    Odd("thinking", ANTHROPIC, {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}),
+    Odd("thinking beyond the limit", ANTHROPIC, {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    Odd("no thinking", ANTHROPIC, {"thinking": {"type": "disabled"}}),
+    Odd("tools of a message", ANTHROPIC, CALL | {"tools": [SAIL]}),
+    Odd("a message needs a tool", ANTHROPIC, CALL | {"tools": [SAIL], "tool_choice": {"type": "any"}}),
+    Odd("a message needs this tool", ANTHROPIC, CALL | {"tools": [SAIL],
+        "tool_choice": {"type": "tool", "name": "set_sail"}}),
+    Odd("a message without its tools", ANTHROPIC, {"tools": [SAIL], "tool_choice": {"type": "none"}}),
+    Odd("a tool of a message was called", ANTHROPIC, {"messages": SAILED, "tools": [SAIL]}),
+    Odd("an output of JSON", ANTHROPIC, CALL | {"output_config": {"format": {"type": "json_schema",
+        "schema": SCHEMA}}}),
+    Odd("a message again", ANTHROPIC, times=2),
+    Odd("a message that is no JSON", ANTHROPIC, b"{"),
+    Odd("GET of a message", ANTHROPIC, b"", method="GET"),
     # Bytes that a client library does not send.
     Odd("half an emoji", COMPLETIONS, raw(COMPLETIONS, '"user": "\\ud83d"')),
     Odd("half an emoji as prompt", COMPLETIONS, rb'{"model": "model", "max_tokens": 8, "prompt": "riv \ud83d"}'),
@@ -289,10 +340,23 @@ TABLE: tuple[Odd, ...] = (
     Odd("a content type of a form", CHAT, b"a=b", headers={"Content-Type": "application/x-www-form-urlencoded"}),
     # Other paths and methods.
     Odd("a list of models", "/v1/models", b"", method="GET"),
-    Odd("an unknown path", "/v1/nowhere", b"{}", own=404),
-    Odd("tokenize", "/tokenize", b'{"model": "model", "prompt": "riv er"}', own=404),
-    Odd("an engine's own affairs", "/reset_prefix_cache", b"{}", own=404),
-    Odd("GET of a chat", CHAT, b"", method="GET", own=405),
+    Odd("an unknown path", "/v1/nowhere", b"{}"),
+    Odd("tokenize", "/tokenize", b'{"model": "model", "prompt": "riv er"}'),
+    Odd("detokenize", "/detokenize", b'{"model": "model", "tokens": [5, 6]}'),
+    Odd("count_tokens", ANTHROPIC + "/count_tokens", json.dumps({"model": "model", "messages": MESSAGES}).encode()),
+    Odd("chats in a batch", CHAT + "/batch", json.dumps(USUAL[CHAT] | {"messages": [MESSAGES, MESSAGES]}).encode()),
+    Odd("an invocation", "/invocations", json.dumps(USUAL[COMPLETIONS]).encode()),
+    Odd("a form", "/v1/audio/transcriptions", b"--x--", headers={"Content-Type": "multipart/form-data; boundary=x"}),
+    Odd("the version", "/version", b"", method="GET"),
+    Odd("a ping", "/ping", b"", method="POST"),
+    Odd("is it asleep", "/is_sleeping?a=%2F", b"", method="GET"),
+    Odd("embeddings of a model that has none", "/v1/embeddings", b'{"model": "model", "input": "x"}'),
+    Odd("what is packed", "/tokenize", PACKED, headers={"Content-Encoding": "gzip"}),
+    Odd("a packed chat", CHAT, PACKED, headers={"Content-Encoding": "gzip"}),
+    Odd("a slash at the end", CHAT + "/", b"{}"),
+    Odd("an engine's own affairs", "/reset_prefix_cache", b"{}", own=403),
+    Odd("hosts for an engine", "/invocations", raw(COMPLETIONS, '"kv_transfer_params": {"remote_host": "x"}'), own=400),
+    Odd("GET of a chat", CHAT, b"", method="GET"),
     Odd("a browser asks first", CHAT, b"", method="OPTIONS", headers={"Origin": "http://a.example",
         "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}),
     Odd("a browser asks", COMPLETIONS, json.dumps(USUAL[COMPLETIONS]).encode(), headers={"Origin": "http://a.example"}),
@@ -305,11 +369,12 @@ LEASE_SECONDS = 60
 OF_A_CONNECTION = {
     "date", "server", "connection", "content-length", "transfer-encoding", "x-request-id", "keep-alive",
 }  # fmt: skip
-IDS = re.compile(rb'"((?:item_|request_|response_)?id)": ?"[^"]*"')
+IDS = re.compile(rb'"((?:item_|request_|response_)?id|signature)": ?"[^"]*"')
 TIMES = re.compile(rb'"(created|created_at|completed_at)": ?[0-9.]+')
 CREATED = re.compile(rb'"(created_cache_tokens|cache_write_tokens)": ?[0-9]+')
 CACHED = re.compile(rb'"cached_tokens": ?[0-9]+')
-TEXTS = ("text", "content", "reasoning", "reasoning_content", "arguments", "delta")
+INPUT = re.compile(rb'"input_tokens":(\d+)(,"output_tokens":\d+,"cache_creation_input_tokens":)(\d+)')
+TEXTS = ("text", "content", "reasoning", "reasoning_content", "arguments", "delta", "thinking", "partial_json")
 ORDERED = (*TEXTS, "role", "tool_calls", "finish_reason", "usage")
 OF_EVENTS = ("sequence_number", "reasoning_tokens")
 """What D counts by events."""
@@ -347,7 +412,7 @@ class Recorder(httpx2.HTTPTransport):
 
 @dataclass(frozen=True)
 class Answer:
-    """``client``: what the official client made of it: its error's class, or "". ``choices``: asked."""
+    """``client``: what an official client made of it: its error's class, or "". ``choices``: asked."""
 
     status: int
     headers: dict[str, str]
@@ -362,6 +427,7 @@ class Answer:
     @property
     def comparable(self) -> bytes:
         body = CREATED.sub(rb'"\1":0', TIMES.sub(rb'"\1":0', IDS.sub(rb'"\1":""', self.body)))
+        body = INPUT.sub(lambda found: b'"input_tokens":%d%b0' % (int(found[1]) + int(found[3]), found[2]), body)
         return CACHED.sub(b'"cached_tokens":0', body) if self.choices > 1 else body
 
     def text(self) -> str:
@@ -369,13 +435,16 @@ class Answer:
 
 
 class Client:
-    """The official client of one server."""
+    """The official clients of one server."""
 
     def __init__(self, server: Server) -> None:
         self._url, self._recorder = server.url, Recorder()
         self._http = httpx2.Client(transport=self._recorder, timeout=PATIENCE_SECONDS, trust_env=False)
         self._openai = openai.OpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=self._http, timeout=PATIENCE_SECONDS
+        )
+        self._anthropic = anthropic.Anthropic(
+            base_url=server.url, api_key="none", max_retries=0, http_client=self._http, timeout=PATIENCE_SECONDS
         )
 
     def ask(self, odd: Odd, stream: bool) -> Answer:
@@ -389,21 +458,26 @@ class Client:
                 said = self._by_library(odd.path, odd.body(stream))
         seen = self._recorder
         headers = {name: value for name, value in seen.headers.items() if name not in OF_A_CONNECTION}
+        if "location" in headers:  # the router's is one of its own
+            headers["location"] = headers["location"].removeprefix(self._url)
         return Answer(seen.status, headers, b"".join(seen.pieces), said, odd.choices)
 
     def _by_library(self, path: str, body: dict[str, Any]) -> str:
-        api = self._openai
-        required = {COMPLETIONS: "prompt", CHAT: "messages", RESPONSES: "input"}[path]
-        resource: Any = {COMPLETIONS: api.completions, CHAT: api.chat.completions, RESPONSES: api.responses}[path]
-        own = {name: body.pop(name) for name in ("model", required, "stream") if name in body}
+        api, required = self._openai, {COMPLETIONS: "prompt", RESPONSES: "input"}.get(path, "messages")
+        resource: Any = {
+            COMPLETIONS: api.completions, CHAT: api.chat.completions, RESPONSES: api.responses,
+            ANTHROPIC: self._anthropic.messages,
+        }[path]  # fmt: skip
+        needed = ("max_tokens",) if path == ANTHROPIC else ()
+        own = {name: body.pop(name) for name in ("model", required, "stream", *needed) if name in body}
         try:
             answer = resource.create(**own, extra_body=body)
-            if isinstance(answer, openai.Stream):
+            if isinstance(answer, openai.Stream | anthropic.Stream):
                 for _ in answer:
                     pass
-        except openai.APIConnectionError:
+        except (openai.APIConnectionError, anthropic.APIConnectionError):
             raise
-        except (openai.OpenAIError, ValueError) as error:  # ValueError: no JSON
+        except (openai.OpenAIError, anthropic.AnthropicError, ValueError) as error:  # ValueError: no JSON
             return type(error).__name__
         return ""
 
@@ -537,7 +611,7 @@ class Comparison:
             try:
                 routed = self._clients[router.name].ask(odd, stream)
                 alike, found = difference(alone, routed) if odd.own is None else own_error(routed, odd.own)
-            except (httpx2.HTTPError, openai.APIConnectionError) as error:
+            except (httpx2.HTTPError, openai.APIConnectionError, anthropic.APIConnectionError) as error:
                 alike, found = "", [f"no answer: {error!r}"]
             self.until_free(router)
             expired = ended_leases(self._p)[1]
@@ -604,17 +678,19 @@ def measure(folder: Path, lease_seconds: float = LEASE_SECONDS, only: str = "", 
         }
         for router in routers.values():  # the first request of each teaches it P's place
             router.post(COMPLETIONS, {"model": "model", "prompt": [5, 6, 7], "max_tokens": 1})
-        before = count(d)
+        before, loaded = count(d), Counter[str]()
         comparison = Comparison(p, d, routers)
         for number, odd in enumerate(TABLE):
             forms = (False, True) if odd.streams and isinstance(odd.content, dict) else (False,)
             if only not in odd.name:
                 continue
+            had = count(d).external
             if once:
                 comparison.compare(odd, forms[number % len(forms)], [[*MODES][number // 2 % 2]])
             else:
                 for stream in forms:
                     comparison.compare(odd, stream)
+            loaded[odd.path] += int(count(d).external - had)
         grown, rows = count(d) - before, comparison.rows
         how: Counter[str] = Counter()
         for router in routers.values():
@@ -626,7 +702,9 @@ def measure(folder: Path, lease_seconds: float = LEASE_SECONDS, only: str = "", 
         "requests": len({row["name"] for row in rows}), "asked": len(rows), "differences": len(bad(rows)),
         **{alike.replace(" ", "_"): found for alike, found in Counter(row["alike"] for row in rows).items() if alike},
         "handovers_at_once": how["at_once"], "handovers_serial": how["serial"], "decode_only": how["decode_only"],
-        "tokens_from_p": grown.external, "failed_loads": grown.failed, "leases_at_the_end": p_up,
+        "messages": len({row["name"] for row in rows if row["path"] == ANTHROPIC}),
+        "messages_from_p": loaded[ANTHROPIC], "tokens_from_p": grown.external,
+        "failed_loads": grown.failed, "leases_at_the_end": p_up,
     }  # fmt: skip
     return {"ratios": {}, "figures": figures, "rows": rows, "seconds": round(time.monotonic() - began)}
 

@@ -89,7 +89,7 @@ class Engine:
         self.refused: list[tuple[bytes, str | None]] = []
         self.arrived, self.aborted = threading.Event(), threading.Event()
         self._answer = answer
-        names = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+        names = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
         routes = [Route(name, self._serve, methods=["POST"]) for name in names]
         self.health, self.metrics = lambda: 200, lambda: ""
         self.models: list[dict[str, Any]] = [{"id": "m"}]

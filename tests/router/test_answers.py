@@ -24,7 +24,6 @@ from kvferry.router.request_bodies import (
     PREFILL_TAG,
     SMALL_BYTES,
     WINDOW_BYTES,
-    encoded,
     members,
     pieces_of,
     without,
@@ -94,8 +93,7 @@ def test_a_request_that_d_refuses_leaves_no_lease() -> None:
         answered = front.ask({"prompt": "x", "max_tokens": 5, "temperature": "hot"})
         assert answered.status_code == 400 and answered.text == "refused"
         eventually(lambda: len(d.seen) == 2, "D is told to release the lease")
-    released = d.seen[1][0]
-    assert released == p.seen[0][0] | {"kv_transfer_params": PARAMS, "max_tokens": 0}
+    assert d.seen[1][0] == {"prompt": [1], "kv_transfer_params": PARAMS, "max_tokens": 0}
 
 
 def test_a_request_that_d_refuses_at_once_leaves_no_lease(at_once: Served) -> None:
@@ -252,15 +250,6 @@ def test_what_d_says_of_a_response_before_its_engine_has_it_is_no_answer(at_once
     assert len(at_once.d.bodies) == 3
 
 
-def test_a_response_is_asked_for_by_its_name_only() -> None:
-    raw = RawEngine("D")
-    with routed([], raw) as front:
-        for path, status in (("resp_1", 200), ("resp_1/cancel", 200), ("..%2fx", 404), ("a%0d%0ab", 404), ("a/b", 404)):
-            method = "POST" if "cancel" in path else "GET"
-            assert front.request(method, f"/v1/responses/{path}").status_code == status, path
-    assert len(raw.seen) == 2
-
-
 def test_a_query_reaches_d() -> None:
     async def models(request: Request) -> Response:
         return PlainTextResponse(request.url.query)
@@ -332,8 +321,6 @@ def test_a_large_body_is_taken_apart_and_sent_as_a_small_one_is(value: Any) -> N
     content = large(value)
     found = members(content) or {}
     assert len(content) > SMALL_BYTES and {k: json.loads(bytes(v)) for k, v in found.items()} == json.loads(content)
-    large_one = sum(map(len, found.values())) > WINDOW_BYTES
-    assert (encoded(found) is None) == large_one, "no copy of it is made"
     with routed(p, d) as front:
         assert front.post(content).json() == {"text": "from D"}
     assert d.seen[0][0] == json.loads(content) | {"kv_transfer_params": PARAMS} and p.seen[0][0]["prompt"] == value
