@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvferry.cli.metrics_page import EngineDownError, check_host, metrics_url, read
 from kvferry.cli.terminal import FailedError, parsed_json
-from kvferry.cli.top.poll import EngineDownError, check_host, metrics_url, read
 from kvferry.router.request_bodies import PREFILL_TAG, Body
 from kvferry.transport.errors import NO_PARAMS, NO_REPORT, UsageError, quoted, what_to_do
 

@@ -109,24 +109,11 @@ def doctor(
     raise typer.Exit(0 if fit else 1)
 
 
-@app.command()
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @failing()
-def top(
-    engines: Annotated[
-        list[str], typer.Argument(help="URLs of vLLM servers and kvferry routers, http://HOST:PORT", metavar="URL")
-    ],
-    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two polls")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="poll twice, print one table, and end")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON, one line for each poll")] = False,
-) -> None:
-    """Show hand-overs, rates, failures and leases of running engines.
-
-    Exit status of --once: 0, 1 where no engine answers, 2 wrong usage.
-    """
-    from kvferry.cli.top.command import top
-
-    answered = top(engines, interval=interval, once=once, as_json=as_json)
-    raise typer.Exit(1 if once and not answered else 0)
+def top() -> None:
+    """Refuse a command of 0.1.0 in one line."""
+    raise UsageError("kvferry top is gone; use `kvferry check`, the router's page, or Grafana: docs/observability.md")
 
 
 @app.command()
@@ -140,7 +127,7 @@ def drain(
 
     Before this command, have the router send nothing more to the engine; after it, end the engine by SIGTERM.
     """
-    from kvferry.cli.top.drain import wait_until_idle
+    from kvferry.cli.drain import wait_until_idle
 
     wait_until_idle(engine, quiet=quiet, timeout=timeout, say=complain)
     typer.echo(f"{engine} is idle: no request and no lease for {quiet:g} s")

@@ -9,7 +9,7 @@ import typer.main
 from kvferry.cli.main import app
 
 PAGES = {"bench": "doctor.md", "doctor": "doctor.md", "drain": "deployment.md", "keygen": "../SECURITY.md"}
-PAGES |= {"check": "doctor.md", "plan": "planning.md", "router": "routers.md", "top": "doctor.md"}
+PAGES |= {"check": "doctor.md", "plan": "planning.md", "router": "routers.md"}
 """The page of a command."""
 
 
@@ -25,7 +25,7 @@ def shown(option: Any) -> str:
 def commands() -> str:
     rows = ["| command | what it does | options, and their defaults | page |", "|---|---|---|---|"]
     click_app: Any = typer.main.get_command(app)
-    for name, command in sorted(click_app.commands.items()):
+    for name, command in sorted((n, c) for n, c in click_app.commands.items() if not c.hidden):
         arguments = "".join(f" {one.name.upper()}" for one in command.params if one.param_type_name == "argument")
         options = ", ".join(shown(one) for one in command.params if one.param_type_name == "option")
         does = " ".join(command.help.split("\n\n")[0].split())

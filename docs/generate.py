@@ -72,7 +72,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = pages.SECTIONS | {
         "dtypes": error_table,
     },
     "docs/commands.md": {"commands": commands_table.commands},
-    "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
+    "docs/doctor.md": {"doctor": doctor_output.doctor},
     "docs/troubleshooting.md": {"reasons": reasons},
     "docs/library.md": {"binding": binding_table.markdown},
 }

@@ -128,8 +128,8 @@ AGAIN = "no fault if it is rare: check again"
 TO_DO = {
     "no_p_named": "the prefill engine gave no parameters (`no hand-over of` in its log), or the router lost them",
     "no_kvferry_params": "the prefill engine runs another connector, or the router dropped a part of its parameters",
-    "no_params": "see the prefill engine's prompts (`kvferry top`): `no-kvferry` hands nothing over, `plain` was not "
-    "asked to; else the router sent no `kv_transfer_params`, or had the decode engine prefill: docs/routers.md",
+    "no_params": "the prefill engine runs without KVFerry, or was not asked (its `prompts_total`, `plain`); or the "
+    "router sent no `kv_transfer_params`, or had the decode engine prefill: docs/routers.md",
     "wrong_role": "the router sends an engine what its `kv_role` does not allow: start that engine with `kv_both`",
     "malformed": "the router must send the prefill engine's `kv_transfer_params` unchanged",
     "other_release": "run the same KVFerry release on both engines: finish the upgrade, or go back",

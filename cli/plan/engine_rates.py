@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvferry.cli.top.figures import Sample
-from kvferry.cli.top.poll import EngineDownError, fetch_samples, metrics_url
+from kvferry.cli.metrics_page import EngineDownError, Sample, fetch_samples, metrics_url
 from kvferry.transport.errors import ConfigError
 
 MIN_PROMPTS, MIN_PROMPT_TOKENS, MIN_STEPS = 10, 32, 100

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.drain.pages import recorded
 from tests.router.stand_ins import decode_engine, prefill_engine, router_process
 from tests.support.served import eventually
-from tests.top.pages import recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 BELOW = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvferry.cli.metrics_page import samples
 from kvferry.cli.plan.command import PlanResult
 from kvferry.cli.plan.engine_rates import (
     PREFILL_SECONDS,
@@ -20,9 +21,8 @@ from kvferry.cli.plan.engine_rates import (
     STEPS,
     engine_rates,
 )
-from kvferry.cli.top.figures import samples
+from tests.drain.pages import Pages
 from tests.planning.test_plan_command import model, plan, trace
-from tests.top.pages import Pages
 
 __all__ = ["model", "trace"]
 

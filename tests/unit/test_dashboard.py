@@ -9,13 +9,13 @@ from typing import get_args
 
 import yaml
 
-from kvferry.cli.top.figures import samples
+from kvferry.cli.metrics_page import samples
 from kvferry.connector.wire.metrics import PROMPT_ENDS, LocalReason
 from kvferry.connector.wire.series import PREFIX, SERIES
 from kvferry.router.engines import EnginePool
 from kvferry.router.metrics import Metrics
+from tests.drain.pages import recorded
 from tests.support.monitored import DASHBOARD, EXAMPLES, ROOT, queries
-from tests.top.pages import recorded
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 OURS = {PREFIX + series.name + suffix: series for series in SERIES for suffix in SUFFIXES[series.kind]}
@@ -31,7 +31,7 @@ def test_the_file_is_what_its_script_makes():
 
 
 def test_series_of_queries_exist_and_all_of_ours_are_in_a_panel():
-    of_vllm = {sample.name for page in ("prefill_2", "decode_2") for sample in samples(recorded(page))}
+    of_vllm = {sample.name for page in ("prefill", "decode") for sample in samples(recorded(page))}
     asked = {name for _, text in queries() for name in re.findall(r"vllm:\w+", text)}
     assert asked <= OURS.keys() | of_vllm | {"vllm:prompt_tokens_by_source_total"}  # which the recorded pages leave out
     shown = {OURS[name].name for name in asked & OURS.keys()}

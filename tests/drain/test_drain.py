@@ -7,10 +7,10 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.cli import drain
 from kvferry.cli.main import app
 from kvferry.cli.terminal import FailedError
-from kvferry.cli.top import drain
-from tests.top.pages import recorded
+from tests.drain.pages import recorded
 
 
 class Clock:
@@ -78,7 +78,7 @@ def test_an_engine_that_is_gone_is_not_waited_for(serve):
 
 
 def test_without_the_figures_of_vllm_nothing_is_called_idle(serve):
-    server = serve(recorded("prefill_1").replace("vllm:kv_cache_usage_perc", "other"))
+    server = serve(recorded("prefill").replace("vllm:kv_cache_usage_perc", "other"))
     result = CliRunner().invoke(app, ["drain", server.url])
     assert result.exit_code == 2 and "--disable-log-stats" in result.output
 

@@ -11,24 +11,23 @@ RECORDED = Path(__file__).with_name("recorded")
 
 
 def recorded(name: str) -> str:
-    """A page of a vLLM 0.32 engine on a CPU: ``prefill_1``, ``decode_1``, and after 12 hand-overs ``..._2``. Only the
+    """A page of a vLLM 0.32 engine on a CPU: ``prefill`` or ``decode``. Only the
     series of requests and of KVFerry were kept."""
     return (RECORDED / f"{name}.txt").read_text()
 
 
 class Pages:
     """``pages``: the pages of ``url``, one after the other; the last one stays. A page that is a number is that HTTP
-    status. ``asked`` is set at each request, and a request waits while ``open`` is not set."""
+    status. A request waits while ``open`` is not set."""
 
     def __init__(self, *pages: str | int) -> None:
         self.pages = list(pages)
-        self.asked, self.open = threading.Event(), threading.Event()
+        self.open = threading.Event()
         self.open.set()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                owner.asked.set()
                 owner.open.wait()
                 page = owner.pages.pop(0) if len(owner.pages) > 1 else owner.pages[0]
                 if isinstance(page, int):

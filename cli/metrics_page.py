@@ -1,27 +1,63 @@
-"""Fetches ``/metrics`` pages of several engines at the same time. An engine that does not answer is no error."""
+"""Pages of servers over HTTP, and the samples of a page in Prometheus' text format."""
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from http.client import HTTPException
 
-from kvferry.cli.top.figures import EngineFigures, EngineRow, Sample, router_row, row, samples
 from kvferry.transport.errors import ProtocolError, UsageError, quoted, quoted_url
 
 FETCH_SECONDS = 2.0
 MAX_PAGE_BYTES = 32 << 20
-MAX_ENGINES = 256
-WINDOW_SECONDS = 60.0
-"""The time of which quantiles are taken in the live table."""
 _PAGE_BYTES = 1 << 16
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+_LABEL = re.compile(r'\s*([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample: the name of its series, its labels, and its value."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def samples(text: str) -> Iterator[Sample]:
+    """The samples of a page in Prometheus' text format:
+    https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format. Raises ProtocolError: a line is
+    neither a comment nor a sample; one line."""
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _SAMPLE.fullmatch(line)
+        try:
+            if match is None:
+                raise ValueError
+            yield Sample(match[1], _labels(match[2] or ""), float(match[3]))
+        except ValueError:
+            raise ProtocolError(f"line {number} is no sample of Prometheus: {line[:80]!r}") from None
+
+
+def _labels(text: str) -> dict[str, str]:
+    found, position = {}, 0
+    while position < len(text.rstrip()):
+        match = _LABEL.match(text, position)
+        if match is None:
+            raise ValueError
+        found[match[1]] = _ESCAPED.sub(lambda escaped: "\n" if escaped[1] == "n" else escaped[1], match[2])
+        position = match.end()
+    return found
 
 
 class EngineDownError(Exception):
@@ -105,47 +141,3 @@ def fetch_samples(url: str, seconds: float = FETCH_SECONDS) -> list[Sample]:
         return list(samples(read(url, seconds)[1].decode("utf-8", "replace")))
     except ProtocolError as error:
         raise EngineDownError(f"no metrics page: {error}") from None
-
-
-def fetch(url: str, seconds: float = FETCH_SECONDS) -> EngineFigures:
-    """The figures of one page. Raises as ``fetch_samples``."""
-    try:
-        return EngineFigures.of(fetch_samples(url, seconds))
-    except (ValueError, OverflowError) as error:  # NaN, or a bound of a bucket that is no number
-        raise EngineDownError(f"no metrics page: {error}") from None
-
-
-class Engines:
-    """Some engines, polled together. ``window``: the seconds of which quantiles are taken; 0: since their start."""
-
-    def __init__(self, urls: Sequence[str], window: float = WINDOW_SECONDS) -> None:
-        self._urls, self._window = list(urls), window
-        self._past: dict[str, deque[tuple[float, EngineFigures]]] = {url: deque() for url in urls}
-        self._pool = ThreadPoolExecutor(min(len(self._urls), 32), "top")
-
-    def poll(self) -> list[EngineRow]:
-        """One row for each engine. Rates are of the time since the last poll, and 0 at the first."""
-        return list(self._pool.map(self._row, self._urls))
-
-    def _row(self, url: str) -> EngineRow:
-        name, past = urllib.parse.urlsplit(url).netloc, self._past[url]
-        try:
-            figures = fetch(url)
-        except EngineDownError as error:
-            past.clear()  # what was counted before says nothing of the next life
-            return EngineRow(name, down=str(error))
-        if figures.router:
-            return router_row(name, figures)
-        if not figures.models:
-            past.clear()
-            return EngineRow(name, down="no vLLM server, or one with --disable-log-stats")
-        now = time.monotonic()
-        then, before = past[-1] if past else (now - 1.0, figures)
-        first = past[0][1] if past and self._window else EngineFigures()
-        past.append((now, figures))
-        while len(past) > 2 and past[1][0] < now - self._window:
-            past.popleft()
-        return row(name, first, before, figures, max(now - then, 1e-3))
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from kvferry.cli.metrics_page import EngineDownError, Sample, check_host, fetch_samples, metrics_url
 from kvferry.cli.terminal import FailedError
-from kvferry.cli.top.figures import EngineFigures
-from kvferry.cli.top.poll import EngineDownError, check_host, fetch, metrics_url
 from kvferry.transport.errors import UsageError
 
 POLL_SECONDS = 0.5
 SAY_SECONDS = 10.0
 """How often ``wait_until_idle`` says what it waits for."""
+_HELD = "vllm:kv_cache_usage_perc"
+"""The share of the KV blocks that requests and leases hold, 0 to 1."""
 
 
 def wait_until_idle(
@@ -42,7 +43,7 @@ def wait_until_idle(
     while True:
         asked = clock()
         try:
-            busy = _business(url, fetch(page))
+            busy = _business(url, fetch_samples(page))
         except EngineDownError as error:
             if error.gone:
                 text = "nothing listens there; it has ended, or it has not begun, or the URL is another one"
@@ -60,15 +61,19 @@ def wait_until_idle(
         sleep(POLL_SECONDS)
 
 
-def _business(url: str, figures: EngineFigures) -> str:
-    """What the engine has to do; empty where there is nothing."""
-    if figures.kv_cache_usage is None:
+def _business(url: str, page: Iterable[Sample]) -> str:
+    """What the engines of a page have to do; empty where there is nothing."""
+    figures: dict[str, list[float]] = {}
+    for sample in page:
+        figures.setdefault(sample.name, []).append(sample.value)
+    if _HELD not in figures:
         raise UsageError(
-            f"{url} has no sample of vllm:kv_cache_usage_perc on its /metrics page; expected a vLLM server that was "
-            "started without --disable-log-stats"
+            f"{url} has no sample of {_HELD} on its /metrics page; expected a vLLM server that was started without "
+            "--disable-log-stats"
         )
-    requests = figures.requests
-    if not (requests["running"] or requests["waiting"] or figures.kv_cache_usage):
+    running, waiting = (sum(figures.get(f"vllm:num_requests_{name}", ())) for name in ("running", "waiting"))
+    held = max(figures[_HELD])
+    if not (running or waiting or held):
         return ""
-    held = f"{figures.kv_cache_usage:.2%} of its KV blocks are held by requests and leases"
-    return f"{requests['running']} request(s) run, {requests['waiting']} wait, {held}"
+    held_text = f"{held:.2%} of its KV blocks are held by requests and leases"
+    return f"{running:g} request(s) run, {waiting:g} wait, {held_text}"

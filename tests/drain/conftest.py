@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.cli.top import poll
-from tests.top.pages import Pages
+from kvferry.cli import metrics_page
+from tests.drain.pages import Pages
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(poll.fetch, "__defaults__", (60.0,))
+    monkeypatch.setattr(metrics_page.fetch_samples, "__defaults__", (60.0,))
 
 
 @pytest.fixture

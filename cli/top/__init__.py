@@ -1,1 +1,0 @@
-"""``kvferry top`` and ``kvferry drain``: what the ``/metrics`` pages of engines show, and nothing else is asked."""
