@@ -111,7 +111,7 @@ app(prog_name="kvferry")
 
 def test_the_router_and_the_commands_beside_it_need_no_package_of_an_engine(tmp_path: Path) -> None:
     p, d = prefill_engine(), decode_engine()
-    d.metrics = lambda: recorded("decode_1") + 'vllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+    d.metrics = lambda: recorded("decode") + 'vllm:kv_cache_usage_perc{engine="0"} 0.0\n'
 
     def command(*words: str) -> tuple[int, str]:
         run = [sys.executable, "-c", ROUTER_ONLY, *words]
