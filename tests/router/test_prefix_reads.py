@@ -21,7 +21,9 @@ from kvferry.router.engines import EngineState, Role
 from kvferry.router.handed_over import MAX_PAIRS
 from kvferry.router.http_client import Answer
 from kvferry.router.legs import MAX_BODY_BYTES
+from kvferry.router.request_bodies import without_params
 from tests.router.stand_ins import COMPLETIONS, PARAMS, PLAIN, Engine, prefill_engine, routed, served
+from tests.support.lines import LineCount
 from tests.support.served import eventually
 
 TURN = 2000
@@ -285,3 +287,25 @@ def test_an_answer_that_was_not_asked_for_parameters_is_not_looked_at(
     monkeypatch.setattr(router_legs, "without_params", None)
     with routed([] if alone else prefill_engine(), saying(answer_with(NEXT_TURN)), prefix_reads=alone) as front:
         assert front.ask({"prompt": "x"}).content == answer_with(NEXT_TURN)
+
+
+def test_an_answer_is_read_once_however_often_it_has_the_name_and_a_large_one_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted, threads = set[int](), set[str]()
+    for times in (1, 2000):
+        begun = completed(None).replace(b'"text"', b'"text": [%b], "more"' % b",".join([answer_with({})] * times))
+        with LineCount() as lines:
+            assert without_params(begun) == begun
+        counted.add(lines.count)
+    assert len(counted) == 1
+    monkeypatch.setattr(
+        router_legs,
+        "without_params",
+        lambda *a, **k: (threads.add(threading.current_thread().name), without_params(*a, **k))[1],
+    )
+    with routed(
+        prefill_engine(), saying(answer_with(NEXT_TURN, b'"%b"' % (b"x" * 100_000))), prefix_reads=True
+    ) as front:
+        assert b"remote_host" not in front.ask({"prompt": "x"}).content
+    assert all(name.startswith("asyncio_") for name in threads) and threads
