@@ -39,7 +39,7 @@ from tests.support.served import eventually
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-PACKED = gzip.compress(b'{"prompt": "x"}')
+PACKED = gzip.compress(b'{"prompt": "x"}', mtime=0)
 ITS_OWN = {"connection", "date", "transfer-encoding"}
 
 
