@@ -630,7 +630,8 @@ class LoadPlanner(EngineFacts):
         if entry.tokens and (loading or not entry.handed_over):
             self._unreported[request.request_id] = entry
         elif params.wants_load(request.params) or entry.is_prefix:
-            self._settle(entry, "local", "no_answer" if unanswered else "ended")
+            left: LocalReason = "no_answer" if unanswered else "ended"
+            self._settle(entry, "local", "whole_prompt" if awaited is not None and request.whole_prompt else left)
         return entry.handed_over or None if params.wants_report(request.params) else None
 
     def _loads_planned(self, plan: StepPlan, preempted: Collection[str]) -> StepPlan:

@@ -2,172 +2,337 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request
 
 from kvferry.connector.decode_side import load
-from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.engine import planning
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import PROMPT_ENDS
-from kvferry.transport.control.keys import new_secret
-from kvferry.transport.errors import ConfigError
+from kvferry.router.identities import identity_of
+from kvferry.transport.channels import Slot
+from kvferry.transport.control.keys import Keys, new_secret
+from kvferry.transport.errors import TO_DO, ConfigError
+from kvferry.transport.planes.shm import ShmSendChannel
 from kvferry.transport.wake import RateLimitedLog
-from tests.support.inside import consumer_of, leases_of, scheduler_half
+from tests.support.inside import (
+    consumer_of,
+    producer_of,
+    scheduler_half,
+)
+from tests.vllm import stepped
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.paused_transfer import PausedTransfer, in_phase
-from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, hand_over, loaded, run, settle
+from tests.vllm.paused_transfer import PausedTransfer
+from tests.vllm.stepped import (
+    PREFILL,
+    ROOM,
+    Engine,
+    EngineGroup,
+    Lines,
+    Pair,
+    eventually,
+    hand_over,
+    loaded,
+    run,
+    settle,
+)
+from tests.vllm.test_lora import adapter
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(6 * BLOCK + 1)
 """All but the last token lie in whole blocks, which the prefix cache of D can have."""
 
 
-def found(d: Engine, params: object, *, beside: Engine | None = None) -> str:
-    """What D's page says of one request, right when its answer has ended."""
-    before = d.prompts.copy()
-    d.finish(d.add(IDS, params), beside=[beside] if beside else ())
-    ((end, count),) = (d.prompts - before).items()
-    assert count == 1 and tuple(end.split()) in PROMPT_ENDS
-    return end
-
-
 # --- each cause of "nothing is handed over" -----------------------------------------------------------------------
 
-Cause = Callable[[EngineGroup], str]
+One = Callable[[list[int]], str]
+"""Sends a prompt, and returns what D's page says of it."""
+Change = Callable[[dict[str, Any]], object]
 
 
-def other_key(group: EngineGroup) -> str:
-    p, d = (group.engine(number, extra={"secret_key": new_secret()}) for number in range(2))
-    return found(d, p.prefill(IDS), beside=p)
+@dataclass
+class Asked:
+    """P and D, and the prompts that D asks P for: in turn, or both legs at once as the router sends them."""
+
+    group: EngineGroup
+    at_once: bool
+    folder: Path
+    patch: pytest.MonkeyPatch
+    numbers: Iterator[int] = field(default_factory=count)
+
+    def pair(self, of_p: dict[str, Any] | None = None, of_d: dict[str, Any] | None = None, **kwargs: Any) -> Pair:
+        extras = ({**ROOM, "plane": "shm", **(extra or {})} for extra in (of_p, of_d))
+        p, d = (self.group.engine(n, extra=extra, num_blocks=400, **kwargs) for n, extra in enumerate(extras))
+        return p, d
+
+    def params(self, p: Engine, ids: list[int], *, other: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
+        """Of D's leg. P computes the prompt, or ``other``."""
+        answer = p.prefill(other or (prompt(20, 999) if self.at_once else ids), **kwargs)
+        if not self.at_once:
+            return answer
+        name = {"transfer_id": f"t{next(self.numbers)}"}
+        p.add(other or ids, PREFILL | name, **kwargs)
+        return {"do_remote_prefill": True, "do_remote_decode": False, **(identity_of(answer) or {}), **name}
+
+    def ends(
+        self, pair: Pair, change: Change = lambda params: None, act: Callable[[str], object] = lambda name: None,
+        **kwargs: Any,
+    ) -> One:  # fmt: skip
+        """``change``: of D's parameters. ``act``: once D's request is there."""
+
+        def one(ids: list[int]) -> str:
+            params = self.params(pair[0], ids)
+            change(params)
+            return self.end(pair, params, ids, act, **kwargs)
+
+        return one
+
+    def end(
+        self, pair: Pair, params: Any, ids: list[int], act: Callable[[str], object] = lambda name: None, **kwargs: Any
+    ) -> str:
+        p, d = pair
+        before = d.prompts.copy()
+        act(d.add(ids, params, **kwargs))
+        run([p, d], lambda: d.prompts != before)
+        ((end, number),) = (d.prompts - before).items()
+        assert number == 1 and tuple(end.split()) in PROMPT_ENDS
+        return end
+
+    def entry(self, params: dict[str, Any], in_turn: dict[str, Any], **at_once: Any) -> None:
+        """Change P's entry in its answer, or what the router keeps of it."""
+        params.update(at_once) if self.at_once else params["kvferry"].update(in_turn)
 
 
-def other_key_and_both_legs_at_once(group: EngineGroup) -> str:
-    p, d = (group.engine(number, extra={"secret_key": new_secret()}) for number in range(2))
-    return found(d, p.named(transfer_id="t", remote_key=p.address.key), beside=p)
+Cause = Callable[[Asked], One]
 
 
-def role_of_d(group: EngineGroup) -> str:
-    return found(group.engine(1, role="kv_producer"), group.engine(0).prefill(IDS))
+def key_of_p(ask: Asked) -> One:
+    return ask.ends(ask.pair(*({"secret_key": new_secret()} for _ in range(2))))
 
 
-def role_of_p(group: EngineGroup) -> str:
-    p, d = group.engine(0, role="kv_consumer"), group.engine(1)
-    answer = p.finish(p.add(IDS, {"do_remote_decode": True}))
-    assert answer.params is None and p.prompts == {"local wrong_role": 1}
-    return found(d, {"do_remote_prefill": True})
+def key_of_d(ask: Asked) -> One:
+    ours, theirs = Keys(new_secret()), Keys(new_secret())
+    return ask.ends(ask.pair({"secret_key": theirs.secret}, {"secret_key": ours.secret, "peer_keys": [theirs.public]}))
 
 
-def no_connector_on_p(group: EngineGroup) -> str:
-    return found(group.engine(1), {"do_remote_prefill": True, "do_remote_decode": False})
+def key_that_the_router_does_not_name(ask: Asked) -> One:
+    pair = ask.pair(*({"secret_key": new_secret()} for _ in range(2)))
+    return ask.ends(pair, lambda params: params.pop("remote_key"))
 
 
-def another_connector_on_p(group: EngineGroup) -> str:
-    params = group.engine(0).prefill(IDS)
-    return found(group.engine(1), {**params, "kvferry": None, "remote_block_ids": [[1, 2]]})
+def another_host(ask: Asked) -> One:
+    return ask.ends(ask.pair(), lambda params: ask.entry(params, {"host_id": "0a"}, remote_host_id="0a"))
 
 
-def other_model(group: EngineGroup) -> str:
-    p, d = (group.engine(number, extra={"model_tag": f"model {number}"}) for number in range(2))
-    return found(d, p.prefill(IDS), beside=p)
+def role_of_d(ask: Asked) -> One:
+    return ask.ends((ask.group.engine(0), ask.group.engine(1, role="kv_producer")))
 
 
-def other_release(group: EngineGroup) -> str:
-    params = group.engine(0).prefill(IDS)
-    return found(group.engine(1), {**params, "kvferry": {**params["kvferry"], "v": 99}})
+def no_connector_on_p(ask: Asked) -> One:
+    pair, left = ask.pair(), {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "t"}
+    return lambda ids: ask.end(pair, left, ids)
 
 
-def plane_missing(group: EngineGroup) -> str:
-    p, d = group.engine(0, extra={"plane": "shm"}), group.engine(1, extra={"require_plane": ["tcp", "cma"]})
-    return found(d, p.prefill(IDS), beside=p)
+def another_connector_on_p(ask: Asked) -> One:
+    return ask.ends(ask.pair(), lambda params: params.update(kvferry=None, remote_block_ids=[[1, 2]]))
 
 
-def network_refuses(group: EngineGroup) -> str:
-    p, d = group.pair()
-    params = p.prefill(IDS)
-    with socket.socket() as taken:  # bound, and nobody listens
-        taken.bind(("127.0.0.1", 0))
-        params["kvferry"]["ranks"][0][3] = taken.getsockname()[1]
-        return found(d, params, beside=p)
+def parameters_that_were_changed(ask: Asked) -> One:
+    return ask.ends(ask.pair(), lambda params: params.update(kvferry=None if ask.at_once else [1], remote_port="x"))
 
 
-def network_is_silent(group: EngineGroup) -> str:
-    p, d = group.pair()
-    params = p.prefill(IDS)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        params["kvferry"]["ranks"][0][3] = silent.getsockname()[1]
-        name = d.add(IDS, params)
-        d.step()
-        in_phase(d, name, LoadPhase.HANDSHAKING)
-        d.let_time_pass(700.0)  # the dialer's own time-out goes by the host's clock
-        d.finish(name, beside=[p])
-    ((end, count),) = d.prompts.items()
-    assert count == 1
-    return end
+def other_model(ask: Asked) -> One:
+    return ask.ends(ask.pair({"model_tag": "one"}, {"model_tag": "another"}))
 
 
-def peer_not_allowed(group: EngineGroup) -> str:
-    p, d = group.engine(0), group.engine(1, extra={"allowed_peers": ["10.0.0.0/8"]})
-    return found(d, p.prefill(IDS), beside=p)
+def other_release(ask: Asked) -> One:
+    def older(frames: list[bytes]) -> Any:
+        raise messages.VersionError(9)
+
+    if ask.at_once:
+        ask.patch.setattr(messages, "decode_request", older)
+    return ask.ends(ask.pair(), lambda params: ask.entry(params, {"v": 99}))
 
 
-def lease_over(group: EngineGroup) -> str:
-    p, d = group.pair(extra={"lease_seconds": 30.0})
-    params = p.prefill(IDS)
-    run([p], lambda: bool(leases_of(p)))
-    p.let_time_pass(60.0)
-    settle(p)
-    return found(d, params, beside=p)
+def plane_missing(ask: Asked) -> One:
+    return ask.ends(ask.pair(of_d={"plane": "auto", "require_plane": ["tcp", "cma"]}))
 
 
-def p_never_had_the_prompt(group: EngineGroup) -> str:
-    p, d = group.pair(extra={"handover_timeout_seconds": 0.3})
-    return found(d, p.named(transfer_id="unknown"), beside=p)
+def network_refuses(ask: Asked) -> One:
+    def nobody(params: dict[str, Any]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        params["remote_port"] = port
+        if not ask.at_once:
+            params["kvferry"]["ranks"][0][3] = port
+
+    return ask.ends(ask.pair(), nobody)
 
 
-def router_without_parameters(group: EngineGroup) -> str:
-    return found(group.engine(1), None)
+def peer_not_allowed(ask: Asked) -> One:
+    return ask.ends(ask.pair(of_d={"allowed_peers": ["10.0.0.0/8"]}))
 
 
-def another_prompt(group: EngineGroup) -> str:
-    return found(group.engine(1), group.engine(0).prefill(prompt(len(IDS), 7)))
+def no_such_lease(ask: Asked) -> One:
+    return ask.ends(ask.pair({"ask_hold_seconds": 0.1}), lambda params: params["kvferry"].update(token="ab" * 16))
 
 
-def d_has_it_in_its_cache(group: EngineGroup) -> str:
-    p, d = group.pair()
-    d.finish(d.add(IDS))
-    return found(d, p.prefill(IDS), beside=p)
+def p_never_had_the_prompt(ask: Asked) -> One:
+    return ask.ends(ask.pair(of_d={"handover_timeout_seconds": 0.3}), lambda params: params.update(transfer_id="none"))
 
 
-CAUSES: dict[Cause, str] = {
-    other_key: "failed key",
-    other_key_and_both_legs_at_once: "local key",
-    role_of_d: "local wrong_role",
-    role_of_p: "local no_p_named",
-    no_connector_on_p: "local no_p_named",
-    another_connector_on_p: "local no_kvferry_params",
-    other_model: "failed incompatible",
-    other_release: "local other_release",
-    plane_missing: "failed plane",
-    network_refuses: "failed unreachable",
-    network_is_silent: "failed timeout",
-    peer_not_allowed: "failed not_allowed",
-    lease_over: "failed expired",
-    p_never_had_the_prompt: "local no_answer",
-    router_without_parameters: "plain no_params",
-    another_prompt: "local other_prompt",
-    d_has_it_in_its_cache: "local cached",
+def p_refuses_the_read(ask: Asked) -> One:
+    pair = ask.pair()
+    producer = producer_of(pair[0].thread)
+
+    def refuses(identity: bytes, request: Any, now: float, address: str, handle: Any = producer.handle) -> None:
+        if isinstance(request, messages.Ask):
+            producer.deny(identity, request.read, "bounds", "planted")
+        else:
+            handle(identity, request, now, address)
+
+    producer.handle = refuses
+    return ask.ends(pair)
+
+
+def a_byte_changes(ask: Asked) -> One:
+    def spoilt(channel: ShmSendChannel, slot: Slot, nbytes: int, tag: int, send: Any = ShmSendChannel.send) -> None:
+        ctypes.memset(slot.address, 255, 8)
+        send(channel, slot, nbytes, tag)
+
+    ask.patch.setattr(ShmSendChannel, "send", spoilt)
+    return ask.ends(ask.pair({"checksum": True}))
+
+
+def our_own_fault(ask: Asked) -> One:
+    pair = ask.pair()
+    ask.patch.setattr(consumer_of(pair[1]).loads, "begin", breaks)
+    return ask.ends(pair)
+
+
+def breaks(*_: object) -> None:
+    raise RuntimeError("planted")
+
+
+def caches_are_reset(ask: Asked) -> One:
+    _, d = pair = ask.pair()
+    return ask.ends(pair, act=lambda name: d.scheduler.reset_prefix_cache(reset_connector=True))
+
+
+def client_leaves_before(ask: Asked) -> One:
+    return ask.ends(ask.pair(), rejected=True)
+
+
+def another_prompt(ask: Asked) -> One:
+    p, _ = pair = ask.pair()
+    return lambda ids: ask.end(pair, ask.params(p, ids, other=prompt(len(ids), 700 + next(ask.numbers))), ids)
+
+
+def another_adapter(ask: Asked) -> One:
+    p, _ = pair = ask.pair()
+    ours, theirs = (LoRARequest("helper", 1, adapter(ask.folder / f"{rank}", rank=rank)) for rank in (8, 16))
+    return lambda ids: ask.end(pair, ask.params(p, ids, lora=theirs), ids, lora=ours)
+
+
+def embeddings(ask: Asked) -> One:
+    p, _ = pair = ask.pair()
+
+    def one(ids: list[int]) -> str:
+        params = ask.params(p, ids)
+        with mock.patch.object(stepped, "Request", partial(Request, prompt_embeds=torch.zeros(len(ids), 8))):
+            return ask.end(pair, params, ids)
+
+    return one
+
+
+def other_block_size(ask: Asked) -> One:
+    p, d = (ask.group.engine(n, extra=ROOM, num_blocks=200, window=64, block=(16, 48)[n]) for n in range(2))
+    return lambda ids: ask.ends((p, d))((ids * 9)[:230])
+
+
+def d_has_it_in_its_cache(ask: Asked) -> One:
+    _, d = pair = ask.pair()
+    return lambda ids: (d.finish(d.add(ids)), ask.ends(pair)(ids))[1]
+
+
+def all_of_the_prompt(ask: Asked) -> One:
+    return ask.ends(ask.pair(), prompt_logprobs=1)
+
+
+def router_without_parameters(ask: Asked) -> One:
+    pair = ask.pair()
+    return lambda ids: ask.end(pair, None, ids)
+
+
+CAUSES: dict[Cause, tuple[str, str]] = {
+    key_of_p: ("failed key", "local key"),
+    key_of_d: ("failed key", "local key"),
+    key_that_the_router_does_not_name: ("failed key", "local key"),
+    another_host: ("local loopback", "local loopback"),
+    role_of_d: ("local wrong_role", "local wrong_role"),
+    no_connector_on_p: ("local no_p_named", "local no_p_named"),
+    another_connector_on_p: ("local no_kvferry_params", "local no_kvferry_params"),
+    parameters_that_were_changed: ("local malformed", "local malformed"),
+    other_model: ("failed incompatible", "failed incompatible"),
+    other_release: ("local other_release", "local other_release"),
+    plane_missing: ("failed plane", "failed plane"),
+    network_refuses: ("failed unreachable", "local unreachable"),
+    peer_not_allowed: ("failed not_allowed", "local not_allowed"),
+    no_such_lease: ("failed expired", ""),  # at once, P itself tells D the token, while the lease stands
+    p_never_had_the_prompt: ("", "local no_answer"),  # in turn, P has answered before D is asked
+    p_refuses_the_read: ("failed denied", "failed denied"),
+    a_byte_changes: ("failed checksum", "failed checksum"),
+    our_own_fault: ("failed internal", "failed internal"),
+    caches_are_reset: ("local reset", "local reset"),
+    client_leaves_before: ("local ended", "local ended"),
+    another_prompt: ("local other_prompt", "local other_prompt"),
+    another_adapter: ("local other_adapter", "local other_adapter"),
+    embeddings: ("local embeddings", "local embeddings"),
+    other_block_size: ("local window", "local window"),
+    d_has_it_in_its_cache: ("local cached", "local cached"),
+    all_of_the_prompt: ("local whole_prompt", "local whole_prompt"),
+    router_without_parameters: ("plain no_params", ""),  # such a request is asked for in neither way
 }
+"""What D's page says where P and D are asked in turn, and both at once; empty where the cause cannot be."""
+CASES = [(cause, way) for cause, ends in CAUSES.items() for way in (0, 1) if ends[way]]
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
-def test_the_cause_is_the_reason_on_ds_page(group: EngineGroup, cause: Cause) -> None:
-    assert cause(group) == CAUSES[cause]
+@pytest.mark.parametrize(("cause", "way"), CASES, ids=[f"{cause.__name__}-{way}" for cause, way in CASES])
+def test_the_cause_is_the_reason_on_ds_page(
+    group: EngineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Cause, way: int
+) -> None:
+    """The first prompt's and the tenth's, and of all between."""
+    one = cause(Asked(group, bool(way), tmp_path, monkeypatch))
+    assert [one(prompt(2 * BLOCK + 1, seed)) for seed in range(10)] == [CAUSES[cause][way]] * 10
+
+
+ELSEWHERE = {
+    "no_lease": "tests/vllm/test_rendezvous.py", "timeout": "tests/handover/test_held_up.py",
+    "peer_lost": "tests/handover/test_lost_peers.py", "data": "tests/handover/test_misfits.py",
+    "cancelled": "tests/handover/test_aborts.py", "other_connector": "tests/unit/test_request_lifetime.py",
+}  # fmt: skip
+"""Reasons that one prompt each is made to have, by the file."""
+
+
+def test_every_reason_has_a_cause() -> None:
+    caused = {end.split()[1] for ends in CAUSES.values() for end in ends if end}
+    assert (
+        not caused & ELSEWHERE.keys()
+        and caused | ELSEWHERE.keys() == {reason for _, reason in PROMPT_ENDS if reason} == TO_DO.keys()
+    )
 
 
 # --- once for each prompt -----------------------------------------------------------------------------------------
