@@ -224,9 +224,11 @@ def test_strangers_with_heavy_certificates_keep_nobody_out(tmp_path, top):
     before = set(threading.enumerate())
     with contextlib.closing(listening()) as listener:
         (gate,) = (each for each in set(threading.enumerate()) - before if each.name == "kvferry-gate")
+        assert gate.ident is not None
+        clock = time.pthread_getcpuclockid(gate.ident)
 
         def seconds():
-            return time.clock_gettime(time.pthread_getcpuclockid(gate.ident))
+            return time.clock_gettime(clock)
 
         def honest():
             begun = seconds()
