@@ -125,7 +125,6 @@ def test_the_router_and_the_commands_beside_it_need_no_package_of_an_engine(tmp_
             assert site.ask({"prompt": "x"}).json() == {"text": "from D"} and p.seen and d.seen
             status, said = command("check", site.url, "--json")
             assert status == 1 and json.loads(said)["handed_over"] is False
-            assert command("top", "--once", site.url, d_url)[0] == 0
         assert command("drain", d_url, "--quiet", "0.1")[0] == 0
     assert command("keygen", str(tmp_path / "key"))[0] == 0 and (tmp_path / "key").exists()
     status, said = command("doctor")
