@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kvferry.cli.main import app
 from kvferry.transport.channels import CPU
 from kvferry.transport.registry import preferred_planes
 from tests.support.engines import ServerGroup, vllm_command
@@ -62,6 +64,17 @@ def test_the_log_and_the_page_of_d_are_short(pair: Pair) -> None:
     assert len(places) > 1 and "wake.py" not in places and not any(" done: " in line for line in lines)
     series = [name for name, _ in pair.decode.metrics() if name.startswith("vllm:kvferry_")]
     assert 88 < len(series) < 150 and not any("_created" in name or "prefix" in name for name in series)
+
+
+def test_check_asks_a_router_or_the_two_engines_themselves(pair: Pair) -> None:
+    for urls in ([pair.router.url], [pair.prefill.url, pair.decode.url]):
+        done = CliRunner().invoke(app, ["check", *urls, "--json", "--timeout", "900"], env={"VLLM_API_KEY": ""})
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert found["tokens"] == found["prompt_tokens"] > 100 and found["report"]["plane"] == preferred_planes(CPU)[0]
+    alone = CliRunner().invoke(app, ["check", pair.decode.url])
+    assert alone.exit_code == 2 and "give two engines as" in alone.stderr
+    no_block_held(pair.prefill, pair.decode)
 
 
 def test_planted_corruption_is_noticed(pair: Pair) -> None:
