@@ -51,7 +51,8 @@ KINDS = {
 _NOT_FOR_P = {"stream_options", "min_tokens", "best_of", "prompt_logprobs", "echo"}
 _NOT_HANDED_OVER = ("use_beam_search", "prompt_embeds", "prompt_logprobs", "previous_response_id", "background")
 """D's engine never asks P for the prompt of a request that has one of these, or computes the prompt itself."""
-_NUMBER = re.compile(rb"null|-?\d+")
+_NUMBER, _LIMIT = re.compile(rb"null|-?\d+"), re.compile(rb"\d{1,9}")
+_BUDGET = re.compile(rb'"budget_tokens"\s*+:\s*+(\d{1,9})')
 _PARAMS = b'"kv_transfer_params"'
 _ONE_PROMPT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(tuple[msgspec.Raw])
 _MEMBERS: msgspec.json.Decoder[Body] = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -186,6 +187,10 @@ def can_hand_over(body: Body, path: str) -> bool:
         return False
     if "n" in body and not _NUMBER.fullmatch(body["n"]):
         return False
+    if path == MESSAGES:
+        limit, budget = _LIMIT.fullmatch(body.get("max_tokens", b"")), _BUDGET.search(body.get("thinking", b""))
+        if limit is None or (budget is not None and int(budget[1]) >= int(limit[0])):
+            return False
     if _given(body, "echo") and (path == CHAT or _given(body, "logprobs")):
         return False
     prompt = body.get("prompt")

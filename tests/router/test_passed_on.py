@@ -248,6 +248,9 @@ def test_messages_go_through_both_legs_and_have_errors_of_their_form() -> None:
         assert front.ask(body, MESSAGES).json() == {"text": "from D"}
         assert p.seen[0][0]["max_tokens"] == 1 and p.seen[0][0]["stream"] is False
         assert d.seen[0][0] == body | {"kv_transfer_params": PARAMS}
+        for more in ({"max_tokens": None}, {"thinking": {"type": "enabled", "budget_tokens": 9}}):
+            front.ask(body | more, MESSAGES)
+            assert len(p.seen) == 1 and d.seen[-1][0] == body | more, "D refuses it"
         client = anthropic.Anthropic(base_url=front.url, api_key="x", max_retries=0)
         with pytest.raises(anthropic.APIStatusError):
             list(client.messages.create(**body, stream=True))
