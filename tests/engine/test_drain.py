@@ -1,16 +1,22 @@
-"""Engines that are ended by SIGTERM: a rolling restart of all P and all D under load, and a lease that is held.
+"""Engines that are ended by SIGTERM: a rolling restart of all P and all D under load, and a lease that is held. And
+those that end, or stand still, without a word: every request is answered, or gets an error.
 
-The engines run with ``--shutdown-timeout``: without it vLLM ends at once, and with it requests and leases.
+For a drain the engines run with ``--shutdown-timeout``: without it vLLM ends at once, and with it requests and leases.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,10 +26,13 @@ import pytest
 from tests.support.engines import ServerGroup, python_path
 from tests.support.pd_client import stream
 from tests.support.served import (
+    ForkedServerGroup,
     complete,
     count,
+    descendants,
     ended_leases,
     eventually,
+    kill,
     no_block_held,
     prefill_leg,
     prompt,
@@ -127,6 +136,7 @@ def restart(group: ServerGroup, model: Path, *engines: Server) -> list[Server]:
     for engine in engines:
         eventually(lambda engine=engine: not engine.alive, f"{engine.name} has ended")
         assert engine.process.returncode == 0, engine.log_tail()
+        assert "sending SIGKILL" not in engine.log_text(), "its workers have ended by themselves"
         group.stop(engine)
     new = [group.engine(f"{engine.name}-new", model, arguments=DRAIN, port=engine.port) for engine in engines]
     group.wait_ready(servers=new)
@@ -174,3 +184,95 @@ def test_a_p_that_ends_serves_its_leases_until_d_has_read_them(group, model):
     assert (count(d) - before).failed == 0
     eventually(lambda: not p.alive, "P has ended, as no lease is left")
     assert p.process.returncode == 0
+
+
+# --- without a drain
+
+
+@dataclass
+class Answered:
+    """``said``: what came of one request: ``tokens``, ``error``, or ``empty``. ``began``, ``seconds``: how long it
+    took."""
+
+    said: str
+    began: float
+    seconds: float
+
+
+class Clients:
+    """Four, each with one request after the other, through a router, or through the next one where that is gone."""
+
+    def __init__(self, routers: Sequence[Server]) -> None:
+        self.routers, self.answers, self._over = list(routers), list[Answered](), threading.Event()
+        self._pool = ThreadPoolExecutor(4)
+        self._clients = [self._pool.submit(self._go_on, seed) for seed in range(4)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._pool.shutdown()
+
+    def _go_on(self, seed: int) -> None:
+        rng, number = random.Random(seed), seed
+        while not self._over.is_set():
+            ids = prompt(rng.randrange(20, 300), rng.randrange(10**9))
+            body = {"model": "model", "prompt": ids, "max_tokens": 24, "ignore_eos": True}
+            began = time.monotonic()
+            try:
+                said = self._ask(body | {"stream": rng.random() < 0.5}, self.routers[number % 2].url)
+            except httpx.TransportError:  # as a client of any service does: the next one
+                number += 1
+                said = "error"
+            self.answers.append(Answered(said, began, time.monotonic() - began))
+
+    @staticmethod
+    def _ask(body: dict[str, Any], url: str) -> str:
+        answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=PATIENCE_SECONDS)
+        if answer.status_code != 200 or '"error":' in answer.text or '"finish_reason":"abort"' in answer.text:
+            return "error"
+        return "tokens" if '"finish_reason":"length"' in answer.text else "empty"
+
+    def after(self, act: Callable[[Server], None], server: Server) -> None:
+        """The clients have 24 more requests answered after ``act``. No answer is empty."""
+        at = time.monotonic()
+        act(server)
+
+        def since() -> list[Answered]:
+            return [each for each in self.answers if each.began + each.seconds >= at]
+
+        eventually(lambda: sum(each.began > at for each in since()) >= 24, "all clients are answered")
+        said, longest = Counter(each.said for each in since()), max(each.seconds for each in since())
+        print(f"{act.__name__} {server.name}: {dict(said)}, the longest {longest:.1f} s", flush=True)
+        assert not said["empty"], "an answer without a token, and without an error"
+
+
+def stop_core(server: Server) -> None:
+    """SIGSTOP to the process that computes: its API server goes on."""
+    for pid in descendants(server.process.pid):
+        if "EngineCor" in Path(f"/proc/{pid}/comm").read_text():
+            os.kill(pid, signal.SIGSTOP)
+
+
+def test_engines_and_routers_that_end_without_a_drain_leave_no_request_without_an_answer(tmp_path, model):
+    with ForkedServerGroup(tmp_path / "logs") as group:
+        p1, p2, d1, d2 = [group.engine(name, model) for name in ("p1", "p2", "d1", "d2")]
+        group.wait_ready()
+        limits = ("--connect-timeout", "5", "--prefill-timeout", "300", "--health-interval", "5")
+        more = ["--prefill", p2.url, "--decode", d2.url, *limits]
+        routers = [group.router(p1, d1, arguments=more, name=f"router{number}") for number in range(3)]
+        with Clients(routers[:2]) as clients:
+            clients.after(lambda router: None, routers[0])
+            clients.after(terminate, routers[0])
+            clients.routers[0] = routers[2]
+            clients.after(kill, routers[1])
+            clients.routers[1] = routers[2]
+            for how, p, d in ((kill, p1, d1), (stop_core, p2, d2), (terminate, p1, d1)):
+                for engine in (d, p):
+                    clients.after(how, engine)
+                for engine in (d, p):
+                    group.stop(engine)
+                new = [group.engine(f"{e.name}-{how.__name__}", model, port=e.port) for e in (p, d)]
+                group.wait_ready(servers=new)
+                p1, d1 = new if p is p1 else (p1, d1)
