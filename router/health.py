@@ -61,10 +61,13 @@ class HealthChecks:
     async def _watch_requests(self) -> None:
         """Look at engines that let requests wait, and give up those of one that stands still."""
         while True:
+            began = time.monotonic()
             await asyncio.sleep(LOOK_SECONDS)
             router, now = self._router, time.monotonic()
+            late = now - began - LOOK_SECONDS  # this process stood still: no engine is to blame
             waiting: dict[str, list[RequestProgress]] = {}
             for leg, url in router.http.under_way.items():
+                leg.at += late
                 if leg.sent and not leg.held and now - leg.at >= LOOK_SECONDS:
                     waiting.setdefault(url, []).append(leg)
             looked = [each for each in router.engines if each.url in waiting or each.still_since is not None]
