@@ -8,12 +8,14 @@ vLLM's contract has no calls at some moments, so ``hooks`` wraps methods of vLLM
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -559,6 +561,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+            if parent_process() is not None:
+                # vLLM and the interpreter now look through all objects several times, 1 s each, for a process that
+                # ends: more than vLLM waits for it.
+                gc.freeze()
         if self._bootstrap is not None:
             self._bootstrap.close()
 
