@@ -149,10 +149,11 @@ def test_figures_reach_vllms_log_line_and_prometheus(group: EngineGroup) -> None
     settle(d)
     registry = CollectorRegistry()
 
+    def registered(kind: type) -> type:
+        return type(kind.__name__, (kind,), {"__init__": functools.partialmethod(kind.__init__, registry=registry)})
+
     class Prom(KVConnectorProm):
-        _gauge_cls = functools.partial(Gauge, registry=registry)
-        _counter_cls = functools.partial(Counter, registry=registry)
-        _histogram_cls = functools.partial(Histogram, registry=registry)
+        _gauge_cls, _counter_cls, _histogram_cls = map(registered, (Gauge, Counter, Histogram))
 
     prom = Prom(d.config, ["model_name", "engine"], {0: ["model", "0"]})
     for data in figures(d):
