@@ -30,6 +30,7 @@ from kvferry.router.request_bodies import (
     NOT_JSON,
     RESPONSES,
     WITH_P,
+    Body,
     HostNames,
     changes_engine,
     members,
@@ -258,7 +259,8 @@ class App:
             raise RefusedError(501, "the router passes no WebSocket on: ask a decode engine itself")
         if not _target(http).startswith("/"):
             raise RefusedError(400, "no engine is asked for a target without a path")
-        if "charset" in (kind := http.headers.get("content-type", "").lower()) and kind.startswith("multipart/"):
+        kind = http.headers.get("content-type", "").lower()
+        if kind.startswith("multipart/") and re.search(r';\s*charset\s*=\s*"?(?!utf-?8"?\s*(;|$))', kind):
             raise RefusedError(415, "the fields of a form are UTF-8: leave charset out of its Content-Type")
         if not self._changes and changes_engine(_target(http).partition("?")[0]):
             said = "changes an engine: ask that engine itself, or start the router with --allow-engine-changes"
@@ -275,8 +277,7 @@ class App:
                     text = f"the bodies of all requests have over {most} bytes, which is the router's limit; try again"
                     raise RefusedError(503, text, retry_after="1")
             try:
-                body = await off_loop(content, members)
-                body = None if body is None else without(body, NEVER_SENT)
+                body = await off_loop(content, _parsed)
             except NOT_JSON as error:
                 raise RefusedError(400, f"no engine is asked for such a body: {why(error)}") from None
             if body is None:
@@ -314,7 +315,8 @@ class App:
                 refused.append(error)
                 raise
 
-        home = router.homes.find(router.engines, *http.path.split("/"), http.headers.get(SESSION, ""))
+        name = http.path.split("/")[3] if http.path.startswith(f"{RESPONSES}/") else ""
+        home = router.homes.find(router.engines, name, http.headers.get(SESSION, ""))
         seat = router.engines.take_decode(router.clock()) if home is None else Seat(home, 1.0, router.engines)
         if seat is None:
             return error_response(503, "no decode engine takes requests; see /health", http.path)
@@ -339,6 +341,8 @@ class App:
             return begun
         except HttpError as error:
             said = f"decode engine {url} failed: {why(error)}"
+            if not refused and not isinstance(error, OwnFaultError) and http.transport is not None:
+                router.engines.failed(seat.engine, router.clock())
             if begun is not None:
                 log.error("%s: %s", ascii(http.path[:200]), said)
                 http.protocol.force_close()  # no whole answer may end here
@@ -412,6 +416,12 @@ class _Connection(web.RequestHandler):
         response = error_response(status, why(ValueError(message or "the router failed; its log says why")))
         response.force_close()
         return response
+
+
+def _parsed(content: bytes | bytearray) -> Body | None:
+    """The body without what a client may not send. Raises NOT_JSON."""
+    body = members(content)
+    return None if body is None else without(body, NEVER_SENT)
 
 
 async def _pieces(http: web.BaseRequest, most: int, read: bytes = b"") -> AsyncIterator[bytes]:

@@ -68,7 +68,7 @@ class Engine:
     still_since: float | None = None  # A request that waited since then was given up, and nothing has moved
     patience: float = STILL_SECONDS
     last_taken: int = 0
-    refused: set[int] = field(default_factory=set)
+    refused: set[tuple[bool, int]] = field(default_factory=set)
     source: dict[str, Any] | None = None
     """Where other engines can read a prefix from it, as it says; empty where they cannot, None before it was asked."""
     read_from: dict[str, int] = field(default_factory=dict)
@@ -227,11 +227,11 @@ class EnginePool:
     def answered(self, engine: Engine, status: int, request: int, now: float) -> None:
         """The engine answered a request, of this hash. One bad request is no fault of an engine, several are. A 4xx
         counts where another engine answered the same request."""
-        if status < 400:
+        if status < 400 or (status < 500 and engine.role is Role.DECODE):
             engine.refused.clear()
             return
-        engine.refused.add(request)
-        if len(engine.refused) >= REFUSALS:
+        engine.refused.add((status < 500, request))
+        if sum(each == (status < 500) for each, _ in engine.refused) >= REFUSALS:
             self.failed(engine, now)
             if status < 500:
                 engine.handed_over.refused(status, REFUSALS)

@@ -50,10 +50,10 @@ _OPENING = re.compile(
     rb'|data: [^\n]*"choices":\[\],[^\n]*\n\n|data: \[DONE\]\n\n|:[^\n]*\n\n)*'
 )
 """What vLLM's server says in a stream without a token: before its engine has the request, or of one that it ends."""
-_ENDED = re.compile(rb'"finish_reason":"abort"|"output_tokens":0[,}]')
-"""The engine has ended the request by itself, as at SIGTERM. In a text its quotes are escaped."""
+_WHOLE_EVENT = re.compile(rb"(?!event: )[^\n]|event: .*?\n\n", re.DOTALL)
+"""A stream after its opening, of which enough is there: an opening has names of events where it may be long."""
 ENDS = "it has ended the request by itself: it is shutting down"
-MAX_OPENING_BYTES = 256 << 10
+MAX_OPENING_BYTES = 1 << 20  # It repeats the client's instructions and tools
 MAX_BODY_BYTES = 128 << 10  # A longer answer goes to the client as it comes
 _DRAINING = EngineState.DRAINING
 WORTH_READING = 512
@@ -273,7 +273,7 @@ class Legs:
             async with asyncio.timeout(self.timeouts.prefill):
                 answer = await self._send(asked, engine, leg, progress, span)
                 content = await answer.body()
-                if answer.status == 200 and _ENDED.search(content):
+                if answer.status == 200 and _ended(content):
                     raise HttpError(ENDS)
         except (HttpError, TimeoutError) as error:
             span.end(error)
@@ -380,9 +380,10 @@ class Legs:
         tried = [] if tried is None else tried
         again = not tried and asked.home is None
         while True:
-            seat = self.engines.take_decode(self.clock(), tried, asked.chosen)
-            if asked.home is not None:
-                seat = Seat(asked.home, 1.0, self.engines)
+            seat = (
+                self.engines.take_decode(self.clock(), tried, asked.chosen) if asked.home is None
+                else Seat(asked.home, 1.0, self.engines)
+            )  # fmt: skip
             if seat is None:
                 raise NoEngineError("no decode engine takes requests; see /health")
             tried.append(seat.engine)
@@ -429,7 +430,7 @@ class Legs:
             size = int(answer.headers.get("content-length", MAX_BODY_BYTES))
             if not answer.streamed and (hides or size < MAX_BODY_BYTES):
                 content = await answer.body()
-                if answer.status == 200 and _ENDED.search(content):
+                if answer.status == 200 and _ended(content):
                     progress.answered = False
                     raise HttpError(ENDS)
                 if hides:
@@ -443,13 +444,17 @@ class Legs:
                 if asked.comment is not None:
                     await asked.comment(answer, first)
                 first = await anext(pieces, b"")
-            streams, piece, end = answer.streamed and answer.status == 200, first, 0
-            while streams and piece and len(first) == (end := _without_token(first)) <= MAX_OPENING_BYTES:
-                piece = await anext(pieces, b"")
-                first += piece
-            if streams and (not piece or _ENDED.search(first, end)):
-                progress.answered = False
-                raise HttpError(ENDS)
+            if answer.streamed and answer.status == 200:
+                piece = first
+                while (
+                    piece and len(first) <= MAX_OPENING_BYTES and not _WHOLE_EVENT.match(first, _without_token(first))
+                ):
+                    piece = await anext(pieces, b"")
+                    first += piece
+                rest = first[_without_token(first) :]
+                if not rest or any(_ended(line[5:]) for line in rest.split(b"\n") if line.startswith(b"data:")):
+                    progress.answered = False
+                    raise HttpError(ENDS)
         except BaseException as error:
             span.end(error)
             if answer is not None:
@@ -491,6 +496,34 @@ class Legs:
         asked.hold()
         task.add_done_callback(lambda _: asked.drop())
         return task
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: Any = None
+
+
+class _Usage(msgspec.Struct):
+    output_tokens: Any = None
+
+
+class _Told(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    response: _Told | None = None
+
+
+_TOLD = msgspec.json.Decoder(_Told)
+
+
+def _ended(answer: bytes) -> bool:
+    """Whether an engine says in an answer, or in an event, that it has ended the request by itself, as at SIGTERM."""
+    try:
+        told = _TOLD.decode(answer)
+    except NOT_JSON:
+        return False
+    told = told.response or told
+    aborted = any(choice.finish_reason == "abort" for choice in told.choices or ())
+    return aborted or (told.usage is not None and told.usage.output_tokens == 0)
 
 
 def _without_token(events: bytes) -> int:

@@ -90,11 +90,13 @@ def _as_vllm_reads(content: bytes | bytearray) -> Body | None:
 
 
 def without(body: Body, names: Collection[str]) -> Body:
-    """The body without these parameters, nor in ``vllm_xargs``, of which vLLM makes parameters. Raises NOT_JSON."""
+    """The body without these parameters, nor in ``vllm_xargs``, of which vLLM makes parameters; its own values are
+    texts, numbers and lists of these. Raises NOT_JSON."""
     found = {name: value for name, value in body.items() if name not in names}
     inner = members(bytes(found["vllm_xargs"])) if "vllm_xargs" in found else None
     if inner is not None and not inner.keys().isdisjoint(names):
-        found["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(without(inner, names)))
+        kept = {name: value for name, value in inner.items() if name not in names}
+        found["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(kept))
     return found
 
 

@@ -13,6 +13,7 @@ import asyncio
 import re
 import uuid
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ from kvferry.router.legs import (
     log,
 )
 from kvferry.router.prefix_affinity import BYTES_PER_TOKEN
-from kvferry.router.request_bodies import PREFILL_TAG, RESPONSES, can_hand_over, error_of, prefill_body
+from kvferry.router.request_bodies import NOT_JSON, PREFILL_TAG, RESPONSES, can_hand_over, error_of, prefill_body
 
 OF_A_CONNECTION = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -73,7 +74,8 @@ class Reply:
     async def give(self, decoded: Decoded) -> web.StreamResponse:
         """D's answer as it is. Raises ConnectionError."""
         last, asked = b"\n\n", self._asked
-        if asked.path == RESPONSES and (found := _RESPONSE_ID.search((decoded.body or decoded.first)[:1024])):
+        stores = asked.path == RESPONSES and decoded.answer.status == 200
+        if stores and (found := _RESPONSE_ID.search((decoded.body or decoded.first)[:1024])):
             self._router.homes.note(found[1].decode(), decoded.engine.url)
         if asked.checks:
             of = {"decode": decoded.engine.url, "prefill": asked.seats[-1].engine.url if asked.seats else ""}
@@ -131,8 +133,9 @@ class Homes:
         self._urls = OrderedDict[str, str]()
 
     def note(self, name: str, url: str) -> None:
+        """A name that is known stays where it is: clients may choose names."""
         if 0 < len(name) <= MAX_NAME_CHARS:
-            self._urls[name] = url
+            self._urls.setdefault(name, url)
             self._urls.move_to_end(name)
             if len(self._urls) > MAX_HOMES:
                 self._urls.popitem(last=False)
@@ -152,8 +155,9 @@ class Router(Legs):
 
     async def answer(self, asked: ClientRequest, reply: Reply) -> web.StreamResponse:
         """The answer to a request that P may have a part in. It is cancelled when the client goes away."""
-        before = bytes(asked.body.get("previous_response_id", b"")).decode(errors="replace")
-        asked.home = self.homes.find(self.engines, before.strip(' "'))
+        with suppress(*NOT_JSON):  # D refuses what is no text
+            before = msgspec.json.decode(bytes(asked.body.get("previous_response_id", b'""')), type=str)
+            asked.home = self.homes.find(self.engines, before)
         try:
             self.metrics.waiting[asked] = self.clock()
             tried: list[Engine] = []

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvferry.router import health, http_client
 from kvferry.router.app import Limits
-from kvferry.router.engines import REFUSALS, Role
+from kvferry.router.engines import REFUSALS, EnginePool, Role
 from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts
 from tests.router.stand_ins import (
@@ -124,6 +124,7 @@ ENDED = [
     BEGUN + 'event: response.completed\ndata: {"usage":{"output_tokens":0}}\n\n',
     BEGUN_MESSAGE + 'event: message_delta\ndata: {"usage":{"output_tokens":0}}\n\n',
     '{"choices":[{"text":"","finish_reason":"abort"}]}', '{"output":[],"usage":{"output_tokens":0}}',
+    BEGUN.replace("null", '"%s"' % ("i" * 300_000)) + DONE,
 ]  # fmt: skip
 
 
@@ -132,6 +133,26 @@ def saying(text: str) -> Engine:
         return Response(text, media_type="application/json" if text.startswith("{") else "text/event-stream")
 
     return Engine(answer)
+
+
+@pytest.mark.parametrize("text", [
+    '{"metadata":{"finish_reason":"abort"},"tools":[{"output_tokens":0}],"usage":{"output_tokens":1}}',
+    BEGUN + 'event: response.completed\ndata: {"response":{"metadata":{"finish_reason":"abort"}}}\n\n',
+])  # fmt: skip
+def test_what_a_client_says_is_no_word_of_an_engine_that_ends(text: str) -> None:
+    d = saying(text)
+    with routed([], d) as front:
+        assert front.ask({"input": "x"}, "/v1/responses").text == text
+        assert front.get("/health").status_code == 200
+
+
+def test_a_4xx_of_d_is_the_requests_fault_and_one_of_p_is_not_counted_with_its_5xx() -> None:
+    for role, before, last in ((Role.DECODE, 503, 400), (Role.PREFILL, 503, 404), (Role.PREFILL, 404, 503)):
+        pool = EnginePool(["http://p:1"], ["http://d:1"])
+        (engine,) = pool.of(role)
+        for number, status in enumerate([before] * (REFUSALS - 1) + [last]):
+            pool.answered(engine, status, number, 0.0)
+        assert engine.usable(0.0) and not engine.handed_over.degraded
 
 
 @pytest.mark.parametrize("text", ENDED)

@@ -210,7 +210,8 @@ def responding(name: str) -> Engine:
 
 
 def test_what_a_d_has_stored_is_asked_of_that_d(monkeypatch: pytest.MonkeyPatch) -> None:
-    with routed(prefill_engine(), [responding("a"), responding("b")]) as front:
+    both = [responding("a"), responding("b")]
+    with routed(prefill_engine(), both) as front:
         for stream in (False, True):
             begun = [front.ask({"input": "x", "stream": stream}, RESPONSES).text for _ in range(10)]
             ids = ["resp_" + text.partition("resp_")[2].partition('"')[0] for text in begun]
@@ -219,6 +220,14 @@ def test_what_a_d_has_stored_is_asked_of_that_d(monkeypatch: pytest.MonkeyPatch)
                 assert front.ask({"input": "y", "previous_response_id": one}, RESPONSES).status_code == 200
                 assert front.get(f"{RESPONSES}/{one}").status_code == 200
                 assert front.request("POST", f"{RESPONSES}/{one}/cancel").status_code == 200
+        eventually(lambda: not any(engine.requests for engine in front.router.engines), "no seat is left taken")
+        for name in ("v1", "null", ids[0], ids[1]):  # names that a client has chosen
+            front.router.homes.note(name, front.d[0])
+        assert {front.get(f"{RESPONSES}/{one}").status_code for one in ids} == {200}
+        before = [len(each.seen) for each in both]
+        for _ in range(4):
+            assert front.ask({"input": "y", "previous_response_id": None}, RESPONSES).status_code == 200
+        assert all(len(each.seen) > count for each, count in zip(both, before, strict=True)), "no name moves to one D"
     homes = routing.Homes()
     monkeypatch.setattr(routing, "MAX_HOMES", 2)
     with routed([], ["http://d:1"]) as front:

@@ -160,7 +160,14 @@ def flipped(payload: bytes) -> list[str]:
     return [base64.b64encode(x).decode() for x in made]
 
 
-REFUSALS = {"ProtocolError", "TransportError", "PlaneUnavailableError", "PeerUnreachableError"}
+REFUSALS = {
+    "ProtocolError",
+    "TransportError",
+    "NotConnectedError",
+    "PlaneBusyError",
+    "PlaneUnavailableError",
+    "PeerUnreachableError",
+}
 """What malformed payloads raise."""
 
 
