@@ -149,7 +149,7 @@ def test_figures_reach_vllms_log_line_and_prometheus(group: EngineGroup) -> None
     settle(d)
     registry = CollectorRegistry()
 
-    def registered(kind: type) -> type:
+    def registered(kind: Any) -> Any:
         return type(kind.__name__, (kind,), {"__init__": functools.partialmethod(kind.__init__, registry=registry)})
 
     class Prom(KVConnectorProm):
