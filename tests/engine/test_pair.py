@@ -26,7 +26,6 @@ from tests.support.served import (
     differ,
     ended_leases,
     eventually,
-    loaded_prompt,
     no_block_held,
     prefill_leg,
     prompt,
