@@ -21,7 +21,7 @@ from aiohttp import web
 
 from kvferry.router.engines import Role, Seat
 from kvferry.router.health import Checks, HealthChecks
-from kvferry.router.http_client import HEAD_BYTES, HttpError, OwnFaultError
+from kvferry.router.http_client import HEAD_BYTES, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.legs import ClientRequest, log, shown_pieces, why
 from kvferry.router.membership import Admin, Membership, Source
 from kvferry.router.metrics import SAMPLE_SECONDS, StatusHistory
@@ -302,6 +302,7 @@ class App:
         """The answer of a D as it is, to a request as it came. It is sent once. ``content``: its body, where that was
         read. Raises RefusedError."""
         router, refused = self._router, list[RefusedError]()
+        progress = RequestProgress(held=http.body_exists, passed=True)
 
         async def body() -> AsyncIterator[bytes]:
             names = HostNames()
@@ -314,6 +315,7 @@ class App:
             except RefusedError as error:
                 refused.append(error)
                 raise
+            progress.go_on()
 
         name = http.path.split("/")[3] if http.path.startswith(f"{RESPONSES}/") else ""
         home = router.homes.find(router.engines, name, http.headers.get(SESSION, ""))
@@ -324,7 +326,9 @@ class App:
         try:
             how: dict[str, Any] = {"headers": _headers(http, OF_A_HOP), "connect": router.timeouts.connect}
             sent = body() if http.body_exists else None
-            answer = await router.http.send(http.method, url, _target(http), body=sent, **how)
+            router.metrics.waiting[progress] = router.clock()
+            answer = await router.http.send(http.method, url, _target(http), body=sent, progress=progress, **how)
+            del router.metrics.waiting[progress]
             router.homes.note(answer.headers.get(NEW_SESSION, "").partition(";")[0], url)
             given, pieces = kept_headers(answer), answer.pieces()
             if "location" in given:  # the client asks the router again
@@ -351,6 +355,7 @@ class App:
                 raise refused[0] from None
             return error_response(503 if isinstance(error, OwnFaultError) else 502, said, http.path)
         finally:
+            router.metrics.waiting.pop(progress, None)
             if answer is not None:
                 answer.close()
             seat.release()

@@ -78,8 +78,10 @@ class HealthChecks:
 
     def _judge(self, engine: Engine, leg: RequestProgress, answers: bool) -> None:
         """``answers``: the engine takes connections. Where not, or where another one can be asked, the leg is given up
-        soon; else as late as a prefill."""
+        soon; else as late as a prefill. One that was only passed on tells nothing of an engine."""
         router, now = self._router, time.monotonic()
+        if leg.passed and answers and engine.still_since is None:
+            return
         since = max(leg.at, engine.moved_at)
         patience = engine.patience + leg.tokens / TOKENS_PER_SECOND
         if answers and engine.role is Role.DECODE and (leg.answered or not router.another_decode([engine])):

@@ -74,13 +74,15 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
 class RequestProgress:
     """How far one request has come. ``sent``: it has a connection, so that the engine may have it. ``answered``: a byte
     of the answer was received. ``at``: since when it waits for the next one, by ``time.monotonic``. ``tokens``: of its
-    prompt. ``held``: it does not wait for the engine. ``given_up``: why the router waits no longer."""
+    prompt. ``held``: it does not wait for the engine. ``passed``: perhaps the engine counts nothing of it.
+    ``given_up``: why the router waits no longer."""
 
     sent: bool = False
     answered: bool = False
     at: float = 0.0
     tokens: float = 0.0
     held: bool = False
+    passed: bool = False
     given_up: str = ""
     protocol: _Protocol | None = None
 

@@ -26,6 +26,7 @@ from tests.support.served import (
     differ,
     ended_leases,
     eventually,
+    loaded_prompt,
     no_block_held,
     prefill_leg,
     prompt,
@@ -144,31 +145,44 @@ def test_many_clients_that_go_away(pair: Pair) -> None:
 
 
 def test_other_weights_of_one_configuration(pair: Pair, model: Path, tmp_path: Path) -> None:
-    """D loads nothing of them, and says why."""
+    """D loads nothing of them, and says why: from its start, and where weights change while both engines run."""
     p, folder = pair.prefill, build_model(tmp_path / "other", ModelSpec(layers=4, seed=8))
     d = pair.group.engine("other", folder)
     pair.group.wait_ready(servers=[d])
     d.rpc("kv_watch")
 
-    def refused(seed: int) -> str:
+    def refused(seed: int) -> None:
         ids = prompt(200, seed)
         alone, before = tokens_of(complete(d, ids, cache_salt=f"alone {seed}")), count(d)
         reasons = metric_sum(d.metrics(), "vllm:kvferry_prompts_total", reason="incompatible") or 0
-        log = len(d.log_text())
         assert tokens_of(complete(d, ids, kv_transfer_params=prefill_leg(p, ids))) == alone
         eventually(
             lambda: metric_sum(d.metrics(), "vllm:kvferry_prompts_total", reason="incompatible") == reasons + 1,
             "the prompt is counted by its reason",
         )
         assert (count(d) - before).by_plane == {}
-        (line,) = re.findall(r"peer refused: weights digest differs[^\n]*", d.log_text()[log:])[:1]
-        return str(line)
 
-    line = refused(71)
+    def reload(server: Server, weights: Path) -> None:
+        server.post("/pause")
+        server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}})
+        server.post("/resume")
+
+    refused(71)
+    (line,) = re.findall(r"peer refused: weights digest differs[^\n]*", d.log_text())[:1]
     assert re.search(
         rf"ours is [0-9a-f]{{16}} of {folder}, revision unset, the peer's is [0-9a-f]{{16}} of {model}", line
     )
     assert "model_tag" in line
+    reload(d, model)
+    loaded_prompt(p, d, prompt(200, 72))
+    reload(p, folder)
+    refused(73)
+    reload(d, folder)
+    loaded_prompt(p, d, prompt(200, 74))
+    reload(p, model)
+    reload(d, model)
+    d.rpc("reset_weights")  # vLLM writes the parameters themselves
+    refused(75)
     pair.group.stop(d)
 
 
@@ -210,11 +224,11 @@ def test_vllm_bench_serve(pair: Pair, model: Path) -> None:
     expired, failed = ended_leases(p)[1], count(d).failed
     for seed, backend in enumerate(ENDPOINTS, 1):
         before, freed = prompt_tokens(d), ended_leases(p)[0]
-        answered = of_router(router, "requests", status="200")
+        asked = of_router(router, "decode_legs")
         result = bench_serve(pair.group, router, model, backend, seed)
         assert (result["completed"], result["failed"]) == (REQUESTS, 0)
         assert result["total_output_tokens"] == REQUESTS * OUTPUT
-        assert of_router(router, "requests", status="200") == answered + REQUESTS
+        assert of_router(router, "decode_legs") == asked + REQUESTS
         grown = {source: tokens - before[source] for source, tokens in prompt_tokens(d).items()}
         assert grown["local_compute"] <= REQUESTS, "D computes the last token of a prompt"
         assert grown["external_kv_transfer"] > 0.7 * result["total_input_tokens"], "some prompts begin alike"

@@ -180,13 +180,14 @@ class Waiting:
     def __init__(self, *, move: bool) -> None:
         self.go_on, self.move = threading.Event(), move
         self._counts = itertools.count()
-        self._last = 0
+        self.looks = self._last = 0
 
     def of(self, engine: Engine) -> Engine:
         engine.metrics = self.page
         return engine
 
     def page(self) -> str:
+        self.looks += 1
         self._last = next(self._counts) if self.move else self._last
         return f"process_cpu_seconds {next(self._counts)}\nvllm:kv_cache_usage_perc{{}} {self._last}\n"
 
@@ -254,6 +255,19 @@ def test_an_only_d_that_stands_still_is_waited_for_as_long_as_a_p(soon: Checks) 
         assert lines[0] == 'data: {"i": 0}' and "stands still" in lines[1] and len(lines) == 2
         assert engine.still_since is not None and time.monotonic() - engine.still_since >= 3.0
         go_on.set()
+
+
+def test_a_passed_request_tells_nothing_of_an_engine_and_is_given_up_with_it(soon: Checks) -> None:
+    waiting, silent = Waiting(move=False), decode_engine(before=600)
+    with routed(prefill_engine(), waiting.of(silent), LegTimeouts(60.0, 0.5, 60.0), checks=soon) as front:
+        (engine,) = front.router.engines.of(Role.DECODE)
+        engine.patience = 0.1
+        passed, looked = front.begin({"prompt": "x"}, **{"content-encoding": "identity"}), waiting.looks + 40
+        eventually(lambda: waiting.looks > looked, "it is looked at for longer than a D that stands still gets")
+        assert engine.still_since is None and front.get("/router/status").json()["oldest_waiting_seconds"] > 0
+        assert front.ask({"prompt": "x"}).status_code == 502
+        answer = passed.result()
+    assert answer.status_code == 502 and "stands still" in answer.text
 
 
 @pytest.mark.parametrize(("status", "hint"), [(404, "--served-model-name"), (401, "API key"), (400, "options")])

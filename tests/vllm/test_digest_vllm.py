@@ -292,7 +292,8 @@ def test_updates_that_pass_no_tensors_are_counted(folder: Path) -> None:
 
 
 def attention(config: VllmConfig, name: str, **options: Any) -> Attention:
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)  # nothing is computed
         return Attention(4, 32, 1.0, num_kv_heads=2, cache_config=config.cache_config, prefix=name, **options)
 
 
