@@ -24,7 +24,6 @@ from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HEAD_BYTES, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.legs import ClientRequest, log, shown_pieces, why
 from kvferry.router.membership import Admin, Membership, Source
-from kvferry.router.metrics import SAMPLE_SECONDS, StatusHistory
 from kvferry.router.request_bodies import (
     NEVER_SENT,
     NOT_JSON,
@@ -50,7 +49,7 @@ BACKLOG = 128  # Connections that may wait to be accepted
 MUCH_BYTES = 16 << 20  # Memory of so many bodies, or of answers that wait, is given back when they are gone
 FAULT_SECONDS = 30.0  # For so long ``/health`` names a fault of this machine
 PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
-"""What was handed over, rates, latencies and engines, from ``/router/status``."""
+"""What was handed over, latencies and engines, from ``/router/status``."""
 FOR_D = {"x-data-parallel-rank"}
 """Headers that vLLM's server reads, and that mean one engine: P has other ranks."""
 SESSION, NEW_SESSION = "x-amzn-sagemaker-session-id", "x-amzn-sagemaker-new-session-id"
@@ -93,7 +92,6 @@ class App:
         self._router, self._limits, self._changes = router, limits or Limits(), changes
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
-        self._history = StatusHistory()
         self._body_bytes = 0  # of all requests that are not over
         self.idle: dict[Any, float] = {}
         """Connections without a request or with a part of one, the oldest first, and how often they are looked at
@@ -121,7 +119,6 @@ class App:
             await self._health.round()
             self._loops.append(asyncio.ensure_future(self._health.watch()))
         self._loops.append(asyncio.ensure_future(self._watch_idle()))
-        self._loops.append(asyncio.ensure_future(self._keep_history()))
         await self._listeners.start_serving()
 
     async def stop(self) -> None:
@@ -170,13 +167,6 @@ class App:
         if cut:
             log.warning("%d clients that do not read their answers are cut off; %d bytes wait for others", cut, total)
         return total
-
-    async def _keep_history(self) -> None:
-        router = self._router
-        while True:
-            now = router.clock()
-            self._history.take(now, router.metrics.status(now))
-            await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
@@ -382,8 +372,7 @@ class App:
         return web.Response(body=self._router.metrics.text(), headers={"content-type": kind})
 
     def _show_status(self) -> web.Response:
-        now = self._router.clock()
-        return json_response(self._router.metrics.status(now) | {"history": self._history.columns(now)})
+        return json_response(self._router.metrics.status(self._router.clock()))
 
 
 def _page() -> web.Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,10 +15,6 @@ from kvferry.router.engines import EnginePool, Role
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds in seconds."""
 RECENT_SECONDS, RECENT_REQUESTS = 60.0, 4096  # What latencies of the status page are of
-SAMPLE_SECONDS = 5.0
-SAMPLES, WINDOW = 60, 12
-"""Of the status page: the time between two samples, how many it shows, and over how many a share is: one minute,
-because D is asked at a pace of its own."""
 
 HANDED_OVER_SERIES: tuple[tuple[str, Any, str, str], ...] = (
     ("prompts", CounterMetricFamily, "Prompts with parameters of a P, by what D did", "decode result"),
@@ -152,65 +148,3 @@ def _quantiles(values: list[float]) -> dict[str, float | None]:
     """The middle, and the value that a twentieth exceeds; None: there are no values."""
     values.sort()
     return {f"p{share}": values[len(values) * share // 100] if values else None for share in (50, 95)}
-
-
-class StatusSample(NamedTuple):
-    """``at``: seconds of the router's clock. ``totals``: counts since the first sample. ``now``: what is no count."""
-
-    at: float
-    totals: Counter[str]
-    now: dict[str, float | None]
-
-
-class StatusHistory:
-    """Samples of ``Metrics.status``."""
-
-    def __init__(self) -> None:
-        self.samples: deque[StatusSample] = deque(maxlen=SAMPLES + WINDOW)
-        self._totals = Counter[str]()
-        self._before: dict[tuple[str, str], int] = {}
-
-    def take(self, now: float, status: dict[str, Any]) -> None:
-        """One sample of a status at this time. An engine that left takes nothing of what it counted with it."""
-        counts = {("requests", ""): sum(status["requests"].values())}
-        for engine in status["engines"]:
-            if "tokens" in (said := engine.get("handed_over") or {}):
-                prompts, tokens, url = said["prompts"], said["tokens"], engine["url"]
-                counts["prompts", url], counts["prompts_loaded", url] = sum(prompts.values()), prompts["loaded"]
-                counts["tokens_computed", url], counts["tokens_loaded", url] = tokens["computed"], tokens["loaded"]
-        for key, count in counts.items():
-            before = self._before.get(key, 0)
-            self._totals[key[0]] += count - before if count >= before else count
-        self._before = counts
-        times = {
-            f"{name}_{part}": value for name in ("first_byte_seconds", "request_seconds")
-            for part, value in status[name].items()
-        }  # fmt: skip
-        now_is = {name: status[name] for name in ("in_flight", "oldest_waiting_seconds")} | times
-        self.samples.append(StatusSample(now, self._totals.copy(), now_is))
-
-    def columns(self, now: float) -> dict[str, list[float | None]]:
-        """For each series of the page its values, the oldest first; ``age_seconds`` says how long each is ago. Requests
-        are those since the sample before, what D engines say is of the minute before, a share is from 0 to 1. None:
-        there was nothing."""
-        samples = list(self.samples)
-        columns: dict[str, list[float | None]] = {}
-        for number in range(max(1, len(samples) - SAMPLES), len(samples)):
-            this, before, first = samples[number], samples[number - 1], samples[max(0, number - WINDOW)]
-            grown = Counter({name: total - first.totals[name] for name, total in this.totals.items()})
-            tokens, seconds = grown["tokens_loaded"] + grown["tokens_computed"], this.at - first.at
-            row = {
-                "age_seconds": round(now - this.at, 1),
-                "share_of_prompts": _ratio(grown["prompts_loaded"], grown["prompts"]),
-                "share_of_tokens": _ratio(grown["tokens_loaded"], tokens),
-                "tokens_loaded_per_second": _ratio(grown["tokens_loaded"], seconds),
-                "tokens_computed_per_second": _ratio(grown["tokens_computed"], seconds),
-                "requests_per_second": _ratio(this.totals["requests"] - before.totals["requests"], this.at - before.at),
-            }
-            for name, value in (row | this.now).items():
-                columns.setdefault(name, []).append(value)
-        return columns
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return round(part / whole, 4) if whole > 0 else None
