@@ -1,7 +1,8 @@
 """What a hand-over costs on a decoder that is busy, and what it costs those that it decodes for.
 
     python benchmarks/engines/busy.py [--json FILE] [--only kvferry] [--sequences 32] [--tokens 2001 8001]
-    python benchmarks/engines/busy.py --step-hold 0 0.002 0.005 0.01 0.02 --sequences 8 32 128 --tokens 8001 32001
+    python benchmarks/engines/busy.py --vary hold=0 hold=0.01 --sequences 8 32 128 --tokens 8001 32001
+    python benchmarks/engines/busy.py --vary portions=1 portions=4 --cudagraph-mode PIECEWISE --tokens 8001 32001
     python benchmarks/engines/busy.py --device cpu --json FILE         # KVFerry alone, a tiny model, to try it out
 
 Two GPUs of one host, two engines per connector, P on the first GPU and D on the second (``--gpus 0 0``: both on one),
@@ -15,7 +16,9 @@ times to first token, and of what the hand-over took beyond the local hit behind
 prefix cache and has answered before D is asked; of a length that would fill this, it holds fewer, and a turn has fewer
 samples.
 
-``--step-hold``: KVFerry alone, with each of these values of ``step_hold_seconds`` in turn, on the same engines.
+``--vary``: KVFerry alone, with each of these in turn, on the same engines: ``hold=SECONDS`` is ``step_hold_seconds``,
+``portions=N`` cuts a load inside a step into at most so many portions, and with ``early=0`` no load is reported before
+its end.
 
 All times are taken in D's engine process, see ``busy_probe.py``; HTTP is in none of them. The gaps of the others are
 those within one period after a hand-over (``gap``), after a local hit (``local_gap``), and before all of them
@@ -120,7 +123,8 @@ def start_pair(group: ServerGroup, connector: str, model: Path, args: Namespace)
             sequences=max(args.sequences), probed=role == "decode", connector=connector, max_model_len=longest,
             extra=args.setup.nixl if connector == THEIRS else args.kv_config, policy=args.policy,
             arguments=["--worker-extension-cls", "benchmarks.engines.busy_probe.CopyProbe",
-                       "--max-num-batched-tokens", str(min(longest, STEP))],
+                       "--max-num-batched-tokens", str(min(longest, STEP)),
+                       *(["-cc.cudagraph_mode=" + args.cudagraph_mode] if args.cudagraph_mode else [])],
             graph_sizes=sizes.get(role, graph_sizes(args.sequences)),
         )
         for role, gpus in zip(("prefill", "decode"), gpus_of(args), strict=True)
@@ -137,7 +141,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     model = build_model(
         args.folder / "model", replace(spec, max_tokens=max(spec.max_tokens, longest_of(args))), weights=False
     )
-    cells = [Cell(*cell) for cell in product(args.orders, args.sequences, args.step_hold)]
+    cells = [Cell(*cell) for cell in product(args.orders, args.sequences, args.vary)]
     left_out: dict[str, str] = {}
     with servers(args) as group:
         pairs = [start_pair(group, CONNECTORS[name], model, args) for name in args.only]
@@ -197,7 +201,7 @@ def result_of(pairs: list[BusyPair], args: Namespace, rounds: int) -> dict[str, 
         "device": args.device, "kv_gib": args.kv_gib, "gpus_of_p_and_d": list(args.gpus),
         "policy": args.policy, "kv_config": args.kv_config, "rounds": rounds,
         "measured_again": [why for pair in pairs for why in pair.repeated],
-        "period_s": args.period, "cuda_graphs": args.device == "cuda",
+        "period_s": args.period, "cuda_graphs": args.device == "cuda", "cudagraph_mode": args.cudagraph_mode,
     }  # fmt: skip
 
 
@@ -207,7 +211,8 @@ def arguments() -> ArgumentParser:
     parser.add_argument("--sequences", "--seqs", type=int, nargs="+", help="that D decodes; the first comes first")
     parser.add_argument("--tokens", type=int, nargs="+", help="of prompts; a multiple of the block, plus 1")
     parser.add_argument("--orders", choices=ORDERS, nargs="+", default=ORDERS, help="of D's free blocks")
-    parser.add_argument("--step-hold", type=float, nargs="+", default=[None], help="of KVFerry alone; see above")
+    parser.add_argument("--vary", nargs="+", default=[""], help="of KVFerry alone; see above")
+    parser.add_argument("--cudagraph-mode", help="of vLLM: NONE, PIECEWISE, ...; where unset as vLLM chooses")
     parser.add_argument("--samples", type=int, help="hand-overs for each cell")
     parser.add_argument("--budget", type=float, default=500, help="seconds, with the start of the engines")
     parser.add_argument("--period", type=float, help="seconds from one request to the next")
@@ -219,10 +224,10 @@ def arguments() -> ArgumentParser:
 def main() -> int:
     parser = arguments()
     args = parser.parse_args()
-    if args.step_hold != [None]:
+    if args.vary != [""]:
         args.only = args.only or ("kvferry",)
         if tuple(args.only) != ("kvferry",):
-            parser.error("--step-hold: a setting of KVFerry, which is measured alone")
+            parser.error("--vary: of KVFerry, which is measured alone")
     report.fill_in(args, PLANS[args.device])
     for tokens in args.tokens:
         if tokens % args.setup.block != 1:

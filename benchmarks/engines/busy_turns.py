@@ -32,16 +32,15 @@ from tests.support.server import EngineError, Server, metric_sum
 
 @dataclass(frozen=True)
 class Cell:
-    """What a turn varies but the connector: order of D's free blocks, decoding sequences, KVFerry's
-    ``step_hold_seconds``; None: as its engine was started."""
+    """What a turn varies but the connector: order of D's free blocks, decoding sequences, and KVFerry as of ``--vary``;
+    empty: as its engine was started."""
 
     order: str
     sequences: int
-    step_hold: float | None = None
+    variant: str = ""
 
     def __str__(self) -> str:
-        hold = "" if self.step_hold is None else f", step_hold_seconds {self.step_hold:g}"
-        return f"{self.order}, {self.sequences} sequences{hold}"
+        return f"{self.order}, {self.sequences} sequences {self.variant}".strip()
 
 
 @dataclass
@@ -150,7 +149,7 @@ class BusyPair:
 
     def measure_turn(self, cell: Cell, pairs: int) -> tuple[list[Sample], list[float]]:
         """One attempt at a turn: its samples, and the quiet gaps. Raises DisturbedTurnError."""
-        self.collect(cell.order if cell.step_hold is None else f"{cell.order} {cell.step_hold}")
+        self.collect(f"{cell.order} {cell.variant}")
         asked = []
         with Background(self.decode.server, self.words, cell.sequences, self.longest) as background:
             begin, end = background.quiet(pairs * self.period)
@@ -229,7 +228,7 @@ def row_of(pair: BusyPair, samples: list[Sample]) -> Row:
     copies = [ms for sample in samples if (ms := copy_ms(sample.loaded)) is not None]
     return {
         "connector": pair.connector, "order": cell.order, "sequences": cell.sequences,
-        "step_hold_seconds": cell.step_hold, "tokens": samples[0].tokens, "samples": len(samples),
+        "variant": cell.variant or None, "tokens": samples[0].tokens, "samples": len(samples),
         "ttft_ms": report.percentile(loaded, 50), "local_ttft_ms": report.percentile(local, 50),
         "over_local_ms": report.percentile([a - b for a, b in zip(loaded, local, strict=True)], 50),
         "copy_ms": report.percentile(copies, 50),
@@ -242,7 +241,7 @@ def row_of(pair: BusyPair, samples: list[Sample]) -> Row:
 
 def summed_up(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
     """Ratios of both connectors, and KVFerry's figures; those of which a cell was not measured are left out."""
-    usual = [row for row in rows if row.get("step_hold_seconds") is None]
+    usual = [row for row in rows if row["variant"] is None]
     found = {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in usual}
     ratios: dict[str, float] = {}
     figures: dict[str, float] = {}
