@@ -15,7 +15,7 @@ help:
 	@echo "make test          the tests, without those that start vLLM engines or take as long"
 	@echo "make test-engines  those"
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
-	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
+	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files"
 	@echo "make test-proxies  the proxy servers of vLLM's repository, unmodified, before KVFerry's engines"
 	@echo "make test-ray      Ray Serve's prefill and decode application over two Ray nodes on this machine"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"

@@ -19,7 +19,6 @@ ENCODER_BUDGET = "kvferry.connector.binding.encoder_budget"
 BLOCK_OPS = "kvferry.connector.binding.block_ops"
 AGGREGATOR = "kvferry.connector.engine.aggregator"
 HELD = "0.32"
-OLDER = "0.26"
 OWN = "own test oracle"
 
 
@@ -150,7 +149,7 @@ UTILITIES = (
     Utility(
         "is_residual_scattered_for_sp", SEQUENCE_PARALLEL,
         "is_residual_scattered_for_sp(vllm_config, num_input_tokens)",
-        OLDER, "vLLM 0.32 does not have it any more",
+        OWN, "vLLM 0.32 does not have it any more",
     ),
     Utility(
         "sanity_check_mm_encoder_outputs", MM_PLACEHOLDERS,

@@ -16,23 +16,19 @@ OURS = {
     ("NixlConnector", "kvferry.connector.vllm.as_nixl"),
 }  # fmt: skip
 """Names of KVFerry's connector, each with the value of ``kv_connector_module_path``."""
-GONE = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")
-"""Keys that vLLM 0.26 takes, and 0.32 does not."""
-
-
 KEYS: dict[str, type | tuple[str, ...]] = {
     "kv_connector": str, "kv_role": ("kv_producer", "kv_consumer", "kv_both"),
     "kv_load_failure_policy": ("recompute", "fail"), EXTRA: dict, "kv_connector_module_path": str, "engine_id": str,
     "kv_buffer_device": str, "kv_port": int, "enable_permute_local_kv": bool,
 }  # fmt: skip
-"""The keys of vLLM's ``KVTransferConfig`` in 0.26 to 0.33, and what each may be."""
+"""The keys of vLLM's ``KVTransferConfig``, and what each may be."""
 
 
 def is_flag(config: Mapping[str, Any]) -> bool:
     """Whether it is the whole flag, or empty, and not ``kv_connector_extra_config`` alone."""
     settings = Settings.__struct_fields__
     others = [name for name in config if name not in settings and not did_you_mean(name, settings)]
-    return not config or any(name in {*KEYS, *GONE} or did_you_mean(name, KEYS) for name in others)
+    return not config or any(name in KEYS or did_you_mean(name, KEYS) for name in others)
 
 
 def judge(flag: Mapping[str, Any]) -> tuple[list[Finding], Mapping[str, Any]]:
@@ -91,9 +87,7 @@ def _not_ours(flag: Mapping[str, Any]) -> Finding:
 def _keys(flag: Mapping[str, Any], where: str) -> Iterator[Finding]:
     """Keys and values that vLLM refuses. ``where``: what precedes their names."""
     for name, value in flag.items():
-        if name in GONE:
-            yield warning(where + name, "vLLM from 0.32 on refuses it", "remove it; KVFerry does not read it")
-        elif name in Settings.__struct_fields__:
+        if name in Settings.__struct_fields__:
             yield fault(where + name, "is a setting of KVFerry, and vLLM refuses it here", f"move it into {EXTRA}")
         elif name not in KEYS:
             do = f"correct it; vLLM takes {', '.join(KEYS)}"

@@ -30,7 +30,7 @@ class FinishedCounting(Protocol):
 
 
 class WorkerOutput(Protocol):
-    """One worker's output of one step. Its report is ``StepResults``, or has the fields of ``ConnectorOutput``."""
+    """One worker's output of one step. Its report is ``StepResults``, or has vLLM's fields of ``ConnectorOutput``."""
 
     kv_connector_output: Any
 
@@ -133,19 +133,19 @@ class KVOutputAggregator:
         ends: dict[str, LoadEnd] = {}
         stats = events = meta = None
         for worker, report in reports:
-            announced = getattr(report, "expected_finished_count", 0)
+            announced = report.expected_finished_count
             if announced > 0 and announced != self._expected:
                 _log.debug("workers that report a request: %d, was %d", announced, self._expected)
                 self._expected = announced
             sent |= _count(self._sending, worker, report.finished_sending, self._expected, world_size)
             received |= _count(self._recving, worker, report.finished_recving, self._expected, world_size)
-            invalid |= getattr(report, "invalid_block_ids", None) or set()
-            self._failed |= getattr(report, "failed_recving", None) or set()
+            invalid |= report.invalid_block_ids
+            self._failed |= report.failed_recving
             for request, end in getattr(report, "load_ends", {}).items():
                 ends[request] = of_both(end, ends[request]) if request in ends else end
-            stats = _merged(stats, getattr(report, "kv_connector_stats", None))
-            meta = _merged(meta, getattr(report, "kv_connector_worker_meta", None), mixed=True)
-            events = _merged(events, getattr(report, "kv_cache_events", None))
+            stats = _merged(stats, report.kv_connector_stats)
+            meta = _merged(meta, report.kv_connector_worker_meta, mixed=True)
+            events = _merged(events, report.kv_cache_events)
         failed = self._failed & received
         self._failed -= failed
         values = {

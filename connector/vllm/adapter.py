@@ -1,7 +1,7 @@
 """``KVFerryConnector``: vLLM's connector contract, method by method, over the scheduler half and the worker half.
 
 A step's plan is posted to the transfer thread when the model runner gets the step, at the latest in
-``bind_connector_metadata``, which precedes the forward in every release; ``start_load_kv`` runs after it in 0.32.
+``bind_connector_metadata``, which precedes the forward; ``start_load_kv`` may run after it.
 
 vLLM's contract has no calls at some moments, so ``hooks`` wraps methods of vLLM.
 """
@@ -18,6 +18,12 @@ from functools import partial
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, cast
 
+import vllm
+
+from kvferry.connector.vllm import check_release
+
+check_release(vllm.__version__)  # before the imports that an older one lacks
+
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,9 +31,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.platforms import current_platform
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.config import Settings, load_settings, unknown_variables
@@ -39,9 +47,9 @@ from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.engine.worker_setup import check_before_caches
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.connector.vllm import compat, from_vllm, hooks
+from kvferry.connector.vllm import compat, from_vllm, hooks, plugin
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
-from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
+from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery
 from kvferry.connector.vllm.store_beside import SharedLoads, fence, store_of, wanted
 from kvferry.connector.vllm.weights import EngineWeights
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
@@ -78,8 +86,7 @@ class KVFerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The plug-in. One instance in the scheduler's process, one in each worker's."""
 
-    if compat.P2P_SOURCE is not None:
-        _cache_hit_source = compat.P2P_SOURCE
+    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -87,12 +94,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = load_settings(transfer.kv_connector_extra_config)
         compat.check_config(vllm_config, kv_cache_config)
         self._config = kv_cache_config
-        self._groups = from_vllm.transfer_group_ids(kv_cache_config)
+        self._groups: tuple[int, ...] = kv_cache_config.transfer_group_ids
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._failed_blocks: dict[str, frozenset[int]] = {}
         self._ends: dict[str, LoadEnd] = {}
-        self._invalid: set[int] = set()
         self._posted: StepPlan | None = None
         self._recovery: StepLoadRecovery | None = None
         self._steps: StepsInFlight | None = None
@@ -111,7 +116,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             beside = compat.why_beside(vllm_config, kv_cache_config, scheduler)
             one = len(tables) == 1 and tables[0].whole and len(kv_cache_config.kv_cache_groups) == 1
             # Where a store and P may each load a part: a multiple of so many tokens.
-            self._part_size = tables[0].block_size if one and compat.HAS_TRANSFER_RESULTS else 0
+            self._part_size = tables[0].block_size if one else 0
             if beside and transfer.is_kv_consumer and settings.step_hold_seconds:
                 logger.info("kvferry: all loads go beside the steps, and take about three steps more: %s", beside)
             fits = transfer.is_kv_consumer and (from_vllm.blocks_leave_at_end(kv_cache_config) or not beside)
@@ -136,7 +141,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 lookahead=compat.prefill_lookahead(vllm_config),
                 step_loads=not beside,
                 steps=self._steps,
-                clears_blocks=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
+                clears_blocks=kv_cache_config.needs_kv_cache_zeroing,
                 drafts=int(getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0),
                 shares_steps=parallel.data_parallel_size > 1,
                 # Below MultiConnector, another connector may load tokens, and these may prove to be missing.
@@ -148,7 +153,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             if fits and not recovers:
                 self._scheduler.stats.total("missing_hooks")
-            self._engine_id, self._dp_rank = str(transfer.engine_id), getattr(parallel, "data_parallel_index", 0)
+            self._engine_id, self._dp_rank = str(transfer.engine_id), parallel.data_parallel_index
             if settings.bootstrap_port and transfer.is_kv_producer:
                 port = settings.bootstrap_port + self._dp_rank
                 self._bootstrap = BootstrapServer(settings.side_channel_host, port)
@@ -160,8 +165,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'set "kv_load_failure_policy": "recompute" to have it prefilled locally instead'
                 )
         else:
-            tables = from_vllm.block_tables(vllm_config, kv_cache_config)
-            self._tables = tables
             self._prefills: PrefillEvents | None = None  # where they follow the layers of the step under way
             self._layers_run_once = from_vllm.layers_run_once(vllm_config)
             groups = from_vllm.layer_groups(vllm_config, kv_cache_config)
@@ -214,8 +217,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if count and view.prompt_token_ids is not None:
             compat.truncate_prompt(request, count)
             view = from_vllm.request_view(request)
-        if (hints := getattr(request, "kv_hints", None)) is not None:
-            view = replace(view, params=with_hints(view.params, hints))
+        if request.kv_hints is not None:
+            view = replace(view, params=with_hints(view.params, request.kv_hints))
         if self._scheduling.prefix_seed and names_sources(view.params):
             view = replace(view, content=from_vllm.kv_content(request, request.num_prompt_tokens))
         self._scheduling.on_new_request(view)
@@ -256,7 +259,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         compat.not_cached(request, ours)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """0.32 asks, right after it has given a request its blocks."""
+        """vLLM asks right after it has given a request its blocks."""
         stored = self._shared.get(request.request_id, 0)
         store = store_of(self._engine_connector, self) if stored else None
         sources = Counter(store.get_external_cache_hit_sources(request, stored) if store else {})
@@ -266,7 +269,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
         idle = self.alone and scheduler_output.total_num_scheduled_tokens == 0
         computed = scheduler_output.num_scheduled_tokens.keys()
-        preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
+        preempted = scheduler_output.preempted_req_ids or ()
         half = self._scheduling
         ours = half.prefills and half.prefills & computed
         scheduled = from_vllm.scheduled_tokens(scheduler_output, ours, self._groups) if ours else ()
@@ -296,7 +299,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if meta is None and not received and not sent:
             return
         ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})
-        if compat.HAS_TRANSFER_RESULTS and self._engine_connector not in (None, self):
+        if self._engine_connector not in (None, self):
             due = wanted(self._vllm_scheduler, self._scheduling.reports_due(received or (), ours.ends))
             connector_output.finished_recving = received = due
         self._scheduling.loads_finished(received or (), ours.ends, ours.estimates)
@@ -322,15 +325,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduling.request_finished(view, ids, completed=completed)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """0.32 calls this also where it binds the manager of the KV cache."""
+        """vLLM calls this also where it binds the manager of the KV cache."""
         self._block_pool = gpu_block_pool
-        if self._scheduling.prefix_seed and not hasattr(gpu_block_pool, "unpin_blocks"):
-            compat.tell_of_reuse(gpu_block_pool, self._scheduling.block_reused)
 
     def _watch_blocks(self, block_ids: Iterable[int]) -> None:
         """The blocks are a request's, and stay as they are: only the callback is new."""
-        if not hasattr(self._block_pool, "unpin_blocks"):
-            return  # the pool tells of all blocks
         blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
         self._block_pool.touch(blocks)
         self._block_pool.unpin_blocks(blocks, lambda block: self._scheduling.block_reused(block.block_id))
@@ -452,16 +451,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._shared_loads = self._shared_loads or SharedLoads(store_of(get_kv_transfer_group(), self), working)
             self._shared_loads.begin(connector_metadata.shared)
         self._post(plan)
-        if not compat.HAS_TRANSFER_RESULTS:
-            beside = (load for load in plan.loads if not load.now)
-            self._failed_blocks |= {load.request_id: filled_blocks(load, self._tables) for load in beside}
         working.begin_step(by_layer=working.computes_with_loads and compat.waits_by_layer())
         prefills = working.prefills
         # With micro-batches or a draft model a layer may run more than once in a step.
         self._prefills = prefills if plan.prefill_chunks and self._layers_run_once else None
 
     def finish_forward(self) -> None:
-        """The V2 model runner of 0.32 calls this after the forward; where it is not called, ``_finish_step`` comes."""
+        """The V2 model runner calls this after the forward; where it is not called, ``_finish_step`` comes."""
         self._working.finish_forward()
 
     def _finish_step(self) -> StepResults:
@@ -481,34 +477,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         results = working.take_results(waits=False)
         if not (results.received or results.sent or working.has_news):
             return result
-        told = KVConnectorOutput(kv_connector_stats=self.get_kv_connector_stats())
-        told.finished_sending, told.finished_recving = self._told(results)
-        told.invalid_block_ids = self.get_block_ids_with_load_errors()
-        if compat.HAS_TRANSFER_RESULTS:
-            told.failed_recving = results.failed
-        told.kv_connector_worker_meta = self._news(None)
+        self._ends |= results.ends
+        told = KVConnectorOutput(
+            finished_sending=results.sent or None,
+            finished_recving=results.received or None,
+            kv_connector_stats=self.get_kv_connector_stats(),
+            kv_connector_worker_meta=self._news(None),
+            failed_recving=results.failed,
+        )
         return compat.with_report(result, told)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._finish_step()
         self._ends |= results.ends
-        return compat.KVConnectorTransferResults(results.sent, results.received, results.failed)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._told(self._finish_step())
-
-    def _told(self, results: StepResults) -> tuple[set[str] | None, set[str] | None]:
-        """As ``get_finished`` tells them. 0.26: failures are told by block id, in the same step."""
-        self._ends |= results.ends
-        for request_id in results.received if not compat.HAS_TRANSFER_RESULTS else ():
-            blocks = self._failed_blocks.pop(request_id, frozenset())
-            if request_id in results.failed:
-                self._invalid |= blocks
-        return results.sent or None, results.received or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid = self._invalid, set()
-        return invalid
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMeta | None:
         if not (self._working.has_news or self._ends):
@@ -601,5 +583,5 @@ def check_early() -> None:
 
 
 # MultiConnector looks its children up by name when it adds up their figures, also where they were named by module path.
-compat.register_connector("KVFerryConnector", __name__)
+plugin.register()
 check_early()

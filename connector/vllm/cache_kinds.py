@@ -79,7 +79,7 @@ def entry_tokens(spec: Any) -> int:
     Raises:
         ConfigError: a token has several entries, or a block ends inside one.
     """
-    tokens = getattr(spec, "tokens_per_state", 1)
+    tokens = spec.tokens_per_state
     if tokens < 1 or spec.block_size % tokens:
         raise ConfigError(
             f"KV caches of kind {type(spec).__name__} with {tokens} tokens in an entry and {spec.block_size} in a "

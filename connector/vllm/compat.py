@@ -1,29 +1,23 @@
 """vLLM's connector API, and what differs between vLLM's releases.
 
-Supported are 0.26, 0.32 and 0.33. Releases between and after are expected to work; a release is refused only where it
-lacks an API that KVFerry needs. ``from_vllm.py`` turns vLLM's objects into KVFerry's structs.
+Tested are 0.32 and 0.33. Later ones are expected to work. ``from_vllm.py`` turns vLLM's objects into KVFerry's structs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import vllm
 from vllm.config import CUDAGraphMode
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
@@ -37,54 +31,19 @@ from kvferry.connector.vllm.cache_kinds import (
     keeps_blocks,
     layer_specs,
 )
-from kvferry.connector.vllm.from_vllm import blocks_leave_at_end, check_groups, pcp_size, shardings, transfer_group_ids
+from kvferry.connector.vllm.from_vllm import blocks_leave_at_end, check_groups, shardings
 from kvferry.connector.vllm.store_beside import check_store
 from kvferry.connector.wire.messages import PREFIX_TOKENS
 from kvferry.transport.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-try:  # 0.32: completions and failures in one answer
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-    HAS_TRANSFER_RESULTS = True
-except ImportError:  # 0.26: get_finished, and failures by block id
-
-    @dataclass
-    class KVConnectorTransferResults:  # type: ignore[no-redef]
-        finished_sending: set[str] = field(default_factory=set)
-        finished_recving: set[str] = field(default_factory=set)
-        failed_recving: set[str] = field(default_factory=set)
-
-    HAS_TRANSFER_RESULTS = False
-
-DROPS_STALE_OUTPUT = "drop_stale_output" in signature(Scheduler._preempt_request).parameters
-"""0.32: a preemption can have the outputs in flight dropped."""
-
 TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """0.33: the connector is called before sleep mode unmaps the KV cache, and after it is mapped again."""
-
-try:  # 0.32: where cache hits came from
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    P2P_SOURCE: Any = CacheHitSource.P2P
-except ImportError:
-    P2P_SOURCE = None
-
-__all__ = ["KVConnectorTransferResults", "KVConnectorWorkerMetadata"]
-"""Of vLLM's names, those that other modules take from here."""
-
-
-def register_connector(name: str, module: str) -> None:
-    """Make the connector known by its class name alone. Safe to call again: vLLM loads plug-ins in every process."""
-    if name not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(name, module, name)
-
 
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
@@ -105,9 +64,9 @@ def ranks_here(vllm_config: VllmConfig) -> int | None:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend not in ("uni", "mp") or not parallel.data_parallel_size_local:
         return None
-    several = parallel.data_parallel_size > 1 or getattr(parallel, "nnodes", 1) > 1
+    several = parallel.data_parallel_size > 1 or parallel.nnodes > 1
     # Each of several API servers makes a configuration, the last ones perhaps when the ranks have their ports already.
-    return 0 if several or getattr(parallel, "_api_process_count", 1) > 1 else int(parallel.world_size)
+    return 0 if several or parallel._api_process_count > 1 else int(parallel.world_size)
 
 
 def check_children(vllm_config: VllmConfig) -> None:
@@ -128,34 +87,16 @@ def check_options(vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError: names the option and what to do.
     """
-    parallel = vllm_config.parallel_config
-    if pcp_size(parallel) > 1 and not hasattr(parallel, "pcp_shard_decode_requests"):
-        raise ConfigError(
-            f"prefill_context_parallel_size {pcp_size(parallel)} is not carried from or to vLLM {vllm.__version__}, "
-            "whose ranks share out the KV by another rule; expected 1, or run vLLM 0.32"
-        )
-    sharded = parallel.decode_context_parallel_size > 1
-    if sharded and not hasattr(vllm_config, "adjust_dcp_kv_cache_interleave_size"):
-        raise ConfigError(
-            f"decode_context_parallel_size {parallel.decode_context_parallel_size} is not carried from or to "
-            f"vLLM {vllm.__version__}, expected 1; or run vLLM 0.32"
-        )
     if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode and not TELLS_OF_SLEEP:
         raise ConfigError(
             f"enable_sleep_mode: vLLM {vllm.__version__} does not tell connectors when it unmaps the KV cache; peers "
             "would read pages that are gone; leave out --enable-sleep-mode, or run vLLM 0.33"
         )
-    options = getattr(vllm_config, "aux_output_config", vllm_config.model_config)  # of the model in 0.26
-    if getattr(options, "enable_return_routed_experts", False) and vllm_config.kv_transfer_config.is_kv_consumer:
+    experts = vllm_config.aux_output_config.enable_return_routed_experts
+    if experts and vllm_config.kv_transfer_config.is_kv_consumer:
         raise ConfigError(
             "enable_return_routed_experts: D has no experts of the tokens that it loads; "
             "leave out --enable-return-routed-experts"
-        )
-    cache = vllm_config.cache_config
-    if getattr(cache, "calculate_kv_scales", False) and "fp8" in str(cache.cache_dtype):  # gone in 0.32
-        raise ConfigError(
-            f"calculate_kv_scales gives every engine scales of its own making (kv_cache_dtype {cache.cache_dtype}); "
-            "use a checkpoint that has scales, or leave it out"
         )
 
 
@@ -163,8 +104,8 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     """Refuse what cannot be served, with this model's caches, in one line. Raises ConfigError."""
     check_options(vllm_config)
     check_groups(kv_cache_config)
-    replicas = pcp_size(vllm_config.parallel_config)
-    for index in transfer_group_ids(kv_cache_config) if replicas > 1 else ():
+    replicas = vllm_config.parallel_config.prefill_context_parallel_size
+    for index in kv_cache_config.transfer_group_ids if replicas > 1 else ():
         for spec in layer_specs(kv_cache_config.kv_cache_groups[index].kv_cache_spec):
             if type(spec).__name__ != "MLAAttentionSpec" or entry_tokens(spec) > 1:  # of others vLLM tells no rule
                 raise ConfigError(
@@ -173,7 +114,7 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
                 )
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         for table, sharding in zip(
-            transfer_group_ids(kv_cache_config), shardings(vllm_config, kv_cache_config), strict=True
+            kv_cache_config.transfer_group_ids, shardings(vllm_config, kv_cache_config), strict=True
         ):
             block_size = kv_cache_config.kv_cache_groups[table].kv_cache_spec.block_size
             if block_size % sharding.interleave:
@@ -181,20 +122,6 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
                     f"cp_kv_cache_interleave_size {sharding.interleave} does not divide the blocks of KV cache group "
                     f"{table}, {block_size} tokens; expected a divisor"
                 )
-    if HAS_TRANSFER_RESULTS:
-        return
-    groups = kv_cache_config.kv_cache_groups
-    for kind, _ in (cache_kind(first_spec(group.kv_cache_spec)) for group in groups):
-        if kind not in ("full", "mla"):
-            raise ConfigError(
-                f"vLLM {vllm.__version__} computes on over blocks given back when a load of a {kind} cache fails; "
-                "run vLLM 0.32, or this model without KVFerry"
-            )
-    if len(groups) > 1:
-        raise ConfigError(
-            f"vLLM {vllm.__version__} dies when a load fails with {len(groups)} KV cache groups; "
-            "start it with --disable-hybrid-kv-cache-manager"
-        )
 
 
 def why_beside(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, scheduler: Scheduler | None) -> str:
@@ -205,13 +132,10 @@ def why_beside(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, schedule
         return "a pipeline stage's output leaves before the last stage has the tokens"
     if scheduler is not None and scheduler.vllm_config.kv_transfer_config is not vllm_config.kv_transfer_config:
         return "below MultiConnector a store may keep the KV of a step before it is known that its load has failed"
-    if len(transfer_group_ids(kv_cache_config)) < len(groups):
+    if len(kv_cache_config.transfer_group_ids) < len(groups):
         return "not all KV cache groups of the model are handed over"
     if blocks_leave_at_end(kv_cache_config):
         return ""
-    skips = getattr(KVCacheManager, "remove_skipped_blocks", None)
-    if skips is None or "processed_computed_tokens" not in signature(skips).parameters:
-        return f"vLLM {vllm.__version__} takes blocks outside a window from steps in flight"
     specs = [first_spec(group.kv_cache_spec) for group in groups]
     if untested := {type(spec).__name__ for spec in specs} & {RING, GAPPED}:
         return f"it was not tested with KV caches of kind {'/'.join(sorted(untested))}"
@@ -223,7 +147,7 @@ def why_beside(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, schedule
     # With blocks of one size, prefix hits end where blocks end, and vLLM copies none before a step for them.
     hits_end_with_blocks = (
         len({spec.block_size for spec in specs}) == parallel.decode_context_parallel_size == 1
-        and getattr(vllm_config.cache_config, "prefix_match_unit", None) is None
+        and vllm_config.cache_config.prefix_match_unit is None
     )
     if not modes <= ({"none", "align"} if hits_end_with_blocks else {"none"}):
         return f"vLLM copies states of mamba_cache_mode {'/'.join(sorted(modes))} between blocks of requests"
@@ -254,26 +178,6 @@ def check_prefix_reads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     raise ConfigError(f"prefix_reads: {why}; or leave prefix_reads out")
 
 
-def tell_of_reuse(pool: BlockPool, reused: Callable[[int], None]) -> None:
-    """Have ``reused`` called with the id of each block that a pool hands out, and of all of them when its prefix cache
-    has been reset. For 0.26, whose pool has no ``unpin_blocks``."""
-    hand_out, reset = pool.get_new_blocks, pool.reset_prefix_cache
-
-    def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
-        blocks: list[KVCacheBlock] = hand_out(num_blocks)
-        for block in blocks:
-            reused(block.block_id)
-        return blocks
-
-    def reset_prefix_cache() -> bool:
-        done: bool = reset()
-        for block in pool.blocks if done else ():
-            reused(block.block_id)
-        return done
-
-    pool.get_new_blocks, pool.reset_prefix_cache = get_new_blocks, reset_prefix_cache
-
-
 def speaks_for_engine(connector: KVConnectorBase_V1) -> bool:
     """On a worker: whether the engine's connector is this one, and not MultiConnector, with this one below."""
     return has_kv_transfer_group() and get_kv_transfer_group() is connector
@@ -291,14 +195,13 @@ def waits_by_layer() -> bool:
         return False
     context = get_forward_context()
     full = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
-    return context.attn_metadata is not None and not full and not getattr(context, "ubatch_slices", None)
+    return context.attn_metadata is not None and not full and not context.ubatch_slices
 
 
 def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
-    """Preempt a running request between two steps, and have vLLM drop its outputs in flight. The caller drops the
-    outputs itself too: 0.26 has no count of them for this purpose."""
+    """Preempt a running request between two steps, and have vLLM drop its outputs in flight."""
     scheduler.running.remove(request)
-    scheduler._preempt_request(request, now, **({"drop_stale_output": True} if DROPS_STALE_OUTPUT else {}))
+    scheduler._preempt_request(request, now, drop_stale_output=True)
     if request.prefill_stats is not None:
         request.num_preemptions -= 1  # its prefill begins again, so vLLM must note again where its tokens come from
     # As vLLM does where it preempts between two steps: the request may be scheduled again in the next one.
@@ -342,8 +245,6 @@ def not_cached(request: Request, tokens: int) -> None:
 
 def restart_waiting(scheduler: Scheduler, request: Request) -> None:
     """Have a request that does not run begin from its first token, once nothing writes its blocks."""
-    if hasattr(request, "async_tokens_to_discard"):  # 0.26: the caller drops the outputs in flight itself
-        request.async_tokens_to_discard = 0
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         request.num_computed_tokens = 0
         scheduler.failed_recving_kv_req_ids.add(request.request_id)  # at the end of its load, vLLM frees its blocks
@@ -369,8 +270,8 @@ def fail_loads(scheduler: Scheduler) -> None:
 
 def prefill_lookahead(vllm_config: VllmConfig) -> int:
     """Tokens at the end of a prompt that D must compute itself: a drafter of several modules has read as far ahead as
-    that on P, in drafts that D never saw (0.32)."""
-    return max(0, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)) - 1)
+    that on P, in drafts that D never saw."""
+    return max(0, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
 def truncate_prompt(request: Request, count: int) -> None:

@@ -1,6 +1,6 @@
 """vLLM's configuration, cache specifications and requests as KVFerry's structs.
 
-``cache_kinds`` says which specs are carried. Values that only some releases have are read with a default.
+``cache_kinds`` says which specs are carried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupRole, KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine.params import from_p2p
@@ -60,13 +60,13 @@ def block_tables(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
     """
     tables = []
     for index, sharding in zip(
-        transfer_group_ids(kv_cache_config), shardings(vllm_config, kv_cache_config), strict=True
+        kv_cache_config.transfer_group_ids, shardings(vllm_config, kv_cache_config), strict=True
     ):
         spec = first_spec(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
         kind, window = cache_kind(spec)
         extra = getattr(spec, "extra_retained_tokens", 0)
         size = RING_TOKENS if is_ring(spec) else spec.block_size * sharding.size
-        tables.append(BlockTable(kind, size, window, extra, sharding, getattr(spec, "prefix_cacheable", True)))
+        tables.append(BlockTable(kind, size, window, extra, sharding, spec.prefix_cacheable))
     return tuple(tables)
 
 
@@ -80,7 +80,7 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
     shared = shardings(vllm_config, kv_cache_config)
     layers = vllm_config.compilation_config.static_forward_context
     configured = str(vllm_config.cache_config.cache_dtype)
-    for table, index in enumerate(transfer_group_ids(kv_cache_config)):
+    for table, index in enumerate(kv_cache_config.transfer_group_ids):
         group = kv_cache_config.kv_cache_groups[index]
         inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # layers of one type whose sizes differ
         alike: dict[KVCacheSpec, list[str]] = {}
@@ -121,38 +121,28 @@ def element_order(vllm_config: VllmConfig, layer: str) -> NDArray[np.int64] | No
     Its own writer is asked, with the instruction set and cache dtype that the layer uses.
 
     Returns:
-        [2, N, D] for keys and values, N tokens of a kernel block; None where another backend wrote the cache, or its
-        writer is not as it is known, so that nothing can be said of its order.
+        [2, N, D] for keys and values, N tokens of a kernel block; None where another backend wrote the cache.
     """
     if not current_platform.is_cpu():
         return None
-    try:
-        from vllm import _custom_ops
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-        attention = vllm_config.compilation_config.static_forward_context[layer]
-        cache, isa, impl = attention.kv_cache, attention.isa, attention.impl
-        if not isinstance(impl, CPUAttentionBackendImpl):
-            return None
-        writer, cache_dtype = _custom_ops.cpu_attn_reshape_and_cache, impl.kv_cache_dtype
-        _, _, tokens, content = cache.shape
-    except (ImportError, AttributeError, KeyError, ValueError):  # another vLLM
+    attention = vllm_config.compilation_config.static_forward_context.get(layer)
+    impl, isa = getattr(attention, "impl", None), getattr(attention, "isa", None)
+    if not isinstance(impl, CPUAttentionBackendImpl) or isa is None:
         return None
+    cache, cache_dtype = attention.kv_cache, impl.kv_cache_dtype
+    _, _, tokens, content = cache.shape
     held = cache.dtype
     if held == torch.uint8:
         held = torch.float8_e5m2 if cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
 
     def write(*tensors: torch.Tensor) -> None:
-        writer(*tensors, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
+        _custom_ops.cpu_attn_reshape_and_cache(*tensors, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
 
     given = vllm_config.model_config.dtype
     return packing.element_order(write, tokens, content // 2, given=given, stored=cache.dtype, held=held)
-
-
-def transfer_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """The KV cache groups that are handed over; in 0.26 all are."""
-    ids = getattr(kv_cache_config, "transfer_group_ids", None)
-    return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
 
 
 def draft_layers(vllm_config: VllmConfig, runner: object) -> dict[str, str]:
@@ -182,7 +172,7 @@ def shardings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[
     Every n-th ``cp_kv_cache_interleave_size`` tokens are a rank's (``_compute_slot_mappings_kernel``). vLLM's workers
     change that setting when they begin, and its scheduler does not hear of it, so the same is done to a copy here.
     """
-    groups = [kv_cache_config.kv_cache_groups[index] for index in transfer_group_ids(kv_cache_config)]
+    groups = [kv_cache_config.kv_cache_groups[index] for index in kv_cache_config.transfer_group_ids]
     size = vllm_config.parallel_config.decode_context_parallel_size
     if size == 1:
         return UNSHARDED * len(groups)
@@ -200,13 +190,12 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
     Raises:
         ConfigError: a kind of cache that is not carried, KV in the host's memory, or an unknown role; names it.
     """
-    for index in transfer_group_ids(kv_cache_config):
+    for index in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[index]
-        role = str(getattr(getattr(group, "role", None), "value", "default"))
-        if role != "default" or getattr(group, "host_resident", False):
+        if group.role != KVCacheGroupRole.DEFAULT or group.host_resident:
             raise ConfigError(
-                f"KV cache group {index} has the role {role!r}: KV that vLLM keeps on the host is not carried; leave "
-                "out HiSparse, or run this model without KVFerry"
+                f"KV cache group {index} has the role {group.role.value!r}: KV that vLLM keeps on the host is not "
+                "carried; leave out HiSparse, or run this model without KVFerry"
             )
         for spec in layer_specs(group.kv_cache_spec):
             if cache_kind(spec)[0] != "state":
@@ -217,7 +206,7 @@ def blocks_leave_at_end(kv_cache_config: KVCacheConfig) -> bool:
     """Whether a request keeps its blocks until it ends or is preempted, and nobody but the model and a load writes
     them: vLLM takes blocks outside a window from running requests, and zeroes new blocks where it keeps states."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+    if len(groups) != 1 or kv_cache_config.needs_kv_cache_zeroing:
         return False
     return keeps_blocks(groups[0].kv_cache_spec)
 
@@ -229,21 +218,19 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     configuration has the number; where layers differ, as in Gemma 4, that of the layers with heads of this size. Where
     more than one fits, the heads count as not replicated; a peer of another size then counts others, and is refused.
     """
-    shards = getattr(spec, "max_tp_shards", None)  # 0.32
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    if isinstance(spec, MLAAttentionSpec) or shards == 1:
-        return 1
     if isinstance(spec, MambaSpec):  # of a state that is of one piece
-        return 1 if getattr(spec, "tp_replicated", False) else ranks
-    held = int(getattr(spec, "num_kv_heads", 1))
+        return 1 if spec.tp_replicated else ranks
+    if isinstance(spec, MLAAttentionSpec) or spec.max_tp_shards == 1:
+        return 1
+    held = int(spec.num_kv_heads)
     model = vllm_config.model_config
     named = {int(model.get_total_num_kv_heads())}
     config = vars(model.hf_text_config) if hasattr(model.hf_text_config, "__dict__") else {}
     named |= {value for name, value in config.items() if "key_value_heads" in name and isinstance(value, int)}
-    arch = getattr(model, "model_arch_config", None)
-    overrides = getattr(arch, "per_layer_overrides", None)  # 0.32
-    layers = [arch[number] for number, _ in enumerate(overrides or ())] if arch is not None else []
-    named = {one.total_num_kv_heads for one in layers if one.head_size == getattr(spec, "head_size", 0)} or named
+    arch = model.model_arch_config
+    layers = [arch[number] for number, _ in enumerate(arch.per_layer_overrides or ())]
+    named = {one.total_num_kv_heads for one in layers if one.head_size == spec.head_size} or named
     fitting = {heads for heads in named if max(1, heads // ranks) == held}
     return fitting.pop() if len(fitting) == 1 else held * ranks
 
@@ -258,7 +245,7 @@ def _sections(vllm_config: VllmConfig, spec: MambaSpec, pieces: int) -> tuple[Se
     conv_order = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT") or "SD"
     order = " cpu" if current_platform.is_cpu() else ""  # vLLM's CPU kernels keep a head's state transposed
     found: tuple[Section, ...] = ()
-    if not getattr(spec, "tp_replicated", False):
+    if not spec.tp_replicated:
         config = vllm_config.model_config.hf_text_config
         groups = (getattr(config, name, None) for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"))
         found = sections(
@@ -283,26 +270,17 @@ def packing_name(vllm_config: VllmConfig, spec: KVCacheSpec, layers: Sequence[ob
     """
     if not current_platform.is_cpu():
         return "indexer" if any("Indexer" in type(layer).__name__ for layer in layers) else ""
-    head_size = getattr(spec, "head_size", None)
-    try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        # Of the model's dtype, also where the cache is fp8.
-        isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, head_size)
-    except (ImportError, AttributeError, TypeError):  # another vLLM: packed all the same, the order has no name
-        isa = "unknown"
+    # Of the model's dtype, also where the cache is fp8.
+    isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size)
     return f"cpu {platform.machine()} {isa}"
-
-
-def pcp_size(parallel: ParallelConfig) -> int:
-    """Ranks of prefill context parallelism; 1 in a release that has none."""
-    return int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def tp_size(parallel: ParallelConfig) -> int:
     """The ranks of a stage. Those of prefill context parallelism share out the computation, not the KV: each gathers
     and writes all of it (``PCPManager``), so they count as further tensor-parallel ranks with the same heads."""
-    return int(parallel.tensor_parallel_size) * pcp_size(parallel)
+    return int(parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
 
 
 def rank_info(vllm_config: VllmConfig, model: Mapping[str, str]) -> RankInfo:
@@ -315,7 +293,7 @@ def rank_info(vllm_config: VllmConfig, model: Mapping[str, str]) -> RankInfo:
         ConfigError: this vLLM orders the ranks of a DCP group otherwise.
     """
     parallel = vllm_config.parallel_config
-    replicas, dcp = pcp_size(parallel), parallel.decode_context_parallel_size
+    replicas, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
     tp_rank = get_tensor_model_parallel_rank() * replicas + (get_pcp_group().rank_in_group if replicas > 1 else 0)
     if replicas > 1 < dcp and get_dcp_group().rank_in_group != tp_rank % dcp:
         raise ConfigError(
@@ -330,14 +308,14 @@ def rank_info(vllm_config: VllmConfig, model: Mapping[str, str]) -> RankInfo:
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
         model=model,
-        dp_rank=getattr(parallel, "data_parallel_index", 0),
+        dp_rank=parallel.data_parallel_index,
     )
 
 
 def addresses(vllm_config: VllmConfig, ours: RankAddress) -> tuple[RankAddress, ...]:
     """Where the ranks of this one's PCP group listen: all of them call this at once, as vLLM asks for handshakes. It
     keeps one for each tensor-parallel rank, and where DCP is off, that is one of a whole PCP group."""
-    if pcp_size(vllm_config.parallel_config) == 1:
+    if vllm_config.parallel_config.prefill_context_parallel_size == 1:
         return (ours,)
     group = get_pcp_group()
     found: list[Any] = [None] * group.world_size
@@ -360,33 +338,33 @@ def model_identity_of(vllm_config: VllmConfig, weights: EngineWeights | None = N
 
 def request_view(request: Request) -> RequestView:
     """What the scheduler half reads of a request."""
-    extra, adapter = [feature.identifier for feature in getattr(request, "mm_features", None) or ()], ""
+    extra, adapter = [feature.identifier for feature in request.mm_features], ""
     if (lora := request.lora_request) is not None:
         extra.append(f"lora:{lora.lora_name}")
         if (lora.lora_int_id, lora.lora_path) not in known_adapters:  # as vLLM loads it: ``kv_content`` compares
             lora_content(lora.lora_path, lora.lora_int_id)
         if request.kv_transfer_params:
-            number = 0 if getattr(lora, "load_inplace", False) else lora.lora_int_id
+            number = 0 if lora.load_inplace else lora.lora_int_id
             adapter = lora_content(lora.lora_path, number)
     return RequestView(
         request_id=request.request_id,
         params=from_p2p(request.kv_transfer_params),
         # Beside embeddings there are ids that stand for them, alike for all.
-        prompt_token_ids=None if getattr(request, "prompt_embeds", None) is not None else request.prompt_token_ids,
+        prompt_token_ids=None if request.prompt_embeds is not None else request.prompt_token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
         extra=tuple(extra),
         adapter=adapter,
-        rejected=bool(getattr(request, "abort_immediately", False)),
+        rejected=request.abort_immediately,
         whole_prompt=bool(request.get_skip_reading_prefix_cache()),
         # vLLM leaves them out where --otlp-traces-endpoint is not set.
-        traceparent=sampled_traceparent(getattr(request, "trace_headers", None)),
+        traceparent=sampled_traceparent(request.trace_headers),
     )
 
 
 def kv_content(request: Request, tokens: int) -> KVContent | None:
     """What the KV of the first ``tokens`` tokens of a request depends on; ``None`` where that cannot be told."""
-    if getattr(request, "prompt_embeds", None) is not None or request.prompt_token_ids is None:
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return None
     lora = request.lora_request
     scope: tuple[str, ...] = (request.cache_salt or "",)
@@ -396,8 +374,7 @@ def kv_content(request: Request, tokens: int) -> KVContent | None:
             return None
         scope = (*scope, lora.lora_name, content)
     inputs = tuple(
-        (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
-        for feature in getattr(request, "mm_features", None) or ()
+        (feature.mm_position.offset, feature.mm_position.length, feature.identifier) for feature in request.mm_features
     )
     return KVContent(request.all_token_ids[:tokens], scope, inputs)
 
@@ -443,5 +420,4 @@ def layers_run_once(vllm_config: VllmConfig) -> bool:
     """Whether each attention layer runs once in a step, with all tokens of the step: not in micro-batches (DBO), and
     not as a draft model, which runs once for each speculative token."""
     parallel = vllm_config.parallel_config
-    batches = getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1
-    return not batches and vllm_config.speculative_config is None
+    return not parallel.use_ubatching and vllm_config.speculative_config is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 def register() -> None:
     """Make ``KVFerryConnector`` known to vLLM by name. May run more than once."""
-    from kvferry.connector.vllm.compat import register_connector
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    register_connector("KVFerryConnector", "kvferry.connector.vllm.adapter")
+    if "KVFerryConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("KVFerryConnector", "kvferry.connector.vllm.adapter", "KVFerryConnector")

@@ -115,7 +115,7 @@ def _sample(tensor: torch.Tensor) -> bytes:
 def weights_name(vllm_config: VllmConfig) -> str:
     """The name of the weights and their revision: of a folder in the cache of Hugging Face those of its repository."""
     model = vllm_config.model_config
-    name, revision = getattr(model, "model_weights", "") or model.model, model.revision
+    name, revision = model.model_weights or model.model, model.revision
     if cached := _CACHED.fullmatch(str(name)):
         name, revision = cached[1].replace("--", "/"), cached[2]
     else:
@@ -132,8 +132,8 @@ def weights_files(vllm_config: VllmConfig) -> list[Path]:
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in READ_FROM_FILES:
         raise ValueError(f"load_format {load.load_format}")
-    if source := getattr(model, "model_weights", ""):
-        raise ValueError(f"they come from {source}")
+    if model.model_weights:
+        raise ValueError(f"they come from {model.model_weights}")
     folder = Path(model.model)
     if not folder.is_dir():
         cached = snapshot_download(

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
 from kvferry.connector.step_loads.step_outcome import StepOutcome
-from kvferry.connector.vllm import compat
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, of_both
 from kvferry.connector.wire.transfer_estimate import EstimateKey, TransferEstimate
 
 
-class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
+class KVFerryWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """How long hand-overs took, which loads inside the step stand, and what P's told D of leases.
 
     vLLM makes this object when it has launched the step, and reads it when the step's tokens are there. It is known

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.cli.doctor.findings import Level
-from kvferry.cli.doctor.flag import EXAMPLE, EXTRA, GONE, KEYS, is_flag, judge
+from kvferry.cli.doctor.flag import EXAMPLE, EXTRA, KEYS, is_flag, judge
 from kvferry.connector.config import Settings
 from tests.doctor.planted import is_bad
 
@@ -81,8 +81,6 @@ def test_what_works_and_surprises_is_a_warning():
     (found,), extra = judge(below_multi(STORE, CHILD))
     is_bad(found, Level.WARNING, "KVFerry is number 2", "list it first")
     assert extra == {"plane": "tcp"}, "the settings of KVFerry's connector are the ones that are checked"
-    (found,), _ = judge(without(kv_rank=0))
-    is_bad(found, Level.WARNING, "kv_rank", "0.32", "remove it")
     (found,), _ = judge(without(kv_load_failure_policy="fail"))
     assert found.level is Level.NOTE
 
@@ -103,4 +101,4 @@ def test_the_keys_are_those_of_this_vllm():
     from vllm.config import KVTransferConfig
 
     ours = {field.name for field in fields(KVTransferConfig)}
-    assert ours - set(GONE) == set(KEYS)
+    assert ours == set(KEYS)

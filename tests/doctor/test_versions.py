@@ -14,7 +14,7 @@ from kvferry.cli.doctor.host import Demand, demands, satisfies
 from tests.doctor.planted import is_bad, machine
 
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
-TORCH, VLLM, UCX = Demand("torch", ">=2.11"), Demand("vllm", ">=0.26", "vllm"), Demand("ucxx-cu13", ">=0.47", "ucx")
+TORCH, VLLM, UCX = Demand("torch", ">=2.11"), Demand("vllm", ">=0.32", "vllm"), Demand("ucxx-cu13", ">=0.47", "ucx")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_every_demand_of_the_project_is_read():
 def test_an_old_package_a_missing_one_and_missing_extras():
     is_bad(host.package(TORCH, "2.9.1"), Level.FAULT, "torch", "2.9.1", ">=2.11", "pip install 'torch>=2.11'")
     is_bad(host.package(TORCH, None), Level.FAULT, "not installed", "pip install")
-    is_bad(host.package(VLLM, "0.25.1"), Level.FAULT, ">=0.26")
+    is_bad(host.package(VLLM, "0.26.0"), Level.FAULT, ">=0.32", "pip install 'vllm>=0.32'")
     assert host.package(VLLM, None).level is Level.NOTE
     is_bad(host.package(UCX, None), Level.NOTE, "pip install 'kvferry[ucx]'")
     is_bad(host.package(UCX, "0.46.0"), Level.WARNING, ">=0.47")

@@ -1,6 +1,6 @@
 """The digest of a model: for each fact a pair that passes and one that is refused by name.
 
-Configurations are objects with the names that vLLM 0.26 and 0.32, transformers 4 and 5, give them.
+Configurations are objects with the names that vLLM and transformers 4 and 5 give them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The aggregator alone, on types of its own and of 0.26's shape, and beside vLLM's own on vLLM's outputs; and what a
+"""The aggregator alone, on types of its own, and beside vLLM's own on vLLM's outputs; and what a
 step says of its requests' blocks."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import logging
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,16 +26,8 @@ class Output:
 
 
 @dataclass
-class OlderReport:
-    """As vLLM 0.26's: no ``failed_recving``."""
-
-    finished_sending: set[str] | None = None
-    finished_recving: set[str] | None = None
-    kv_connector_stats: Any = None
-    kv_cache_events: Any = None
-    kv_connector_worker_meta: Any = None
-    invalid_block_ids: set[int] = field(default_factory=set)
-    expected_finished_count: int = 0
+class EnginesReport(ConnectorOutput):
+    """An engine's own type."""
 
 
 NO_OUTPUT = object()
@@ -78,15 +70,15 @@ def test_the_type_of_a_report() -> None:
 
     @dataclass
     class Declares:
-        kv_connector_output: OlderReport | None = None
+        kv_connector_output: EnginesReport | None = None
 
-    Declares.__annotations__["kv_connector_output"] = OlderReport | None
+    Declares.__annotations__["kv_connector_output"] = EnginesReport | None
     aggregator = KVOutputAggregator(2)
-    older = OlderReport(finished_sending={"a"})
-    assert step(aggregator, older, older) == OlderReport(finished_sending={"a"}, expected_finished_count=2)
-    assert type(step(aggregator, None, None)) is OlderReport, "also where no worker has sent one since"
+    report = EnginesReport(finished_sending={"a"})
+    assert step(aggregator, report, report) == EnginesReport(finished_sending={"a"}, expected_finished_count=2)
+    assert type(step(aggregator, None, None)) is EnginesReport, "also where no worker has sent one since"
     declares: Any = KVOutputAggregator(1).aggregate([Declares()])
-    assert type(declares.kv_connector_output) is OlderReport
+    assert type(declares.kv_connector_output) is EnginesReport
     plain: Any = KVOutputAggregator(2).aggregate([SimpleNamespace(kv_connector_output=None) for _ in range(2)])
     assert plain.kv_connector_output == ConnectorOutput(expected_finished_count=2)
 
@@ -254,8 +246,6 @@ class Traffic:
 @pytest.mark.parametrize("seed", range(15))
 def test_same_results_as_vllms_own(seed: int) -> None:
     types = vllm_types()
-    if not hasattr(types.Report(), "failed_recving"):
-        pytest.skip("this vLLM's reports do not tell which loads failed")
     traffic = Traffic(types, seed)
     connector = SimpleNamespace(get_finished_count=lambda: traffic.expected)
     ours = KVOutputAggregator.from_connector(connector, traffic.world)

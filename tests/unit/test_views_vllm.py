@@ -13,23 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1 import kv_cache_interface as kvi
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import rank_geometry, regions
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, view_of
+from kvferry.connector.vllm.from_vllm import block_tables, layer_groups
 from kvferry.transport.errors import ConfigError, GeometryError
+from tests.support.families import Family
+from tests.vllm.releases import get_kv_cache_config_from_groups, project_kv_cache_groups_to_worker
 
 pytestmark = pytest.mark.vllm
-kvi: Any = pytest.importorskip("vllm.v1.kv_cache_interface")
-if not hasattr(kvi, "KVCacheLayout"):
-    pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
-
-from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
-
-from kvferry.connector.vllm.from_vllm import block_tables, layer_groups  # noqa: E402
-from tests.support.families import Family  # noqa: E402
-from tests.vllm.releases import get_kv_cache_config_from_groups, project_kv_cache_groups_to_worker  # noqa: E402
-
 LAYOUTS = list(kvi.KVCacheLayout)
 PAGES = 5
 
@@ -161,7 +156,10 @@ def test_a_stage_keeps_the_place_of_groups_that_it_has_no_layer_of() -> None:
 
 def engine_of(heads: int, tp: int = 1, **config: int) -> Any:
     """As much of a VllmConfig as tells how many heads there are."""
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(**config))
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(**config), dtype=torch.bfloat16,
+        model_arch_config=SimpleNamespace(per_layer_overrides=None),
+    )  # fmt: skip
     return SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(tensor_parallel_size=tp, decode_context_parallel_size=1),

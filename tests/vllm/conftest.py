@@ -14,13 +14,13 @@ from kvferry.connector.step_loads import step_hold
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.transport.bootstrap import BootstrapServer
 from tests.vllm.releases import why_not
-from tests.vllm.stepped import RUNNERS, EngineGroup, Lines, Pair, as_release_of, tiny_model
+from tests.vllm.stepped import RUNNERS, EngineGroup, Lines, Pair, tiny_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with its reason, what the vLLM that is imported cannot run."""
     for item in items:
-        if why := why_not(item.path.stem, getattr(item, "originalname", ""), item.name):
+        if why := why_not(getattr(item, "originalname", "")):
             item.add_marker(pytest.mark.skip(reason=why))
 
 
@@ -54,9 +54,8 @@ def group(tiny: Any) -> Iterator[EngineGroup]:
 
 
 @pytest.fixture(params=RUNNERS)
-def runner(request: pytest.FixtureRequest) -> Iterator[str]:
-    with as_release_of(request.param):
-        yield request.param
+def runner(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(params=[(0, "shm"), (1, "auto")], ids=["in-step-staged", "a-step-ahead-auto"])

@@ -12,7 +12,7 @@ import multiprocessing
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import set_forward_context
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.sampling_params import SamplingParams
@@ -57,14 +57,13 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.connector.engine.params import from_p2p, wants_load, wants_prefill
-from kvferry.connector.vllm import compat, from_vllm
+from kvferry.connector.vllm import from_vllm
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
 from tests.support.clocks import put_forward
 from tests.support.inside import request_phase, scheduler_half, thread_of, worker_half
 from tests.support.tiny_model import ModelSpec, build_model
 from tests.vllm.labelled import BLOCK, CONTENT, HEAD_SIZE, HEADS, LAYERS, labels, next_token
-from tests.vllm.releases import RELEASE
 
 PREFILL: dict[str, Any] = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -83,17 +82,12 @@ KVFERRY = {
     "kv_role": "kv_both",
 }  # fmt: skip
 """As a child of MultiConnector."""
-RUNNERS = ("v1", "v2", "v026")
-"""vLLM's two model runners of 0.32, and the calls that 0.26 makes. V1 runs attention from Python, where a connector is
+RUNNERS = ("v1", "v2")
+"""vLLM's two model runners. V1 runs attention from Python, where a connector is
 asked for each layer; V2 replays a graph of the whole forward, and ``v2 eager`` is V2 without a graph."""
 MAX_LENGTH = 512
 WRONG = 1
 """What the model says after wrong KV; after right KV it never does."""
-
-
-def as_release_of(runner: str) -> AbstractContextManager[Any]:
-    """KVFerry takes vLLM for 0.26 where a runner makes the calls of 0.26."""
-    return mock.patch.object(compat, "HAS_TRANSFER_RESULTS", False) if runner == "v026" else nullcontext()
 
 
 def tiny_model(folder: Path, heads: int = HEADS) -> ModelConfig:
@@ -298,9 +292,7 @@ class Worker:
                 self.connector.before_step(step)  # as ``hooks.before_step`` has the runner do
             if self.engine.runner == "v1":
                 self.connector.handle_preemptions(step.kv_connector_metadata)
-            if self.engine.runner == "v026":
-                output = self._run_v026(step, turns, idle)
-            elif self._v2 is not None:
+            if self._v2 is not None:
                 output = self._run_v2(self._v2, step, turns, idle)
             elif idle:
                 output = KVConnectorModelRunnerMixin.kv_connector_no_forward(step, config).kv_connector_output
@@ -321,7 +313,7 @@ class Worker:
         """What this rank reports."""
         self.received.update(output.finished_recving or ())
         self.sent.update(output.finished_sending or ())
-        self.failed.update(getattr(output, "failed_recving", None) or ())  # 0.26 tells blocks
+        self.failed.update(output.failed_recving)
 
     @contextmanager
     def _layers(self) -> Iterator[None]:
@@ -365,29 +357,11 @@ class Worker:
         else:
             kv.pre_forward(step)
             self._replay(turns)
-        if hasattr(kv, "finish_forward"):  # not in 0.26
-            kv.finish_forward()
+        kv.finish_forward()
         if not hasattr(kv, "finalize_step") or self.engine.config.speculative_config is None:
             return kv.post_forward(step.finished_req_ids)
         output = kv.post_forward(step.finished_req_ids, defer_finalize=True)  # 0.33: before the drafts are made
         kv.finalize_step()
-        return output
-
-    def _run_v026(self, step: Any, turns: dict[str, Turn], idle: bool) -> KVConnectorOutput:
-        """The order of 0.26: loads before the forward, completions and bad blocks asked for apart."""
-        kv = self.connector
-        kv.bind_connector_metadata(step.kv_connector_metadata)
-        with set_forward_context(None, self.engine.config):
-            kv.start_load_kv(get_forward_context())
-        if not idle:
-            self._replay(turns)
-            kv.wait_for_save()
-        output = KVConnectorOutput()
-        output.finished_sending, output.finished_recving = kv.get_finished(step.finished_req_ids)
-        output.invalid_block_ids = kv.get_block_ids_with_load_errors()
-        output.kv_connector_stats = kv.get_kv_connector_stats()
-        output.kv_connector_worker_meta = kv.build_connector_worker_meta()
-        kv.clear_connector_metadata()
         return output
 
     def kv(
@@ -722,8 +696,8 @@ class Engine:
         """What the scheduler does to a running request when it is out of blocks."""
         request = self.scheduler.requests[request_id]
         self.scheduler.running.remove(request)
-        more = {"drop_stale_output": self.scheduler.requires_kv_delivery} if compat.DROPS_STALE_OUTPUT else {}
-        self.scheduler._preempt_request(request, time.monotonic(), **more)
+        delivers = self.scheduler.requires_kv_delivery
+        self.scheduler._preempt_request(request, time.monotonic(), drop_stale_output=delivers)
 
     def status(self, request_id: str) -> RequestStatus | None:
         request = self.scheduler.requests.get(request_id)
@@ -963,7 +937,7 @@ def settle(*engines: Engine, seconds: float = 300.0) -> None:
         assert engine.idle, engine.why_busy()
         loads = engine.all_loads
         assert max([0, *loads.values()]) <= 1, f"loaded twice: {loads}"
-        if RELEASE >= (0, 32) and engine.config.kv_transfer_config.kv_connector == "KVFerryConnector":
+        if engine.config.kv_transfer_config.kv_connector == "KVFerryConnector":
             assert sum(engine.prompts.values()) == engine.to_count, f"counted {engine.prompts} of {engine.to_count}"
 
 

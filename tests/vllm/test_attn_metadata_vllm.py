@@ -10,20 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1 import kv_cache_interface as kvi
+from vllm.v1.attention import backend as attention_backend
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
+from vllm.v1.worker.gpu import attn_utils as theirs
+
+from kvferry.connector.binding import attn_metadata
+from tests.vllm.fake_layers import Compared, FakeAttention, placed, random_backend, vllm_config
 
 pytestmark = pytest.mark.vllm
-kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
-if not hasattr(kvi, "KVCacheLayout"):
-    pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
-
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
-from vllm.v1.attention import backend as attention_backend  # noqa: E402
-from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend  # noqa: E402
-from vllm.v1.worker.gpu import attn_utils as theirs  # noqa: E402
-
-from kvferry.connector.binding import attn_metadata  # noqa: E402
-from tests.vllm.fake_layers import Compared, FakeAttention, placed, random_backend, vllm_config  # noqa: E402
-
 CPU = torch.device("cpu")
 
 

@@ -27,14 +27,10 @@ from kvferry.transport.errors import ConfigError, GeometryError
 from tests.vllm.labelled import HEADS, prompt
 from tests.vllm.releases import RELEASE
 from tests.vllm.stepped import MAX_LENGTH, PATIENT, PREFILL, Lines, settle
+from tests.vllm.stepped_family import Cache, FamilyEngine
 from tests.vllm.test_families_vllm import KINDS
 
 pytestmark = pytest.mark.vllm
-if RELEASE < (0, 32):  # which lacks classes that are named below
-    pytest.skip("not for vLLM 0.26: the caches of 0.32's models", allow_module_level=True)
-
-from tests.vllm.stepped_family import Cache, FamilyEngine  # noqa: E402
-
 Make = Callable[[int, int], dict[str, Any]]
 """The specs of a rank by layer, for a block size and a number of tensor-parallel ranks."""
 

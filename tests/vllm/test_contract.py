@@ -33,7 +33,7 @@ from kvferry.connector.wire.step_plan import Load, PeerEngine, pack_ids
 from kvferry.transport.errors import ConfigError
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import prompt
-from tests.vllm.releases import COMPILED, NOT_026, RELEASE
+from tests.vllm.releases import COMPILED, RELEASE
 from tests.vllm.stepped import KVFERRY, Engine, EngineGroup, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
@@ -76,23 +76,20 @@ def test_our_methods_take_what_vllm_passes() -> None:
 def test_the_hooks_that_kvferry_overrides_are_vllms() -> None:
     """A method of a name that no release has is never called."""
     later = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"} if RELEASE < (0, 33) else set()
-    later |= {"finish_forward", "get_loaded_kv_cache_group_ids", "get_transfer_results"} if RELEASE < (0, 32) else set()
     known = {name.partition(".")[2] for name in surface()}
     ours = {name for name in vars(KVFerryConnector) if not name.startswith("_")}
     assert ours - known == later | {"stepping_alone", "before_step"}
 
 
 def test_what_differs_between_releases_is_known() -> None:
-    is_032, is_033 = RELEASE >= (0, 32), RELEASE >= (0, 33)
-    assert compat.HAS_TRANSFER_RESULTS is compat.DROPS_STALE_OUTPUT is is_032
-    assert compat.TELLS_OF_SLEEP is is_033
+    assert compat.TELLS_OF_SLEEP is (RELEASE >= (0, 33))
 
 
 def test_what_is_left_out_with_a_release_exists_and_is_told() -> None:
     """A name that no test has leaves nothing out."""
     tests = {path.stem: path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py")}
     known = {*tests, *re.findall(r"^def (test_\w+)", "".join(tests.values()), re.MULTILINE)}
-    assert known >= {name.partition("[")[0] for name in (*NOT_026, *COMPILED)}
+    assert known >= COMPILED.keys()
     page = (Path(__file__).parents[2] / "docs" / "releases.md").read_text()
     assert not [name for name in COMPILED if f"::{name}`" not in page]
 

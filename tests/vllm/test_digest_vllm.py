@@ -19,12 +19,13 @@ from vllm import _custom_ops as ops
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.config.device import DeviceConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvferry.connector.engine.weights import checkpoint_digest
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
 from kvferry.connector.geometry.model_identity import WEIGHTS
 from kvferry.connector.pages.rank_context import check_model
-from kvferry.connector.vllm import compat, from_vllm
+from kvferry.connector.vllm import from_vllm
 from kvferry.connector.vllm.weights import EngineWeights
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.float_formats import Conversion
@@ -339,9 +340,8 @@ def test_layers_left_out_of_an_fp8_cache_have_a_dtype_of_their_own(folder: Path)
 
 
 def test_mla_and_packed_and_amd(folder: Path) -> None:
-    kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
     layer = SimpleNamespace(kv_cache_dtype="fp8", _k_scale_float=0.5, _v_scale_float=9.0)
-    spec = kvi.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.uint8)
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.uint8)
     numbers = layer_cache_dtype(spec, ["a"], {"a": layer}, "fp8")
     assert numbers is not None and (numbers.keys, dict(numbers.scales)) == (576, {"a": (0.5, 0.5)})
     amd = layer_cache_dtype(spec, ["a"], {"a": layer}, "fp8", fnuz=True)
@@ -352,16 +352,6 @@ def test_mla_and_packed_and_amd(folder: Path) -> None:
     layer._k_scale = torch.ones(8)
     with pytest.raises(ConfigError, match=r"^layer 'a': an fp8 KV cache with 8 scales, one per head, is not carried"):
         layer_cache_dtype(spec, ["a"], {"a": layer}, "fp8")
-
-
-def test_scales_that_every_engine_makes_up_are_refused_by_name(folder: Path) -> None:
-    """An option of vLLM 0.26."""
-    config = engine(folder, {"cache_dtype": "fp8"})
-    caches = SimpleNamespace(kv_cache_groups=[])
-    compat.check_config(config, caches)
-    config.cache_config.calculate_kv_scales = True
-    with pytest.raises(ConfigError, match=r"^calculate_kv_scales [^\n]*kv_cache_dtype fp8"):
-        compat.check_config(config, caches)
 
 
 # --- vLLM's own cache write ---------------------------------------------------------------------------------------

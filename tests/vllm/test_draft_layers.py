@@ -14,13 +14,11 @@ from kvferry.connector.vllm import from_vllm
 from tests.support.tiny_model import ModelSpec, build_model
 from tests.vllm.drafting import DRAFTS, HEAD, WINDOW, DraftingEngine, kv_of_head
 from tests.vllm.labelled import BLOCK, CONTENT, HEADS, prompt
-from tests.vllm.releases import RELEASE
 from tests.vllm.stepped import Engine, EngineGroup, Lines, hand_over, settle
 
 pytestmark = pytest.mark.vllm
 Make = Callable[..., DraftingEngine]
-NOT_026 = pytest.mark.skipif(RELEASE < (0, 32), reason="KVFerry takes one block table with vLLM 0.26")
-OWN_TABLE = pytest.mark.parametrize("own_table", [False, pytest.param(True, marks=NOT_026)], ids=["beside", "own"])
+OWN_TABLE = pytest.mark.parametrize("own_table", [False, True], ids=["beside", "own"])
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +58,6 @@ LENGTHS = [2, BLOCK, 4 * BLOCK + 1, 250]
 @pytest.mark.parametrize("ahead", [0, 1])
 @OWN_TABLE
 def test_a_head_on_both_sides(make: Make, runner: str, ahead: int, own_table: bool) -> None:
-    if runner == "v026" and own_table:
-        pytest.skip("0.26 takes one block table")
     p, d = (make(n, ahead=ahead, runner=runner, own_table=own_table) for n in range(2))
     for tokens in LENGTHS:
         ids = prompt(tokens, tokens)
@@ -112,7 +108,6 @@ def test_a_d_without_the_head(group: EngineGroup, make: Make, lines: Lines) -> N
     assert not lines("the model that drafts")
 
 
-@NOT_026
 def test_a_d_without_a_head_that_attends_to_a_window(group: EngineGroup, make: Make, lines: Lines) -> None:
     """D cannot tell the head's table from one of the model of which P has freed blocks: it prefills longer prompts."""
     p, d = make(0, own_table=True), group.engine(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +42,26 @@ def make(flag: dict[str, object], ranks: int) -> None:
         parallel_config=ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp"),
     )
     assert adapter.__name__ in sys.modules
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.26.0", "0.31.1rc1.dev7+g1a2b"])
+def test_an_older_vllm_is_refused(version: str) -> None:
+    with pytest.raises(KVFerryError) as caught:
+        package.check_release(version)
+    assert str(caught.value) == f"vLLM is {version}, KVFerry expects 0.32 or later; pip install -U 'vllm>=0.32'"
+
+
+@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.1.dev2+g1a2b", "1.0", "0.1.dev1+g1a2b", "dev"])
+def test_a_vllm_that_may_have_all_is_not_refused(version: str) -> None:
+    package.check_release(version)
+
+
+def test_an_older_vllm_is_refused_before_what_it_lacks_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text('__version__ = "0.26.0"')
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", "import kvferry.connector.vllm.as_nixl"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("kvferry.transport.errors.KVFerryError: vLLM is 0.26.0, KVFerry ")
 
 
 def test_what_cannot_start_is_refused_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

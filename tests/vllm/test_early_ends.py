@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.connector.vllm import compat
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies, install
 from tests.support.inside import consumer_of, report_no_load_early, scheduler_half, thread_of, worker_half
@@ -20,12 +19,6 @@ pytestmark = pytest.mark.vllm
 IDS = prompt(300, 9)
 LONG = 100.0
 """Seconds; as long as a copy should take here, too long for a load inside a step."""
-
-
-@pytest.fixture
-def runner(runner: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(compat, "DROPS_STALE_OUTPUT", runner != "v026")
-    return runner
 
 
 class Scene:

@@ -1,32 +1,25 @@
-"""Memory request, encoder outputs and budget, scattered residuals: ours and vLLM's on the same inputs."""
+"""Memory request, encoder outputs and budget: ours and vLLM's on the same inputs."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import SchedulerConfig
+from vllm.multimodal import encoder_budget
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.worker import utils as theirs
+
+from kvferry.connector.binding.encoder_budget import MultiModalBudget
+from kvferry.connector.binding.memory_request import request_memory
+from kvferry.connector.binding.mm_placeholders import sanity_check_mm_encoder_outputs
+from tests.vllm.fake_layers import Compared
 
 pytestmark = pytest.mark.vllm
-encoder_budget = pytest.importorskip("vllm.multimodal.encoder_budget")
-if not hasattr(pytest.importorskip("vllm.v1.kv_cache_interface"), "KVCacheLayout"):
-    pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
-
-from vllm.config import SchedulerConfig  # noqa: E402
-from vllm.multimodal.inputs import PlaceholderRange  # noqa: E402
-from vllm.utils.mem_utils import MemorySnapshot  # noqa: E402
-from vllm.v1.worker import utils as theirs  # noqa: E402
-
-from kvferry.connector.binding.encoder_budget import MultiModalBudget  # noqa: E402
-from kvferry.connector.binding.memory_request import request_memory  # noqa: E402
-from kvferry.connector.binding.mm_placeholders import sanity_check_mm_encoder_outputs  # noqa: E402
-from kvferry.connector.binding.sequence_parallel import is_residual_scattered_for_sp  # noqa: E402
-from tests.unit.test_sequence_parallel import SPLIT, config  # noqa: E402
-from tests.vllm.fake_layers import Compared  # noqa: E402
-
 GIB = 1 << 30
 
 
@@ -58,18 +51,6 @@ def test_sanity_check_mm_encoder_outputs() -> None:
         expected = draw.choice([count, count, 2])
         seen.same(theirs.sanity_check_mm_encoder_outputs, sanity_check_mm_encoder_outputs, items, expected)
     seen.at_least(agreed=150, refused=150)
-
-
-@pytest.mark.skipif(not hasattr(theirs, "is_residual_scattered_for_sp"), reason="only vLLM 0.26 has it")
-def test_is_residual_scattered_for_sp() -> None:
-    seen = Compared()
-    each = itertools.product((False, True), (1, 2, 3), (None, [], SPLIT), (False, True), range(13))
-    for enable, ranks, ops, partition, tokens in each:
-        seen.same(
-            theirs.is_residual_scattered_for_sp, is_residual_scattered_for_sp,
-            config(enable, ranks, ops, partition), tokens,
-        )  # fmt: skip
-    seen.at_least(agreed=60, refused=30)
 
 
 class Processor:

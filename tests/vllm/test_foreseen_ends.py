@@ -15,7 +15,6 @@ from kvferry.connector.decode_side.read import SourceRead
 from kvferry.connector.engine import worker
 from kvferry.connector.step_loads import step_hold
 from kvferry.connector.step_loads.step_outcome import StepOutcome
-from kvferry.connector.vllm import compat
 from tests.support.inside import consumer_of, producer_of, worker_half
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, loaded, run, settle
@@ -24,12 +23,6 @@ from tests.vllm.test_streamed_steps import IDS, STEP, begin, holds
 
 pytestmark = pytest.mark.vllm
 ONE_PROCESS = pytest.mark.parametrize("one_process", [True, False])
-
-
-@pytest.fixture
-def runner(runner: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(compat, "DROPS_STALE_OUTPUT", runner != "v026")
-    return runner
 
 
 @pytest.fixture(autouse=True)

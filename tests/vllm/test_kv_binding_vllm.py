@@ -15,25 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector import utils as transfer
+from vllm.model_executor.models.utils import extract_layer_index as theirs_extract
+from vllm.v1 import kv_cache_interface as kvi
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+from vllm.v1.worker import utils as theirs
+from vllm.v1.worker.gpu import attn_utils
 
-pytestmark = pytest.mark.vllm
-kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
-if not hasattr(kvi, "KVCacheLayout"):
-    pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
-
-import vllm  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector import utils as transfer  # noqa: E402
-from vllm.model_executor.models.utils import extract_layer_index as theirs_extract  # noqa: E402
-from vllm.v1.attention.backend import MultipleOf  # noqa: E402
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData  # noqa: E402
-from vllm.v1.worker import utils as theirs  # noqa: E402
-from vllm.v1.worker.gpu import attn_utils  # noqa: E402
-
-from kvferry.connector.binding import attention_group, kv_binding, kv_spec  # noqa: E402
-from kvferry.connector.binding.block_ops import KVBlockZeroer, _make_src_and_dst_indices, copy_kv_blocks  # noqa: E402
-from kvferry.connector.engine.aggregator import yield_req_data  # noqa: E402
-from kvferry.transport.errors import ProtocolError  # noqa: E402
-from tests.vllm.fake_layers import (  # noqa: E402
+from kvferry.connector.binding import attention_group, kv_binding, kv_spec
+from kvferry.connector.binding.block_ops import KVBlockZeroer, _make_src_and_dst_indices, copy_kv_blocks
+from kvferry.connector.engine.aggregator import yield_req_data
+from kvferry.transport.errors import ProtocolError
+from tests.vllm.fake_layers import (
     BLOCKS,
     DTYPES,
     LAYOUTS,
@@ -49,6 +44,7 @@ from tests.vllm.fake_layers import (  # noqa: E402
     vllm_config,
 )
 
+pytestmark = pytest.mark.vllm
 CPU = torch.device("cpu")
 TABLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "binding_table.py"))
 HELD, OWN, UTILITIES = TABLE["HELD"], TABLE["OWN"], TABLE["UTILITIES"]

@@ -14,31 +14,27 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.mamba import MambaBackendEnum
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import _make_fused_conv1d_weight_loader
+from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Calculator
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.v1 import kv_cache_interface as kvi
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from kvferry.connector.config import Settings
+from kvferry.connector.engine.worker import WorkerHalf
+from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.engine_types import RankInfo
+from kvferry.connector.geometry.rank_geometry import RankGeometry
+from kvferry.connector.vllm import from_vllm
+from kvferry.connector.vllm.from_vllm import layer_groups
+from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
+from kvferry.transport.errors import IncompatiblePeerError
+from tests.vllm.stepped import PATIENT
 
 pytestmark = pytest.mark.vllm
-kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
-if not hasattr(kvi, "KVCacheLayout"):
-    pytest.skip("this vLLM registers states as lists", allow_module_level=True)
-
-from vllm.config.mamba import MambaBackendEnum  # noqa: E402
-from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: E402
-from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import _make_fused_conv1d_weight_loader  # noqa: E402
-from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader  # noqa: E402
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Calculator  # noqa: E402
-from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout  # noqa: E402
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum  # noqa: E402
-
-from kvferry.connector.config import Settings  # noqa: E402
-from kvferry.connector.engine.worker import WorkerHalf  # noqa: E402
-from kvferry.connector.geometry.compatibility import compatible  # noqa: E402
-from kvferry.connector.geometry.engine_types import RankInfo  # noqa: E402
-from kvferry.connector.geometry.rank_geometry import RankGeometry  # noqa: E402
-from kvferry.connector.vllm import from_vllm  # noqa: E402
-from kvferry.connector.vllm.from_vllm import layer_groups  # noqa: E402
-from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids  # noqa: E402
-from kvferry.transport.errors import IncompatiblePeerError  # noqa: E402
-from tests.vllm.stepped import PATIENT  # noqa: E402
-
 BLOCKS, PADDING = 5, 96
 LAYERS = ["model.layers.0.mixer", "model.layers.2.mixer"]
 ATTENTION = "model.layers.1.attn"
@@ -217,7 +213,10 @@ class Rank:
 
 def engine_of(tp: int, groups: int | None) -> Any:
     config = SimpleNamespace(n_groups=groups)
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, hf_text_config=config, dtype=torch.float32)
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: HEADS, hf_text_config=config, dtype=torch.float32,
+        model_arch_config=SimpleNamespace(per_layer_overrides=None),
+    )  # fmt: skip
     parallel = SimpleNamespace(tensor_parallel_size=tp, decode_context_parallel_size=1)
     return SimpleNamespace(
         model_config=model,

@@ -20,7 +20,7 @@ from kvferry.connector.prefill_side.lease import Lease
 from kvferry.connector.step_loads import step_load_rule
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.connector.vllm import compat, step_load_recovery
+from kvferry.connector.vllm import step_load_recovery
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferEstimates
@@ -38,12 +38,6 @@ AGES = 600.0
 AHEAD = pytest.mark.parametrize("ahead", [0, 1])
 POLICIES = pytest.mark.parametrize("policy", ["fail", "recompute"])
 IDS = prompt(300, 9)
-
-
-@pytest.fixture
-def runner(runner: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(compat, "DROPS_STALE_OUTPUT", runner != "v026")
-    return runner
 
 
 def pair_of(group: EngineGroup, extra: dict[str, Any] | None = None, **kwargs: Any) -> Pair:
@@ -522,7 +516,7 @@ def test_preempted_meanwhile(group: EngineGroup, runner: str, drafts: int, resum
 
 
 def test_nothing_of_a_stale_output_is_left() -> None:
-    """Tokens, an embedding, the prompt's log probabilities: vLLM 0.26 would deliver or assert."""
+    """Tokens, an embedding, the prompt's log probabilities."""
     result = SimpleNamespace(
         req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=[[5], [6]], pooler_output=[1.0, 2.0],
         prompt_logprobs_dict={"a": "x", "b": "y"},

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.inside import scheduler_half
 from tests.support.streaming_faults import FAULTS
-from tests.vllm.stepped import EngineGroup, Lines, as_release_of
+from tests.vllm.stepped import EngineGroup, Lines
 from tests.vllm.walk import PLANES, Case, Walk, draw, one_by_one
 
 pytestmark = pytest.mark.vllm
@@ -33,9 +33,8 @@ def cases() -> list[object]:
 
 @pytest.mark.parametrize("case", cases())
 def test_walk(group: EngineGroup, lines: Lines, case: Case) -> None:
-    with as_release_of(case.runner):
-        walk = Walk(case, group)
-        walk.run(TURNS)
+    walk = Walk(case, group)
+    walk.run(TURNS)
     assert not lines("unexpected error")
     assert walk.outcomes.total() > 5 if case.at_once else walk.d.all_loads
 

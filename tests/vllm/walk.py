@@ -138,13 +138,10 @@ def draw(seed: int, number: int, planes: tuple[str, ...] = PLANES) -> Case:
 
 
 def one_by_one(seed: int, number: int) -> Case:
-    """A case whose legs follow one another; also with the calls that vLLM 0.26 makes."""
+    """A case whose legs follow one another."""
     case = draw(seed, number, ("auto", "shm", "zmq"))
-    runner = ("v1", "v2", "v026")[number // 3 % 3]
-    form: dict[str, Any] = {"late_copies": False, "at_once": False, "cache_tokens": CACHE_TOKENS}
-    if runner == "v026":
-        form["window"] = None
-    return replace(case, runner=runner, **form)
+    runner = ("v1", "v2", "v2 eager")[number // 3 % 3]
+    return replace(case, runner=runner, late_copies=False, at_once=False, cache_tokens=CACHE_TOKENS)
 
 
 class Walk:
