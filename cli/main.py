@@ -282,7 +282,7 @@ def router(
     ] = 5.0,
     max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 503")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
-    admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,
+    admin_token_file: Annotated[str, typer.Option(hidden=True)] = "",
     allow_engine_changes: Annotated[
         bool, typer.Option("--allow-engine-changes", help="pass paths that change an engine, as /sleep, to a D")
     ] = False,

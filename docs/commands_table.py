@@ -27,7 +27,7 @@ def commands() -> str:
     click_app: Any = typer.main.get_command(app)
     for name, command in sorted((n, c) for n, c in click_app.commands.items() if not c.hidden):
         arguments = "".join(f" {one.name.upper()}" for one in command.params if one.param_type_name == "argument")
-        options = ", ".join(shown(one) for one in command.params if one.param_type_name == "option")
+        options = ", ".join(shown(one) for one in command.params if one.param_type_name == "option" and not one.hidden)
         does = " ".join(command.help.split("\n\n")[0].split())
         page = PAGES.get(name, "")
         link = f"[{page.rpartition('/')[2]}]({page})" if page else ""

@@ -1,4 +1,4 @@
-"""The HTTP server of a router: a reverse proxy of D, and the router's own pages: health, metrics, status, engines."""
+"""The HTTP server of a router: a reverse proxy of D, and the router's own pages: health, metrics, status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvferry.router.engines import Role, Seat
 from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HEAD_BYTES, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.legs import ClientRequest, log, shown_pieces, why
-from kvferry.router.membership import Admin, Membership, Source
+from kvferry.router.membership import Membership, Source
 from kvferry.router.request_bodies import (
     NEVER_SENT,
     NOT_JSON,
@@ -82,12 +82,11 @@ class RefusedError(Exception):
 
 class App:
     """What a router serves: bind, start, and stop it. ``checks``: None: engines' health is not checked. ``sources``:
-    what names engines at run time. ``admin_token``: who shows it may change the engines; empty: nobody. ``changes``:
-    requests that change an engine are passed on."""
+    what names engines at run time. ``changes``: requests that change an engine are passed on."""
 
     def __init__(
         self, router: Router, *, limits: Limits | None = None, checks: Checks | None = None,
-        sources: Sequence[Source] = (), admin_token: str = "", changes: bool = False,
+        sources: Sequence[Source] = (), changes: bool = False,
     ) -> None:  # fmt: skip
         self._router, self._limits, self._changes = router, limits or Limits(), changes
         self._membership = Membership(router, sources)
@@ -97,7 +96,6 @@ class App:
         """Connections without a request or with a part of one, the oldest first, and how often they are looked at
         before they are closed."""
         self._loops: list[asyncio.Task[None]] = []
-        self._admin = Admin(router, admin_token)
         self._pages: dict[str, Callable[[], web.Response]] = {
             "/": _page, "/health": self._show_health, "/metrics": self._show_metrics,
             "/router/status": self._show_status,
@@ -184,12 +182,10 @@ class App:
 
     async def _answer(self, http: web.BaseRequest) -> web.StreamResponse:
         page = self._pages.get(http.path)
-        if page is not None or http.path == "/router/engines":
-            takes = ("GET", "HEAD") if page is not None else ("GET", "POST", "DELETE")
-            if http.method not in takes:
-                allowed = ", ".join(takes)
-                return error_response(405, f"{http.path} takes {allowed}", allow=allowed)
-            return await self._admin.serve(http) if page is None else page()
+        if page is not None:
+            if http.method not in ("GET", "HEAD"):
+                return error_response(405, f"{http.path} takes GET, HEAD", allow="GET, HEAD")
+            return page()
         if http.path.startswith("/router/"):
             return error_response(404, f"the router has no {http.path[:200]}; see docs/routers.md")
         return await self._ask(http)

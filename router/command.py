@@ -28,7 +28,6 @@ from kvferry.transport.tracing import open_tracer
 from kvferry.transport.wake import LimitedLines
 
 LINE = "%(asctime)s %(name)s %(levelname)s %(message)s"
-MIN_TOKEN_CHARS = 16
 OWN_DESCRIPTORS = 256  # For listeners, names, files, and connections that are refused
 _ENDPOINT = re.compile(r"(https?|grpc)://([^@/\s]*@)?(\[[0-9a-fA-F:.]+\]|[^@/:\[\]\s]+)(:[1-9]\d{0,4})?(/\S*)?")
 
@@ -37,10 +36,13 @@ def router(
     prefill: Sequence[str] | None, decode: Sequence[str] | None, engines_file: Path | None, *, host: str, port: int,
     serial: bool, always: bool, prefix_reads: bool, connect_timeout: float, prefill_timeout: float,
     abandoned_prefill_timeout: float, health_interval: float, max_requests: int, max_body_mib: int,
-    admin_token_file: Path | None, allow_engine_changes: bool, otlp_traces_endpoint: str, log_level: str,
+    admin_token_file: str, allow_engine_changes: bool, otlp_traces_endpoint: str, log_level: str,
     log_json: bool,
 ) -> None:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C; requests in flight end first. Raises KVFerryError: an argument is not usable."""
+    if admin_token_file:
+        text = "name the engines in --engines-file FILE, which may change at any time"
+        raise UsageError(f"--admin-token-file and changes by HTTP are gone; {text}: docs/routers.md")
     timeouts = connect_timeout, prefill_timeout, abandoned_prefill_timeout
     names = "--connect-timeout", "--prefill-timeout", "--abandoned-prefill-timeout", "--health-interval"
     for name, seconds in zip(names, (*timeouts, health_interval), strict=True):
@@ -66,14 +68,13 @@ def router(
             raise UsageError(f"the {file} is not usable: {why}") from None
         sources.append(file)
     fixed = [[url for url in urls if not url.startswith("dns:")] for urls, _ in given]
-    token = "" if admin_token_file is None else _token(admin_token_file)
-    if not decode and engines_file is None and not token:
-        raise UsageError("no decode engine is named: --decode http://HOST:PORT, --engines-file, or --admin-token-file")
+    if not decode and engines_file is None:
+        raise UsageError("no decode engine is named: --decode http://HOST:PORT, or --engines-file")
     engines, tracer = EnginePool(*fixed), open_tracer(otlp_traces_endpoint)
     app = App(
         Router(engines, LegTimeouts(*timeouts), serial=serial, always=always, prefix_reads=prefix_reads, tracer=tracer),
         limits=limits_of(max_requests, max_body_mib << 20), checks=Checks(health_interval, timeout=health_interval),
-        sources=sources, admin_token=token, changes=allow_engine_changes,
+        sources=sources, changes=allow_engine_changes,
     )  # fmt: skip
     with suppress(KeyboardInterrupt):
         uvloop.run(_serve(app, host, port, engines))
@@ -110,18 +111,3 @@ def limits_of(requests: int, body_bytes: int) -> Limits:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     served = min(requests, max(1, (soft - OWN_DESCRIPTORS) // 5))
     return Limits(served, body_bytes, idle=soft - OWN_DESCRIPTORS - 3 * served)
-
-
-def _token(path: Path) -> str:
-    try:
-        if path.stat().st_mode & 0o007:
-            raise UsageError(f"the admin token file {path} is open to every user of this machine: chmod o= {path}")
-        token = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the admin token file {path} cannot be read: {error}") from None
-    if len(token) < MIN_TOKEN_CHARS or not token.isascii():
-        raise UsageError(
-            f"the admin token in {path} has {len(token)} characters; expected {MIN_TOKEN_CHARS} or more of ASCII: "
-            "openssl rand -hex 16"
-        )
-    return token

@@ -1,6 +1,6 @@
 """The engines that a router knows: their states and loads, and which one takes a request. Pure: no I/O, no clock.
 
-JOINING: added at run time, no check has passed. DRAINING: no new requests. UP, JOINING and DOWN may besides be passed
+JOINING: added at run time, no check has passed. LEAVING: no new requests. UP, JOINING and DOWN may besides be passed
 over for a while, because a request to the engine has failed.
 """
 
@@ -34,19 +34,17 @@ class Role(enum.StrEnum):
 
 
 class EngineState(enum.StrEnum):
-    JOINING, UP, DOWN, DRAINING, LEAVING = "joining", "up", "down", "draining", "leaving"
+    JOINING, UP, DOWN, LEAVING = "joining", "up", "down", "leaving"
 
 
 _S = EngineState
 BEFORE: dict[EngineState, Collection[EngineState]] = {
-    _S.JOINING: (_S.DRAINING, _S.LEAVING),  # it is to get requests again
+    _S.JOINING: (_S.LEAVING,),  # it is to get requests again
     _S.UP: (_S.JOINING, _S.DOWN),  # a health check passed
     _S.DOWN: (_S.UP,),  # several in a row failed
-    _S.DRAINING: (_S.JOINING, _S.UP, _S.DOWN),
     _S.LEAVING: tuple(_S),
 }
 """For each state, those that it can follow."""
-STOPPED = (EngineState.DRAINING, EngineState.LEAVING)  # No new request goes to an engine in these states
 
 
 @dataclass(eq=False)
@@ -151,7 +149,7 @@ class EnginePool:
     # --- which engines there are
 
     def add(self, url: str, role: Role, state: EngineState = EngineState.JOINING) -> Engine:
-        """A new engine; or a known one, with this role from now on, that gets requests again if it was drained. Raises
+        """A new engine; or a known one, with this role from now on, that gets requests again if it was leaving. Raises
         UsageError: ``url`` is none, or there are too many engines."""
         url = engine_url(url)
         engine = self._engines.get(url)
@@ -212,7 +210,7 @@ class EnginePool:
     def best_decode(self, now: float, but: Collection[Engine] = ()) -> Engine | None:
         """The D that ``take_decode`` takes where none is chosen."""
         return min(
-            (engine for engine in self.of(Role.DECODE) if engine.state not in STOPPED and engine not in but),
+            (each for each in self.of(Role.DECODE) if each.state is not EngineState.LEAVING and each not in but),
             key=lambda e: (not e.usable(now), e.load if e.usable(now) else e.passed_over_until, e.last_taken),
             default=None,
         )

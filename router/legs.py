@@ -55,7 +55,7 @@ _WHOLE_EVENT = re.compile(rb"(?!event: )[^\n]|event: .*?\n\n", re.DOTALL)
 ENDS = "it has ended the request by itself: it is shutting down"
 MAX_OPENING_BYTES = 1 << 20  # It repeats the client's instructions and tools
 MAX_BODY_BYTES = 128 << 10  # A longer answer goes to the client as it comes
-_DRAINING = EngineState.DRAINING
+_LEAVING = EngineState.LEAVING
 WORTH_READING = 512
 """Tokens of a prefix that an 8B model on an H100 computes as soon as it reads them: gpu_prefix_reads.json."""
 
@@ -230,12 +230,12 @@ class Legs:
 
     def _sources(self, prefix: PromptPrefix, engine: Engine) -> dict[str, Any]:
         """What an engine is told of others that should have so much more of a prompt than itself that a read pays, the
-        best one first. One that is drained has its cache still."""
+        best one first. One that leaves has its cache still."""
         had = (self.on_d, Role.DECODE), (self.affinity, Role.PREFILL)
         cached = max(affinity.find(prefix, {engine.url})[1] for affinity, _ in had)
         found: list[tuple[float, str, dict[str, Any]]] = []
         for affinity, role in had:
-            there = [each for each in self.engines.of(role) if each.usable(self.clock()) or each.state is _DRAINING]
+            there = [each for each in self.engines.of(role) if each.usable(self.clock()) or each.state is _LEAVING]
             others = {each.url: each.source for each in there if each.source and each is not engine}
             url, tokens = affinity.find(prefix, set(others))
             if url is not None and tokens >= cached + WORTH_READING and (source := others[url]):

@@ -123,10 +123,10 @@ def runner(path: Path) -> Iterator[None]:
             thread.join()
 
 
-def run(lines: Sequence[str], folder: Path, addresses: Mapping[str, str], token: str = "") -> tuple[list[Call], str]:
+def run(lines: Sequence[str], folder: Path, addresses: Mapping[str, str]) -> tuple[list[Call], str]:
     """Run commands in one bash, in a copy of the repository made of links; only stand-ins and a few tools are there.
 
-    ``addresses``: stand-ins for servers, by the address that the commands name. ``token``: ``$TOKEN`` of the commands.
+    ``addresses``: stand-ins for servers, by the address that the commands name.
     Returns the calls of stand-ins, and what was wrong: the command that failed and the output, or nothing.
     """
     checkout, programs = folder / "checkout", folder / "bin"
@@ -156,7 +156,7 @@ def run(lines: Sequence[str], folder: Path, addresses: Mapping[str, str], token:
     (folder / "told").write_text(json.dumps(told))
     (folder / "calls").touch()
     prelude = ["set -euo pipefail", "trap 'echo \"this failed: $BASH_COMMAND\"' ERR", "kill() { :; }", "PID=0"]
-    text = "\n".join([*prelude, f"TOKEN={token}", configuration(), *lines, "wait"])
+    text = "\n".join([*prelude, configuration(), *lines, "wait"])
     for shown, meant in PLACES.items():
         text = text.replace(shown, meant)
     command = [_tool("bash"), "-c", text]

@@ -30,7 +30,6 @@ from tests.router.stand_ins import decode_engine, make_router, prefill_engine, s
 from tests.support.fork_server import fork_server
 
 CODE = re.compile(r"`([^`\n]+)`")
-TOKEN = "0123456789abcdef"
 COUNTED = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="MODEL",source="external_kv_transfer"} 511.0\n'
 WITH_COMMANDS = [page for page in PAGES if of_page((ROOT / page).read_text())]
 ELSEWHERE = {
@@ -67,7 +66,7 @@ def servers() -> Iterator[dict[str, str]]:
     p, d = prefill_engine(), decode_engine()
     metrics = Starlette(routes=[Route("/metrics", lambda _: PlainTextResponse(COUNTED))])
     with served(p.app) as p_url, served(d.app) as d_url, served(metrics) as metrics_url:
-        router = App(make_router([p_url], [d_url]), admin_token=TOKEN)
+        router = App(make_router([p_url], [d_url]))
         with served(router) as url:
             yield {"localhost:9000": url.removeprefix("http://"), "localhost:8002": metrics_url.removeprefix("http://")}
 
@@ -80,7 +79,7 @@ def calls_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[C
     def ran(page: str) -> list[Call]:
         with servers() as addresses:
             folder = tmp_path_factory.mktemp(Path(page).stem)
-            calls, wrong = run(of_page((ROOT / page).read_text()), folder, addresses, TOKEN)
+            calls, wrong = run(of_page((ROOT / page).read_text()), folder, addresses)
         assert not wrong, wrong
         return calls
 

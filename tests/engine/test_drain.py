@@ -40,8 +40,7 @@ from tests.support.server import PATIENCE_SECONDS, EngineError, Server
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 DRAIN = ["--shutdown-timeout", "300"]
-QUIET_SECONDS = "3"
-TOKEN = "of these tests only"
+QUIET_SECONDS = "5"
 CLIENTS = 3
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate((17, 64, 150, 333))]
 NEW_TOKENS = 12
@@ -99,25 +98,26 @@ class Load:
 class Fleet:
     """A router whose engines are changed at run time."""
 
-    def __init__(self, group: ServerGroup, token_file: Path, p: Sequence[Server], d: Sequence[Server]) -> None:
-        token_file.write_text(TOKEN)
-        token_file.chmod(0o600)
-        arguments = ["--prefill", p[1].url, "--decode", d[1].url, "--admin-token-file", str(token_file)]
-        self.router = group.router(p[0], d[0], arguments=[*arguments, "--health-interval", "10"])
+    def __init__(self, group: ServerGroup, file: Path, p: Sequence[Server], d: Sequence[Server]) -> None:
+        self._file, self._lines = file, {engine.url: f"prefill {engine.url}" for engine in p}
+        self._lines |= {engine.url: f"decode {engine.url}" for engine in d}
+        self.name()
+        self.router = group.router(p[0], d[0], arguments=["--engines-file", str(file), "--health-interval", "10"])
 
-    def set_draining(self, draining: bool, *engines: Server) -> None:
-        for engine in engines:
-            headers = {"Authorization": f"Bearer {TOKEN}"}
-            self.router.post("/router/engines", {"url": engine.url, "drain": draining}, headers=headers)
+    def name(self, *but: Server) -> None:
+        """All engines but these."""
+        gone, new = [engine.url for engine in but], self._file.with_name("new")
+        new.write_text("\n".join(line for url, line in self._lines.items() if url not in gone))
+        new.replace(self._file)
 
     def serves(self, *engines: Server) -> bool:
-        answer = httpx.get(f"{self.router.url}/router/engines", trust_env=False, timeout=PATIENCE_SECONDS).json()
+        answer = httpx.get(f"{self.router.url}/router/status", trust_env=False, timeout=PATIENCE_SECONDS).json()
         states = {engine["url"]: engine["state"] for engine in answer["engines"]}
-        return all(states[engine.url] == "up" for engine in engines)
+        return all(states.get(engine.url) == "up" for engine in engines)
 
     def drain(self, *engines: Server) -> None:
         """No new requests to these engines, and ``kvferry drain`` of all of them at once."""
-        self.set_draining(True, *engines)
+        self.name(*engines)
         command = [sys.executable, "-m", "kvferry.cli.main", "drain", "--quiet", QUIET_SECONDS, "--timeout", "300"]
         how: dict[str, Any] = {"env": {"PYTHONPATH": python_path()}, "stderr": subprocess.PIPE, "text": True}
         processes = [subprocess.Popen([*command, engine.url], **how) for engine in engines]
@@ -144,7 +144,7 @@ def test_a_rolling_restart_of_all_p_and_all_d_loses_no_request(group, model, tmp
     p1, p2, d1, d2 = (group.engine(name, model, arguments=DRAIN) for name in ("p1", "p2", "d1", "d2"))
     group.wait_ready()
     expected = [tokens_of(complete(d1, ids, max_tokens=NEW_TOKENS))[0] for ids in PROMPTS]
-    fleet = Fleet(group, tmp_path / "token", (p1, p2), (d1, d2))
+    fleet = Fleet(group, tmp_path / "engines", (p1, p2), (d1, d2))
     with Load(expected, fleet.router) as running:
         running.more(20)
         for p, d in ((p1, d1), (p2, d2)):
@@ -152,7 +152,7 @@ def test_a_rolling_restart_of_all_p_and_all_d_loses_no_request(group, model, tmp
             assert ended_leases(p)[1] == 0 and ended_leases(p)[0] > 0, "every lease was released by D"
             assert count(d).failed == 0
             new_p, new_d = restart(group, model, p, d)
-            fleet.set_draining(False, new_p, new_d)
+            fleet.name()
             eventually(lambda new=(new_p, new_d): fleet.serves(*new), "the router sends requests to the new engines")
             running.more(20)
             eventually(lambda d=new_d: count(d).external, f"{new_d.name} has loaded prompts")

@@ -90,7 +90,7 @@ class Host:
 
     def engines(self) -> dict[str, tuple[str, str]]:
         """Role and state, by address."""
-        found = self.get("/router/engines")["engines"]
+        found = self.get("/router/status")["engines"]
         return {httpx.URL(each["url"]).host: (each["role"], each["state"]) for each in found}
 
     def until(self, **wanted: tuple[str, str]) -> None:

@@ -64,7 +64,7 @@ def test_a_d_that_failed_is_asked_where_there_is_no_other() -> None:
     seat = pool.take_decode(2.0)
     assert seat is not None and seat.engine.url == A, "the one that failed first"
     for engine in pool:
-        pool.move(engine, EngineState.DRAINING)
+        pool.move(engine, EngineState.LEAVING)
     assert pool.take_decode(2.0) is None
 
 

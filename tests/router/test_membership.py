@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from kvferry.router import engines, membership
-from kvferry.router.engines import EngineState, Role
+from kvferry.router.engines import Role
 from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HttpError
 from kvferry.router.membership import EnginesFile, Membership, Named
@@ -79,16 +79,6 @@ def test_an_engine_that_left_may_come_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert look() == {B: "up"}
     listed.now = {A: Role.DECODE, B: Role.DECODE}
     assert look() == {A: "joining", B: "up"} and router.engines.get(A) is not first
-
-
-def test_an_engine_that_was_removed_by_hand_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that goes on naming it does not bring it back."""
-    listed = Listed(A, B)
-    router, look = watched(monkeypatch, listed)
-    router.engines.move(next(iter(router.engines)), EngineState.LEAVING)
-    assert look() == {B: "up"}
-    listed.now = {B: Role.DECODE}
-    assert look() == {B: "up"}
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), UsageError("line 3 is wrong")])

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.router import legs as router_legs
-from kvferry.router.engines import EngineState, Role
+from kvferry.router.engines import EngineState, Role, Seat
 from kvferry.router.handed_over import MAX_PAIRS
 from kvferry.router.http_client import Answer
 from kvferry.router.legs import MAX_BODY_BYTES
@@ -121,8 +121,8 @@ def test_who_reads_from_whom_is_on_the_status_page_and_in_the_metrics() -> None:
         assert "http://gone:0" not in reader.read_from, "those that were named last stay"
 
 
-@pytest.mark.parametrize("state", [EngineState.DOWN, EngineState.DRAINING])
-def test_a_p_that_is_gone_is_no_source_and_one_that_is_drained_is(state: EngineState) -> None:
+@pytest.mark.parametrize("state", [EngineState.DOWN, EngineState.LEAVING])
+def test_a_p_that_is_gone_is_no_source_and_one_that_leaves_is(state: EngineState) -> None:
     p, q, d = engine("p", PARAMS), engine("q", PARAMS), engine("d", {})
     with routed([p, q], d, prefix_reads=True) as front:
         for turns in (1, 2):
@@ -133,14 +133,16 @@ def test_a_p_that_is_gone_is_no_source_and_one_that_is_drained_is(state: EngineS
         front.idle()
         assert legs(other)
         gone = next(each for each in front.router.engines if each.url == front.p[[p, q].index(had)])
+        seat = Seat(gone, 1.0, front.router.engines)  # a request of its own
         front.router.engines.move(gone, state)
         front.ask({"prompt": history(3), "model": "m"})
         front.idle()
         told = legs(other)[-1]["kv_transfer_params"]
         reader = next(each for each in front.router.engines if each.url == front.p[[p, q].index(other)])
-        assert set(reader.read_from) == {front.d[0]} | ({gone.url} if state is EngineState.DRAINING else set())
-    drained = [gone.source] if state is EngineState.DRAINING else []
-    assert told["sources"] == [{"remote_host": "d", "remote_port": 5600}, *drained]
+        assert set(reader.read_from) == {front.d[0]} | ({gone.url} if state is EngineState.LEAVING else set())
+        seat.release()
+    leaving = [gone.source] if state is EngineState.LEAVING else []
+    assert told["sources"] == [{"remote_host": "d", "remote_port": 5600}, *leaving]
 
 
 @pytest.mark.parametrize("source", [{}, 7, "x"])

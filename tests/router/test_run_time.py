@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvferry.router import membership
@@ -33,7 +32,6 @@ from tests.router.stand_ins import (
 from tests.support.engines import free_port
 from tests.support.served import eventually
 
-TOKEN = "an admin token of a test"
 OFTEN = Checks(interval=0.1, failures=2, timeout=60)
 
 
@@ -42,79 +40,53 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "LOOK_SECONDS", 0.05)
 
 
-def change(front: Front, method: str = "POST", token: str = TOKEN, /, **body: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer {token}"}
-    return front.request(method, "/router/engines", json=body, headers=headers)
+def write(file: Path, **named: list[str]) -> Path:
+    """Name these engines, by role, in a file that is replaced at once."""
+    new = file.with_name("new")
+    new.write_text("".join(f"{role} {url}\n" for role, urls in named.items() for url in urls))
+    return new.replace(file)
 
 
 def states(front: Front) -> dict[str, tuple[str, str]]:
-    engines = front.get("/router/engines").json()["engines"]
+    engines = front.get("/router/status").json()["engines"]
     return {engine["url"]: (engine["role"], engine["state"]) for engine in engines}
 
 
-# --- by HTTP
+# --- by a file, under load
 
 
-def test_changes_need_the_token() -> None:
-    with routed(["http://p:1"], [], admin_token=TOKEN) as front:
-        for token in ("x", "another token of a test", TOKEN + "x", "\u00e9"):
-            headers = {b"authorization": f"Bearer {token}".encode()}
-            answer = front.request("DELETE", "/router/engines", headers=headers)
-            assert answer.status_code == 401 and answer.json()["error"]["code"] == 401
-        assert states(front) == {"http://p:1": ("prefill", "up")}
-    with routed(["http://p:1"], []) as front:
-        assert change(front, "DELETE", "x", url="http://p:1").status_code == 403
-        assert states(front) == {"http://p:1": ("prefill", "up")}
-
-
-def test_a_change_that_makes_no_sense_gets_400_without_the_password_of_a_url() -> None:
-    bodies: list[dict[str, Any]] = [{}, {"url": "p:1", "role": "prefill"}, {"url": "http://p:2"}, {"uri": "x"}]
-    with routed(["http://p:1"], [], admin_token=TOKEN) as front:
-        for body in (*bodies, {"url": "http://p:2", "role": "both"}):
-            assert change(front, **body).status_code == 400, body
-        secret = "http://user:secret@p:2"
-        for method, more in (("POST", {"role": "prefill"}), ("POST", {}), ("DELETE", {})):
-            answer = change(front, method, url=secret, **more)
-            assert answer.status_code == 400 and "'p:2'" in answer.text and "secret" not in answer.text
-        headers = {"authorization": f"Bearer {TOKEN}"}
-        content = b'{"url": "\xff", "role": "prefill"}'
-        answer = front.request("POST", "/router/engines", content=content, headers=headers)
-        assert answer.status_code == answer.json()["error"]["code"] == 400
-        assert states(front) == {"http://p:1": ("prefill", "up")}
-
-
-def test_a_drained_p_ends_its_requests_and_gets_no_new_ones() -> None:
-    """And one that is removed is forgotten when D has loaded what it handed over."""
+def test_a_p_that_leaves_ends_its_requests_and_gets_no_new_ones(tmp_path: Path) -> None:
+    """And is forgotten when D has loaded what it handed over."""
     go_on = threading.Event()
     p, other, d = prefill_engine(go_on=go_on), prefill_engine(), decode_engine()
     with ExitStack() as stack:
         p_url, other_url, d_url = (stack.enter_context(served(engine.app)) for engine in (p, other, d))
-        with routed([p_url], [d_url], admin_token=TOKEN, checks=OFTEN) as front:
-            assert change(front, url=other_url, role="prefill").status_code == 200
+        file = write(tmp_path / "engines", prefill=[p_url], decode=[d_url])
+        with routed([], [], sources=[EnginesFile(file)], checks=OFTEN) as front:
             first = front.begin({"prompt": "x"})
             assert p.arrived.wait(60)
-            assert change(front, url=p_url, drain=True).status_code == 200
-            eventually(lambda: states(front)[other_url] == ("prefill", "up"), "its health check has passed")
-            assert front.ask({"prompt": "y"}).status_code == 200 and len(p.seen) == 1
-            change(front, "DELETE", url=p_url)
+            write(file, prefill=[other_url], decode=[d_url])
+            eventually(lambda: states(front).get(other_url) == ("prefill", "up"), "its health check has passed")
             assert states(front)[p_url] == ("prefill", "leaving"), "a request is running"
+            assert front.ask({"prompt": "y"}).status_code == 200 and len(p.seen) == len(other.seen) == 1
             go_on.set()
             assert first.result(60).json() == {"text": "from D"}
             eventually(lambda: p_url not in states(front), "it is forgotten")
             assert d.seen[-1][0]["kv_transfer_params"] == PARAMS
-            assert change(front, "DELETE", url=p_url).status_code == 400
 
 
-def test_engines_change_places_without_a_lost_request() -> None:
+def test_engines_change_places_without_a_lost_request(tmp_path: Path) -> None:
     a, b = decode_engine(), decode_engine()
-    with routed(a, b, admin_token=TOKEN, checks=OFTEN) as front:
-        clients, ((a_url,), (b_url,)) = Clients(front), (front.p, front.d)
-        with clients.running():
-            for first, second in ((a_url, b_url), (b_url, a_url)) * 3:
-                change(front, url=first, role="decode")
-                change(front, url=second, role="prefill")
-                assert states(front) == {first: ("decode", "up"), second: ("prefill", "up")}
-                clients.more(4)
+    with served(a.app) as a_url, served(b.app) as b_url:
+        file = write(tmp_path / "engines", prefill=[a_url], decode=[b_url])
+        with routed([], [], sources=[EnginesFile(file)], checks=OFTEN) as front:
+            clients = Clients(front)
+            with clients.running():
+                for p, d in ((b_url, a_url), (a_url, b_url)) * 3:
+                    write(file, prefill=[p], decode=[d])
+                    wanted = {d: ("decode", "up"), p: ("prefill", "up")}
+                    eventually(lambda wanted=wanted: states(front) == wanted, "they have changed places")
+                    clients.more(4)
     assert not clients.lost and len(a.seen) > 10 and len(b.seen) > 10
 
 
@@ -139,34 +111,30 @@ class Restarted:
         self._stack.close()
 
 
-def seen(front: Front, engine: Restarted) -> tuple[str, int]:
-    """Its state, and how many requests the router counts for it."""
-    (found,) = [each for each in front.get("/router/status").json()["engines"] if each["url"] == engine.url]
-    return found["state"], found["requests"]
-
-
-def test_a_rolling_restart_loses_no_request() -> None:
-    """One P and one D are drained and resumed, the others removed and added again."""
+def test_a_rolling_restart_loses_no_request(tmp_path: Path) -> None:
     engines = [Restarted(role) for role in (Role.PREFILL, Role.DECODE) for _ in range(2)]
+
+    def name(but: Restarted | None = None) -> Path:
+        named = {role: [each.url for each in engines if each.role is role and each is not but] for role in Role}
+        return write(tmp_path / "engines", **named)
+
     with ExitStack() as stack:
         for engine in engines:
             stack.callback(engine.stop)
             engine.start()
-        p, d = ([engine.url for engine in engines if engine.role is role] for role in Role)
-        front = stack.enter_context(routed(p, d, admin_token=TOKEN, checks=OFTEN))
+        front = stack.enter_context(routed([], [], sources=[EnginesFile(name())], checks=OFTEN))
         clients = Clients(front)
         with clients.running():
             clients.more(12)
-            for number, engine in enumerate(engines):
-                change(front, url=engine.url, drain=True)
-                eventually(lambda e=engine: seen(front, e)[1] == 0, "its requests have ended", 120)
-                if number % 2:
-                    change(front, "DELETE", url=engine.url)
+            for engine in engines:
+                name(but=engine)
+                eventually(lambda e=engine: e.url not in states(front), "its requests have ended", 120)
                 engine.stop()
                 clients.more(12)
                 engine.start()
-                change(front, url=engine.url, **({"role": engine.role} if number % 2 else {"drain": False}))
-                eventually(lambda e=engine: seen(front, e)[0] == "up", "its health check has passed", 120)
+                name()
+                up = engine.role, "up"
+                eventually(lambda e=engine, up=up: states(front).get(e.url) == up, "its check has passed", 120)
                 eventually(lambda e=engine: e.engine.seen, "it is asked again", 120)
         after = front.get("/router/status").json()
     assert not clients.lost and not after["failed_legs"] and "decode_only" not in after["decode_legs"]
@@ -210,16 +178,6 @@ def test_a_file_brings_and_takes_engines(tmp_path: Path) -> None:
                 assert set(states(front)) == {p_url, d_url}, "a broken file changes nothing"
             file.write_text(f"decode {p_url}\n")
             eventually(lambda: states(front) == {p_url: ("decode", "up")}, "P is a D, and D has gone")
-
-
-def test_a_change_by_http_stands_until_the_file_changes_that_engine(tmp_path: Path) -> None:
-    file = tmp_path / "engines"
-    file.write_text("decode http://127.0.0.1:1\n")
-    with routed([], [], sources=[EnginesFile(file)], admin_token=TOKEN) as front:
-        change(front, url="http://127.0.0.1:1", drain=True)
-        file.write_text("decode http://127.0.0.1:1\nprefill http://127.0.0.1:2\n")
-        eventually(lambda: len(states(front)) == 2, "the file was looked at")
-        assert states(front)["http://127.0.0.1:1"] == ("decode", "draining")
 
 
 @pytest.mark.parametrize(

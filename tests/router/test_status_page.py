@@ -72,11 +72,11 @@ def drawn_of(found: Response, profile: Path) -> str:
 def test_the_page_of_a_router_in_a_browser(tmp_path: Path) -> None:
     """Drawn without an error, with the engines."""
     with routed(prefill_engine(), decode_engine()) as front:
-        front.router.engines.add("http://h:1/<b>bold</b>", Role.DECODE, EngineState.DRAINING)
+        front.router.engines.add("http://h:1/<b>bold</b>", Role.DECODE, EngineState.JOINING)
         front.ask({"prompt": "x"})
         shown = drawn(front.url, tmp_path)
     assert f'<td>{front.p[0]}</td><td class="up">up</td>' in shown and f'<td>{front.d[0]}</td><td class="up">' in shown
-    assert '<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td class="draining">draining</td>' in shown
+    assert '<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td class="joining">joining</td>' in shown
     assert "200: 1" in shown and "serial: 1" in shown
     assert re.search("<td>time to first byte</td><td>p50: [0-9.]+, p95: [0-9.]+</td>", shown)
     assert '<section id="reads" hidden="">' in shown, "no source of a prefix was named"
