@@ -16,6 +16,9 @@ from typing import Any
 from tests.support.tiny_model import ModelSpec, write_tokenizer
 
 SPEC = ModelSpec(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, max_tokens=2048)
+_MIMO, _NORMS = "model.mtp_layers.0.", ("pre_fc_norm_hidden", "pre_fc_norm_embedding")
+_QUIET = 0.1
+"""What the layers below the copied one add is so much of what it were."""
 
 
 def build_with_eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -40,7 +43,23 @@ def build_with_mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
     config = Qwen2Config(**facts, architectures=["MiMoForCausalLM"])
     ones = {f"{name}_layernorm.weight": torch.ones(SPEC.hidden) for name in ("token", "hidden", "final")}
     module = {"input_proj.weight": _taking(first=False), **ones}
-    _written(folder / "model", config, "Qwen2ForCausalLM", module)
+    _written(folder / "model", config, "Qwen2ForCausalLM", {f"{_MIMO}{name}": of for name, of in module.items()})
+    return folder / "model", {"method": "mtp"}
+
+
+def build_hybrid_with_mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """As ``build_with_mtp``: a dense Qwen3.5 of three gated delta nets and one layer that attends. The former change
+    little, so that the module, which lacks them, is right as a rule."""
+    import torch
+    from transformers import Qwen3_5TextConfig
+
+    kinds = [*["linear_attention"] * 3, "full_attention"]
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    facts = {**_sizes(len(kinds)), **heads, "layer_types": kinds, "mtp_num_hidden_layers": 1}
+    config = Qwen3_5TextConfig(**facts, architectures=["Qwen3_5ForCausalLM"])
+    norms = {f"mtp.{name}.weight": torch.zeros(SPEC.hidden) for name in ("norm", *_NORMS)}  # one is added to them
+    module = {"mtp.fc.weight": _taking(first=True), **norms}
+    _written(folder / "model", config, "Qwen3_5ForCausalLM", module, "mtp.layers.0.", copied=len(kinds) - 1)
     return folder / "model", {"method": "mtp"}
 
 
@@ -61,9 +80,11 @@ def _taking(*, first: bool) -> Any:
     return torch.cat(pair if first else pair[::-1], dim=1)
 
 
-def _written(folder: Path, config: Any, model_class: str, module: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a model, its tokenizer and, with the model's first layer, the rest of an MTP ``module``. Returns its
-    weights."""
+def _written(
+    folder: Path, config: Any, model_class: str, module: Mapping[str, Any], place: str = _MIMO, *, copied: int = 0
+) -> dict[str, Any]:  # fmt: skip
+    """Write a model, its tokenizer and an MTP ``module``, whose layer, at this ``place``, is one ``copied`` from the
+    model. Returns its weights."""
     import torch
     import transformers
 
@@ -73,9 +94,13 @@ def _written(folder: Path, config: Any, model_class: str, module: Mapping[str, A
         weights = getattr(transformers, model_class)(config).state_dict()
     embeddings = weights["model.embed_tokens.weight"]
     embeddings /= embeddings.square().mean(dim=1, keepdim=True).sqrt()
+    for name in weights:
+        if name.startswith(tuple(f"model.layers.{n}." for n in range(copied))):
+            weights[name] *= _QUIET if name.endswith(("out_proj.weight", "down_proj.weight")) else 1
     if module:
-        layer = {name.removeprefix("layers.0."): weight for name, weight in _layers(weights).items()}
-        weights |= {f"model.mtp_layers.0.{name}": weight for name, weight in {**layer, **module}.items()}
+        start = f"layers.{copied}."
+        layer = {name: of for name, of in _layers(weights).items() if name.startswith(start)}
+        weights |= {**module, **{place + name.removeprefix(start): of for name, of in layer.items()}}
     _save(folder, weights)
     config.save_pretrained(folder)
     write_tokenizer(folder, SPEC)
