@@ -236,7 +236,7 @@ class App:
             first = None if reply is None or reply.first is None else reply.first - began
             metrics.answered(status, now, first, now - began)
             if asked is not None:
-                end_request(asked.span, None if gone else status, first, asked.broken)
+                end_request(asked.span, None if gone else status, asked.broken)
                 asked.drop()
 
     def _check(self, http: web.BaseRequest) -> None:

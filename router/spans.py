@@ -10,29 +10,24 @@ from kvferry.transport.tracing import OpenSpan, Tracer
 
 REQUEST, PREFILL, DECODE = "kvferry.request", "kvferry.prefill", "kvferry.decode"
 STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
-MAX_ID_CHARS = 256
 
 
 def begin_request(tracer: Tracer | None, headers: dict[str, str], path: str) -> OpenSpan | None:
     """The span of a request with these headers, from which its trace context is taken away: each leg has its own."""
     if tracer is None:
         return None
-    attributes = {"url.path": path, "kvferry.request_id": headers["x-request-id"][:MAX_ID_CHARS]}
+    attributes = {"url.path": path, "kvferry.request_id": headers["x-request-id"][:256]}
     span = tracer.begin(REQUEST, headers, attributes)
     for name in ("traceparent", "tracestate"):
         headers.pop(name, None)
     return span
 
 
-def end_request(span: OpenSpan | None, status: int | None, first_byte: float | None, broken: str) -> None:
-    """``status``: None where the client left. ``first_byte``: seconds from the request's arrival.
-    ``broken``: why the answer broke off."""
-    if span is None:
-        return
-    attributes: dict[str, Any] = {CANCELLED: True} if status is None else {STATUS: status}
-    if first_byte is not None:
-        attributes["kvferry.first_byte_seconds"] = first_byte
-    span.end(attributes, broken or (f"HTTP {status}" if status is not None and status >= 500 else ""))
+def end_request(span: OpenSpan | None, status: int | None, broken: str) -> None:
+    """``status``: None where the client left. ``broken``: why the answer broke off."""
+    if span is not None:
+        failure = broken or (f"HTTP {status}" if status is not None and status >= 500 else "")
+        span.end({CANCELLED: True} if status is None else {STATUS: status}, failure)
 
 
 class LegSpan:

@@ -9,20 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("opentelemetry.sdk.trace")
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
 
-from kvferry.cli.main import app
 from kvferry.router.legs import LegTimeouts
-from kvferry.router.spans import CANCELLED, DECODE, MAX_ID_CHARS, PREFILL, REQUEST, STATUS
+from kvferry.router.spans import CANCELLED, DECODE, PREFILL, REQUEST, STATUS
 from tests.router.stand_ins import (
     PATIENT,
     Engine,
     Front,
-    Served,
     decode_engine,
     gone,
     leave_after,
@@ -85,25 +82,9 @@ def test_one_trace_of_client_router_and_both_engines(stream: bool) -> None:
     assert [span.kind for span in (request, prefill, decode)] == [SpanKind.SERVER, SpanKind.CLIENT, SpanKind.CLIENT]
     assert [outcome(span) for span in (request, prefill, decode)] == [OK] * 3
     assert (of(request, "kvferry.request_id"), of(request, "url.path")) == ("mine", "/v1/completions")
-    assert of(request, "kvferry.first_byte_seconds") > 0 and of(prefill, "kvferry.engine") != of(
-        decode, "kvferry.engine"
-    )
+    assert of(prefill, "kvferry.engine") != of(decode, "kvferry.engine")
     times = [request.start_time, prefill.start_time, prefill.end_time, decode.start_time, decode.end_time]
     assert times == sorted(times, key=lambda time: time or 0)
-
-
-def test_both_legs_at_once_are_beside_each_other() -> None:
-    spans = Spans()
-    with Served(tracer=spans.tracer).running() as at_once:
-        at_once.learn()
-        named(spans, REQUEST)
-        client = at_once.held_by_both()
-        at_once.p.go_on.set(), at_once.d.go_on.set()
-        assert client.result().status_code == 200
-        request, prefill, decode = (named(spans, name, 2)[1] for name in (REQUEST, PREFILL, DECODE))
-        assert is_child(prefill, request, at_once.p.engine) and is_child(decode, request, at_once.d.engine)
-    assert (decode.start_time or 0) < (prefill.end_time or 0)
-    assert request.parent is None, "a request without a trace begins one"
 
 
 @pytest.mark.parametrize("given", ["x", SAMPLED + "-later", SAMPLED.replace(TRACE_ID, "0" * 32)])
@@ -114,7 +95,7 @@ def test_a_malformed_trace_context_is_replaced(given: str) -> None:
         (request,) = named(spans, REQUEST)
         assert is_child(named(spans, DECODE)[0], request, d)
     assert request.parent is None and "tracestate" not in d.seen[0][1]
-    assert of(request, "kvferry.request_id") == "i" * MAX_ID_CHARS and d.seen[0][1]["x-request-id"] == "i" * 1000
+    assert of(request, "kvferry.request_id") == "i" * 256 and d.seen[0][1]["x-request-id"] == "i" * 1000
 
 
 def test_a_trace_that_is_not_sampled_stays_so() -> None:
@@ -208,15 +189,6 @@ def test_spans_of_a_router_that_is_ended_arrive() -> None:
         spans = {span["name"]: span for span in otlp.spans()}
     assert spans[REQUEST]["parent"] == PARENT_ID and spans[DECODE]["parent"] == spans[REQUEST]["id"]
     assert spans[REQUEST]["service"] == "router" and SAMPLED not in d.seen[0][1]["traceparent"]
-
-
-def test_a_wrong_protocol_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "pigeon")
-    result = CliRunner().invoke(
-        app, ["router", "--decode", "http://d:1", "--otlp-traces-endpoint", "http://127.0.0.1:1"]
-    )
-    assert result.exit_code == 2 and "expected grpc or http/protobuf" in result.output
-    assert len(result.output.splitlines()) == 1
 
 
 OFF = """
