@@ -21,6 +21,10 @@ PLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and
 DLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in D's pages")]
 MODEL = "config.json of the model, its folder, or its name in the cache of Hugging Face"
 Prompts = Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")]
+OF_A_FLEET = (
+    "--from", "--trace", "--p-engines", "--d-engines", "--ttft", "--tpot", "--percentile", "--step-ms",
+    "--step-ms-per-sequence", "--d-sequences", "--p-cache-tokens", "--d-cache-tokens",
+)  # fmt: skip
 
 app = typer.Typer(
     help="KVFerry: KV caches from prefill engines (P) to decode engines (D).",
@@ -188,6 +192,15 @@ def bench(
     raise typer.Exit(0 if bench(**options) else 1)
 
 
+def _no_fleet(given: list[str] | None) -> None:
+    if given:
+        complain(
+            "--from, --trace and the other options of a fleet are gone: give --prefill-tokens-per-second, and find "
+            "the number of engines by `vllm bench serve`: docs/planning.md#how-many-engines"
+        )
+        raise typer.Exit(2)
+
+
 @app.command()
 @failing()
 def plan(
@@ -195,18 +208,7 @@ def plan(
         Path,
         typer.Option(help=MODEL, parser=_model_path, metavar="<path>"),
     ],
-    prefill_tokens_per_second: Annotated[
-        float | None, typer.Option(help="tokens that one P engine computes in a second")
-    ] = None,
-    sources: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--from",
-            metavar="URL",
-            help="vLLM server, http://HOST:PORT, whose metrics say what is not given of "
-            "--prefill-tokens-per-second and, for --trace, --step-ms; may be repeated",
-        ),
-    ] = None,
+    prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
     p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
     d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,
     p_pp: Annotated[int, typer.Option(help="pipeline-parallel size of P")] = 1,
@@ -229,25 +231,12 @@ def plan(
         Path | None, typer.Option(help="costs of the planes, in the form of docs/planning.md")
     ] = None,
     prompt: Prompts = None,
-    trace: Annotated[Path | None, typer.Option(help="a trace in Mooncake's form: simulate a fleet under it")] = None,
-    p_engines: Annotated[
-        int | None, typer.Option(help="P engines of the fleet; unset: as few as the targets need")
-    ] = None,
-    d_engines: Annotated[int | None, typer.Option(help="D engines, likewise; give both or none")] = None,
-    ttft: Annotated[float, typer.Option(help="target: seconds to the first token")] = 5.0,
-    tpot: Annotated[float, typer.Option(help="target: seconds for each further token")] = 0.05,
-    percentile: Annotated[float, typer.Option(help="of the requests that meet each target", min=0, max=100)] = 95.0,
-    step_ms: Annotated[float | None, typer.Option(help="milliseconds of a step of D; for --trace")] = None,
-    step_ms_per_sequence: Annotated[float, typer.Option(help="what each sequence adds to it", min=0)] = 0.0,
-    d_sequences: Annotated[int, typer.Option(help="--max-num-seqs of D")] = 256,
-    p_cache_tokens: Annotated[
-        int | None, typer.Option(help="KV cache of a P engine, as vLLM logs it; unset: no bound")
-    ] = None,
-    d_cache_tokens: Annotated[int | None, typer.Option(help="KV cache of a D engine, likewise")] = None,
+    gone: Annotated[list[str] | None, typer.Option(*OF_A_FLEET, hidden=True, is_eager=True, callback=_no_fleet)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan here as JSON")] = None,
 ) -> None:
-    """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
+    """Plan hand-overs of two deployments: who reads what from whom, messages, bytes, time."""
     options = locals()
+    del options["gone"]
     from kvferry.cli.plan.command import plan
 
     plan(**options)

@@ -9,8 +9,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
+from typing import NamedTuple
 
 SAMPLE = Path(__file__).resolve().parent / "conversation_sample.json"
 """The requests 2000, 6500 and 11000 of the trace with 299 behind each. Of a request: ms, tokens of the prompt and of
@@ -20,6 +19,18 @@ TURNS = SAMPLE.with_name("conversation_turns.json")
 PART_REQUESTS = 300
 GRAIN_MS = 3000
 POLICIES = ("always", "never", "decide")
+BLOCK_TOKENS = 512
+"""Prompt tokens of one of ``hash_ids``."""
+
+
+class TracedRequest(NamedTuple):
+    """``timestamp``: milliseconds. ``hash_ids``: one number for each ``BLOCK_TOKENS`` tokens of the prompt, the last
+    ones perhaps fewer; equal where everything up to there is equal."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
 
 
 Turns = list[list[int]]

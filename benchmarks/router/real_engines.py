@@ -16,8 +16,7 @@ import httpx
 
 from benchmarks.engines.engine_pair import CPU, GPU, LLAMA_8B, OURS, Setup, servers, start
 from benchmarks.harness import report
-from benchmarks.router.loads import LOADS, POLICIES
-from kvferry.cli.plan.trace import BLOCK_TOKENS, TracedRequest
+from benchmarks.router.loads import BLOCK_TOKENS, LOADS, POLICIES, TracedRequest
 from tests.support.engines import ServerGroup, free_port, python_path
 from tests.support.server import metric_sum
 from tests.support.tiny_model import build_model

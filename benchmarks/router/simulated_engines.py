@@ -9,6 +9,7 @@ says, and one link of an engine moves one after the other.
 from __future__ import annotations
 
 import heapq
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +17,16 @@ from itertools import count
 from math import ceil, inf
 from statistics import mean
 
-from kvferry.cli.plan.fleet import Handover, PrefixCache
-from kvferry.cli.plan.trace import BLOCK_TOKENS as TRACED
-from kvferry.cli.plan.trace import TracedRequest
+from benchmarks.router.loads import BLOCK_TOKENS as TRACED
+from benchmarks.router.loads import TracedRequest
 from kvferry.router.engines import Engine, EnginePool, Role, Seat
 from kvferry.router.prefill_choice import PrefillChoice
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, PromptPrefix
 
 HTTP_SECONDS = 0.0005
 """Of a request to an engine, and of its answer."""
+Handover = Callable[[int], tuple[float, float]]
+"""Of a prompt of so many tokens: seconds for which it occupies the links of P and of D, and seconds beside them."""
 Then = Callable[[], None]
 Life = Generator[float | Callable[[Then], None], None, None]
 """Of a request: it yields the seconds until it goes on, or what is called with how to go on."""
@@ -66,6 +68,52 @@ class Clock:
         while self._events:
             self.now, _, then = heapq.heappop(self._events)
             then()
+
+
+class PrefixCache:
+    """The blocks of one engine, ``capacity`` in all, of which the least recently used leave first. Blocks under a lease
+    stay."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._leased: Counter[int] = Counter()
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._private = 0
+
+    @property
+    def num_leased(self) -> int:
+        """Blocks that may not leave."""
+        return len(self._leased) + self._private
+
+    def matched(self, blocks: Sequence[int]) -> int:
+        """How many of the first blocks of a prompt are here."""
+        for length, block in enumerate(blocks):
+            if block not in self._leased and block not in self._unused:
+                return length
+        return len(blocks)
+
+    def lease(self, blocks: Sequence[int], private: int) -> bool:
+        """Hold the blocks of a prompt, and ``private`` blocks that no other prompt can share. ``False``, and nothing
+        has changed, if so many blocks are leased that these find no room."""
+        new = sum(block not in self._leased for block in blocks)
+        if self.num_leased + new + private > self._capacity:
+            return False
+        for block in blocks:
+            self._leased[block] += 1
+            self._unused.pop(block, None)
+        self._private += private
+        while self.num_leased + len(self._unused) > self._capacity:
+            self._unused.popitem(last=False)
+        return True
+
+    def release(self, blocks: Sequence[int], private: int) -> None:
+        """End a lease. The blocks stay until others need the room; the end of a prompt leaves first."""
+        for block in reversed(blocks):
+            self._leased[block] -= 1
+            if not self._leased[block]:
+                del self._leased[block]
+                self._unused[block] = None
+        self._private -= private
 
 
 class SimulatedEngine:

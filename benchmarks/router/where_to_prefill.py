@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.harness import report
 from benchmarks.router.loads import LOADS, POLICIES
-from benchmarks.router.simulated_engines import Simulation, Speed
-from kvferry.cli.plan.handover import Deployment, Pair
+from benchmarks.router.simulated_engines import Handover, Simulation, Speed
+from kvferry.cli.plan.handover import Deployment, Pair, plan_handover
 from kvferry.cli.plan.model import model_shape
-from kvferry.cli.plan.time_model import default_calibration, handover_of
+from kvferry.cli.plan.time_model import default_calibration, work_of
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -85,11 +86,22 @@ SIMULATED = [
 ]
 
 
+def handover_over(link: str) -> Handover:
+    plane, slot, bytes_per_second = LINKS[link]
+    pair = Pair(model_shape(LLAMA, "auto"), Deployment(), Deployment(), slot)
+    costs = default_calibration().costs(plane)
+
+    @cache
+    def times(tokens: int) -> tuple[float, float]:
+        work = work_of(plan_handover(pair, tokens), costs, bytes_per_second)
+        return costs.each_seconds + work.seconds, costs.fixed_seconds
+
+    return times
+
+
 def simulate() -> Iterator[dict[str, Any]]:
     for case in SIMULATED:
-        plane, slot, bytes_per_second = LINKS[case.link]
-        pair = Pair(model_shape(LLAMA, "auto"), Deployment(), Deployment(), slot)
-        handover = handover_of(pair, default_calibration().costs(plane), bytes_per_second)
+        handover = handover_over(case.link)
         trace = LOADS[case.load](case.rate, part=case.part)
         found = {
             policy: Simulation(policy, *case.engines, SPEEDS[case.speeds], handover).run(trace)

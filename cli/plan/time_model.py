@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from math import ceil, exp, inf, log, sqrt
 from typing import Annotated
@@ -155,13 +154,3 @@ def prompt_plan(pair: Pair, tokens: int, costs: PlaneCosts, link: float, prefill
     prefill = tokens / prefill_rate
     p95 = seconds * costs.p95_ratio
     return PromptPlan(tokens, messages, nbytes, seconds, p95, prefill, share=seconds / (seconds + prefill))
-
-
-def handover_of(pair: Pair, costs: PlaneCosts, link: float) -> Callable[[int], tuple[float, float]]:
-    """The times of a hand-over by its tokens, as ``Fleet`` needs them."""
-
-    @lru_cache(maxsize=1 << 20)
-    def times(tokens: int) -> tuple[float, float]:
-        return costs.each_seconds + work_of(plan_handover(pair, tokens), costs, link).seconds, costs.fixed_seconds
-
-    return times

@@ -33,8 +33,8 @@ STAND_INS = (
     "curl", "docker", "git", "kubectl", "kvferry", "ls", "make", "pip", "pre-commit", "python", "python3", "ray", "scp",
     "serve", "sudo", "vllm",
 )  # fmt: skip
-RUN = (["kvferry", "plan"], ["kvferry", "keygen"], ["kvferry", "doctor"], ["-m", "kvferry.cli.plan.trace"])
-"""What is run, besides curl: programs with their first argument, and modules of Python. Nothing asks a peer."""
+RUN = (["kvferry", "plan"], ["kvferry", "keygen"], ["kvferry", "doctor"])
+"""What is run, besides curl: programs with their first argument. Nothing asks a peer."""
 ADDED = {"doctor": ["--no-self-test"]}
 """Its self-test takes half a minute and has tests of its own."""
 

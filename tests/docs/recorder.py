@@ -28,7 +28,7 @@ def main() -> int:
     if program == "sudo":
         os.execvp(arguments[0], arguments)
     environment = {name: value for name, value in os.environ.items() if name not in told["environment"]}
-    runs = ([program, *arguments[:1]] in told["run"] or arguments[:2] in told["run"]) and "--peer" not in arguments
+    runs = [program, *arguments[:1]] in told["run"] and "--peer" not in arguments
     call = {
         "program": program, "arguments": arguments, "folder": os.getcwd(), "environment": environment,
         "was_run": runs or program == "curl",
@@ -42,9 +42,8 @@ def main() -> int:
             arguments = [argument.replace(shown, real) for argument in arguments]
         os.execv(told["curl"], ["curl", "--fail", *arguments])
     elif runs:
-        module = ["kvferry.cli.main", *arguments] if program == "kvferry" else arguments[1:]
         order = {
-            "args": [*module, *told["added"].get(arguments[0], [])],
+            "args": ["kvferry.cli.main", *arguments, *told["added"].get(arguments[0], [])],
             "cwd": os.getcwd(),
             "environ": dict(os.environ),
         }

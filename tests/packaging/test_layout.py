@@ -129,7 +129,7 @@ def test_the_router_and_the_commands_beside_it_need_no_package_of_an_engine(tmp_
     assert command("keygen", str(tmp_path / "key"))[0] == 0 and (tmp_path / "key").exists()
     status, said = command("doctor")
     assert status == 1 and re.search("fault +torch ", said) and "Traceback" not in said
-    for words in (["bench"], ["plan", "--model", "m"]):
+    for words in (["bench"], ["plan", "--model", "m", "--prefill-tokens-per-second", "9"]):
         status, said = command(*words)
         assert status == 2 and re.fullmatch(r"kvferry: .* needs \w+: pip install 'kvferry\[engine\]'\n", said), said
 

@@ -14,11 +14,9 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
-from kvferry.cli.main import app
+from kvferry.cli.main import OF_A_FLEET, app
 from kvferry.cli.plan.command import PlanResult, bytes_per_second
 from kvferry.cli.plan.time_model import Calibration, PlaneCosts
-from kvferry.cli.plan.trace import main as trace_main
-from kvferry.cli.plan.trace import synthetic_trace, trace_lines
 from kvferry.transport.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,16 +30,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(b"".join(trace_lines(synthetic_trace(60, 60.0, 2))))
-    return path
-
-
-def plan(model: Path, *options: str, rate: str | None = "20000") -> Result:
-    given = () if rate is None else ("--prefill-tokens-per-second", rate)
-    return CliRunner().invoke(app, ["plan", "--model", str(model), *given, *options], env={"COLUMNS": "160"})
+def plan(model: Path, *options: str) -> Result:
+    given = ["plan", "--model", str(model), "--prefill-tokens-per-second", "20000", *options]
+    return CliRunner().invoke(app, given, env={"COLUMNS": "160"})
 
 
 def test_the_plan_of_two_deployments(model: Path) -> None:
@@ -51,10 +42,10 @@ def test_the_plan_of_two_deployments(model: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "pp0 tp1" in done.output and "524.29" in done.output and "share of TTFT" in done.output
     result = msgspec.json.decode(out.read_bytes(), type=PlanResult)
-    assert result.form == "kvferry-plan-1" and result.plane == "tcp/host" and result.link_bytes_per_second == 12.5e9
+    assert result.form == "kvferry-plan-2" and result.plane == "tcp/host" and result.link_bytes_per_second == 12.5e9
     assert [prompt.tokens for prompt in result.prompts] == [1000, 8000]
     assert [prompt.nbytes for prompt in result.prompts] == [1000 * 131072, 8000 * 131072]
-    assert [read.p for read in result.reads] == [(0, 0), (0, 1)] and result.fleet is None
+    assert [read.p for read in result.reads] == [(0, 0), (0, 1)]
     long = result.prompts[1]
     assert long.messages == sum(read.messages for read in result.reads) > 0
     assert long.seconds > long.nbytes / 12.5e9 and long.p95_seconds >= long.seconds
@@ -119,16 +110,6 @@ def test_the_index_of_sparse_attention_is_shown_with_its_blocks(model: Path) -> 
     assert "D: block size 16, the index" in plan(model, "--d-block-size", "16").stderr
 
 
-def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
-    few = plan(model, "--trace", str(trace), "--step-ms", "10", "--p-engines", "1", "--d-engines", "1", "--ttft", "0.1")
-    assert few.exit_code == 1 and few.stderr.count("\n") == 1 and "does not meet the targets" in few.stderr
-    found = plan(model, "--trace", str(trace), "--step-ms", "10", "--ttft", "4")
-    assert found.exit_code == 0 and "TTFT p95" in found.output
-    assert re.search(
-        r"^Fewest engines for TTFT 4 s and TPOT 0.05 s at percentile 95: \d+ P, \d+ D$", found.output, re.M
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -139,26 +120,16 @@ def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
         (["--model", ""], "kvferry: --model is empty; name the config.json of a model, or its folder"),
         (["--plane", "tcp"], "(did you mean 'tcp/gpu' or 'tcp/host'?)"),
         (["--plane", "nixl/gpu"], "--plane nixl/gpu has not been measured: give --link, or --calibration"),
-        (["--trace", "text.txt", "--step-ms", "10"], "text.txt: line 1 is no request of a trace: no JSON"),
-        (["--step-ms", "10"], "--step-ms is given without --trace"),
         (["--d-pp", "33"], "D: PP 33 is outside 1..32"),
         (["--link", "fast"], "--link 'fast' is no rate"),
         (["--prefill-tokens-per-second", "-1"], "--prefill-tokens-per-second is -1"),
         (["--calibration", "config.json"], "config.json: no calibration"),
-        (["--trace", "nowhere", "--step-ms", "10"], "nowhere cannot be read"),
-        (["--trace", "trace.jsonl"], "--trace needs --step-ms"),
-        (["--trace", "trace.jsonl", "--step-ms", "10", "--p-engines", "3"], "only one of --p-engines and --d-engines"),
-        (["--trace", "trace.jsonl", "--step-ms", "10", "--p-engines", "0", "--d-engines", "1"], "a fleet of 0 P"),
-        (["--trace", "trace.jsonl", "--step-ms", "10", "--tpot", "0.001"], "no fleet of up to"),
-        (["--trace", "trace.jsonl", "--step-ms", "10", "--p-cache-tokens", "64"], "give a larger --p-cache-tokens"),
         (["--json", "no/such/folder.json"], "no/such/folder.json cannot be written"),
+        *(([option, "1"], "are gone: give --prefill-tokens-per-second, and find") for option in OF_A_FLEET),
     ],
 )
-def test_errors_have_one_line(
-    model: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
+def test_errors_have_one_line(model: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str) -> None:
     monkeypatch.chdir(model)
-    (model / "text.txt").write_text("some text\n")
     done = plan(model, *options)
     assert done.exit_code == 2, done.output
     assert done.stdout == ""
@@ -181,17 +152,6 @@ def test_rates() -> None:
     for text in ("", "0GB/s", "-1GB/s", "12.5", "12.5b", "50GB", "12.5GiB/s", "nanGB/s", "1" * 400 + "GB/s", "10P"):
         with pytest.raises(ConfigError, match="is no rate"):
             bytes_per_second(text)
-
-
-@pytest.mark.parametrize(("option", "value"), [("--count", "-3"), ("--seconds", "0")])
-def test_a_trace_of_nothing_is_one_line(
-    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["trace", option, value])
-    with pytest.raises(SystemExit) as ended:
-        trace_main()
-    assert ended.value.code == 2
-    assert capsys.readouterr() == ("", f"kvferry: {option} is {value}, expected a number above 0\n")
 
 
 def test_the_page_names_every_key_of_a_calibration() -> None:

@@ -1,4 +1,5 @@
-"""Targets and ratios of the engine benchmarks: the committed ones are those of the committed rows."""
+"""Targets and ratios of the engine benchmarks: the committed ones are those of the committed rows. The prefix cache of
+simulated engines."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.engines import busy, busy_turns, streaming_pair
 from benchmarks.harness.streaming_picture import streaming_picture
+from benchmarks.router.simulated_engines import PrefixCache
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -55,3 +59,30 @@ def test_p_holds_a_prompt_of_each_length_in_its_kv(kv_gib: int) -> None:
     held = sum(tokens * count for tokens, count in counts.items()) + 2 * 8001  # whose bytes are compared
     assert held * plan["setup"].spec.kv_bytes_per_token < kv_gib << 30
     assert counts[2001] == plan["pairs"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), max_size=60), st.integers(5, 12))
+def test_leased_blocks_stay_and_the_bound_holds(work: list[tuple[int, int]], capacity: int) -> None:
+    """Prompts of three trees take and return leases; a model of sets says what must be there."""
+    cache = PrefixCache(capacity)
+    leases: list[tuple[list[int], int]] = []
+    for tree, length in work:
+        blocks = [100 * (tree % 3) + n for n in range(length)]
+        if tree > 3 and leases:
+            cache.release(*leases.pop(0))
+        elif cache.lease(blocks, tree % 2):
+            leases.append((blocks, tree % 2))
+        else:
+            held = {block for others, _ in leases for block in others}
+            assert len(held | set(blocks)) + sum(private for _, private in leases) + tree % 2 > capacity
+        held = {block for others, _ in leases for block in others}
+        assert cache.num_leased == len(held) + sum(private for _, private in leases) <= capacity
+        assert all(cache.matched(others) == len(others) for others, _ in leases)
+
+
+def test_a_block_that_is_leased_again_takes_no_second_place() -> None:
+    cache = PrefixCache(2)
+    for block in (5, 1):
+        assert cache.lease([block], 0)
+        cache.release([block], 0)
+    assert cache.lease([1], 0) and cache.matched([5]) == 1
