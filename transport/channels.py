@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -197,28 +197,16 @@ class Copy:
     for copies that take long; 0 where the plane does not count. ``on_stream``: the copy is part of the stream of
     copies of the rank's device, so that the engine's device can wait for it; a plane's own copies are not.
     ``ended_at``: when it was seen to end, by ``time.monotonic``; 0 where nobody noted it.
-
-    A copy of a load inside a step may be cut in ``portions``, which come one after the other, so that the step need
-    not wait for all of it. ``events``: the end of each portion on the device, for a copy that is ``on_stream``.
-    ``ends``: for another copy, the value of ``moved`` at the end of each portion.
+    ``event``: its end on the device, where it is ``on_stream`` and known.
     """
 
-    __slots__ = ("done", "ended_at", "ends", "error", "events", "moved", "on_stream", "peer_lost")
+    __slots__ = ("done", "ended_at", "error", "event", "moved", "on_stream", "peer_lost")
 
     def __init__(self, *, done: bool = False, on_stream: bool = False) -> None:
         self.done, self.on_stream = done, on_stream
         self.error, self.peer_lost = "", False
         self.moved, self.ended_at = 0, 0.0
-        self.ends: Sequence[int] = ()
-        self.events: Sequence[Event] = ()
-
-    @property
-    def portions(self) -> int:
-        return max(1, len(self.events), len(self.ends))
-
-    def has_ended(self, portion: int) -> bool:
-        """Whether a portion and those before it are in place, or never will be. Not for a copy on a stream."""
-        return self.done or (portion < len(self.ends) and self.moved >= self.ends[portion])
+        self.event: Event | None = None
 
 
 class PageRead(ABC):
@@ -240,9 +228,6 @@ class PullChannel(Channel):
     """D's end of a PULL channel, from one rank of P. The plane's ``progress`` completes the copies."""
 
     pulls: ClassVar[Literal[True]] = True
-    in_order: ClassVar[bool] = False
-    """Whether its copies move the ``byte_ranges`` of a read one after the other, and ``Copy.moved`` counts the bytes
-    from the first one on. Then a step need not wait for the whole copy."""
     process: PeerProcess | None = None
     """P's process, where the channel reads a process of this host. D checks at the handshake that it is at the other
     end of its control connection, and before a load counts that it has not ended: what was read by its number was then

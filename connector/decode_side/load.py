@@ -74,8 +74,8 @@ class Loads:
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
-    def begin(self, load: Load, now: float, *, alone: bool = False, layer_order: Sequence[str] = ()) -> None:
-        """Start a hand-over. ``alone``: no other hand-over is about to begin. ``layer_order``: see ``ActiveLoad``."""
+    def begin(self, load: Load, now: float, *, alone: bool = False) -> None:
+        """Start a hand-over. ``alone``: no other hand-over is about to begin."""
         for lease in _leases(load):
             with suppress(KVFerryError):  # an attempt at this P finds the same
                 self._renewals.keep(lease.token, lease.peer, load.request_id, now)
@@ -97,7 +97,7 @@ class Loads:
         state = first_attempt(count, peers, planes, self._rank_context.settings, now, inside=load.now, once=once)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         alone = alone and not load.now
-        active_load = ActiveLoad(load, load, Lifetime(LOAD, state, now), started, ids, alone, layer_order)
+        active_load = ActiveLoad(load, load, Lifetime(LOAD, state, now), started, ids, alone)
         if load.traceparent:
             active_load.phases.append((started, state.phase.value))
         self.running[active_load] = None
@@ -264,7 +264,7 @@ class Loads:
         sources = self._sources(active_load.load, now, redial=True)
         state = next_attempt(before, len(sources) if isinstance(sources, list) else 1, now)
         active_load.lifetime = Lifetime(LOAD, state, now)
-        active_load.alone, active_load.layer_order = False, ()
+        active_load.alone = False
         active_load.nbytes, active_load.copied_at, active_load.granted_at = 0, 0.0, 0.0
         active_load.joins_after = active_load.begun_at = math.inf
         if active_load.phases:
@@ -288,13 +288,10 @@ class Loads:
                 self._reads.end(read)
 
     def _report_begun(self, active_load: ActiveLoad, now: float) -> None:
-        """Report, once, that all copies are under way: the engine can wait for them. From then on report that they have
-        moved bytes."""
-        if active_load.lifetime.state.phase is not LoadPhase.MOVING:
+        """Report, once, that all copies are under way: the engine can wait for them."""
+        if active_load.lifetime.state.phase is not LoadPhase.MOVING or active_load.begun:
             return
-        if active_load.begun:
-            self._results.moved()
-        elif not all(read.all_begun for read in active_load.reads):
+        if not all(read.all_begun for read in active_load.reads):
             left = max(read.seconds_left(now) for read in active_load.reads)
             if left < math.inf and active_load.load.step_tokens and not active_load.load.now:
                 self._results.foreseen(active_load.original, left + active_load.joins_after)

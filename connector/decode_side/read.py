@@ -18,7 +18,7 @@ import msgspec
 from kvferry.connector.decode_side.link import Link, LinkPhase, Reason
 from kvferry.connector.decode_side.load_state import LoadEffect, LoadEvent, LoadEventKind, LoadState
 from kvferry.connector.decode_side.renew import LeaseRenewals
-from kvferry.connector.decode_side.span_read import Side, SpanRead, cut_read
+from kvferry.connector.decode_side.span_read import Side, SpanRead
 from kvferry.connector.geometry.byte_ranges import pages_of
 from kvferry.connector.geometry.rank_geometry import KEEPS_ALL, RegionGeometry
 from kvferry.connector.geometry.read_plan import STREAM_MESSAGES, PlannedSpan, in_windows, part_bytes
@@ -72,8 +72,6 @@ class ActiveLoad(msgspec.Struct, eq=False):
     """Kernel block ids per region."""
     alone: bool = False
     """No other hand-over began in the same step."""
-    layer_order: Sequence[str] = ()
-    """The layers in the order in which the step waits for them; empty where it waits for all of them together."""
     begun: bool = False
     """The engine knows that all copies are under way; only for a load inside a step, or one that is reported early."""
     joins_after: float = math.inf
@@ -542,13 +540,7 @@ class Reads:
         channel = read.link.channel
         assert channel is not None and channel.pulls
         sides = [self._sides(read, planned, grant) for planned in read.planned]
-        portions = [sides]
-        if order := read.active_load.layer_order:
-            portions = cut_read(self._caches, read.planned, sides, partial(self._sides, read, grant=grant), order)
-        request = SpanRead(self._caches, portions, alone=self._alone(read))
-        copy = channel.read(request)
-        if len(portions) > 1 and channel.in_order and not copy.on_stream:
-            request.note_ends(copy)
+        copy = channel.read(SpanRead(self._caches, sides, alone=self._alone(read)))
         return self.begin_write(PageWrite(read, copy, sum([self._caches.nbytes(box) for box, _ in sides])), now)
 
     def _sides(self, read: SourceRead, planned: PlannedSpan, grant: messages.Grant) -> Side:
@@ -702,7 +694,7 @@ class Reads:
                 self._moving = True
                 if not read.stopped:
                     self.count(read, write.seen - (before or 0))
-                    read.awaitable |= write.copy.has_ended(0)  # it is the read's only copy
+                    read.awaitable |= write.copy.done  # it is the read's only copy
                     yield read.active_load, PROGRESS
 
     def finished_writes(self, now: float) -> Iterator[Happening]:

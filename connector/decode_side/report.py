@@ -58,11 +58,6 @@ class Results:
         if any([outcome.foreseen(load, seconds) for outcome in self.outcomes]):
             self.ready.set()  # a thread that waits may have to wait for less
 
-    def moved(self) -> None:
-        """A copy that is under way has moved bytes."""
-        for outcome in self.outcomes:
-            outcome.moved()
-
     def finished(self, finished: FinishedLoad) -> None:
         """A load has ended. The outcome of its step takes that too."""
         self._add(self.loads, finished)

@@ -424,8 +424,7 @@ class PostedPlans:
             ready = plan.loads if self._copies_wait(posted.event, plan.loads, now) else ()
             alone = len(ready) == 1 and not self.posted
             for load in ready:
-                order = outcome.layer_order if outcome is not None and load.now else ()
-                begin = partial(loads.begin, load, now, alone=alone, layer_order=order)
+                begin = partial(loads.begin, load, now, alone=alone)
                 self._try(load, begin, partial(loads.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))

@@ -99,7 +99,6 @@ class WorkerHalf:
         self._watched: dict[str, StepOutcome] = {}  # of loads beside the steps that may be reported early
         self._early: dict[str, StepOutcome] = {}  # of those that were, until a step joins them
         self._joined: tuple[int, list[StepOutcome]] = (0, [])  # by the last step that has joined loads
-        self._layers: frozenset[str] = frozenset()  # those with caches of their own
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = self._waited = False
@@ -141,7 +140,6 @@ class WorkerHalf:
         """Begin a life of this rank: a new incarnation, at a port that may be another one."""
         settings, info = self._settings, self._info
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places, drafts)
-        self._layers = frozenset(layer for region in caches.geometry.regions for layer in region.layers)
         raise_file_limit()
         keys = load_keys(settings)
         port = settings.side_channel_port and settings.side_channel_port + info.port_offset
@@ -262,8 +260,7 @@ class WorkerHalf:
         hold.outcome = outcome = None
         joined = self.join(plan) if plan.joins else []
         if inside or joined:
-            order = hold.layer_order if inside else ()
-            hold.outcome = outcome = self._outcome(thread, inside, layer_order=order, joined=joined)
+            hold.outcome = outcome = self._outcome(thread, inside, joined=joined)
         beside = [load for load in ours.loads if not load.now] if inside else ours.loads
         for load in beside if self._early else ():  # of a load that was lost while the engine slept
             self._early.pop(load.request_id, None)
@@ -354,19 +351,10 @@ class WorkerHalf:
         assert self._transfer_thread is not None
         self._transfer_thread.post(StepPlan(decode_engine=self._decode_engine, cancels=late))
 
-    @property
-    def computes_with_loads(self) -> bool:
-        """Whether the step that was posted computes with loads."""
-        return self.step_hold.outcome is not None
-
-    def begin_step(self, *, by_layer: bool = False) -> None:
+    def begin_step(self) -> None:
         """Hold the step back until its forward may begin, as ``StepHold.begin``."""
         if self.step_hold.outcome is not None:
-            self.step_hold.begin(self._copies, by_layer=by_layer)
-
-    def finish_forward(self) -> None:
-        """The forward has been launched."""
-        self.step_hold.finish_forward(self._layers)
+            self.step_hold.begin(self._copies)
 
     def take_outcome(self) -> StepOutcome | None:
         """What becomes of the loads that this step computes with; ``None`` where there are none. Must be final before

@@ -132,21 +132,19 @@ class RankCaches:
         brief = staging == self.device and self.nbytes(box) <= limit
         return WaitPolicy.UNTIL_DONE if alone and brief else WaitPolicy.NONE
 
-    def fetch(self, portions: Sequence[Sequence[tuple[PageBox, Pages]]], *, alone: bool = False) -> Copy:
-        """Copy a peer's pages, which are mapped in this process, to boxes of our pages, each in one pass, and one
-        portion after the other."""
+    def fetch(self, boxes: Sequence[tuple[PageBox, Pages]], *, alone: bool = False) -> Copy:
+        """Copy a peer's pages, which are mapped in this process, to boxes of our pages, each in one pass."""
 
-        def enqueue(boxes: Sequence[tuple[PageBox, Pages]]) -> None:
+        def enqueue() -> None:
             for box, theirs in boxes:
                 self._copy(self.pages(box), theirs, box, over_link=True)
 
         wait = WaitPolicy.NONE
-        if alone and sum(self.nbytes(box) for boxes in portions for box, _ in boxes) <= BRIEF_BYTES:
+        if alone and sum(self.nbytes(box) for box, _ in boxes) <= BRIEF_BYTES:
             wait = WaitPolicy.UNTIL_DONE
         elif alone and self.copies.idle:
             wait = WaitPolicy.BOUNDED
-        first, *more = [partial(enqueue, boxes) for boxes in portions]
-        return self.copies.start(first, wait, more)
+        return self.copies.start(enqueue, wait)
 
     def warm_up(self, *, checksum: bool = False) -> None:
         """Allocate the memory that launches need. Compile the kernels by copies that change no page. Blocks.

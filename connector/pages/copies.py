@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -83,18 +83,11 @@ class Copies:
         self.on_done: Callable[[], None] = lambda: None
         """Called, from any thread, at the end of each copy that was not done when ``start`` returned."""
 
-    def start(
-        self,
-        enqueue: Callable[[], None],
-        wait: WaitPolicy = WaitPolicy.NONE,
-        portions: Sequence[Callable[[], None]] = (),
-    ) -> Copy:
+    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
         """Start a copy. ``enqueue`` launches its kernels; the copy is done when all of them have ended. An error of
         ``enqueue`` is raised here, and then none of its kernels runs any more. ``wait``: whether this call waits for
-        the end of the copy. ``portions``: launch the kernels of the portions after the first one, where the copy is cut
-        in several."""
-        for launch in (enqueue, *portions):
-            launch()
+        the end of the copy."""
+        enqueue()
         return Copy(done=True, on_stream=True)
 
     def start_with_host(
@@ -124,15 +117,9 @@ class Copies:
     def wait_event(self, event: DeviceEvent) -> None:
         """Copies that are started from now on wait for ``event``."""
 
-    def make_engine_wait(self, event: DeviceEvent | None = None) -> None:
-        """Work that the engine's thread launches from now on waits for ``event``, or until no copy that was started
-        before touches pages. Some thousand kernels may wait; with more, their launch waits too. The engine's thread
-        calls this."""
-
-    @property
-    def engine_stream(self) -> int:
-        """The stream on which the calling thread launches; one number for all where there are no streams."""
-        return 0
+    def make_engine_wait(self, event: DeviceEvent) -> None:
+        """Work that the engine's thread launches from now on waits for ``event``. Some thousand kernels may wait; with
+        more, their launch waits too. The engine's thread calls this."""
 
     def synchronize(self) -> None:
         """Block until all copies that were started before have ended."""
@@ -172,31 +159,20 @@ class GpuCopies(Copies):
     def sms(self) -> int | None:  # type: ignore[override]
         return None if self.idle else self._sms
 
-    def start(
-        self,
-        enqueue: Callable[[], None],
-        wait: WaitPolicy = WaitPolicy.NONE,
-        portions: Sequence[Callable[[], None]] = (),
-    ) -> Copy:
-        return self._start(enqueue, wait, portions, self._handle)
+    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
+        return self._start(enqueue, wait, self._handle)
 
-    def _start(
-        self, enqueue: Callable[[], None], wait: WaitPolicy, portions: Sequence[Callable[[], None]], last: int
-    ) -> Copy:
+    def _start(self, enqueue: Callable[[], None], wait: WaitPolicy, last: int) -> Copy:
         """``last``: the stream on which the copy ends."""
         self._bind()
         copy, event = Copy(on_stream=True), self._events.pop() if self._events else cuda.Event()
-        events: list[DeviceEvent] = []
         try:
             enqueue()
-            for launch in portions:
-                events.append(self._mark())
-                launch()
         except BaseException:
             self.synchronize()  # some of the kernels may have been launched
             raise
         event.record(last)
-        copy.events = (*events, event)  # recorded again once the copy has ended: who waits for it then, waits longer
+        copy.event = event  # recorded again once the copy has ended: who waits for it then, waits longer
         if wait is WaitPolicy.NONE or not (self._unhindered and self._await(copy, event, wait.value)):
             self._last = copy
             self._started.put((copy, event))
@@ -219,7 +195,7 @@ class GpuCopies(Copies):
 
         def enqueue() -> None:
             if bounce.last is not None and not bounce.last.done:
-                bounce.last.events[-1].make_stream_wait(first)
+                bounce.last.event.make_stream_wait(first)
             if to_host:
                 launch(memory)
             else:
@@ -231,7 +207,7 @@ class GpuCopies(Copies):
             else:
                 launch(memory)
 
-        bounce.last = self._start(enqueue, wait, (), last)
+        bounce.last = self._start(enqueue, wait, last)
         return bounce.last
 
     def _bounce(self, nbytes: int) -> Bounce | None:
@@ -305,19 +281,9 @@ class GpuCopies(Copies):
         self._behind = event
         event.make_stream_wait(self._handle)
 
-    def _mark(self) -> DeviceEvent:
-        """The copies, and the kernels of a copy, that were started before."""
-        event = DeviceEvent()
-        event.record(self._handle)
-        return event
-
-    def make_engine_wait(self, event: DeviceEvent | None = None) -> None:
+    def make_engine_wait(self, event: DeviceEvent) -> None:
         with cuda.device_guard(self.device):
-            (event or self._mark()).make_stream_wait(cuda.current_stream(self.device))
-
-    @property
-    def engine_stream(self) -> int:
-        return cuda.current_stream(self.device)
+            event.make_stream_wait(cuda.current_stream(self.device))
 
     def synchronize(self) -> None:
         self._stream.synchronize()

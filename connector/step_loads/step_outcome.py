@@ -37,8 +37,8 @@ class StepLoadPhase(enum.Enum):
     """Of a load inside a step, on one rank::
 
         POSTED ──▶ UNDER_WAY ──▶ STANDS
-           │        │  └───────▶ FAILED
-           └────────┴▶ GIVEN_UP ───▲
+           │           └───────▶ FAILED
+           └─▶ GIVEN_UP ───────────▲
 
     In UNDER_WAY all copies are under way, or have ended, and the device waits for them. The engine launches the forward
     once no load of the step is POSTED. A load that the engine has given up fails whatever its copies do. STANDS and
@@ -61,8 +61,6 @@ class StepLoadEvent(enum.Enum):
     """The load has ended, and its tokens are not in the blocks."""
     GAVE_UP = "EngineGaveUp"
     """The engine launches the forward now, whether the copies are under way or not."""
-    TOO_EARLY = "ComputedTooEarly"
-    """The forward has computed with a layer before its copies ended."""
     THREAD_ENDED = "ThreadEnded"
     """The transfer thread is gone, and has reported nothing of the load."""
 
@@ -71,14 +69,10 @@ FINAL = (StepLoadPhase.STANDS, StepLoadPhase.FAILED)
 _P, _E = StepLoadPhase, StepLoadEvent
 _UNTIL_ITS_END: dict[enum.Enum, StepLoadPhase] = {_E.FAILED: _P.FAILED, _E.THREAD_ENDED: _P.FAILED}
 MOVES: Moves[StepLoadPhase] = {
-    _P.POSTED: {
-        **_UNTIL_ITS_END, _E.BEGUN: _P.UNDER_WAY, _E.ARRIVED: _P.STANDS, _E.GAVE_UP: _P.GIVEN_UP,
-        _E.TOO_EARLY: _P.GIVEN_UP,
-    },
-    _P.UNDER_WAY: {**_UNTIL_ITS_END, _E.ARRIVED: _P.STANDS, _E.TOO_EARLY: _P.GIVEN_UP},
+    _P.POSTED: {**_UNTIL_ITS_END, _E.BEGUN: _P.UNDER_WAY, _E.ARRIVED: _P.STANDS, _E.GAVE_UP: _P.GIVEN_UP},
+    _P.UNDER_WAY: {**_UNTIL_ITS_END, _E.ARRIVED: _P.STANDS},
     _P.GIVEN_UP: {**_UNTIL_ITS_END, _E.ARRIVED: _P.FAILED},  # copies that begin now, begin too late
-    _P.STANDS: {_E.TOO_EARLY: _P.FAILED},
-}  # fmt: skip
+}
 
 
 @dataclass(slots=True)
@@ -99,15 +93,12 @@ class StepOutcome:
         alive: Callable[[], bool],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
-        layer_order: Sequence[str] = (),
         changed: threading.Condition | None = None,
         joined: Sequence[StepOutcome] = (),
     ) -> None:
         """``loads``: as they are posted to the transfer thread. ``alive``: whether that runs. ``wake``: ends its
-        ``wait`` of ``yield_to_engine``. ``clock``: seconds, for the histories. ``layer_order``: the layers in the order
-        in which the forward is expected to wait for them, one by one; empty where it is not. ``joined``: of loads that
-        were begun beside the steps, and with which this step computes, too; all with the same ``changed``."""
-        self.layer_order = layer_order
+        ``wait`` of ``yield_to_engine``. ``clock``: seconds, for the histories. ``joined``: of loads that were begun
+        beside the steps, and with which this step computes, too; all with the same ``changed``."""
         self._alive, self._wake, self._clock = alive, wake, clock
         self._changed = changed or threading.Condition()
         self._loads = [_StepLoad(load, Phases(MOVES, StepLoadPhase.POSTED, clock())) for load in loads]
@@ -136,11 +127,6 @@ class StepOutcome:
         if self.concerns(load):
             self.due = self._clock() + seconds
         return self.due < before
-
-    def moved(self) -> None:
-        """A copy that is under way has moved bytes."""
-        with self._changed:
-            self._changed.notify_all()
 
     def ended(self, load: Load, failed: LoadFailure = "") -> None:
         """A load has ended, and nothing writes its blocks any more. A load of another step is ignored. ``failed``: as
@@ -188,15 +174,6 @@ class StepOutcome:
         """Wait until no load is POSTED, or until the thread has ended; at most ``seconds``. Returns whether none is."""
         return self._wait_for(lambda: not self.waiting, seconds)
 
-    def wait_moved(self, portions: Sequence[tuple[Copy, int]], seconds: float) -> bool:
-        """Wait until each of ``portions``, a copy and the number of its portion, has ended, or no load is UNDER_WAY; at
-        most ``seconds``. Returns whether that is so."""
-
-        def ended() -> bool:
-            return all(copy.has_ended(portion) for copy, portion in portions) or not self._in(StepLoadPhase.UNDER_WAY)
-
-        return self._wait_for(ended, seconds)
-
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
             if not self._changed.wait_for(condition, min(seconds, LOOK_SECONDS)) and not self._alive():
@@ -209,14 +186,6 @@ class StepOutcome:
             waiting = self.waiting
             self._all(StepLoadEvent.GAVE_UP)
             return waiting
-
-    def spoil(self) -> tuple[str, ...]:
-        """The forward has computed with a layer before its copies ended: all loads fail, whatever their copies do.
-        Returns, at the first call, the requests whose loads have not ended."""
-        with self._changed:
-            late = self._in(StepLoadPhase.UNDER_WAY)
-            self._all(StepLoadEvent.TOO_EARLY)
-            return late
 
     @property
     def waiting(self) -> tuple[str, ...]:

@@ -451,19 +451,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._shared_loads = self._shared_loads or SharedLoads(store_of(get_kv_transfer_group(), self), working)
             self._shared_loads.begin(connector_metadata.shared)
         self._post(plan)
-        working.begin_step(by_layer=working.computes_with_loads and compat.waits_by_layer())
+        working.begin_step()
         prefills = working.prefills
         # With micro-batches or a draft model a layer may run more than once in a step.
         self._prefills = prefills if plan.prefill_chunks and self._layers_run_once else None
 
-    def finish_forward(self) -> None:
-        """The V2 model runner calls this after the forward; where it is not called, ``_finish_step`` comes."""
-        self._working.finish_forward()
-
     def _finish_step(self) -> StepResults:
         working = self._working
-        if working.step_hold.layer_waits is not None:
-            working.finish_forward()
         return self._await_results() if self._seen_at_once else (self._shared_loads or working).take_results()
 
     def _await_results(self) -> StepResults:
@@ -520,8 +514,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """vLLM calls this before the attention of each layer, but for CUDA graphs of the whole forward."""
-        if self._worker is not None and (waits := self._worker.step_hold.layer_waits) is not None:
-            waits.layer(layer_name)
         if self._worker is not None and self._prefills is not None:
             self._prefills.layer_begins()
 

@@ -128,7 +128,7 @@ def _copy_share(pid: int, ranges: ByteRanges) -> None:
 
 
 class CmaCopy(Copy):
-    """A copy of ``left``, of which each turn of the plane copies ``TURN_BYTES``, or less to the end of a portion."""
+    """A copy of ``left``, of which each turn of the plane copies ``TURN_BYTES``."""
 
     __slots__ = ("channel", "left", "pid")
 
@@ -141,11 +141,8 @@ class CmaCopy(Copy):
     def turn(self) -> None:
         """Copy the next ``TURN_BYTES``, on this thread and the helpers."""
         assert self.left is not None
-        nbytes = TURN_BYTES
-        if self.ends:
-            nbytes = min(nbytes, next(end - self.moved for end in self.ends if end > self.moved))
         try:
-            now, self.left = self.left.split(nbytes)
+            now, self.left = self.left.split(TURN_BYTES)
             copy_ranges(self.pid, now)
         except Exception as error:  # only this copy fails, not the plane
             self.peer_lost = isinstance(error, TransportError)
@@ -162,8 +159,6 @@ class CmaCopy(Copy):
 
 class CmaChannel(ProcessChannel):
     """D's end."""
-
-    in_order: ClassVar[bool] = True
 
     def __init__(self, plane: CmaPlane, process: PeerProcess) -> None:
         super().__init__(plane.name, process)
