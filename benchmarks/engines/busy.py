@@ -2,7 +2,6 @@
 
     python benchmarks/engines/busy.py [--json FILE] [--only kvferry] [--sequences 32] [--tokens 2001 8001]
     python benchmarks/engines/busy.py --vary hold=0 hold=0.01 --sequences 8 32 128 --tokens 8001 32001
-    python benchmarks/engines/busy.py --vary portions=1 portions=4 --cudagraph-mode PIECEWISE --tokens 8001 32001
     python benchmarks/engines/busy.py --device cpu --json FILE         # KVFerry alone, a tiny model, to try it out
 
 Two GPUs of one host, two engines per connector, P on the first GPU and D on the second (``--gpus 0 0``: both on one),
@@ -17,8 +16,7 @@ prefix cache and has answered before D is asked; of a length that would fill thi
 samples.
 
 ``--vary``: KVFerry alone, with each of these in turn, on the same engines: ``hold=SECONDS`` is ``step_hold_seconds``,
-``portions=N`` cuts a load inside a step into at most so many portions, and with ``early=0`` no load is reported before
-its end.
+and with ``early=0`` no load is reported before its end.
 
 All times are taken in D's engine process, see ``busy_probe.py``; HTTP is in none of them. The gaps of the others are
 those within one period after a hand-over (``gap``), after a local hit (``local_gap``), and before all of them

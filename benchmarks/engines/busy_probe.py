@@ -131,18 +131,14 @@ class ProbedAsyncScheduler(_Probed, AsyncScheduler):
 
 
 def vary(connector: Any, name: str, value: str) -> None:
-    """``hold``: seconds. ``portions``: at most so many; the worker is in this process. ``early``: 0 or 1. Each stays
-    until it is said again."""
-    from kvferry.connector.geometry import portions
+    """``hold``: seconds. ``early``: 0 or 1. Each stays until it is said again."""
     from tests.support.inside import scheduler_half  # not where NIXL's connector is measured
 
     rule = scheduler_half(connector).step_load_rule
     if name == "hold":
         rule.hold_seconds = float(value)
-    elif name == "portions":
-        portions.MAX_PORTIONS = int(value)
     elif value == "0":
-        rule.joins_after = lambda *_: math.inf
+        vars(rule)["joins_after"] = lambda *_: math.inf
     else:
         vars(rule).pop("joins_after", None)
 

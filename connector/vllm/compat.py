@@ -12,13 +12,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 import vllm
-<<<<<<< HEAD
-from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-=======
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorWorkerMetadata
->>>>>>> 492b8058 (wip)
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
@@ -187,24 +181,6 @@ def speaks_for_engine(connector: KVConnectorBase_V1) -> bool:
     return has_kv_transfer_group() and get_kv_transfer_group() is connector
 
 
-<<<<<<< HEAD
-def waits_by_layer() -> bool:
-    """Inside a step, before its forward: whether vLLM will call ``wait_for_layer_load`` before each layer's attention.
-
-    It does so where it runs attention from Python, with its metadata in the forward context: without CUDA graphs, and
-    between the graphs of PIECEWISE. A FULL graph is replayed without these calls; there the V1 model runner names the
-    mode in the forward context, and V2 sets no context (``execute_model`` of both). A micro-batched step calls it for
-    each half, on another stream.
-    """
-    if not is_forward_context_available():
-        return False
-    context = get_forward_context()
-    full = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
-    return context.attn_metadata is not None and not full and not context.ubatch_slices
-
-
-=======
->>>>>>> 492b8058 (wip)
 def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
     """Preempt a running request between two steps, and have vLLM drop its outputs in flight."""
     scheduler.running.remove(request)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.geometry.portions import MAX_PORTIONS
 from tests.support.families import FAMILIES, WINDOW, Family
 from tests.support.kv_bytes import prompt_digest
 from tests.support.served import Pair, complete, differ, prefill_leg, prompt, records, started_pair, tokens_of
@@ -30,7 +29,7 @@ MOST_ATTEMPTS = 40
 def test_family(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     model = family.build(tmp_path / "model")
-    extension = ("--worker-extension-cls", "tests.support.kv_portions.KVPortions")
+    extension = ("--worker-extension-cls", "tests.support.kv_failing.KVFailing")
     options: dict[str, Any] = {
         "dtype": family.dtype, "block_size": BLOCK, "arguments": (*family.arguments, *extension), "kv_bytes": False,
         "extra": {"step_hold_seconds": 1.0},
@@ -41,7 +40,6 @@ def test_family(tmp_path: Path, name: str) -> None:
 
 def of_a_family(pair: Pair, family: Family) -> None:
     prefill, decode = pair.prefill, pair.decode
-    decode.rpc("kv_portions", "1")
     watched = decode.rpc("kv_watch")[0]
     assert (len(watched["layers"]), len(watched["states"])) == (family.layers, family.states)
     for tokens in LENGTHS:
@@ -51,7 +49,7 @@ def of_a_family(pair: Pair, family: Family) -> None:
         alone = complete(decode, ids, cache_salt=f"alone-{tokens}")
         assert not family.exact or tokens_of(answer) == tokens_of(alone), f"{tokens} tokens"
 
-    _check_inside_a_step(pair, watched)
+    _check_inside_a_step(pair)
     _check_one_that_fails_inside_its_step(pair, family)
     if family.states:
         _check_that_a_state_tells_one_token_more(pair, watched["states"])
@@ -63,12 +61,10 @@ def of_a_family(pair: Pair, family: Family) -> None:
     pair.check(prompt(300, 3))
 
 
-def _check_inside_a_step(pair: Pair, watched: dict[str, list[str]]) -> None:
+def _check_inside_a_step(pair: Pair) -> None:
     """D's tokens after a load inside a step are those after one beside the steps, whatever its kernels round: in both
-    cases D computes one token with the same bytes. Inside goes a load of which D expects that it is fast. It comes in
-    portions, for which D's attention layers wait one by one; states are in the first."""
-    ids, tokens, portions = prompt(200, 5), dict[bool, list[list[int]]](), 0
-    wanted = min(len(watched["layers"]) - len(watched["states"]), MAX_PORTIONS)
+    cases D computes one token with the same bytes. Inside goes a load of which D expects that it is fast."""
+    ids, tokens = prompt(200, 5), dict[bool, list[list[int]]]()
     for attempt in range(MOST_ATTEMPTS):
         pair.forget()
         salt: dict[str, Any] = {"cache_salt": f"attempt {attempt}"}
@@ -79,10 +75,9 @@ def _check_inside_a_step(pair: Pair, watched: dict[str, list[str]]) -> None:
         assert differ(of_d, of_p, ids) is None
         (inside,) = [record["inside"] for record in of_d if record["when"] == "loaded"]
         tokens[inside] = tokens_of(answer)
-        portions = max([portions, *pair.decode.rpc("kv_portions_seen")[0]])
-        if len(tokens) == 2 and portions:
+        if len(tokens) == 2:
             break
-    assert tokens[True] == tokens[False] and portions == wanted
+    assert tokens[True] == tokens[False]
 
 
 def _check_one_that_fails_inside_its_step(pair: Pair, family: Family) -> None:

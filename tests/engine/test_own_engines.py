@@ -79,21 +79,6 @@ def test_over_every_plane(shared: SharedEngines, plane: str) -> None:
         pair.check(prompt(tokens, tokens + len(plane)), plane=plane)
 
 
-def test_a_forward_waits_for_a_long_prompt_layer_by_layer(shared: SharedEngines) -> None:
-    """In vLLM's own attention layers: D computes with layers that have come before others."""
-    extension = ["--worker-extension-cls", "tests.support.kv_portions.KVPortions"]
-    extra = {"step_hold_seconds": 1.0}
-    (decode,) = shared.beside("by-layer", kv_bytes=False, arguments=extension, extra=extra)
-    decode.rpc("kv_portions", str(1 << 20))
-    pair = Pair(shared.group, shared.one, decode)
-    for number in range(4):
-        ids = prompt(1501, 900 + number)
-        answer = pair.check(ids, plane="cma")
-        assert tokens_of(answer) == tokens_of(complete(decode, ids, cache_salt=f"alone-{number}"))
-    (seen,) = decode.rpc("kv_portions_seen")
-    assert max(seen) == 4, "one for each layer of the model"
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_between_blocks_of_32_and_of_64_tokens(shared: SharedEngines, dtype: str) -> None:
     """Both directions. vLLM packs a block's tokens in an order of its own: keys transposed, or in tiles for AMX."""

@@ -13,7 +13,7 @@ PLANES = ("cuda_ipc", "ucx")
 @dataclass(frozen=True)
 class Form:
     """One engine. ``beside``: a D on the first GPU, as every P's first rank is. ``heads``: KV heads of its model.
-    ``policy``: of failed loads. ``eager``: without CUDA graphs."""
+    ``policy``: of failed loads."""
 
     role: Literal["P", "D"]
     tensor: int = 1
@@ -25,7 +25,6 @@ class Form:
     beside: bool = False
     heads: int = 8
     policy: str = "recompute"
-    eager: bool = False
 
     @property
     def ranks(self) -> int:
@@ -33,7 +32,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        place = ("-eager" if self.eager else "") + ("-beside" if self.beside else "")
+        place = "-beside" if self.beside else ""
         how = f"{self.attention.partition('_')[0].lower()}-{self.block}{self.layout}-{self.plane}"
         return f"{self.role}-tp{self.tensor}pp{self.pipeline}-{how}-{self.heads}heads-{self.policy}{place}"
 
@@ -77,7 +76,6 @@ def cases() -> Iterator[Case]:
         yield Case(f"tp1-tp1-flash-{plane}", flash, d)
         yield Case(f"tp1-tp1-triton-{plane}", triton, d)
     yield Case("tp1-tp1-in-step", flash, Form("D", plane="cuda_ipc", attention=TRITON, block=32, policy="fail"))
-    yield Case("tp1-tp1-by-layer", flash, Form("D", plane="cuda_ipc", block=64, policy="fail", eager=True))
     yield Case("tp2-tp2-in-step", Form("P", tensor=2), Form("D", tensor=2, plane="cuda_ipc", block=32, policy="fail"))
     for plane, attention in zip(PLANES, (TRITON, FLASH), strict=True):
         beside = Form("D", plane=plane, attention=attention, block=32, beside=True)

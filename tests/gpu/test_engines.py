@@ -84,10 +84,10 @@ class SharedEngines:
 def start(group: ServerGroup, form: Form, models: Path) -> Server:
     spec = MODELS[form.heads]
     arguments = [
-        "--worker-extension-cls", "tests.support.kv_portions.KVHeadPortions",
+        "--worker-extension-cls", "tests.support.kv_heads.KVHeads",
         "--attention-backend", form.attention, "--num-gpu-blocks-override", str(form.blocks),
         "--tensor-parallel-size", str(form.tensor), "--pipeline-parallel-size", str(form.pipeline),
-        "--max-num-seqs", str(form.blocks // 5), "--disable-custom-all-reduce", *["--enforce-eager"] * form.eager,
+        "--max-num-seqs", str(form.blocks // 5), "--disable-custom-all-reduce",
     ]  # fmt: skip
     return group.engine(
         form.name, build_model(models / f"{form.heads}-heads", spec), dtype=spec.dtype, block_size=form.block,
@@ -167,26 +167,6 @@ def test_sixteen_at_once(shared: SharedEngines, case: Case) -> None:
     _, grown = at_once(p, d, prompts, lambda ids: complete(d, ids, kv_transfer_params=prefill_leg(p, ids)), ranks)
     assert set(grown.by_plane) == {case.d.plane}
     no_block_held(p, d)
-
-
-@pytest.mark.parametrize("case", params("tp1-tp1-by-layer", "tp1-tp1-in-step"))
-def test_loads_in_portions(shared: SharedEngines, case: Case) -> None:
-    """Without graphs a forward waits layer by layer. In vLLM's FULL graphs, which a step with one token for each
-    request is by default, it cannot, and nothing is cut.
-
-    D answers again with the blocks that it has. Both times it computes the last token of the prompt alone, so that its
-    forwards are alike to the bit. P's are not: they are compiled, and D's may be eager.
-    """
-    p, d = shared.pair(case)
-    d.rpc("kv_portions", "1")
-    for blocks in (1, 11, 24, 47):
-        ids = prompt_for(case, 64 * blocks + 1, "portions")
-        *_, loaded = hand_over(p, d, ids, case.d.plane)
-        before = count(d)
-        assert tokens_of(complete(d, ids)) == loaded, "the same tokens, from all layers"
-        assert (count(d) - before).external == 0, "which it had"
-    seen = d.rpc("kv_portions_seen")[0]
-    assert (seen[-2:] == [LAYERS, LAYERS]) if case.d.eager else not seen
 
 
 @pytest.mark.parametrize("case", params("tp1-tp1-flash-cuda_ipc", "tp1-tp1-flash-ucx"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,52 +34,36 @@ class SlowCopies(Copies):
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def start(
-        self,
-        enqueue: Callable[[], None],
-        wait: WaitPolicy = WaitPolicy.NONE,
-        portions: Sequence[Callable[[], None]] = (),
-    ) -> Copy:
+    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
         copy = Copy(on_stream=True)
         self.running += 1
         self.waits.append(wait)  # after it: who sees the wait sees that the copy runs
-        launches = [enqueue, *portions]
-        events: list[Any] = [threading.Event() for _ in launches] if portions else []
-        copy.events = events
-        self._queue.put(lambda: self._copy(copy, launches, events))
+        event: Any = threading.Event()
+        copy.event = event
+        self._queue.put(lambda: self._copy(copy, enqueue, event))
         return copy
 
     def _run(self) -> None:
         while (act := self._queue.get()) is not None:
             act()
 
-    def _copy(self, copy: Copy, launches: list[Callable[[], None]], events: list[threading.Event]) -> None:
-        for number, launch in enumerate(launches):
-            last = number == len(launches) - 1
-            self.gate.wait(60)
-            if last:
-                time.sleep(self._seconds)
-            if not self.error:
-                launch()
-            if not last:
-                events[number].set()
+    def _copy(self, copy: Copy, launch: Callable[[], None], event: threading.Event) -> None:
+        self.gate.wait(60)
+        time.sleep(self._seconds)
+        if not self.error:
+            launch()
         copy.error = self.error
         self.running -= 1
         copy.ended_at = time.monotonic()
         copy.done = True
-        for event in events:
-            event.set()
+        event.set()
         self.on_done()
 
     def wait_event(self, mark: DeviceEvent) -> None:
         raise AssertionError("there are no marks")
 
-    def make_engine_wait(self, event: object = None) -> None:
-        if isinstance(event, threading.Event):
-            self.held.append(event)
-            return
-        self.held.append(threading.Event())
-        self._queue.put(self.held[-1].set)
+    def make_engine_wait(self, event: Any) -> None:
+        self.held.append(event)
 
     def synchronize(self) -> None:
         while self.running:

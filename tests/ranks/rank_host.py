@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 from unittest.mock import patch
@@ -145,9 +145,7 @@ class HostedRank:
         """Its copies; what is launched after them does not by itself."""
         start = self.copies.start
 
-        def late(
-            enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE, portions: Sequence[Callable[[], None]] = ()
-        ) -> Copy:
+        def late(enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
             def act() -> None:
                 if self.copies.device.type == "cuda":
                     torch.cuda._sleep(LATE)
@@ -155,7 +153,7 @@ class HostedRank:
                     self._reads.wait(60)
                 enqueue()
 
-            return start(act, wait, portions)
+            return start(act, wait)
 
         self.copies.start = late  # type: ignore[method-assign]
 

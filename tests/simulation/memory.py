@@ -174,8 +174,7 @@ class SimCopies(Copies):
         self.alive = True
         self.under_way: dict[Copy, Callable[[], None]] = {}  # with what ends each at once
 
-    def start(self, enqueue: Any, wait: WaitPolicy = WaitPolicy.NONE, portions: Any = ()) -> Copy:
-        assert not portions, "no forward waits for layers here"
+    def start(self, enqueue: Any, wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
         rng = self.timeline.rng
         if not self.slow or rng.random() < 0.5:
             enqueue()
@@ -203,7 +202,7 @@ class SimCopies(Copies):
     def wait_event(self, event: DeviceEvent) -> None:
         raise Violation("there are no events")
 
-    def make_engine_wait(self, event: object = None) -> None:
+    def make_engine_wait(self, event: object) -> None:
         """Nothing is launched behind a copy."""
 
     def synchronize(self) -> None:

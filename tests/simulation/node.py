@@ -58,9 +58,6 @@ class StepLoads:
         if id(load) in self._loads:
             self._begun(load, stands)
 
-    def moved(self) -> None:
-        """The engine waits for no portion."""
-
     def ended(self, load: Load, failed: str = "") -> None:
         self._loads.pop(id(load), None)
 

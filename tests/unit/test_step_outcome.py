@@ -13,7 +13,6 @@ import pytest
 from kvferry.connector.step_loads import step_outcome
 from kvferry.connector.step_loads.step_outcome import StepOutcome
 from kvferry.connector.wire.step_plan import Load, PeerEngine
-from kvferry.transport.channels import Copy
 
 P = PeerEngine("p", 1, 1, 30.0, ())
 LONG = 600.0
@@ -70,45 +69,6 @@ def test_what_needs_no_wait() -> None:
     assert outcome.wait_begun(LONG) and not outcome.under_way and outcome.standing() == {"a"}
     nothing = outcome_of(alive=lambda: False)
     assert nothing.wait_begun(LONG) and nothing.give_up() == () and nothing.standing() == frozenset()
-
-
-def until_moved(outcome: StepOutcome, copy: Copy) -> bool:
-    """As the engine waits for a portion: each wait is short, so that it sees whether the transfer thread is alive."""
-    while not outcome.wait_moved([(copy, 1)], LONG):
-        pass
-    return True
-
-
-def test_the_engine_waits_for_portions() -> None:
-    """Until those that it asks for have ended; the rest may be under way."""
-    ours, copy = load(), Copy()
-    copy.ends = (10, 20, 30)
-    outcome = outcome_of(ours)
-    outcome.begun(ours, None, [copy])
-    engine = Aside(lambda: until_moved(outcome, copy))
-    copy.moved = 15
-    outcome.moved()
-    assert engine.waits and copy.has_ended(0) and not copy.has_ended(1)
-    copy.moved = 20
-    outcome.moved()
-    assert engine.result() is True and not copy.has_ended(2)
-    assert not outcome.wait_moved([(copy, 2)], 0.0)
-
-
-@pytest.mark.parametrize("how", ["failed", "the thread has ended"])
-def test_the_engine_waits_for_no_portion_of_a_load_that(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(step_outcome, "LOOK_SECONDS", 0.005)
-    ours, copy, alive = load(), Copy(), [True]
-    copy.ends = (10, 20)
-    outcome = outcome_of(ours, alive=lambda: alive[0])
-    outcome.begun(ours, None, [copy])
-    engine = Aside(lambda: until_moved(outcome, copy))
-    if how == "failed":
-        copy.done, copy.error = True, "planted"
-        outcome.ended(ours, "data")
-    else:
-        alive[0] = False
-    assert engine.result() is True and outcome.standing() == frozenset()
 
 
 def test_a_load_of_another_step_with_the_same_id_is_another_one() -> None:

@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 import vllm
-from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as TheirAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
-from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -250,23 +248,7 @@ def test_a_salvaged_report_says_in_the_next_step_which_loads_stood() -> None:
         assert standing_loads(merged.kv_connector_output.kv_connector_worker_meta) == {"inside": 1}
 
 
-CONTEXTS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "eager": (True, {}),
-    "piecewise": (True, {"cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE}),
-    "a FULL graph": (False, {"cudagraph_runtime_mode": CUDAGraphMode.FULL}),
-    "no attention": (False, {"attn_metadata": None}),
-    "micro-batches": (False, {"ubatch_slices": [object(), object()]}),
-}
-
-
-@pytest.mark.parametrize("what", CONTEXTS)
-def test_whether_vllm_will_ask_for_layers(group: EngineGroup, what: str) -> None:
-    """Where it will not, a step waits for the whole of its loads before the forward."""
-    expected, options = CONTEXTS[what]
-    engine = group.engine(0)
-    assert not compat.waits_by_layer(), "a FULL graph of the V2 model runner has no context"
-    with set_forward_context(**({"attn_metadata": {}, "vllm_config": engine.config} | options)):
-        assert compat.waits_by_layer() is expected
+def test_cuda_graphs_of_the_whole_forward_stay() -> None:
     assert not KVFerryConnector.requires_piecewise_for_cudagraph({})
 
 
