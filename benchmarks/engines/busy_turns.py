@@ -241,7 +241,7 @@ def row_of(pair: BusyPair, samples: list[Sample]) -> Row:
 
 def summed_up(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
     """Ratios of both connectors, and KVFerry's figures; those of which a cell was not measured are left out."""
-    usual = [row for row in rows if row["variant"] is None]
+    usual = [row for row in rows if row.get("variant") is None]
     found = {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in usual}
     ratios: dict[str, float] = {}
     figures: dict[str, float] = {}

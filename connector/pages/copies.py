@@ -194,7 +194,7 @@ class GpuCopies(Copies):
         first, last = (kernels, link) if to_host else (link, kernels)
 
         def enqueue() -> None:
-            if bounce.last is not None and not bounce.last.done:
+            if bounce.last is not None and not bounce.last.done and bounce.last.event is not None:
                 bounce.last.event.make_stream_wait(first)
             if to_host:
                 launch(memory)
