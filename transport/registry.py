@@ -1,22 +1,12 @@
 """The registered data planes, one ``PlaneSpec`` each. Settings, preference order and docs take the names from here.
 
-A plane of another distribution registers by an entry point in the group ``kvferry.planes``. The name of the entry point
-is the name of the plane, and its value is a ``PlaneSpec``::
-
-    [project.entry-points."kvferry.planes"]
-    fast = "their_package:SPEC"
-
 ``python -m kvferry.transport.registry`` prints the registered planes as a Markdown table.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import EntryPoints, entry_points
 from typing import TYPE_CHECKING, cast
 
 from kvferry.transport.errors import PlaneUnavailableError, did_you_mean
@@ -26,9 +16,6 @@ if TYPE_CHECKING:
 
     from kvferry.transport.plane import Plane, PlaneContext
 
-logger = logging.getLogger("vllm.kvferry.registry")
-
-ENTRY_POINTS = "kvferry.planes"
 DEFAULT_SLOT_BYTES = 4 << 20
 """Large enough for the fixed cost of a message not to count: over shm, 128 MiB take 47 / 40 / 31 / 31 ms of D's
 processor with slots of 1 / 2 / 4 / 8 MiB, though small slots stay in a core's cache."""
@@ -160,48 +147,24 @@ _SPECS = (
 _OURS = {spec.name: spec for spec in _SPECS}
 
 
-@lru_cache(maxsize=1)
-def _of_distributions(path: tuple[str, ...]) -> EntryPoints:
-    """What the distributions on ``sys.path`` register. The search takes 5 ms, and each rank makes several."""
-    return entry_points(group=ENTRY_POINTS)
-
-
 def plane_names() -> tuple[str, ...]:
-    """The names of all registered planes, in alphabetical order. Imports no plane."""
-    return tuple(sorted({*_OURS, *_of_distributions(tuple(sys.path)).names}))
+    """The names of all planes, in alphabetical order. Imports no plane."""
+    return tuple(sorted(_OURS))
 
 
 def plane_spec(name: str) -> PlaneSpec:
-    """The plane of that name.
-
-    Raises:
-        PlaneUnavailableError: no plane has that name, or its entry point does not load.
-    """
-    if name in _OURS:
-        return _OURS[name]
-    for entry in _of_distributions(tuple(sys.path)).select(name=name):
-        try:
-            spec = entry.load()
-        except Exception as error:  # a broken distribution makes only its own plane unavailable
-            raise PlaneUnavailableError(f"its entry point {entry.value!r} does not load: {error!r}") from None
-        if not isinstance(spec, PlaneSpec) or spec.name != name:
-            raise PlaneUnavailableError(f"its entry point {entry.value!r} is no PlaneSpec named {name!r}: {spec!r}")
-        return spec
-    known = plane_names()
-    raise PlaneUnavailableError(
-        f"plane {name!r} is unknown, expected one of {', '.join(known)}{did_you_mean(name, known)}"
-    )
+    """The plane of that name. Raises PlaneUnavailableError: there is none."""
+    if name not in _OURS:
+        known = plane_names()
+        raise PlaneUnavailableError(
+            f"plane {name!r} is unknown, expected one of {', '.join(known)}{did_you_mean(name, known)}"
+        )
+    return _OURS[name]
 
 
 def plane_specs() -> tuple[PlaneSpec, ...]:
-    """All registered planes, in alphabetical order; one log line for each whose entry point does not load."""
-    specs = []
-    for name in plane_names():
-        try:
-            specs.append(plane_spec(name))
-        except PlaneUnavailableError as error:
-            logger.warning("kvferry: no data plane %s: %s", name, error)
-    return tuple(specs)
+    """All planes, in alphabetical order."""
+    return tuple(plane_spec(name) for name in plane_names())
 
 
 def preferred_planes(device: torch.device | MemoryKind) -> tuple[str, ...]:
@@ -257,6 +220,4 @@ def planes_table() -> str:
 
 
 if __name__ == "__main__":
-    from kvferry.transport import registry  # this module under its own name: entry points import PlaneSpec from there
-
-    print(registry.planes_table())
+    print(planes_table())
