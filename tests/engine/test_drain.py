@@ -29,6 +29,7 @@ from tests.support.served import (
     count,
     ended_leases,
     eventually,
+    freeze,
     kill,
     no_block_held,
     prefill_leg,
@@ -262,6 +263,8 @@ def test_engines_and_routers_that_end_without_a_drain_leave_no_request_without_a
             clients.after(terminate, p1)
             for engine in (d1, p1):
                 group.stop(engine)
-            group.wait_ready(servers=[group.engine(f"{each.name}-new", model, port=each.port) for each in (p1, d1)])
+            again = [group.engine(f"{each.name}-new", model, port=each.port) for each in (p1, d1)]
+            group.wait_ready(servers=again)
             clients.after(terminate, d2)
             clients.after(kill, p2)
+            clients.after(freeze, again[0])

@@ -322,6 +322,12 @@ def terminate(server: Server) -> None:
     os.kill(descendants(server.process.pid)[0], signal.SIGTERM)
 
 
+def freeze(server: Server) -> None:
+    """SIGSTOP to all of the engine but its API server, which goes on to take requests."""
+    for pid in descendants(server.process.pid)[1:]:
+        os.kill(pid, signal.SIGSTOP)
+
+
 def stream_and_leave(server: Server, ids: Sequence[int], after_bytes: int, seconds: float) -> None:
     """A client that goes away after so many bytes of the answer, or after so long without any."""
     body = {"model": "model", "prompt": list(ids), "max_tokens": 200, "ignore_eos": True, "stream": True}
