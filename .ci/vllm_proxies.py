@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PROXIES = (
     "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
     "examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py",
-    "examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py",
 )
 SECONDS = 60
 

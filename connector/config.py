@@ -42,13 +42,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     side_channel_port: Annotated[
         _Port, _doc("control port of rank 0; rank r uses this port + r; 0: a free port is found")
     ] = 0
-    bootstrap_port: Annotated[
-        _Port,
-        _doc(
-            "port, at side_channel_host, of the page by which routers for Mooncake's connector find the ranks of P; "
-            "data-parallel rank r uses this port + r; 0: no page"
-        ),
-    ] = 0
     advertise_host: Annotated[str | None, _doc("address that peers connect to; where unset, side_channel_host")] = None
     plane: Annotated[
         str, _doc("data plane; auto takes the fastest that works; a plane named here is used, or the start fails")
@@ -183,7 +176,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 ENVIRONMENT = {
     "side_channel_host": "KVFERRY_SIDE_CHANNEL_HOST",
     "side_channel_port": "KVFERRY_SIDE_CHANNEL_PORT",
-    "bootstrap_port": "KVFERRY_BOOTSTRAP_PORT",
     "advertise_host": "KVFERRY_ADVERTISE_HOST",
     "plane": "KVFERRY_PLANE",
     "require_plane": "KVFERRY_REQUIRE_PLANE",
@@ -194,8 +186,9 @@ ENVIRONMENT = {
     "encrypt": "KVFERRY_ENCRYPT",
 }
 """Settings that an environment variable can give, and its name; an empty variable counts as unset."""
-_PORT = "expected a number from 0 to 65535"
-_EXPECTED = {"encrypt": "expected 1 or 0", "side_channel_port": _PORT, "bootstrap_port": _PORT}
+_EXPECTED = {"encrypt": "expected 1 or 0", "side_channel_port": "expected a number from 0 to 65535"}
+REMOVED = {"bootstrap_port": "have the router send P's remote_host and remote_port to D"}
+"""Settings that are gone, and what to do."""
 PREFIX = "KVFERRY_"
 _VARIABLES = (*ENVIRONMENT.values(), "KVFERRY_TRITON_LAUNCHER")
 _SERVICE_LINK = re.compile(
@@ -211,7 +204,8 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
         if name.startswith(PREFIX) and name not in _VARIABLES and not _SERVICE_LINK.fullmatch(f"{name}={value}"):
             field = name.removeprefix(PREFIX).lower()
             extra = field in Settings.__struct_fields__ and f" ({field} is given in kv_connector_extra_config)"
-            found[name] = f"no setting has this variable{extra or did_you_mean(name, _VARIABLES)}"
+            gone = field in REMOVED and f"the setting is gone; {REMOVED[field]}"
+            found[name] = gone or f"no setting has this variable{extra or did_you_mean(name, _VARIABLES)}"
     return found
 
 
@@ -220,12 +214,14 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
     precedence over the environment, which is ``os.environ`` where ``None``.
 
     Raises:
-        ConfigError: an unknown name (with the nearest known one), a wrong type or range, or settings that
-            contradict each other; one line.
+        ConfigError: an unknown name (with the nearest known one), one that is gone (with what to do), a wrong type or
+            range, or settings that contradict each other; one line.
     """
     environ = os.environ if environ is None else environ
     known = Settings.__struct_fields__
     for name in extra:
+        if name in REMOVED:
+            raise ConfigError(f"kv_connector_extra_config: the setting {name!r} is gone; {REMOVED[name]}")
         if name not in known:
             raise ConfigError(
                 f"kv_connector_extra_config: unknown setting {name!r}{did_you_mean(str(name), known)}; "

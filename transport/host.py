@@ -96,12 +96,6 @@ class AllowedPeers:
         allowed = ", ".join(map(str, self._networks)) or "no network"
         return f"{address} is not an allowed peer: allowed_peers (KVFERRY_ALLOWED_PEERS) of this engine is {allowed}"
 
-    def refusal_without_keys(self, address: str) -> str:
-        """As ``refusal``, for connections that no key protects: without networks, only loopback is allowed."""
-        if self._networks is not None or is_loopback(address):
-            return self.refusal(address)
-        return f"{address} is no loopback address, and no key protects HTTP: name its network in allowed_peers"
-
 
 def _network(text: str) -> Network:
     try:

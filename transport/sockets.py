@@ -111,14 +111,13 @@ class Sockets:
 
 @dataclass(slots=True, eq=False)
 class Stranger:
-    """A new connection. ``said``: what it has sent so far. ``answer``: what it must still be sent. ``deadline``: of all
-    that is said, by ``time.monotonic``. ``network``: whose it is, see ``_network``."""
+    """A new connection. ``said``: what it has sent so far. ``deadline``: of all that is said, by ``time.monotonic``.
+    ``network``: whose it is, see ``_network``."""
 
     sock: socket.socket
     deadline: float
     network: bytes
     said: bytes = b""
-    answer: bytes = b""
 
 
 class Strangers:
@@ -204,8 +203,7 @@ class Strangers:
         try:
             stays = self._hear(stranger)
             if stays:
-                events = WRITABLE if stranger.answer else READABLE
-                self._sockets.watch(stranger.sock, partial(self._ready, stranger), events)
+                self._sockets.watch(stranger.sock, partial(self._ready, stranger))
             return stays
         except (OSError, MemoryError):
             self._sockets.drop(stranger.sock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 
 from kvferry.connector.decode_side import lookup
 from kvferry.connector.decode_side.link import Link, LinkPhase
@@ -24,15 +24,14 @@ class Consumer:
     """D's side of this rank. Used by the transfer thread only. ``now`` of all methods is in seconds of a
     ``RunningClock``."""
 
-    def __init__(self, rank_context: RankContext, results: Results, wake: Callable[[], None]) -> None:
-        """``wake``: has this thread take another turn; any thread may call it."""
+    def __init__(self, rank_context: RankContext, results: Results) -> None:
         self._rank_context, self._log = rank_context, rank_context.log
         self._deadlines = deadlines = Deadlines[Waiting](lambda waiting: waiting.due)
         self.links = Links(rank_context)
         self.renewals = LeaseRenewals(rank_context, self.links, deadlines)
         self.reads = Reads(rank_context, self.renewals, deadlines)
         self.loads = Loads(rank_context, self.links, self.reads, self.renewals, results, deadlines)
-        self.lookups = Lookups(rank_context, self.links, self.renewals, results, deadlines, wake)
+        self.lookups = Lookups(rank_context, self.links, self.renewals, results, deadlines)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 

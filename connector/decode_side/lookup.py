@@ -2,20 +2,18 @@
 
 First the life of one lookup as a table, which is pure; then ``Lookups``, which performs what the table decides. ::
 
-    LOCATING ──▶ FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ FOUND ──▶ ENDED
-        └───────────┴──────▶ LEFT ──────────────────────────────────────▶  ▲
-    every state ── P failed, or the request has ended ─────────────────────┘
+    FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ FOUND ──▶ ENDED
+        └─────▶ LEFT ──────────────────────────────────────▶  ▲
+    every state ── P failed, or the request has ended ────────┘
 
-D's engine gives the request no blocks meanwhile. In LOCATING, P's bootstrap page is fetched, where the request names
-that page and not the address of a rank. In FINDING, P has not begun to compute the prompt. Where P sends bytes while
-it computes them, the request goes on as soon as P has begun: CONNECTING finds out whether P sends over the data plane.
-Otherwise D could use no block before P has computed the whole prompt, so the request waits for the grant, and the load
-then goes inside a step. The deadline is that of D's scheduler half: LEFT. It begins anew where P says that its
+D's engine gives the request no blocks meanwhile. In FINDING, P has not begun to compute the prompt. Where P sends bytes
+while it computes them, the request goes on as soon as P has begun: CONNECTING finds out whether P sends over the data
+plane. Otherwise D could use no block before P has computed the whole prompt, so the request waits for the grant, and
+the load then goes inside a step. The deadline is that of D's scheduler half: LEFT. It begins anew where P says that its
 engine has the prompt. In FOUND, D's engine has not taken the answer yet.
 
 A request that does not need its lease any more must not leave it to P's clock. Where P has answered, D releases the
-lease at once. Where P does not know the prompt yet, or has not been asked, P may have it already in its engine: the
-question stays open, LEFT.
+lease at once. Where P does not know the prompt yet, P may have it already in its engine: the question stays open, LEFT.
 
 No link to P can be made before the answer, because a link is made to one life of one rank, and that life is part of the
 answer.
@@ -28,7 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -47,8 +45,6 @@ from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import LocalReason
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import LeftAnswer, LookupResult, PromptLookup
-from kvferry.transport.blocking_calls import BlockingCall
-from kvferry.transport.bootstrap import fetch_page, first_rank
 from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import KVFerryError, ProtocolError, TransportError, shortened
 
@@ -66,7 +62,6 @@ IDLE_CONTACT_SECONDS = 30.0
 
 
 class LookupPhase(enum.Enum):
-    LOCATING = "locating"
     FINDING = "finding"
     CONNECTING = "connecting"
     AWAITING_GRANT = "awaiting the grant"
@@ -77,7 +72,7 @@ class LookupPhase(enum.Enum):
 
 _P = LookupPhase
 _ASKING = (_P.FINDING, _P.AWAITING_GRANT)
-_WAITING = (_P.LOCATING, *_ASKING, _P.CONNECTING)
+_WAITING = (*_ASKING, _P.CONNECTING)
 
 
 class LookupState(msgspec.Struct, frozen=True):
@@ -103,8 +98,6 @@ class LookupState(msgspec.Struct, frozen=True):
 class LookupEventKind(enum.Enum):
     """What happens to a lookup. The values are the names in a log line."""
 
-    LOCATED = "PeerLocated"
-    """The address of P's rank is known."""
     RESOLVED = "NameResolved"
     """P knows the prompt. ``granted``, ``streams``: as in ``messages.Resolved``."""
     UNRESOLVED = "NameUnresolved"
@@ -112,7 +105,7 @@ class LookupEventKind(enum.Enum):
     PLANE_FOUND = "PlaneFound"
     """The handshakes with P's ranks have ended. ``p_sends``: on all data planes P sends the bytes."""
     FAILED = "PeerFailed"
-    """P cannot be found, or D cannot use what P has sent, see ``why``."""
+    """D cannot use what P has sent, see ``why``."""
     LOST = "ContactLost"
     """The connection to P could not be made, or has ended, see ``why``. A busy P may have ended it: D connects once
     more."""
@@ -204,8 +197,6 @@ LOOKUP: TransitionTable[LookupState, LookupEvent, LookupEffect] = TransitionTabl
     LookupPhase,
     LookupEventKind,
     (
-        ((_P.LOCATING,), (_K.LOCATED,), lambda *_: (LookupState(), (_E.ASK,))),
-        ((_P.LEFT,), (_K.LOCATED,), lambda state, event, now: (state, (_E.ASK,))),
         ((_P.FINDING,), (_K.RESOLVED,), _found),
         ((_P.CONNECTING,), (_K.PLANE_FOUND,), lambda state, event, now: _FOUND if event.p_sends else _AWAIT),
         (
@@ -222,7 +213,7 @@ LOOKUP: TransitionTable[LookupState, LookupEvent, LookupEffect] = TransitionTabl
         ),
         (_WAITING, (_K.FAILED,), lambda state, event, now: _lost(event.why)),
         (
-            (_P.LOCATING, _P.FINDING),
+            (_P.FINDING,),
             (_K.LEFT,),
             lambda state, event, now: (replace(state, phase=_P.LEFT, until=now + LEFT_SECONDS), ()),
         ),
@@ -271,8 +262,6 @@ class Lookup:
     lifetime: Lifetime[LookupState, LookupEvent, LookupEffect]
     begun_at: float
     """By ``RankContext.clock``."""
-    page: BlockingCall[bytes] | None = None
-    """P's bootstrap page, until ``contact`` is made."""
     contact: _Contact | None = None
     number: int = 0
     """Of the open question."""
@@ -284,11 +273,7 @@ class Lookup:
 
     @property
     def where(self) -> str:
-        return (
-            f"the prefill engine at {self.wanted.host}:{self.wanted.port}"
-            if self.wanted.port
-            else f"the prefill engine by {self.wanted.host}"
-        )
+        return f"the prefill engine at {self.wanted.host}:{self.wanted.port}"
 
     @property
     def due(self) -> float:
@@ -305,18 +290,15 @@ class Lookups:
         renewals: LeaseRenewals,
         results: Results,
         deadlines: Deadlines[Any],
-        wake: Callable[[], None],
     ) -> None:
-        """``wake``: has this thread call ``serve``; any thread may call it."""
         self._rank_context, self._log = rank_context, rank_context.log
         self._links, self._renewals, self._results = links, renewals, results
-        self._deadlines, self._wake = deadlines, wake
-        self._asks = renewals.rank == 0
+        self._deadlines, self._asks = deadlines, renewals.rank == 0
         self.contacts: dict[_Address, _Contact] = {}
         self._news: dict[_Address, _Contact] = {}  # those whose connections have news: D may have hundreds
         self.open: dict[str, Lookup] = {}
         """By the ids of the requests that wait, or whose answer D's engine has not taken yet."""
-        self._looked_at: dict[Lookup, None] = {}  # those that wait for their bootstrap page or for links
+        self._looked_at: dict[Lookup, None] = {}  # those that wait for links
         self.left: dict[Lookup, None] = {}
         """Of requests that have ended, while P does not know their prompt; the oldest first."""
         self.by_number: dict[int, Lookup] = {}
@@ -331,13 +313,9 @@ class Lookups:
         if not self._asks:
             return
         self.leave(LeftAnswer(wanted.request_id), now)  # an id comes again
-        lifetime = Lifetime(LOOKUP, LookupState(LookupPhase.LOCATING), now)
+        lifetime = Lifetime(LOOKUP, LookupState(retry_at=now), now)
         lookup = self.open[wanted.request_id] = Lookup(wanted, lifetime, self._rank_context.clock())
-        if wanted.port:
-            self.give(lookup, LookupEvent(_K.LOCATED), now)
-        else:
-            self._looked_at[lookup] = None
-            lookup.page = fetch_page(wanted.host, self._rank_context.allowed_peers.refusal_without_keys, self._wake)
+        self.give(lookup, TICK, now)
         if wanted.ended is not None:
             self.leave(wanted.ended, now)
 
@@ -385,10 +363,7 @@ class Lookups:
                     self._fail(contact, str(error), now)
             self._look_at(contact, now)
         for lookup in list(self._looked_at):
-            if lookup.page is not None:
-                if lookup.page.done:
-                    self._located(lookup, lookup.page, now)
-            elif lookup.lifetime.state.phase is LookupPhase.CONNECTING:
+            if lookup.lifetime.state.phase is LookupPhase.CONNECTING:
                 self._look_at_links(lookup, now)
             else:
                 del self._looked_at[lookup]
@@ -408,19 +383,6 @@ class Lookups:
             table.clear()
 
     # --- events -------------------------------------------------------------------------------------------------
-
-    def _located(self, lookup: Lookup, page: BlockingCall[bytes], now: float) -> None:
-        lookup.page = None
-        try:
-            if page.error:
-                raise ProtocolError(page.error)
-            host, port = first_rank(page.result or b"", lookup.wanted.engine_id)
-        except ProtocolError as error:
-            lookup.reason = "unreachable"
-            self.give(lookup, LookupEvent(_K.FAILED, f"{lookup.where} cannot be found: {error}"), now)
-            return
-        lookup.wanted = replace(lookup.wanted, host=host, port=port)
-        self.give(lookup, LookupEvent(_K.LOCATED), now)
 
     def _look_at_links(self, lookup: Lookup, now: float) -> None:
         phases = {link.phase for link in lookup.links}

@@ -76,7 +76,7 @@ class TransferThread:
         self._new_model: Mapping[str, str] | None = None
         self._closing = ""
         self._next_tick = self._next_look = 0.0
-        self._consumer = Consumer(rank_context, self.results, self.wake)
+        self._consumer = Consumer(rank_context, self.results)
         self._producer = Producer(rank_context, listener, self.results.freed)
         self._plans = PostedPlans(rank_context, self._producer, self._consumer, self.results, self._yield_to_engine)
         self._steps, self.prefixes = self._producer.steps, self._producer.prefixes

@@ -23,7 +23,6 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.wire.metrics import LocalReason
 from kvferry.connector.wire.step_plan import PeerEngine, PromptLookup, RankAddress, RemoteLease
-from kvferry.transport.bootstrap import checked_url
 from kvferry.transport.errors import ProtocolError, quoted
 
 PARAMS_VERSION = 1
@@ -281,8 +280,6 @@ def lookup_of(request_id: str, params: Mapping[str, Any] | None) -> PromptLookup
     """
     if params is None or not wants_load(params) or params.get("kvferry") is not None:
         return None
-    if params.get("remote_host") is None and params.get("remote_bootstrap_addr") is not None:
-        return _by_page(request_id, params)
     if params.get("remote_host") is None or params.get("remote_port") is None:
         return None
     if params.get("remote_block_ids"):  # of vLLM's NIXL connector, whose ranks answer no question of ours
@@ -292,7 +289,7 @@ def lookup_of(request_id: str, params: Mapping[str, Any] | None) -> PromptLookup
     if named is None:
         return None
     host, port, engine_id, key = address_of(params)
-    _check_names({field: named})
+    _check_name(field, named)
     return PromptLookup(request_id, host, port, engine_id, str(named), key)
 
 
@@ -304,7 +301,7 @@ def address_of(params: Mapping[str, Any]) -> tuple[str, int, str, str]:
         port = int(port[:6])
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= MAX_PORT:
         raise ProtocolError(f"kv_transfer_params: remote_port is {quoted(port)}, expected a number 1 to {MAX_PORT}")
-    _check_names({"remote_host": host})
+    _check_name("remote_host", host)
     if engine_id is not None and not usable_name(engine_id):
         raise ProtocolError(
             f"kv_transfer_params: remote_engine_id is {quoted(engine_id)}, expected the engine id of the prefill engine"
@@ -315,21 +312,11 @@ def address_of(params: Mapping[str, Any]) -> tuple[str, int, str, str]:
     return str(host), port, engine_id or "", key
 
 
-def _by_page(request_id: str, params: Mapping[str, Any]) -> PromptLookup:
-    """As routers for vLLM's Mooncake connector have it: an HTTP page tells the address of P's first rank."""
-    url, engine_id, name = params["remote_bootstrap_addr"], params.get("remote_engine_id"), params.get(TRANSFER_ID)
-    if not isinstance(url, str):
-        raise ProtocolError(f"kv_transfer_params: remote_bootstrap_addr is {quoted(url)}, expected http://HOST:PORT")
-    checked_url(url)
-    _check_names({"remote_engine_id": engine_id, TRANSFER_ID: name}, " beside remote_bootstrap_addr")
-    return PromptLookup(request_id, url, 0, str(engine_id), str(name), key="")
-
-
-def _check_names(names: Mapping[str, object], where: str = "") -> None:
-    for field, value in names.items():
-        if not usable_name(value):
-            expected = f"a printable text of 1 to 256 characters{where}"
-            raise ProtocolError(f"kv_transfer_params: {field} is {quoted(value)}, expected {expected}")
+def _check_name(field: str, value: object) -> None:
+    if not usable_name(value):
+        raise ProtocolError(
+            f"kv_transfer_params: {field} is {quoted(value)}, expected a printable text of 1 to 256 characters"
+        )
 
 
 def prompt_of_answer(params: bytes, max_sizes: tuple[int, int] = (MAX_RANKS, MAX_RANKS)) -> RemotePrompt:

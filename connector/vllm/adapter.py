@@ -54,7 +54,6 @@ from kvferry.connector.vllm.store_beside import SharedLoads, fence, store_of, wa
 from kvferry.connector.vllm.weights import EngineWeights
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PromptLookup, RankAddress, StepPlan, StepResults
-from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
 from kvferry.transport.errors import ConfigError, KVFerryError
 from kvferry.transport.host import host_id
 from kvferry.transport.registry import MemoryKind
@@ -101,7 +100,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._posted: StepPlan | None = None
         self._recovery: StepLoadRecovery | None = None
         self._steps: StepsInFlight | None = None
-        self._bootstrap: BootstrapServer | None = None
         self._block_pool: Any = None
         self._stored: dict[str, int] = {}  # tokens that the store beside loads, of requests that are being scheduled
         self._shared: dict[str, int] = {}  # likewise, of the loads of the step
@@ -153,10 +151,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             if fits and not recovers:
                 self._scheduler.stats.total("missing_hooks")
-            self._engine_id, self._dp_rank = str(transfer.engine_id), parallel.data_parallel_index
-            if settings.bootstrap_port and transfer.is_kv_producer:
-                port = settings.bootstrap_port + self._dp_rank
-                self._bootstrap = BootstrapServer(settings.side_channel_host, port)
+            self._engine_id = str(transfer.engine_id)
             for variable, why in unknown_variables().items():
                 logger.warning("kvferry: %s: %s; remove it, or correct its name", variable, why)
             if transfer.is_kv_consumer and fails:
@@ -362,9 +357,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if ours:
             self._scheduling.set_ranks(ours)
             self._find_rank()
-            if self._bootstrap is not None:
-                ranks = {(rank.tp_rank, rank.pp_rank): (rank.host, rank.port) for rank in ours}
-                self._bootstrap.publish(bootstrap_page(self._engine_id, self._dp_rank, ranks))
         elif handshakes:
             logger.error(
                 "kvferry: the workers' addresses did not come (%s did); nothing can be handed over from here. "
@@ -539,8 +531,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # vLLM and the interpreter now look through all objects several times, 1 s each, for a process that
                 # ends: more than vLLM waits for it.
                 gc.freeze()
-        if self._bootstrap is not None:
-            self._bootstrap.close()
 
     @property
     def _working(self) -> WorkerHalf:

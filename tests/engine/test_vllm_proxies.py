@@ -1,6 +1,6 @@
 """The proxy servers of vLLM's repository, unmodified, before KVFerry's engines: ``make test-proxies`` downloads them.
 
-The first sends the legs one after the other, the others both at once: D then knows P, and a name of the request.
+The first sends the legs one after the other, the second both at once: D then knows P, and a name of the request.
 """
 
 from __future__ import annotations
@@ -39,37 +39,32 @@ AS_NIXL = "kvferry.connector.vllm.as_nixl"
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, int, int]]:
-    """With P's control port and its bootstrap port."""
-    control_port, bootstrap_port = free_port(), free_port()
-    settings = PATIENT | {"side_channel_port": control_port, "bootstrap_port": bootstrap_port}
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, int]]:
+    """With P's control port."""
+    control_port = free_port()
+    settings = PATIENT | {"side_channel_port": control_port}
     p = transfer_config("KVFerryConnector", settings) | {"engine_id": ENGINE_ID}
     d = transfer_config("NixlConnector", PATIENT, on_gpu=True) | {"kv_connector_module_path": AS_NIXL}
     of_p, of_d = ({"arguments": ["--kv-transfer-config", json.dumps(config)]} for config in (p, d))
     with started_pair(tmp_path_factory.mktemp("proxies"), model, of_p, of_d) as pair:
-        yield pair, control_port, bootstrap_port
+        yield pair, control_port
 
 
-def toy_proxy(pair: Pair, control_port: int, bootstrap_port: int) -> list[str]:
+def toy_proxy(pair: Pair, control_port: int) -> list[str]:
     p, d = pair.prefill, pair.decode
     hosts = ["--prefiller-host", p.host, "--prefiller-port", str(p.port)]
     return ["toy_proxy_server.py", *hosts, "--decoder-host", d.host, "--decoder-port", str(d.port)]
 
 
-def push_proxy(pair: Pair, control_port: int, bootstrap_port: int) -> list[str]:
+def push_proxy(pair: Pair, control_port: int) -> list[str]:
     p, d = (f"{server.host}:{server.port}" for server in (pair.prefill, pair.decode))
     where = ["--prefill-kv-host", "127.0.0.1", "--prefill-side-channel-port", str(control_port)]
     named = ["--prefill-engine-id", ENGINE_ID, *where]
     return ["disagg_proxy_pushconnector_demo.py", "--model", "model", "--prefill", p, "--decode", d, *named]
 
 
-def mooncake_proxy(pair: Pair, control_port: int, bootstrap_port: int) -> list[str]:
-    p = ["--prefill", pair.prefill.url, str(bootstrap_port)]
-    return ["mooncake_connector_proxy.py", *p, "--decode", pair.decode.url]
-
-
-@pytest.mark.parametrize("proxy", [toy_proxy, push_proxy, mooncake_proxy])
-def test_a_proxy_of_vllm(engines: tuple[Pair, int, int], proxy: FunctionType) -> None:
+@pytest.mark.parametrize("proxy", [toy_proxy, push_proxy])
+def test_a_proxy_of_vllm(engines: tuple[Pair, int], proxy: FunctionType) -> None:
     """All bytes and tokens are those of a plain hand-over, and P's blocks come back."""
     pair, (name, *arguments) = engines[0], proxy(*engines)
     assert (PROXIES / name).exists(), "the proxies are not here: make test-proxies downloads them"

@@ -241,7 +241,6 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
     other = PeerEngine("p", 2, 1, 30.0, (honest.address, RankAddress(0, 1, "10.0.0.1", 5, bytes(16), "")))
     early = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5600, "remote_engine_id": "p"}
     corpus = [honest.params, to_transfer_params(RemotePrompt(bytes(16), 64, "ab" * 16, other))]
-    corpus.append({"do_remote_prefill": True, "remote_bootstrap_addr": "http://10.0.0.1:8998", "transfer_id": "t"})
     corpus += [early | {"transfer_id": "t"}, early | {"remote_request_id": "u", "remote_key": "0123456789ab"}]
     texts = [msgspec.json.encode(item) for item in corpus]
     yield Decoder("P's answers to D", [honest.answer], prompt_of_answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.transport import bootstrap, sockets
+from kvferry.transport import sockets
 from kvferry.transport.planes import socket_plane, zmq
 from tests.transport.control_ends import Dialed, listening
 
@@ -14,7 +14,6 @@ def patient(monkeypatch):
     """Of the ends in this process. A test of one of these deadlines sets it."""
     for module, name in (
         (sockets, "HELLO_SECONDS"), (socket_plane, "CONNECT_SECONDS"), (zmq, "CONNECT_SECONDS"),
-        (bootstrap, "READ_SECONDS"), (bootstrap, "FETCH_SECONDS"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, 600.0)
 

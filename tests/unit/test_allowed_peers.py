@@ -40,10 +40,3 @@ def test_the_setting() -> None:
     for wrong in ("10.1.0.1/16", "p.example", "", "10.0.0.0/33"):
         with pytest.raises(ConfigError, match=r"^allowed_peers: [^\n]*expected an address or a network"):
             load_settings({"allowed_peers": [wrong]}, {})
-
-
-def test_without_a_key_only_loopback_is_allowed_unless_networks_are_named() -> None:
-    anywhere = AllowedPeers(None)
-    assert not anywhere.refusal_without_keys("127.0.0.1") and not anywhere.refusal_without_keys("::1")
-    assert "name its network in allowed_peers" in anywhere.refusal_without_keys("10.1.0.1")
-    assert not LISTED.refusal_without_keys("10.1.0.1") and LISTED.refusal_without_keys("10.2.0.1")

@@ -60,6 +60,7 @@ def test_hosts_that_are_fine(host):
 BAD = [
     ({"palne": "ucx"}, {}, ["palne", "did you mean 'plane'", "slot_bytes"]),
     ({5: "ucx"}, {}, ["5", "plane"]),
+    ({"bootstrap_port": 0}, {}, ["'bootstrap_port' is gone; have the router send P's remote_host"]),
     ({"plane": "ucx\n"}, {}, ["plane", "'ucx\\n'", "did you mean 'ucx'"]),
     ({"plane": "x" * 5000}, {}, ["plane", "xxx ...", "auto, cma, cuda_ipc, nixl, shm, tcp, ucx, zmq"]),
     ({"side_channel_port": 70000}, {}, ["side_channel_port", "70000", "65535"]),
@@ -84,7 +85,6 @@ BAD = [
         {"KVFERRY_SIDE_CHANNEL_PORT": "tcp://10.0.0.1:80"},
         ["number from 0 to 65535; Kubernetes sets it for a Service"],
     ),
-    ({}, {"KVFERRY_BOOTSTRAP_PORT": "80.0"}, ["KVFERRY_BOOTSTRAP_PORT: '80.0'", "number from 0 to 65535"]),
     ({}, {"KVFERRY_ENCRYPT": "yes"}, ["KVFERRY_ENCRYPT: 'yes'", "expected 1 or 0"]),
     ({"secret_key": SECRET[1:]}, {}, ["secret_key", "63 characters", "64", "kvferry keygen"]),
     ({"secret_key": "%" * 40}, {}, ["secret_key", "64 hexadecimal digits"]),

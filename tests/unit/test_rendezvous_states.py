@@ -31,7 +31,7 @@ BEGUN = LookupEvent(K.RESOLVED)
 NOT_YET, FINAL = LookupEvent(K.UNRESOLVED), LookupEvent(K.UNRESOLVED, "why", final=True)
 KNOWN = LookupEvent(K.UNRESOLVED, known=True)
 P_SENDS, D_READS = LookupEvent(K.PLANE_FOUND, p_sends=True), LookupEvent(K.PLANE_FOUND)
-LEFT, TAKEN, LOCATED = LookupEvent(K.LEFT), LookupEvent(K.TAKEN), LookupEvent(K.LOCATED)
+LEFT, TAKEN = LookupEvent(K.LEFT), LookupEvent(K.TAKEN)
 FAILED, LOST = LookupEvent(K.FAILED, "p"), LookupEvent(K.LOST, "gone")
 
 
@@ -64,14 +64,6 @@ def test_ways(way: tuple[LookupEvent, ...], phase: LookupPhase, effects: list[Lo
     assert (state.phase, found) == (phase, effects)
 
 
-def test_a_p_that_must_be_found_first_is_asked_then() -> None:
-    state = LookupState(PHASE.LOCATING)
-    assert after(LOCATED, state=state) == (LookupState(), [E.ASK])
-    left, effects = after(LEFT, state=state)
-    assert (left.phase, effects, after(LOCATED, state=left)) == (PHASE.LEFT, [], (left, [E.ASK])), "P may have it"
-    assert after(FAILED, state=state) == (LookupState(PHASE.ENDED, why="p"), [E.REPORT_LOST])
-
-
 @pytest.mark.parametrize("way", [(), (BEGUN,)])
 def test_an_open_question_is_repeated_after_a_pause(way: tuple[LookupEvent, ...]) -> None:
     """Also where the connection is lost once since P has last answered."""
@@ -88,7 +80,7 @@ def test_an_open_question_is_repeated_after_a_pause(way: tuple[LookupEvent, ...]
 
 
 EVENTS: Any = st.sampled_from(
-    [LOCATED, GRANTED, STREAMS, BEGUN, FAILED, FINAL, NOT_YET, KNOWN, P_SENDS, D_READS, TICK, LEFT, TAKEN, LOST]
+    [GRANTED, STREAMS, BEGUN, FAILED, FINAL, NOT_YET, KNOWN, P_SENDS, D_READS, TICK, LEFT, TAKEN, LOST]
 )
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from kvferry.connector.step_loads import step_hold
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
-from kvferry.transport.bootstrap import BootstrapServer
 from tests.vllm.releases import why_not
 from tests.vllm.stepped import RUNNERS, EngineGroup, Lines, Pair, tiny_model
 
@@ -75,10 +74,3 @@ def lines() -> Iterator[Lines]:
     yield handler
     logger.setLevel(before)
     logger.removeHandler(handler)
-
-
-@pytest.fixture
-def page() -> Iterator[BootstrapServer]:
-    server = BootstrapServer("127.0.0.1", 0)
-    yield server
-    server.close()

@@ -6,7 +6,6 @@ llm-d's sidecar, in Go (repository llm-d/llm-d-router, folder pkg/sidecar/proxy)
 - connector_nixlv2_push_parallel_test.go at 19a613d717cd, and connector_nixlv2.go beside it: both legs at once, D sent
   again with P's answer, a retry of P with a new transfer_id, ``transfer_id`` beside P's answer where the legs go one
   after the other.
-- connector_mooncake.go at 8b00c51f4135: both legs at once by the bootstrap page; ``X-data-parallel-rank``.
 
 Dynamo's vLLM workers (repository ai-dynamo/dynamo, folder components/src/dynamo/vllm):
 
@@ -25,11 +24,10 @@ from typing import Any
 import pytest
 
 from kvferry.connector.engine.load_planner import RequestPhase
-from kvferry.transport.bootstrap import BootstrapServer
 from tests.support.inside import leases_of
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PATIENT, PREFILL, Engine, EngineGroup, Pair, eventually, loaded, settle
-from tests.vllm.test_rendezvous import IDS, by_page, ends_well, publish
+from tests.vllm.test_rendezvous import IDS, ends_well
 
 pytestmark = pytest.mark.vllm
 REQUEST_ID = "9c5b1ab8-c8ee-11f0-8de9-0242ac120002"
@@ -139,25 +137,6 @@ def test_llm_d_tries_p_again_under_a_new_name(pair: Pair) -> None:
     eventually(lambda: [token.hex() for token in leases_of(p)] == [left["remote_request_id"]])
     p.let_time_pass(PATIENT["lease_seconds"])
     settle(p, d)
-
-
-# --- by the bootstrap page ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at_once", [True, False], ids=["llm-d", "Dynamo"])
-def test_mooncakes_form(pair: Pair, page: BootstrapServer, at_once: bool) -> None:
-    p, d = pair
-    publish(p, page)
-    name = new_transfer_id() if at_once else str(uuid.uuid4())
-    to_p = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
-    to_d = by_page(p, page.port, transfer_id=name)
-    if not at_once:
-        ask_p(p, to_p, min_tokens=1)
-    leg = d.add(IDS, through_go(to_d) if at_once else to_d, max_tokens=4)
-    if at_once:
-        d.step()
-        p.add(IDS, to_p)
-    ends_well(p, d, leg)
 
 
 # --- Dynamo -------------------------------------------------------------------------------------------------------

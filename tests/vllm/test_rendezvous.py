@@ -14,7 +14,6 @@ from kvferry.connector.decode_side import lookup
 from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.wire import messages
-from kvferry.transport.bootstrap import BootstrapServer, bootstrap_page
 from tests.support.inside import consumer_of, producer_of, replies_of, scheduler_half
 from tests.support.turns import TurnLines
 from tests.vllm.labelled import prompt
@@ -281,22 +280,6 @@ def test_a_request_that_loads_nothing_releases_the_lease(group: EngineGroup, how
     settle(p, d)
 
 
-def test_a_request_that_ends_while_the_page_is_fetched(group: EngineGroup) -> None:
-    """P may have the prompt: it is asked for it then."""
-    p, d = group.pair()
-    with socket.create_server(("127.0.0.1", 0)) as late:
-        request_id = ask(d, by_page(p, late.getsockname()[1]))
-        eventually(lambda: bool(lookups(d).open))
-        d.abort(request_id)
-        settle(d)
-        eventually(lambda: not lookups(d).open)
-        p.finish(p.add(IDS, TO_P))
-        with late.accept()[0] as fetches:
-            content = bootstrap_page(p.engine_id, 0, {(0, 0): (p.address.host, p.address.port)})
-            fetches.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
-        settle(p)
-
-
 # --- patience -----------------------------------------------------------------------------------------------------
 
 
@@ -418,7 +401,7 @@ def test_made_up_addresses_do_not_keep_d_from_asking_p(
         ({}, {"remote_key": "K"}, "remote_key is 'K', expected the 12 digits"),
         ({}, {"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected the engine id of the prefill engine"),
         ({}, {"remote_block_ids": [[1, 2]]}, "the prefill engine runs another connector"),
-        ({}, {"remote_host": None}, "no 'kvferry' entry"),
+        ({}, {"remote_host": None, "remote_bootstrap_addr": "http://127.0.0.1:1"}, "no 'kvferry' entry"),
     ],
 )
 def test_parameters_that_cannot_be_used(
@@ -426,39 +409,3 @@ def test_parameters_that_cannot_be_used(
 ) -> None:
     p, d, plain = legs(group, extra=extra)
     prefills_locally(p, d, d.add(IDS, plain | params, max_tokens=4), lines, why)
-
-
-# --- P's bootstrap page, as routers for vLLM's Mooncake connector name it -----------------------------------------
-
-
-def by_page(p: Engine, port: int, **more: Any) -> dict[str, Any]:
-    return {
-        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": p.engine_id, "transfer_id": "tx",
-        "remote_bootstrap_addr": f"http://127.0.0.1:{port}", **more,
-    }  # fmt: skip
-
-
-def publish(p: Engine, page: BootstrapServer) -> None:
-    page.publish(bootstrap_page(p.engine_id, 0, {(0, 0): (p.address.host, p.address.port)}))
-
-
-@pytest.mark.parametrize(
-    ("extra", "params", "why"),
-    [
-        ({}, {}, "the bootstrap page answers 404"),
-        ({}, {"remote_engine_id": "another"}, "the bootstrap page has no engine 'another'"),
-        ({"allowed_peers": ["10.0.0.0/8"]}, {}, "127.0.0.1 is not an allowed peer"),
-        ({}, {"remote_bootstrap_addr": "http://127.0.0.1:1"}, "cannot be found: "),
-        ({}, {"remote_bootstrap_addr": "ftp://a:1"}, "is no address, expected http://HOST:PORT"),
-        ({}, {"remote_bootstrap_addr": 7}, "remote_bootstrap_addr is 7"),
-        ({}, {"transfer_id": None}, "transfer_id is None"),
-        ({}, {"remote_engine_id": None}, "remote_engine_id is None"),
-    ],
-)
-def test_a_bootstrap_page_that_cannot_be_used(
-    group: EngineGroup, lines: Lines, page: BootstrapServer, extra: dict[str, Any], params: dict[str, Any], why: str
-) -> None:
-    p, d = group.pair(extra=extra)
-    if "404" not in why:
-        publish(p, page)
-    prefills_locally(p, d, d.add(IDS, by_page(p, page.port, **params), max_tokens=4), lines, why)
