@@ -204,10 +204,7 @@ def _no_fleet(given: list[str] | None) -> None:
 @app.command()
 @failing()
 def plan(
-    model: Annotated[
-        Path,
-        typer.Option(help=MODEL, parser=_model_path, metavar="<path>"),
-    ],
+    model: Annotated[Path, typer.Option(help=MODEL, parser=_model_path, metavar="<path>")],
     prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
     p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
     d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,

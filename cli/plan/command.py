@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
 
 from kvferry.cli.plan.handover import INDEX_BLOCK, Deployment, Pair, PlannedRead, plan_handover
 from kvferry.cli.plan.model import ModelShape, model_shape
-from kvferry.cli.plan.time_model import (
-    Calibration,
-    PromptPlan,
-    decoded_calibration,
-    default_calibration,
-    prompt_plan,
-)  # fmt: skip
+from kvferry.cli.plan.time_model import Calibration, PromptPlan, decoded_calibration, default_calibration, prompt_plan
 from kvferry.cli.terminal import check_writable, read_file, read_model_config, table, write_json
 from kvferry.transport.errors import ConfigError, PlaneUnavailableError, check_positive
 from kvferry.transport.registry import GPU, HOST, best_slot_bytes, best_staging_bytes, plane_spec
@@ -27,9 +20,7 @@ from kvferry.transport.registry import GPU, HOST, best_slot_bytes, best_staging_
 PROMPTS = (128, 1024, 8192, 32768)
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 LINK = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTkmgt]?)(B/s|Bps|bits?/s|b/s|bps|bit|b|bE|)\s*")
-
 Layout = Literal["HND", "NHD"]
-T = TypeVar("T")
 
 
 class PlanResult(msgspec.Struct, frozen=True):
@@ -57,7 +48,7 @@ def plan(
     """Plan, print, and write the file that is asked for. Raises KVFerryError."""
     check_writable(json_file)
     plane = plane or ("cuda_ipc/gpu" if link is None else "tcp/gpu")  # what a default installation takes
-    costs_by_plane = default_calibration() if calibration is None else _parsed(calibration, decoded_calibration)
+    costs_by_plane = decoded_calibration(read_file(calibration), calibration) if calibration else default_calibration()
     costs, costs_of = costs_by_plane.costs(plane), costs_by_plane.measured_as(plane)
     shape = model_shape(read_model_config(model), kv_dtype)
     usual = INDEX_BLOCK if any(kv.packing for kv in shape.kv) else 16
@@ -92,17 +83,6 @@ def bytes_per_second(text: str) -> float:
     return number
 
 
-# --- input ----------------------------------------------------------------------------------------------------------
-
-
-def _parsed(path: Path, parse: Callable[[bytes], T]) -> T:
-    content = read_file(path)
-    try:
-        return parse(content)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
 def _slot_bytes(plane: str) -> int | None:
     """The most bytes of a message with the default settings; ``None`` where D reads P's pages itself."""
     name, _, memory = plane.partition("/")
@@ -116,12 +96,7 @@ def _slot_bytes(plane: str) -> int | None:
         raise ConfigError(f"--plane {plane}: {error}") from None
 
 
-# --- output ---------------------------------------------------------------------------------------------------------
-
-
-def _print(
-    shape: ModelShape, reads: list[PlannedRead], plans: list[PromptPlan], plane: str, costs_of: str
-) -> None:  # fmt: skip
+def _print(shape: ModelShape, reads: list[PlannedRead], plans: list[PromptPlan], plane: str, costs_of: str) -> None:
     kept = f"{shape.token_bytes} bytes of KV a token in {shape.kv_layers} of {shape.num_layers} layers"
     for kv in shape.kv:
         if kv.window:

@@ -62,8 +62,8 @@ def test_hand_overs_at_once_take_turns() -> None:
      b'{"form": "kvferry-calibration-1", "measured": {}, "planes": {"tcp/host": {"fixed_seconds": -1}}}'],
 )  # fmt: skip
 def test_what_is_no_calibration(text: bytes) -> None:
-    with pytest.raises(ConfigError, match="no calibration"):
-        decoded_calibration(text)
+    with pytest.raises(ConfigError, match=r"costs\.json: no calibration"):
+        decoded_calibration(text, "costs.json")
     with pytest.raises(ConfigError, match=r"plane 'tpc/host' is not in the calibration.*did you mean 'tcp/host'"):
         default_calibration().costs("tpc/host")
 
