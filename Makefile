@@ -147,8 +147,7 @@ bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$${name#*/}.json; done
 	$(BIN)/python benchmarks/planes/planes.py --device cpu --json $(RESULTS)/host_planes.json
-	$(BIN)/python benchmarks/planes/planes.py --pairs checksum --json $(RESULTS)/checksum.json
-	$(BIN)/python benchmarks/planes/planes.py --pairs encrypt --json $(RESULTS)/encrypted_planes.json
+	$(BIN)/python benchmarks/planes/planes.py --encrypt --json $(RESULTS)/encrypted_planes.json
 	$(BIN)/python benchmarks/router/where_to_prefill.py --device cpu --json $(RESULTS)/cpu_where_to_prefill.json
 	$(BIN)/python benchmarks/engines/prefix_reads.py --device cpu --json $(RESULTS)/prefix_reads.json
 	$(BIN)/python tests/engine/wrong_tokens/run.py --json $(RESULTS)/wrong_tokens.json

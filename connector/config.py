@@ -114,13 +114,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "separated by commas. Where unset, keys decide"
         ),
     ] = None
-    checksum: Annotated[
-        bool,
-        _doc(
-            "each message with KV bytes carries a checksum, and bytes that do not fit it are not loaded; either side "
-            "can demand it; `cma` and `cuda_ipc`, which send no messages, are then not used"
-        ),
-    ] = False
     convert_dtype: Annotated[
         bool, _doc("on D: convert KV of another dtype or with other fp8 scales; where False, such a P is refused")
     ] = False
@@ -187,7 +180,10 @@ ENVIRONMENT = {
 }
 """Settings that an environment variable can give, and its name; an empty variable counts as unset."""
 _EXPECTED = {"encrypt": "expected 1 or 0", "side_channel_port": "expected a number from 0 to 65535"}
-REMOVED = {"bootstrap_port": "have the router send P's remote_host and remote_port to D"}
+REMOVED = {
+    "bootstrap_port": "have the router send P's remote_host and remote_port to D",
+    "checksum": "set encrypt in its place",
+}
 """Settings that are gone, and what to do."""
 PREFIX = "KVFERRY_"
 _VARIABLES = (*ENVIRONMENT.values(), "KVFERRY_TRITON_LAUNCHER")

@@ -7,29 +7,21 @@ Whatever depends on the peer or the request is a scalar that the kernel is not s
 in one int64 table in device memory (addresses, block ids). So no peer makes Triton compile again; it compiles once per
 width of a word, alignment and tile shape. Each program begins by waiting for the table, and many programs live for one
 tile only: so the table holds arrays alone, and scalars are arguments.
-
-A copy to or from the wire can add up the words for ``sum64`` of ``checksum`` in the same pass. Each program adds the
-sum of its own words to one of ``LANES`` numbers in device memory. A second kernel adds up these numbers, sets them back
-to 0, and writes or compares the checksum behind the message. Kernels of a stream run one after the other, so the
-numbers need no other order, and each program's addition may be relaxed.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import functools
-import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.checksum import WireCheck, seed
 from kvferry.kernels.launch import DeviceTable, Variant, variant_of
-from kvferry.kernels.paged_copy import Int64s, Pages, wire_pages
-from kvferry.transport import cuda
+from kvferry.kernels.paged_copy import Int64s, Pages
 
 
 class LaunchShape(NamedTuple):
@@ -53,8 +45,6 @@ NVLINK, NVLINK_PROGRAMS = LaunchShape(32 << 10, 256, 8), 128
 """The copy reads pages of another GPU while no kernel of the engine runs. On an H200 it reads over NVLink as fast as
 ``CAPPED`` on 32 SMs (``kernel`` of that benchmark)."""
 MAX_TILES = (1 << 31) - 1
-LANES = 64
-"""Numbers that the programs of a kernel add to. One number alone would be a queue for thousands of programs."""
 
 DTYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """Type of a word, by its bytes."""
@@ -91,50 +81,20 @@ def row_addresses(
     return start + block_id * block_stride + within * token_stride
 
 
-@triton.jit
-def _key(number):
-    """Keys of the 32-bit words with these numbers, uint32 as uint64."""
-    key = (number + 1).to(tl.uint32)
-    key ^= key >> 16
-    key *= 0x7FEB352D
-    key ^= key >> 15
-    key *= 0x846CA68B
-    key ^= key >> 16
-    return key.to(tl.uint64)
-
-
-@triton.jit
-def _products(data, at, WORD: tl.constexpr):
-    """Products of words of WORD bytes with their keys, uint64. ``at``: the number of each word in its message."""
-    if WORD == 8:
-        bits = data.to(tl.uint64, bitcast=True)
-        return (bits & 0xFFFFFFFF) * _key(2 * at) + (bits >> 32) * _key(2 * at + 1)
-    elif WORD == 4:
-        return data.to(tl.uint32, bitcast=True).to(tl.uint64) * _key(at)
-    elif WORD == 2:
-        return (data.to(tl.uint16, bitcast=True).to(tl.uint64) << (16 * (at & 1)).to(tl.uint64)) * _key(at >> 1)
-    else:
-        return (data.to(tl.uint8, bitcast=True).to(tl.uint64) << (8 * (at & 3)).to(tl.uint64)) * _key(at >> 2)
-
-
-@triton.jit(do_not_specialize=[*SCALAR_ARGS, "lanes"])
+@triton.jit(do_not_specialize=SCALAR_ARGS)
 def copy_kernel(
     table, heads: tl.int32, tokens: tl.int32, vectors: tl.int32, tiles: tl.int32,
     dst_base: tl.int64, dst_layer: tl.int64, dst_bases: tl.int32, dst_ids: tl.int32, dst_size: tl.int32,
     dst_block: tl.int64, dst_head: tl.int64, dst_token: tl.int64, dst_first: tl.int32,
     src_base: tl.int64, src_layer: tl.int64, src_bases: tl.int32, src_ids: tl.int32, src_size: tl.int32,
     src_block: tl.int64, src_head: tl.int64, src_token: tl.int64, src_first: tl.int32,
-    lanes: tl.int64, DTYPE: tl.constexpr, WORD: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr, COPY: tl.constexpr, LANES: tl.constexpr,
+    DTYPE: tl.constexpr, WORD: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Copies tiles ``program_id, program_id + num_programs, ...``. ``table`` holds addresses of layers, and block ids.
     Rows begin at multiples of ALIGN bytes. A row has ``vectors`` vectors of ALIGN bytes, in words of type DTYPE and
-    WORD bytes. A tile has BLOCK_T tokens and BLOCK_W words. ``lanes``: address of LANES numbers, uint64, that take the
-    sums; LANES 0: there are no sums. COPY False: it stores nothing."""
+    WORD bytes. A tile has BLOCK_T tokens and BLOCK_W words."""
     words = vectors * (ALIGN // WORD)  # tells the compiler that ALIGN // WORD divides it
     tiles_t, tiles_w = tl.cdiv(tokens, BLOCK_T), tl.cdiv(words, BLOCK_W)
-    if LANES:
-        products = tl.zeros([BLOCK_T, BLOCK_W], dtype=tl.uint64)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         w = (tile % tiles_w) * BLOCK_W + tl.arange(0, BLOCK_W)
         rest = tile // tiles_w
@@ -150,48 +110,13 @@ def copy_kernel(
         )  # fmt: skip
         # An address from a table carries no alignment. Without the hints, loads and stores become scalar.
         src_row = tl.multiple_of(tl.multiple_of(src_row, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
-        if COPY:
-            dst_row = row_addresses(
-                table, dst_base, dst_layer, dst_bases, dst_ids, dst_size, dst_block, dst_head, dst_token, dst_first,
-                layer, head, t, mask_t,
-            )  # fmt: skip
-            dst_row = tl.multiple_of(tl.multiple_of(dst_row, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
-        data = tl.load(src_row[:, None] + w[None, :], mask=mask, other=0 if LANES else None)
-        if COPY:
-            tl.store(dst_row[:, None] + w[None, :], data, mask=mask)
-        if LANES:
-            row = (layer * heads + head) * tokens + t
-            products += _products(data, row[:, None] * words + w[None, :], WORD)
-    if LANES:
-        lane = lanes.to(tl.pointer_type(tl.uint64)) + tl.program_id(0) % LANES
-        tl.atomic_add(lane, tl.sum(tl.sum(products, 1), 0), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["lanes", "start", "trailer", "verdict"])
-def finish_kernel(
-    table, lanes: tl.int64, start: tl.int64, trailer: tl.int64, verdict: tl.int64, LANES: tl.constexpr
-):  # fmt: skip
-    """One program: the checksum from the sums, which become 0. It is written to address ``trailer``; or, where
-    ``verdict`` is not 0, compared with the checksum there."""
-    lane = lanes.to(tl.pointer_type(tl.uint64)) + tl.arange(0, LANES)
-    sums = tl.load(lane)
-    tl.store(lane, tl.zeros([LANES], dtype=tl.uint64))
-    value = tl.sum(sums, 0) ^ start.to(tl.uint64, bitcast=True)
-    value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCD
-    value = (value ^ (value >> 33)) * 0xC4CEB9FE1A85EC53
-    value = value ^ (value >> 33)
-    at = tl.arange(0, 8)  # a message of any length: its checksum need not lie at a multiple of 8
-    ours = (tl.zeros([8], dtype=tl.uint64) + value) >> (8 * at).to(tl.uint64)
-    place = trailer.to(tl.pointer_type(tl.uint8)) + at
-    if verdict == 0:
-        tl.store(place, ours.to(tl.uint8))
-    else:
-        differ = tl.sum((tl.load(place) != ours.to(tl.uint8)).to(tl.int32), 0)
-        tl.store(verdict.to(tl.pointer_type(tl.int64)), (differ != 0).to(tl.int64))
-
-
-_finish = Variant(finish_kernel, 1, (LANES,))
-_of_thread = threading.local()
+        dst_row = row_addresses(
+            table, dst_base, dst_layer, dst_bases, dst_ids, dst_size, dst_block, dst_head, dst_token, dst_first, layer,
+            head, t, mask_t,
+        )  # fmt: skip
+        dst_row = tl.multiple_of(tl.multiple_of(dst_row, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
+        data = tl.load(src_row[:, None] + w[None, :], mask=mask)
+        tl.store(dst_row[:, None] + w[None, :], data, mask=mask)
 
 
 def copy_pages_triton(
@@ -205,16 +130,6 @@ def copy_pages_triton(
     arrays, _, scalars = side_arguments(dst, src, sizes[2])
     shape = NVLINK if sms is None and over_link else launch_shape(sms)
     _enqueue(DeviceTable(*arrays), scalars, sizes, align, device, sms, shape)
-
-
-def check_wire(
-    address: int, sizes: tuple[int, int, int, int], device: torch.device, sms: int | None, check: WireCheck
-) -> None:
-    """Compare the checksum of a message ``[L, H, T, C]`` of these sizes at ``address``, without a copy."""
-    wire = wire_pages(address, *sizes)
-    arrays, _, scalars = side_arguments(wire, wire, sizes[2])
-    align = alignment(wire, *sizes[1:])
-    _enqueue_sum(DeviceTable(*arrays), scalars, sizes, align, device, sms, address, check, copy=False)
 
 
 class DevicePages:
@@ -236,13 +151,11 @@ class DevicePages:
         self._table = DeviceTable(pages.bases, pages.block_ids[:num_blocks], zeros)
 
     def copy(
-        self, address: int, *, to_wire: bool, layer: int, num_layers: int, token: int, num_tokens: int, sms: int | None,
-        check: WireCheck | None = None,
-    ) -> None:  # fmt: skip
+        self, address: int, *, to_wire: bool, layer: int, num_layers: int, token: int, num_tokens: int, sms: int | None
+    ) -> None:
         """Copy ``num_layers`` layers from ``layer`` on and ``num_tokens`` tokens from ``token`` on to or from the wire
         order at ``address``. ``layer`` and ``token`` count from the first ones of these pages. The copy is enqueued as
-        by ``copy_pages_triton``. ``check``: what becomes of the checksum behind the wire bytes; ``None``: there is
-        none."""
+        by ``copy_pages_triton``."""
         pages = self._pages
         block, first = divmod(pages.token + token, pages.block_size)
         head_stride = num_tokens * self._content
@@ -255,61 +168,30 @@ class DevicePages:
         sizes = num_layers, self._heads, num_tokens, self._content
         align = min(self._align, address & -address)
         scalars = (*wire, *ours) if to_wire else (*ours, *wire)
-        if check is None:
-            _enqueue(self._table, scalars, sizes, align, self.device, sms, launch_shape(sms))
-        else:
-            _enqueue_sum(self._table, scalars, sizes, align, self.device, sms, address, check)
+        _enqueue(self._table, scalars, sizes, align, self.device, sms, launch_shape(sms))
 
 
 def _enqueue(
     table: DeviceTable, scalars: tuple[int, ...], sizes: tuple[int, int, int, int], align: int, device: torch.device,
-    sms: int | None, shape: LaunchShape, lanes: int = 0, *, copy: bool = True,
+    sms: int | None, shape: LaunchShape,
 ) -> None:  # fmt: skip
-    """Launch the copy. ``scalars``: of dst, then of src, in the order of ``SCALAR_ARGS``. ``lanes``: the address of the
-    numbers that take the sums, 0 for no sums. ``copy`` False: only the sums."""
+    """Launch the copy. ``scalars``: of dst, then of src, in the order of ``SCALAR_ARGS``."""
     layers, heads, tokens, content = sizes
-    variant, block_t, tiles_w = _variant(content, align, shape, bool(lanes), copy)
+    variant, block_t, tiles_w = _variant(content, align, shape)
     tiles = layers * heads * -(-tokens // block_t) * tiles_w
     dst_size, src_size = scalars[4], scalars[13]
     assert tiles <= MAX_TILES and tokens + dst_size + src_size <= MAX_TILES
     programs = min(tiles, NVLINK_PROGRAMS) if shape is NVLINK else num_programs(tiles, device, sms)
-    variant(programs, table, device, (heads, tokens, content // align, tiles, *scalars, lanes))
-
-
-def _enqueue_sum(
-    table: DeviceTable, scalars: tuple[int, ...], sizes: tuple[int, int, int, int], align: int, device: torch.device,
-    sms: int | None, wire: int, check: WireCheck, *, copy: bool = True,
-) -> None:  # fmt: skip
-    """``_enqueue`` with sums, and then the kernel that adds them up. The message lies at address ``wire``, and is one
-    of the two sides."""
-    nbytes = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-    assert nbytes < 1 << 31
-    lanes, signed = _lanes(device), int(np.uint64(seed(check.tag, nbytes)).astype(np.int64))
-    try:
-        _enqueue(table, scalars, sizes, align, device, sms, launch_shape(sms), lanes.data_ptr(), copy=copy)
-        finish = lanes.data_ptr(), signed, wire + nbytes, check.verdict
-        _finish(1, table, device, finish)
-    except BaseException:
-        _of_thread.__dict__.clear()  # the numbers may have sums of a message that was given up
-        raise
-
-
-def _lanes(device: torch.device) -> torch.Tensor:
-    """The numbers of this thread for its current stream on ``device``, all of them 0 between two messages."""
-    lanes_of: dict[Any, torch.Tensor] = _of_thread.__dict__
-    key = device, cuda.current_stream(device) if device.type == "cuda" else 0
-    if key not in lanes_of:
-        lanes_of[key] = torch.zeros(LANES, dtype=torch.int64, device=device)
-    return lanes_of[key]
+    variant(programs, table, device, (heads, tokens, content // align, tiles, *scalars))
 
 
 @functools.lru_cache(maxsize=256)
-def _variant(content: int, align: int, shape: LaunchShape, sums: bool, copy: bool) -> tuple[Variant, int, int]:
+def _variant(content: int, align: int, shape: LaunchShape) -> tuple[Variant, int, int]:
     """The kernel for rows of ``content`` bytes, the tokens of a tile, and the tiles of a row."""
     word = min(align, max(DTYPES))
     words = content // word
     block_t, block_w = tile_shape(words, word, shape)
-    constants = DTYPES[word], word, align, block_t, block_w, copy, LANES if sums else 0
+    constants = DTYPES[word], word, align, block_t, block_w
     return variant_of(copy_kernel, shape.num_warps, constants), block_t, -(-words // block_w)
 
 

@@ -149,7 +149,6 @@ TO_DO = {
     "timeout": "the prefill engine hangs, or the network is slow: `handover_timeout_seconds`, `step_hold_seconds`",
     "peer_lost": "the prefill engine ended, or the connection to it broke: look at its log",
     "data": "the prefill engine sent what does not fit: the decode engine's log says why; if often, test the hardware",
-    "checksum": "bytes changed on the way: look for faulty memory, network cards or switches",
     "denied": "the prefill engine refused: its log says why",
     "internal": "a fault of KVFerry: the decode engine's log has it; `kvferry doctor --share` makes a report",
     "reset": f"the caches of an engine were reset meanwhile; {AGAIN}",

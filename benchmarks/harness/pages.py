@@ -326,7 +326,6 @@ def router_cost(result: Row) -> Row:
 PREPARED: dict[str, Callable[[Row], Row]] = {
     "gpu-bandwidth": gpu_bandwidth, "cpu-bandwidth": cpu_bandwidth, "gpu-quiet-step": quiet_step,
     "gpu-busy": busy, "gpu-busy-long": busy, "gpu-busy-one-gpu": busy,
-    "cpu-checksum": lambda result: {"rows": [row for row in result["rows"] if row["plane"] != row["base"]]},
     "gpu-streaming": streaming, "cpu-streaming": streaming, "prefix-reads": prefix_reads,
     "cpu-wrong-tokens": wrong_tokens, "wrong-answers": wrong_answers,
     "router-cost": router_cost,

@@ -6,7 +6,6 @@ import base64
 import json
 import select
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +14,6 @@ from benchmarks.planes.endpoints import ArenaEndpoint, told
 from benchmarks.planes.points import Config, Point, Side
 from kvferry.connector.geometry.byte_ranges import byte_ranges, wire_ordered
 from kvferry.connector.geometry.spans import Chunk, Span, cut_span
-from kvferry.connector.pages.checksums import PlacedMessage, Verdict, new_trailer, sealed_pieces, trailer_bytes
-from kvferry.kernels.checksum import ChecksumName, WireCheck, trailer_fits, write_trailer
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.channels import CPU, ByteRanges, Copy, PageRead, Pieces, PullChannel, RecvChannel, SendChannel
 from kvferry.transport.plane import PlaneContext
@@ -27,7 +24,7 @@ SLOT_BYTES, STAGING_BYTES = 4 << 20, 256 << 20
 
 
 class PlaneEnd(ArenaEndpoint):
-    """``settings``: the plane, the addresses of this host and of the peer, ``encrypt``, ``checksum``, ``flows``."""
+    """``settings``: the plane, the addresses of this host and of the peer, ``encrypt``, ``flows``."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -39,7 +36,6 @@ class PlaneEnd(ArenaEndpoint):
         if "flows" in settings:
             assert isinstance(self.plane, TcpPlane)
             self.plane.flows = settings["flows"]
-        self.checksum: ChecksumName | None = "xxh3" if settings.get("checksum") else None
         self.chunk_bytes, self.tag = 0, 0
 
     def pages(self, point: Point, side: Side) -> Pages:
@@ -85,12 +81,11 @@ def sleep(plane: Any) -> bool:
 class PlaneSource(PlaneEnd):
     def exchange(self, blob: str | None, peer: str = "main") -> str | None:
         if blob is None:
-            self.trailer = new_trailer()
             return base64.b64encode(self.plane.offer()).decode()
         channel, reply = self.plane.accept(base64.b64decode(blob))
         assert not channel.pulls
         self.channel: SendChannel = channel
-        self.chunk_bytes = channel.slot_bytes - trailer_bytes(self.checksum)
+        self.chunk_bytes = channel.slot_bytes
         return json.dumps([self.chunk_bytes, base64.b64encode(reply).decode()])
 
     def serve(self, point: str, way: str, repeats: int) -> Any:
@@ -115,18 +110,12 @@ class PlaneSource(PlaneEnd):
         """Whether there was room."""
         channel = self.channel
         if channel.sends_in_place:
-            pieces: Callable[[], Pieces] = partial(pieces_of, point, chunk, pages)
-            if self.checksum is not None:
-                pieces = partial(sealed_pieces, pieces, self.tag, self.trailer)
-            return channel.send_pieces(pieces, self.tag)
+            return channel.send_pieces(partial(pieces_of, point, chunk, pages), self.tag)
         slot = channel.acquire()
         if slot is None:
             return False
         copy(point, chunk, pages, slot.address, to_wire=True)
-        nbytes = nbytes_of(point, chunk)
-        if self.checksum is not None:
-            write_trailer(WireCheck(self.checksum, self.tag), slot.address, nbytes)
-        channel.send(slot, nbytes + trailer_bytes(self.checksum), self.tag)
+        channel.send(slot, nbytes_of(point, chunk), self.tag)
         return True
 
 
@@ -146,15 +135,10 @@ class PlaneTarget(PlaneEnd):
         """Announce all messages to the channel before P sends any. The time that this takes counts."""
         begun = time.perf_counter()
         self.expected: dict[int, tuple[Chunk, Pages]] = {}
-        self.placed: dict[int, PlacedMessage] = {}
         it = self.points[point]
         for chunk, pages in self.parts(it):
             self.expected[self.tag] = chunk, pages
-            into: Callable[[], Pieces] = partial(pieces_of, it, chunk, pages)
-            if self.checksum is not None:
-                self.placed[self.tag] = PlacedMessage(into)
-                into = self.placed[self.tag].into
-            self.channel.expect(self.tag, nbytes_of(it, chunk) + trailer_bytes(self.checksum), into)
+            self.channel.expect(self.tag, nbytes_of(it, chunk), partial(pieces_of, it, chunk, pages))
             self.tag += 1
         self.announced = time.perf_counter() - begun
 
@@ -164,13 +148,7 @@ class PlaneTarget(PlaneEnd):
             moved = self.plane.progress()
             for message in self.channel.poll():
                 chunk, pages = expected.pop(message.tag)
-                if message.placed:
-                    assert self.checksum is None or self.placed.pop(message.tag).fits(message.tag)
-                else:
-                    if self.checksum is not None:
-                        verdict = Verdict(CPU)  # the check writes into its memory
-                        check = verdict.check(self.checksum, message.tag)
-                        assert trailer_fits(check, message.address, nbytes_of(it, chunk))
+                if not message.placed:
                     copy(it, chunk, pages, message.address, to_wire=False)
                 message.release()
                 moved = True

@@ -2,7 +2,7 @@
 
     python benchmarks/planes/planes.py [--json FILE] [--budget SECONDS] [--only NAME ...] [--points NAME ...]
     python benchmarks/planes/planes.py --device cpu [--json FILE] [--mib 64] [--kib 4 8 16 32 64]
-    python benchmarks/planes/planes.py --pairs checksum|encrypt [--json FILE]       (what a setting costs, on the CPU)
+    python benchmarks/planes/planes.py --encrypt [--json FILE]        (what encryption costs, on the CPU)
 
 P and D of each contender are processes, each on a GPU of its own. In every round each contender moves every point once
 or, where that is short, a few times; the order turns around from round to round (ABBA). The first move of a turn is not
@@ -23,8 +23,9 @@ and one process; ``tcp, flows``: with the threads that ``tcp`` has between GPUs.
 choice of transport, "tcp" sets UCX_TLS=tcp for all. NIXL's progress thread serves on P, and D polls; both are stopped
 while others are at work.
 
-``--pairs``: planes with and without a setting, in turn; ratios of the same turn, by time and by time on a core: the
-busier of both ends bounds the throughput where each has a core of its own, and other work changes it less.
+``--encrypt``: ``tcp`` with and without the setting, and ``zmq``, in turn; ratios of the same turn, by time and by time
+on a core: the busier of both ends bounds the throughput where each has a core of its own, and other work changes it
+less.
 """
 
 from __future__ import annotations
@@ -241,38 +242,34 @@ def took(pair: Pair, way: str, point: str) -> tuple[float, ...]:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """``--pairs``: by plane and block size, what the setting costs."""
-    if options.pairs == "encrypt":  # AES-256-GCM, CURVE
-        groups = [[channel("tcp"), channel("tcp, encrypt", encrypt=True), channel("zmq")]]
-    else:
-        groups = [[channel(name), channel(f"{name}, checksum", checksum=True)] for name in ("shm", "tcp", "zmq")]
+    """``--encrypt``: by plane and block size, what AES-256-GCM and CURVE cost."""
+    group = [channel("tcp"), channel("tcp, encrypt", encrypt=True), channel("zmq")]
     points = forms.host_points(options.mib, options.kib)
     rows: list[dict[str, Any]] = []
-    for group in groups:
-        run = Run(group, points, "cpu")
-        found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)  # by plane and point; see ``took``
-        try:
-            run.open()
-            run.verify()
-            if run.errors:
-                raise SystemExit(f"failed: {run.errors}")
-            for number in range(options.rounds):
-                for point in points:
-                    for one in group[:: -1 if number % 2 else 1]:
-                        found[one.name, point.name].append(took(run.pairs[one.pair], one.name, point.name))
-        finally:
-            run.close()
-        for one in group:
+    run = Run(group, points, "cpu")
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)  # by plane and point; see ``took``
+    try:
+        run.open()
+        run.verify()
+        if run.errors:
+            raise SystemExit(f"failed: {run.errors}")
+        for number in range(options.rounds):
             for point in points:
-                ours, base = (list(zip(*found[name, point.name], strict=True)) for name in (one.name, group[0].name))
-                busier, of_base = (max(map(statistics.median, each[1:])) for each in (ours, base))
-                rows.append({
-                    "plane": one.name, "base": group[0].name, "block_kib": point.p.block_bytes >> 10,
-                    "gb_per_s": round(point.nbytes / statistics.median(ours[0]) / 1e9, 3),
-                    "of_base": round(statistics.median(b / a for a, b in zip(ours[0], base[0], strict=True)), 3),
-                    "core_of_base": round(of_base / busier, 3),
-                })  # fmt: skip
-                report.line(rows[-1])
+                for one in group[:: -1 if number % 2 else 1]:
+                    found[one.name, point.name].append(took(run.pairs[one.pair], one.name, point.name))
+    finally:
+        run.close()
+    for one in group:
+        for point in points:
+            ours, base = (list(zip(*found[name, point.name], strict=True)) for name in (one.name, group[0].name))
+            busier, of_base = (max(map(statistics.median, each[1:])) for each in (ours, base))
+            rows.append({
+                "plane": one.name, "base": group[0].name, "block_kib": point.p.block_bytes >> 10,
+                "gb_per_s": round(point.nbytes / statistics.median(ours[0]) / 1e9, 3),
+                "of_base": round(statistics.median(b / a for a, b in zip(ours[0], base[0], strict=True)), 3),
+                "core_of_base": round(of_base / busier, 3),
+            })  # fmt: skip
+            report.line(rows[-1])
     return {"ratios": {}, "figures": {}, "rows": rows, "mib": options.mib, "rounds": options.rounds}
 
 
@@ -284,12 +281,12 @@ def main() -> None:
     parser.add_argument("--points", nargs="+", help="only these and those that figures need, by name")
     parser.add_argument("--only", nargs="+", help="only these contenders, by name")
     parser.add_argument("--hand-overs", action="store_true", help="on the CPU: what is measured on GPUs, in small")
-    parser.add_argument("--pairs", choices=("checksum", "encrypt"), help="what a setting costs, on the CPU")
+    parser.add_argument("--encrypt", action="store_true", help="what encryption costs, on the CPU")
     parser.add_argument("--mib", type=int, default=64, help="MiB that one transfer moves on the CPU")
     parser.add_argument("--kib", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="block sizes on the CPU")
     options = parser.parse_args()
-    options.rounds = options.rounds or (15 if options.device == "cuda" or options.pairs else 7)
-    if options.pairs:
+    options.rounds = options.rounds or (15 if options.device == "cuda" or options.encrypt else 7)
+    if options.encrypt:
         report.write(options.json, compare(options))
         return
     if options.device == "cuda" or options.hand_overs:

@@ -24,13 +24,11 @@ from kvferry.connector.geometry.compatibility import compatible, draft_layers
 from kvferry.connector.geometry.dtypes import converted_pairs
 from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry
 from kvferry.connector.geometry.read_plan import routes
-from kvferry.connector.pages.checksums import chosen, described, trailer_bytes
 from kvferry.connector.pages.rank_context import RankContext, check_model, misfit
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
-from kvferry.kernels.checksum import ChecksumName, checksums_on
 from kvferry.transport.channels import DChannel
 from kvferry.transport.errors import (
     GeometryError,
@@ -269,8 +267,7 @@ class Link:
         self.users = 0  # reads that use it
         self.channel: DChannel | None = None
         self.plane: Plane | None = None
-        self.slot_bytes = 0  # of a chunk in a slot, beside its checksum
-        self.checksum: ChecksumName | None = None  # behind each message
+        self.slot_bytes = 0  # of a chunk in a slot
         self.pages: tuple[PageLayout, ...] = ()
         self.board: BoardReader | None = None  # P's board of posted grants
         self.process: PeerProcess | None = None  # P's process, where D reads the process itself
@@ -497,7 +494,7 @@ class Link:
             return
         if self.channel.encrypted:
             self._log.info(self._key("encrypted"), "kvferry: KV bytes from %s are encrypted", self.name)
-        self.slot_bytes, self.pages = reply.slot_bytes - trailer_bytes(self.checksum), reply.pages
+        self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
         if not self.plane.pulls:
             self._step(LinkEvent(_K.ATTACHED, reply.plane, ready=True))
             return
@@ -549,11 +546,6 @@ class Link:
         described = self._rank_context.topology(welcome.geometry).describe(block_size)
         self._log.info(self._key("topology"), "kvferry: %s: %s", self.name, described)
         self._choice.take_offers(welcome.planes)
-        if self._rank_context.settings.checksum or welcome.checksum:
-            functions = checksums_on(self._rank_context.caches.device)
-            self.checksum = chosen(functions, welcome.checksums)
-            if self.checksum is None:
-                raise IncompatiblePeerError("checksums", ", ".join(functions), ", ".join(welcome.checksums) or "none")
 
     def check_addressed(self, peer: PeerEngine, address: RankAddress) -> None:
         """Check that this rank of P has the form that a request's parameters name, and lives the life that they name.
@@ -588,14 +580,14 @@ class Link:
         """
         try:
             self.plane, self.channel, payload, why = self._choice.connect(
-                self.connection, converts=bool(self.converted), checksum=self.checksum is not None
+                self.connection, converts=bool(self.converted)
             )
         except PlaneBusyError:
             return  # the next tick tries again
         name, because = self.plane.name, f" ({why})" if why else ""
         lanes = self.plane.lanes_to(self.connection.address)
-        shown = described(name, self.checksum) + (f", lanes: {lanes}" if lanes else "")
+        shown = f"{name}, lanes: {lanes}" if lanes else name
         self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, shown, because)
         self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
         self._step(LinkEvent(_K.CHOSEN, name))
-        self.send(messages.Attach(plane=name, payload=payload, checksum=self.checksum))
+        self.send(messages.Attach(plane=name, payload=payload))

@@ -36,7 +36,7 @@ ATTEMPTS_PER_PEER = 2
 """Attempts at one P engine, beside those that only change the data plane: its connection may have broken."""
 SAME_PEER_SECONDS = 1.0
 """Seconds between two attempts at one P engine; none before the next data plane, or before another P."""
-MENDED_HERE: frozenset[FailureKind] = frozenset(("peer_lost", "timeout", "data", "checksum"))
+MENDED_HERE: frozenset[FailureKind] = frozenset(("peer_lost", "timeout", "data"))
 """Failures that another attempt at the same P may mend."""
 FINAL: frozenset[FailureKind] = frozenset(("cancelled", "internal"))
 """Failures of D itself, which no other attempt mends. The cause of any other one may lie in this P: another P may serve

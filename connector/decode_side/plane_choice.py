@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from kvferry.connector.pages.checksums import NO_CHECKSUM
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire.messages import PlaneOffer
 from kvferry.transport.channels import DChannel
@@ -74,9 +73,9 @@ class PlaneChoice:
         self._rejected[name] = why.removeprefix(f"{name}: ")
         self._offers.pop(name, None)
 
-    def connect(self, connection: Connection, *, converts: bool, checksum: bool) -> tuple[Plane, DChannel, bytes, str]:
-        """Connect the first plane that both sides have. ``converts``: dtypes differ. ``checksum``: checksums are
-        demanded. Returns the plane, D's end of it, the payload of the Attach, and why no better plane was chosen.
+    def connect(self, connection: Connection, *, converts: bool) -> tuple[Plane, DChannel, bytes, str]:
+        """Connect the first plane that both sides have. ``converts``: dtypes differ. Returns the plane, D's end
+        of it, the payload of the Attach, and why no better plane was chosen.
 
         Raises:
             PlaneBusyError: too many connect to P at this moment; D must try again.
@@ -85,7 +84,7 @@ class PlaneChoice:
         """
         missing, rejected = self._rank_context.missing_planes, dict(self._rejected)
         for plane in sorted(self._rank_context.planes, key=lambda plane: plane.name in self.avoid):
-            why = self._cannot_use(plane, connection.address, converts=converts, checksum=checksum)
+            why = self._cannot_use(plane, connection.address, converts=converts)
             if why:
                 rejected.setdefault(plane.name, why)
                 continue
@@ -128,12 +127,10 @@ class PlaneChoice:
         for broken in self.avoid:
             self._rank_context.stats.plane_changed(broken)
 
-    def _cannot_use(self, plane: Plane, address: str, *, converts: bool, checksum: bool) -> str:
+    def _cannot_use(self, plane: Plane, address: str, *, converts: bool) -> str:
         """Why D does not choose a plane; empty where D may choose it."""
         if plane.same_host and not is_ours(address):
             return "the prefill engine is on another host"
-        if plane.pulls and checksum:
-            return NO_CHECKSUM
         if plane.name not in self._offers:
             return "the prefill engine does not offer it"
         if plane.pulls and converts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -24,14 +24,13 @@ from kvferry.connector.geometry.rank_geometry import KEEPS_ALL, RegionGeometry
 from kvferry.connector.geometry.read_plan import STREAM_MESSAGES, PlannedSpan, in_windows, part_bytes
 from kvferry.connector.geometry.spans import Span, check_spans
 from kvferry.connector.pages.caches import Ids, PageBox
-from kvferry.connector.pages.checksums import PlacedMessage, Verdict, takes_pieces, trailer_bytes
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
 from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import Load, RankAddress, unpack_ids
-from kvferry.transport.channels import Copy, Pieces, Received
+from kvferry.transport.channels import Copy, Received
 from kvferry.transport.errors import (
     GeometryError,
     IncompatiblePeerError,
@@ -156,8 +155,6 @@ class SourceRead(msgspec.Struct, eq=False):
     """Of the chunks whose messages have not arrived."""
     note: PostedGrant | None = None
     """P's posted grant, where D found one."""
-    placed: dict[int, PlacedMessage] = msgspec.field(default_factory=dict)
-    """By tag, the messages with checksums that are received into pages."""
     moved: int = 0
     """The number of its last progress among those of all reads, by bytes in D's pages; 0 before the first."""
     last_step: int = 0
@@ -250,7 +247,7 @@ class SourceRead(msgspec.Struct, eq=False):
                 self.planned = in_windows(planned, link.theirs, load.found, load.step_tokens)
                 part = part_bytes(self.planned, link.theirs)
                 most = min(part, max(most, part // STREAM_MESSAGES))
-            self.chunk_bytes = min(link.slot_bytes, max(most, messages.MIN_CHUNK_BYTES))
+            self.chunk_bytes = min(link.slot_bytes, max(most, messages.MIN_SLOT_BYTES))
         return None
 
     def asked(self, left: int, fence: Fence, now: float) -> None:
@@ -332,8 +329,6 @@ class PageWrite(msgspec.Struct, eq=False):
     nbytes: int
     message: Received | None = None
     """The message that it unpacks, where P sent one."""
-    verdict: Verdict | None = None
-    """Whether the checksum of the message fits, where it has one."""
     seen: int | None = None
     """The value of ``copy.moved`` that is counted; ``None`` before the first look."""
 
@@ -341,17 +336,10 @@ class PageWrite(msgspec.Struct, eq=False):
         """Why the bytes of the copy, which has ended, are not in place, or are not P's."""
         copy = self.copy
         if not copy.error:
-            if self.verdict is None or self.verdict.fits:
-                return None
-            assert self.message is not None
-            return _damaged(self.read.link, self.message.tag)
+            return None
         if copy.peer_lost:
             return Reason("peer_lost", copy.error, "plane")
         return Reason("internal", f"the copy failed: {copy.error}")
-
-
-def _damaged(link: Link, tag: int) -> Reason:
-    return Reason("checksum", f"{link.name}: chunk {tag & 0xFFFFFFFF} does not fit its checksum ({link.checksum})")
 
 
 Happening = tuple[ActiveLoad, LoadEvent]
@@ -474,7 +462,7 @@ class Reads:
         channel = read.link.channel
         if channel is None or channel.pulls:
             return
-        regions, checksum = read.link.theirs.regions, read.link.checksum
+        regions = read.link.theirs.regions
         stop = max(item.span.token + item.span.num_tokens for item in read.planned)
         for item in read.planned:
             theirs, whole = regions[item.span.region], self._box(read, item)
@@ -484,14 +472,9 @@ class Reads:
                 read.last_step = len(read.boxes)
         for chunk, box in enumerate(read.boxes):
             tag = read.tag(chunk)
-            into: Callable[[], Pieces] | None = None
             read.tags.add(tag)
-            if takes_pieces(checksum) and self._caches.in_pieces(box):  # else it goes through a slot
-                into = partial(self._caches.pieces, box)
-                if checksum is not None:
-                    read.placed[tag] = PlacedMessage(into)
-                    into = read.placed[tag].into
-            channel.expect(tag, self._caches.nbytes(box) + trailer_bytes(checksum), into)
+            into = partial(self._caches.pieces, box) if self._caches.in_pieces(box) else None
+            channel.expect(tag, self._caches.nbytes(box), into)
 
     def take_grant(self, read: SourceRead, grant: messages.Grant, now: float) -> LoadEvent | None:
         """Check a grant, and begin to copy P's pages where D reads them by itself."""
@@ -736,29 +719,21 @@ class Reads:
         if chunk >= read.last_step:
             read.last_step_at = min(read.last_step_at, now)
         box = read.boxes[chunk]
-        checksum, nbytes = read.link.checksum, self._caches.nbytes(box)
-        expected = nbytes + trailer_bytes(checksum)
-        if message.nbytes != expected:
+        nbytes = self._caches.nbytes(box)
+        if message.nbytes != nbytes:
             message.release()
-            return read.failed("data", f"chunk {chunk} has {message.nbytes} bytes, expected {expected}")
-        check = verdict = None
+            return read.failed("data", f"chunk {chunk} has {message.nbytes} bytes, expected {nbytes}")
         try:
             if message.placed:
-                if checksum is not None and not read.placed.pop(message.tag).fits(message.tag):
-                    message.release()
-                    return LoadEvent(_E.FAILED, read.source, _damaged(read.link, message.tag))
                 copy = Copy(done=True)
             else:
-                if checksum is not None:
-                    verdict = Verdict(self._caches.device)
-                    check = verdict.check(checksum, message.tag)
-                copy = self._caches.unpack(message.address, box, message.device, alone=self._alone(read), check=check)
+                copy = self._caches.unpack(message.address, box, message.device, alone=self._alone(read))
         except Exception as error:  # an error of one copy fails one request
             message.release()
             name = read.active_load.load.request_id
             self._log.exception("unpack", "kvferry: a chunk of %s could not be unpacked", name)
             return read.failed("internal", repr(error))
-        return self.begin_write(PageWrite(read, copy, nbytes, message, verdict), now)
+        return self.begin_write(PageWrite(read, copy, nbytes, message), now)
 
 
 def _check_held(span: Span, region: RegionGeometry, block_ids: Sequence[bytes]) -> None:

@@ -176,7 +176,7 @@ class TransferThread:
     def _run(self) -> None:
         keep_time_exactly()
         try:
-            self.rank_context.caches.warm_up(checksum=self.rank_context.settings.checksum)
+            self.rank_context.caches.warm_up()
             self._warm.set_result(None)
         except Exception as error:
             self._warm.set_exception(error)

@@ -11,7 +11,6 @@ from kvferry.connector.geometry.compatibility import check_geometry
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import NO_DRAFTS, ElementOrder, rank_geometry, regions
 from kvferry.connector.pages.caches import RankCaches
-from kvferry.connector.pages.checksums import NO_CHECKSUM
 from kvferry.connector.pages.copies import copies_on
 from kvferry.transport.channels import CPU
 from kvferry.transport.control.listener import listening_socket
@@ -74,7 +73,7 @@ def check_before_caches(settings: Settings, device: MemoryKind, ports: Iterable[
     missing: dict[str, str] = {}
     for name in settings.require_plane if settings.plane == AUTO else (settings.plane,):
         try:
-            _fitting(settings, name, device).check_host(settings.side_channel_host)
+            plane_class(name, device, encrypt=settings.encrypt).check_host(settings.side_channel_host)
             return
         except PlaneUnavailableError as error:
             if settings.plane != AUTO:
@@ -82,14 +81,6 @@ def check_before_caches(settings: Settings, device: MemoryKind, ports: Iterable[
             missing[name] = str(error).removeprefix(f"{name}: ")
     if missing:
         raise _lacks(settings, missing)
-
-
-def _fitting(settings: Settings, name: str, device: torch.device | MemoryKind) -> type[Plane]:
-    """The class of a plane. Raises PlaneUnavailableError: it does not do what the settings demand."""
-    plane = plane_class(name, device, encrypt=settings.encrypt)
-    if settings.checksum and plane.pulls:
-        raise PlaneUnavailableError(NO_CHECKSUM)
-    return plane
 
 
 def _unusable(settings: Settings, device: torch.device | MemoryKind, why: PlaneUnavailableError) -> ConfigError:
@@ -119,7 +110,6 @@ def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], di
     missing: dict[str, str] = {}
     for place, name in enumerate(names):
         try:
-            _fitting(settings, name, caches.device)
             context = PlaneContext(
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),

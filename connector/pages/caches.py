@@ -23,7 +23,6 @@ from kvferry.connector.geometry.spans import Span, SpanCut, cut_span
 from kvferry.connector.geometry.token_sharding import TokenBlocks, TokenShard, common_blocks
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, row_bases
 from kvferry.connector.pages.copies import Copies, WaitPolicy
-from kvferry.kernels.checksum import TRAILER_BYTES, WireCheck, trailer_fits, write_trailer
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.launch import prepare
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -95,36 +94,27 @@ class RankCaches:
         layouts = zip(self.page_layouts(), self.geometry.regions, strict=True)
         return [(base, reach(layout, region)) for layout, region in layouts for base in layout.bases]
 
-    def pack(
-        self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False,
-        check: WireCheck | None = None,
-    ) -> Copy:  # fmt: skip
+    def pack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
         """Copy ``box`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
-        ``staging``: the device of the staging memory. ``alone``: no other hand-over could go on during the copy.
-        ``check``: the copy also writes a checksum behind the wire bytes."""
-        pack = partial(self._copy_wire, box=box, to_wire=True, check=check)
-        return self._start(pack, address, box, staging, alone=alone, check=check, to_wire=True)
+        ``staging``: the device of the staging memory. ``alone``: no other hand-over could go on during the copy."""
+        pack = partial(self._copy_wire, box=box, to_wire=True)
+        return self._start(pack, address, box, staging, alone=alone, to_wire=True)
 
-    def unpack(
-        self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False,
-        check: WireCheck | None = None,
-    ) -> Copy:  # fmt: skip
-        """Copy wire bytes at ``address`` to ``box`` of the pages. They are converted where ``box.source`` is given.
-        ``check``: the copy also sets the verdict about the checksum behind the wire bytes. In host memory bytes that do
-        not fit are not copied; on a GPU they are, in the pass that finds it."""
-        unpack = self._copy_wire if box.source is None else self._convert_wire
-        launch = partial(unpack, box=box, to_wire=False, check=check)
-        return self._start(launch, address, box, staging, alone=alone, check=check, to_wire=False)
+    def unpack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
+        """Copy wire bytes at ``address`` to ``box`` of the pages. They are converted where ``box.source`` is given."""
+        launch = partial(self._convert_wire, box=box)
+        if box.source is None:
+            launch = partial(self._copy_wire, box=box, to_wire=False)
+        return self._start(launch, address, box, staging, alone=alone, to_wire=False)
 
     def _start(
         self, launch: Callable[[int], None], address: int, box: PageBox, staging: torch.device, *, alone: bool,
-        check: WireCheck | None, to_wire: bool,
+        to_wire: bool,
     ) -> Copy:  # fmt: skip
         wait = self._wait_policy(box, staging, alone=alone)
         if staging == self.device:
             return self.copies.start(partial(launch, address), wait)
-        nbytes = self.nbytes(box) + (0 if check is None else TRAILER_BYTES)
-        return self.copies.start_with_host(launch, address, nbytes, wait, to_host=to_wire)
+        return self.copies.start_with_host(launch, address, self.nbytes(box), wait, to_host=to_wire)
 
     def _wait_policy(self, box: PageBox, staging: torch.device, *, alone: bool) -> WaitPolicy:
         """The policy for a copy between pages and staging memory. During a long one other chunks can be sent."""
@@ -146,15 +136,13 @@ class RankCaches:
             wait = WaitPolicy.BOUNDED
         return self.copies.start(enqueue, wait)
 
-    def warm_up(self, *, checksum: bool = False) -> None:
-        """Allocate the memory that launches need. Compile the kernels by copies that change no page. Blocks.
-        ``checksum``: also the kernels for messages with checksums."""
+    def warm_up(self) -> None:
+        """Allocate the memory that launches need. Compile the kernels by copies that change no page. Blocks."""
         if self.device.type == "cpu" or not self.views:
             return
         self.copies.start(partial(prepare, self.device))
         widest = max(view.num_heads * view.content_bytes for view in self.views)
-        scratch = torch.empty(2 * widest + TRAILER_BYTES, dtype=torch.uint8, device=self.device)
-        check = WireCheck("sum64", 0) if checksum else None
+        scratch = torch.empty(2 * widest, dtype=torch.uint8, device=self.device)
         for region, view in enumerate(self.views):
             first = TokenBlocks(np.zeros(1, dtype=np.int64), view.block_size, view.block_stride, 0)
             tokens = min(2, view.block_size)  # a box of one token would leave its stride out of the alignment
@@ -162,8 +150,6 @@ class RankCaches:
             wire = self._wire(scratch.data_ptr(), box)
             for self.copies.idle, over_link in ((False, False), (True, False), (True, True)):
                 self.copies.start(partial(self._copy, wire, self.pages(box), box, over_link=over_link))
-                if check is not None:
-                    self.copies.start(partial(self._copy_wire, scratch.data_ptr(), box, to_wire=True, check=check))
         self.copies.synchronize()
         self.copies.idle = False
 
@@ -235,15 +221,11 @@ class RankCaches:
         """How ``cut`` cuts ``span``. Raises GeometryError as ``cut``."""
         return cut_span(span, source.content_bytes, chunk_bytes, source.block_size, source.shard)
 
-    def _copy_wire(self, address: int, box: PageBox, *, to_wire: bool, check: WireCheck | None) -> None:
+    def _copy_wire(self, address: int, box: PageBox, *, to_wire: bool) -> None:
         """Copy between ``box`` of the pages and bytes in wire order at ``address``."""
         if self.device.type == "cpu":
-            if check is not None and not to_wire and not trailer_fits(check, address, self.nbytes(box)):
-                return
             wire, pages = self._wire(address, box), self.pages(box)
             self._copy(*((wire, pages) if to_wire else (pages, wire)), box)
-            if check is not None and to_wire:
-                write_trailer(check, address, self.nbytes(box))
             return
         shared = box.whole or SpanCopy(box)
         whole, rows = shared.box, self.views[box.region].rows
@@ -262,20 +244,11 @@ class RankCaches:
             token=box.token - whole.token,
             num_tokens=box.num_tokens,
             sms=self.copies.sms,
-            check=check,
         )
 
-    def _convert_wire(self, address: int, box: PageBox, *, to_wire: bool, check: WireCheck | None) -> None:
-        """Convert bytes in wire order at ``address`` into ``box`` of the pages. A GPU checks them in a pass before."""
-        assert box.source is not None and not to_wire
-        if check is not None and self.device.type == "cpu":
-            if not trailer_fits(check, address, self.nbytes(box)):
-                return
-        elif check is not None:
-            from kvferry.kernels.paged_copy_triton import check_wire
-
-            sizes = box.num_layers, box.num_heads, box.num_tokens, box.source.region.content_bytes
-            check_wire(address, sizes, self.device, self.copies.sms, check)
+    def _convert_wire(self, address: int, box: PageBox) -> None:
+        """Convert bytes in wire order at ``address`` into ``box`` of the pages."""
+        assert box.source is not None
         conversion = box.source.conversion(self.geometry.regions[box.region], box.layer, box.num_layers)
         unpack_converted(
             self.pages(box), address, conversion, num_heads=box.num_heads, num_tokens=box.num_tokens,

@@ -20,14 +20,12 @@ import msgspec
 
 from kvferry.connector.geometry.spans import MAX_CHUNKS, check_spans
 from kvferry.connector.pages.caches import PageBox, RankCaches
-from kvferry.connector.pages.checksums import Trailer, new_trailer, sealed_pieces, takes_pieces, trailer_bytes
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.pages.rank_context import MAX_TEXT
 from kvferry.connector.prefill_side.lease import Lease
 from kvferry.connector.prefill_side.session import Session
 from kvferry.connector.prefill_side.stream import boxes
 from kvferry.connector.wire import messages
-from kvferry.kernels.checksum import WireCheck
 from kvferry.transport.channels import Copy, SendChannel, Slot
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.fair_table import FairTable
@@ -88,8 +86,6 @@ class OutgoingRead(msgspec.Struct, eq=False):
     """The chunk that is made but has not begun."""
     packing: deque[PackedChunk] = msgspec.field(default_factory=deque)
     """The chunks that have begun but are not sent, in order."""
-    trailer: Trailer = msgspec.field(default_factory=new_trailer)
-    """The checksum of the message that is being sent in place."""
     nbytes: int = 0
     early: int = 0
     """Of ``nbytes``, those that were sent before the lease."""
@@ -231,12 +227,8 @@ class Sends:
         box, tag = self._next(read), read.ask.read << 32 | read.begun
         if box is None:
             return False
-        checksum = read.session.checksum
-        if channel.sends_in_place and read.lease.begun and takes_pieces(checksum) and self._caches.in_pieces(box):
-            pieces = partial(self._caches.pieces, box)
-            if checksum is not None:
-                pieces = partial(sealed_pieces, pieces, tag, read.trailer)
-            if read.packing or not channel.send_pieces(pieces, tag):
+        if channel.sends_in_place and read.lease.begun and self._caches.in_pieces(box):
+            if read.packing or not channel.send_pieces(partial(self._caches.pieces, box), tag):
                 return False
             read.next_box = None
             read.begun += 1
@@ -246,15 +238,13 @@ class Sends:
         if slot is None:
             return False
         try:
-            check = None if checksum is None else WireCheck(checksum, tag)
-            copy = self._caches.pack(slot.address, box, slot.tensor.device, alone=len(self.turns) == 1, check=check)
+            copy = self._caches.pack(slot.address, box, slot.tensor.device, alone=len(self.turns) == 1)
         except Exception:
             channel.give_back(slot)
             raise
         read.next_box = None
         read.begun += 1
-        nbytes = self._caches.nbytes(box) + trailer_bytes(checksum)
-        read.packing.append(PackedChunk(copy, channel, slot, nbytes, tag, read.blocks))
+        read.packing.append(PackedChunk(copy, channel, slot, self._caches.nbytes(box), tag, read.blocks))
         return True
 
     def _next(self, read: OutgoingRead) -> PageBox | None:

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.token_sharding import TokenShard
-from kvferry.connector.pages.checksums import NO_CHECKSUM, described, trailer_bytes
 from kvferry.connector.pages.rank_context import RankContext, check_model
 from kvferry.connector.wire import messages
-from kvferry.kernels.checksum import ChecksumName, checksums_on
 from kvferry.transport.channels import PChannel, SendChannel
 from kvferry.transport.errors import (
     GeometryError,
@@ -23,7 +21,6 @@ from kvferry.transport.errors import (
 )
 from kvferry.transport.grant_board import BoardAddress
 from kvferry.transport.host import is_ours
-from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.session")
@@ -43,8 +40,7 @@ NO_SLOT_BYTES = messages.MIN_SLOT_BYTES
 class Session:
     """One rank of D. ``shards``: the tokens that it can hold, one shard for each token sharding of its engine.
     ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session.
-    ``heard``: when its last message came. ``checksum``: the function of the checksums behind the messages that P sends.
-    """
+    ``heard``: when its last message came."""
 
     identity: bytes
     engine_id: str
@@ -54,7 +50,6 @@ class Session:
     channel: PChannel | None = None
     asked: bool = False
     heard: float = 0.0
-    checksum: ChecksumName | None = None
     attach_until: float = 0.0
     """Until when D's connection may come; 0 where none is expected."""
 
@@ -70,9 +65,9 @@ class Session:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk that a slot of ``sender`` holds, beside its checksum."""
+        """Bytes of a chunk that a slot of ``sender`` holds."""
         assert self.sender is not None
-        return self.sender.slot_bytes - trailer_bytes(self.checksum)
+        return self.sender.slot_bytes
 
 
 class Sessions:
@@ -135,8 +130,6 @@ class Sessions:
                 for plane in rank_context.planes
                 if here or not plane.same_host
             ),
-            checksums=checksums_on(rank_context.caches.device),
-            checksum=rank_context.settings.checksum,
         )
 
     def attach(
@@ -151,7 +144,6 @@ class Sessions:
                 raise TransportError(
                     f"plane {attach.plane} joins processes of one host, the decode engine is at {session.address}"
                 )
-            self._check_checksum(attach, plane)
             if session.channel is not None:
                 if session.asked:
                     raise TransportError("a data plane is attached already")
@@ -169,9 +161,9 @@ class Sessions:
             key, text = f"not attached {session.engine_id}", "kvferry: decode rank %s could not attach: %s"
             self._log.warning(key, text, session.engine_id[:8], error)
             return messages.AttachRefused(plane=attach.plane, reason=str(error)[:1024])
-        session.checksum, session.attach_until = attach.checksum, 0.0
+        session.attach_until = 0.0
         key, text = f"attached {session.engine_id}", "kvferry: decode rank %s attached over %s"
-        self._log.info(key, text, session.engine_id[:8], described(attach.plane, attach.checksum))
+        self._log.info(key, text, session.engine_id[:8], attach.plane)
         if session.channel.pulls:  # only a D that reads P's pages receives their addresses
             pages = self._rank_context.caches.page_layouts()
             board = self.board if plane.same_host else None
@@ -179,24 +171,6 @@ class Sessions:
                 plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=board, pages=pages
             )
         return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
-
-    def _check_checksum(self, attach: messages.Attach, plane: Plane) -> None:
-        """Check that D's choice of a checksum is possible, and no less than this engine demands.
-
-        Raises:
-            TransportError: it is not.
-        """
-        if attach.checksum is None and self._rank_context.settings.checksum:
-            raise TransportError(
-                "the decode engine attaches without checksums, the prefill engine demands them (setting checksum)"
-            )
-        if attach.checksum is not None and plane.pulls:
-            raise TransportError(f"plane {plane.name} has no checksums: {NO_CHECKSUM}")
-        ours = checksums_on(self._rank_context.caches.device)
-        if attach.checksum is not None and attach.checksum not in ours:
-            raise TransportError(
-                f"the decode engine wants the checksum {attach.checksum}, the prefill engine has {', '.join(ours)}"
-            )
 
     def gone(self, now: float) -> list[Session]:
         """The sessions whose D is gone: their data plane has an error, of ``LOOKED_AT`` in turn, or they have been

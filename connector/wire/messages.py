@@ -37,12 +37,11 @@ from msgspec import Meta
 from kvferry.connector.geometry.rank_geometry import MAX_REGIONS, Count, Name, PageLayout, RankGeometry
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.kernels.checksum import TRAILER_BYTES, ChecksumName
 from kvferry.transport.errors import PRINTABLE, ProtocolError
 from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_REPLY_BYTES = 8 << 20
 """Bound on one message of P; 2 million block ids fit."""
 MAX_REQUEST_BYTES = 1 << 20
@@ -50,9 +49,8 @@ MAX_REQUEST_BYTES = 1 << 20
 IDLE_LINK_SECONDS = 120.0
 """D closes a link that was not used for this time, so that its staging memory serves other peers."""
 MIN_SLOT_BYTES = (64 << 10) - 64
-"""Bound on the size of a slot that a peer names: the least setting, less some bytes that a plane takes for itself."""
-MIN_CHUNK_BYTES = MIN_SLOT_BYTES - TRAILER_BYTES
-"""Bound on the size of a chunk that a peer names: smaller chunks would be too many. A checksum follows in its slot."""
+"""Bound on the size of a slot or chunk that a peer names: the least setting, less some bytes that a plane takes for
+itself."""
 MAX_RENEWED = 4096
 """Tokens of one Renew."""
 DOCTORS_FIELD = "~kvferry doctor"
@@ -70,7 +68,6 @@ DecodeRank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 """A rank of D's engine, over all pipeline stages. P keeps one bit for each."""
 DecodeRanks = Annotated[tuple[DecodeRank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 SlotBytes = Annotated[int, Meta(ge=MIN_SLOT_BYTES, le=1 << 31)]
-ChunkBytes = Annotated[int, Meta(ge=MIN_CHUNK_BYTES, le=1 << 31)]
 Text = Annotated[str, Meta(max_length=1024, pattern=PRINTABLE)]
 PlanePayload = Annotated[bytes, Meta(max_length=64 << 10)]
 PREFIX_TOKENS = 16
@@ -104,15 +101,13 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """P's answer. ``checksums``: the functions that P has. ``checksum``: P demands one of them."""
+    """P's answer."""
 
     engine_id: Name
     incarnation: Incarnation
     geometry: RankGeometry
     model: Annotated[dict[Name, Text], Meta(max_length=64)]
     planes: Annotated[tuple[PlaneOffer, ...], Meta(max_length=8)]
-    checksums: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()
-    checksum: bool = False
 
 
 class Refused(_Message, frozen=True):
@@ -124,12 +119,10 @@ class Refused(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """D's choice of a data plane. ``payload`` answers the payload of the offer. ``checksum``: the function of the
-    checksum behind each message; ``None``: there are no checksums."""
+    """D's choice of a data plane. ``payload`` answers the payload of the offer."""
 
     plane: Name
     payload: PlanePayload
-    checksum: ChecksumName | None = None
 
 
 class Attached(_Message, frozen=True):
@@ -166,7 +159,7 @@ class Ask(_Message, frozen=True):
     decode_rank: DecodeRank
     expected: DecodeRanks
     spans: Annotated[tuple[Span, ...], Meta(max_length=MAX_SPANS)]
-    chunk_bytes: ChunkBytes
+    chunk_bytes: SlotBytes
 
 
 class Resolve(_Message, frozen=True):

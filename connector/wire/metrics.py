@@ -68,7 +68,7 @@ class Figures(TypedDict):
 
 FailureKind = Literal[
     "cancelled", "timeout", "expired", "denied", "other_prompt", "incompatible", "unreachable", "key", "not_allowed",
-    "peer_lost", "plane", "data", "checksum", "internal",
+    "peer_lost", "plane", "data", "internal",
 ]  # fmt: skip
 """Why a hand-over failed, as a label from a short list, without a peer's name."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)

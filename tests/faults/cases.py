@@ -88,4 +88,4 @@ def is_promised(case: Case, settings: Mapping[str, Any]) -> bool:
     changes it, that is not so: see SECURITY.md. ``settings``: of both engines."""
     if case.process or case.kind in WHOLE_STREAM or case.control:
         return True
-    return settings["plane"] == "zmq" or bool(settings.get("checksum") or settings.get("encrypt"))
+    return settings["plane"] == "zmq" or bool(settings.get("encrypt"))

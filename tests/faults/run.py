@@ -23,13 +23,12 @@ from tests.support.pair import Broken, run_parser
 PAIRS: dict[str, dict[str, Any]] = {
     "tcp": {"plane": "tcp"},
     "zmq": {"plane": "zmq"},
-    "checksum": {"plane": "tcp", "checksum": True},
     "encrypt": {"plane": "tcp", "encrypt": True},
     "shm": {"plane": "shm"},
     "ucx": {"plane": "ucx"},
 }
 """Settings of P and D."""
-DAMAGED = ("tcp", "zmq", "checksum", "encrypt")
+DAMAGED = ("tcp", "zmq", "encrypt")
 """The pairs whose data port the proxy stands before. Of the others it damages the control port only."""
 
 

@@ -171,7 +171,7 @@ def forget(*ranks: Rank) -> None:
 def ask(read: int, token: bytes = b"t" * 16, spans: Sequence[Span] = (), **options: Any) -> messages.Ask:
     """An ask of a D of one rank, in the smallest chunks."""
     usual: dict[str, Any] = {"decode_engine": b"h" * 16, "decode_rank": 0, "expected": (0,)}
-    usual["chunk_bytes"] = messages.MIN_CHUNK_BYTES
+    usual["chunk_bytes"] = messages.MIN_SLOT_BYTES
     return messages.Ask(read=read, token=token, spans=tuple(spans), **usual | options)
 
 

@@ -15,15 +15,14 @@ from tests.transport.plane_list import PUSH, host_planes
 
 STEP = 40
 ELSEWHERE = [20, 21, 24, 22, 28, 27, 30]
-PLANES = [*host_planes(PUSH), "tcp in pieces", "tcp with checksums"]
+PLANES = [*host_planes(PUSH), "tcp in pieces"]
 
 
 def make(group: RankGroup, plane: str = "shm", content: int = 16, of_d: Any = None, **settings: Any) -> Pair:
     """P and D, without a prompt."""
     common = {
         "plane": plane.split(maxsplit=1)[0], "slot_bytes": 1 << 20, "staging_bytes": 8 << 20,
-        "checksum": "checksums" in plane, "content": 64 if "pieces" in plane or "checksums" in plane else content,
-        **PATIENT, **settings,
+        "content": 64 if "pieces" in plane else content, **PATIENT, **settings,
     }  # fmt: skip
     return group.rank(engine_id="engine-p", **common), group.rank(engine_id="engine-d", **common, **(of_d or {}))
 

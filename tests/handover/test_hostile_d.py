@@ -134,8 +134,8 @@ def test_a_host_with_many_sessions_ends_its_own(p: Rank, hostile: RawD, monkeypa
 
 def test_smaller_chunks_than_settings_allow_are_no_message() -> None:
     """Chunks of 16 bytes made a million parts of one prompt."""
-    with pytest.raises(ProtocolError, match=f"Expected `int` >= {messages.MIN_CHUNK_BYTES}"):
-        messages.decode_request(messages.encode(ask(1, chunk_bytes=messages.MIN_CHUNK_BYTES - 1)))
+    with pytest.raises(ProtocolError, match=f"Expected `int` >= {messages.MIN_SLOT_BYTES}"):
+        messages.decode_request(messages.encode(ask(1, chunk_bytes=messages.MIN_SLOT_BYTES - 1)))
     with pytest.raises(ProtocolError, match=f"Expected `int` >= {messages.MIN_SLOT_BYTES}"):
         messages.decode_reply(messages.encode(messages.Attached(plane="shm", slot_bytes=16)))
 

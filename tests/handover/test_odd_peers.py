@@ -75,7 +75,7 @@ def test_a_second_attach_is_refused_once_the_first_was_used(group: RankGroup, pa
 def test_a_read_is_asked_for_once(pair: Pair, raw: RawD, over: bool) -> None:
     """``over``: also where it has ended."""
     token = grant(pair[:1], "req-p", THEIRS, TOKENS)
-    chunk_bytes = 64 << 10 if over else messages.MIN_CHUNK_BYTES
+    chunk_bytes = 64 << 10 if over else messages.MIN_SLOT_BYTES
     raw.send(ask(7, token, [WHOLE], chunk_bytes=chunk_bytes))
     assert raw.answer(messages.Grant).chunks > 0
     assert not over or wait(lambda: not sends_of(pair[0]).turns)

@@ -18,7 +18,6 @@ from kvferry.kernels.paged_copy import Pages
 from kvferry.kernels.paged_copy_triton import alignment
 from kvferry.kernels.zero_blocks import Segments
 from tests.kernels import paged_copy_cases, zero_blocks_cases
-from tests.kernels.checksum_cases import NO_FAULT, SIZES
 from tests.kernels.convert_cases import NAMES
 from tests.kernels.triton_process import python
 
@@ -40,29 +39,21 @@ from tests.kernels.paged_parts import differing
 for number in range(4):
     print(number, *differing(number, torch.device("cpu")))
 """
-SUMS = """
-import torch
-from tests.kernels.checksum_cases import SIZES, found_on
-
-for number, size in enumerate(SIZES):
-    print(*found_on(torch.device("cpu"), *size, (None, 2)[number % 2]))
-"""
 COMPILED = """
 import re
 import triton.language as tl
 from tests.kernels.triton_process import ptx
-from kvferry.kernels.paged_copy_triton import ALL_SMS, CAPPED, LANES, copy_kernel, finish_kernel, tile_shape
+from kvferry.kernels.paged_copy_triton import ALL_SMS, CAPPED, copy_kernel, tile_shape
 from kvferry.kernels.zero_blocks_triton import NUM_WARPS, tile_words, zero_kernel
 
 for dtype, word, align in ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1)):
     codes = [ptx(zero_kernel, (dtype, align, align // word, tile_words(1 << 20, word)), NUM_WARPS)]
-    for shape, lanes in ((ALL_SMS, 0), (CAPPED, 0), (ALL_SMS, LANES)):
-        constants = dtype, word, align, *tile_shape(512 // word, word, shape), True, lanes
+    for shape in (ALL_SMS, CAPPED):
+        constants = dtype, word, align, *tile_shape(512 // word, word, shape)
         codes.append(ptx(copy_kernel, constants, shape.num_warps))
     for code in codes:
         stores = set(re.findall(r"st\\.global[.\\w]*", code))
-        print(align, *sorted(stores), *re.findall(r"\\b(?:atom|red)\\.(\\S*add\\S*)", code))
-ptx(finish_kernel, (LANES,), 1)
+        print(align, *sorted(stores))
 """
 CONVERTS = """
 import re
@@ -109,15 +100,9 @@ def test_parts_of_pages_that_are_there_pass_to_the_wire_and_back() -> None:
     assert python(IN_PARTS, interpret=True) == [[str(number), "0", "0"] for number in range(4)]
 
 
-def test_sums_in_the_interpreter_agree_with_oracle_and_host_and_find_faults() -> None:
-    assert python(SUMS, interpret=True) == [[str(value) for value in NO_FAULT]] * len(SIZES)
-
-
 def test_compiled_for_a_gpu_they_store_as_wide_as_the_alignment_allows() -> None:
-    """Without the hints on alignment the stores would be scalar. With sums each program adds one number, without a
-    fence."""
-    add = [[], [], [], ["global.gpu.relaxed.add.u64"]]
-    wanted = [[str(align), store, *more] for align, store in STORES.items() for more in add]
+    """Without the hints on alignment the stores would be scalar."""
+    wanted = [[str(align), store] for align, store in STORES.items() for _ in range(3)]
     assert python(COMPILED, interpret=False) == wanted
 
 

@@ -21,7 +21,6 @@ from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.copies import Copies, DeviceEvent, WaitPolicy
-from kvferry.kernels.checksum import WireCheck
 from kvferry.transport.channels import CPU, Copy
 from tests.simulation.timeline import Timeline, Violation
 
@@ -137,20 +136,14 @@ class SimCaches(RankCaches):
 
     pages_of_rank: Pages = field(default=None)  # type: ignore[assignment]
 
-    def pack(
-        self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False,
-        check: WireCheck | None = None,
-    ) -> Copy:  # fmt: skip
-        copy = super().pack(address, box, staging, alone=alone, check=check)
+    def pack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
+        copy = super().pack(address, box, staging, alone=alone)
         if not copy.done:
             self.pages_of_rank.reads.append(Use(copy, _blocks(box)))
         return copy
 
-    def unpack(
-        self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False,
-        check: WireCheck | None = None,
-    ) -> Copy:  # fmt: skip
-        copy = super().unpack(address, box, staging, alone=alone, check=check)
+    def unpack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
+        copy = super().unpack(address, box, staging, alone=alone)
         if not copy.done:
             self.pages_of_rank.writes.append(Use(copy, _blocks(box)))
         return copy

@@ -61,6 +61,7 @@ BAD = [
     ({"palne": "ucx"}, {}, ["palne", "did you mean 'plane'", "slot_bytes"]),
     ({5: "ucx"}, {}, ["5", "plane"]),
     ({"bootstrap_port": 0}, {}, ["'bootstrap_port' is gone; have the router send P's remote_host"]),
+    ({"checksum": False}, {}, ["'checksum' is gone; set encrypt in its place"]),
     ({"plane": "ucx\n"}, {}, ["plane", "'ucx\\n'", "did you mean 'ucx'"]),
     ({"plane": "x" * 5000}, {}, ["plane", "xxx ...", "auto, cma, cuda_ipc, nixl, shm, tcp, ucx, zmq"]),
     ({"side_channel_port": 70000}, {}, ["side_channel_port", "70000", "65535"]),

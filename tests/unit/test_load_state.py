@@ -114,7 +114,7 @@ def attempts(state: LoadState, *events: LoadEvent, now: float = 1) -> tuple[Load
 
 @pytest.mark.parametrize("kind", FAILURE_KINDS)
 def test_what_another_attempt_can_mend(kind: FailureKind) -> None:
-    mended = kind in ("peer_lost", "timeout", "data", "checksum")
+    mended = kind in ("peer_lost", "timeout", "data")
     state, effects = run(begun(1), fail(kind))
     assert state.phase is (PHASE.WAITING if mended else PHASE.FAILED) and (E.RELEASE in effects) != mended
     state, peers = attempts(begun(1, peers=2), fail(kind), TICK)

@@ -44,14 +44,14 @@ def choice(*planes: str) -> PlaneChoice:
 @pytest.mark.parametrize(("chosen", "said"), [("cma", ""), ("shm", ""), ("tcp", "nixl: no RDMA port is up")])
 def test_a_plane_that_is_missing_is_named_where_it_would_have_been_preferred(chosen: str, said: str) -> None:
     connection: Any = SimpleNamespace(address="10.0.0.1")
-    plane, _, _, why = choice(chosen).connect(connection, converts=False, checksum=False)
+    plane, _, _, why = choice(chosen).connect(connection, converts=False)
     assert (plane.name, why) == (chosen, said)
 
 
 def test_without_a_plane_all_are_named() -> None:
     connection: Any = SimpleNamespace(address="10.0.0.1")
     with pytest.raises(PlaneUnavailableError, match="nixl: no RDMA port is up; ucx: UCXX is not installed"):
-        choice().connect(connection, converts=False, checksum=False)
+        choice().connect(connection, converts=False)
 
 
 def test_a_plane_that_broke_is_avoided_for_a_time() -> None:

@@ -91,11 +91,7 @@ def test_what_cannot_start_is_refused_before_the_weights(tmp_path: Path, monkeyp
             (flag(plane="ucx"), 1, "plane: 'ucx' cannot be used: ucx: ucxx is not installed; pip install"),
             (flag(plane="cuda_ipc"), 1, "it carries GPU memory, the caches lie in host memory"),
             (flag(require_plane=["ucx", "cuda_ipc"]), 1, "can have none of ucx, cuda_ipc: ucx: ucxx is not installed"),
-            (
-                flag(plane="shm", checksum=True, encrypt=True, side_channel_host="192.0.2.1"),
-                1,
-                "not an address of this",
-            ),
+            (flag(plane="shm", encrypt=True, side_channel_host="192.0.2.1"), 1, "not an address of this"),
             (flag(side_channel_port=port), 1, f"port {port} of 127.0.0.1 is in use"),
             (flag(side_channel_port=port - 1), 2, f"port {port} of 127.0.0.1 is in use"),
             (flag(side_channel_port=65535), 2, "a rank would get port 65536"),

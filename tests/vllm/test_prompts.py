@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -23,10 +22,8 @@ from kvferry.connector.engine import planning
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.router.identities import identity_of
-from kvferry.transport.channels import Slot
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.errors import TO_DO, ConfigError
-from kvferry.transport.planes.shm import ShmSendChannel
 from kvferry.transport.wake import RateLimitedLog
 from tests.support.inside import (
     consumer_of,
@@ -208,15 +205,6 @@ def p_refuses_the_read(ask: Asked) -> One:
     return ask.ends(pair)
 
 
-def a_byte_changes(ask: Asked) -> One:
-    def spoilt(channel: ShmSendChannel, slot: Slot, nbytes: int, tag: int, send: Any = ShmSendChannel.send) -> None:
-        ctypes.memset(slot.address, 255, 8)
-        send(channel, slot, nbytes, tag)
-
-    ask.patch.setattr(ShmSendChannel, "send", spoilt)
-    return ask.ends(ask.pair({"checksum": True}))
-
-
 def our_own_fault(ask: Asked) -> One:
     pair = ask.pair()
     ask.patch.setattr(consumer_of(pair[1]).loads, "begin", breaks)
@@ -294,7 +282,6 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     no_such_lease: ("failed expired", ""),  # at once, P itself tells D the token, while the lease stands
     p_never_had_the_prompt: ("", "local no_answer"),  # in turn, P has answered before D is asked
     p_refuses_the_read: ("failed denied", "failed denied"),
-    a_byte_changes: ("failed checksum", "failed checksum"),
     our_own_fault: ("failed internal", "failed internal"),
     caches_are_reset: ("local reset", "local reset"),
     client_leaves_before: ("local ended", "local ended"),

@@ -89,7 +89,6 @@ class Case:
     seed: int
     number: int
     plane: str
-    checksum: bool
     encrypt: bool
     runner: str
     ahead: int
@@ -119,7 +118,6 @@ def draw(seed: int, number: int, planes: tuple[str, ...] = PLANES) -> Case:
         seed,
         number,
         plane,
-        checksum=plane != "cma" and rng.random() < 0.2,
         encrypt=plane == "tcp" and rng.random() < 0.2,
         runner=rng.choice(("v1", "v1", "v2", "v2 eager")),
         ahead=rng.choice((0, 0, 1, 2)),
@@ -171,7 +169,7 @@ class Walk:
         block = case.blocks[number]
         self._lives += 1
         extra: dict[str, Any] = PATIENT | ROOM | {
-            "plane": case.plane, "checksum": case.checksum, "encrypt": case.encrypt, "lease_seconds": LEASE_SECONDS,
+            "plane": case.plane, "encrypt": case.encrypt, "lease_seconds": LEASE_SECONDS,
             "ask_hold_seconds": 0.3, "handover_timeout_seconds": HANDOVER_SECONDS,
             "side_channel_port": self._port if side == "p" else 0,
         }  # fmt: skip
