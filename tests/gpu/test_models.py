@@ -2,10 +2,10 @@
 
     python3 -m pytest tests/gpu/test_models.py [-k "drafts or states"]
 
-One GPU is enough; all engines share it. Those of the selected cases start at once, with CUDA graphs; where one does not
-start, only its cases fail. Bytes of KV are compared strictly. On a GPU a token's logits depend in their last bits on
-how many tokens the step computes: what D answers after a load, where it computes one token of the prompt, is compared
-with what it answers after its own prefill over several prompts (``alike``).
+One GPU is enough; the engines of a case and of the next ones share it. They capture CUDA graphs of decode steps and
+compile nothing; where one does not start, only its cases fail. Bytes of KV are compared strictly. A token's logits
+depend in their last bits on how many tokens the step computes: what D answers after a load, where it computes one token
+of the prompt, is compared with what it answers after its own prefill over several prompts (``alike``).
 
 TEST_DEVICE=cpu runs the cases with engines on the CPU, to try the test itself.
 """
@@ -50,7 +50,7 @@ from tests.support.served import (
     records,
     tokens_of,
 )
-from tests.support.server import EngineError, Server, metric_sum
+from tests.support.server import Server, metric_sum
 
 ON_CPU = os.environ.get("TEST_DEVICE") == "cpu"
 pytestmark = [
@@ -58,7 +58,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.device_count() < 1 and not ON_CPU, reason="needs a GPU"),
 ]
-BLOCK, AT_ONCE, MOST_ATTEMPTS = 32, 32, 40
+BLOCK, AT_ONCE, MOST_ATTEMPTS, MOST_ENGINES = 32, 32, 40, 6
 LENGTHS = (1200, 2, BLOCK, BLOCK + 1, 300, 700, 900, 1500)
 PLANE = "cma" if ON_CPU else "cuda_ipc"
 TELLING = re.compile(r"kvferry: | ERROR |\w+Error: ")
@@ -131,23 +131,30 @@ class Group(ForkedServerGroup):
 
 @dataclass
 class Engines:
-    """Those that run, and why others do not."""
+    """Those of the case that runs and of the next ones. ``cases``: of each that can run and is not over, in order."""
 
-    running: dict[str, Server] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
+    group: Group
+    built: dict[str, tuple[Path, dict[str, Any]]]
+    cases: list[Sequence[str]]
+    started: dict[str, Server] = field(default_factory=dict)
 
     @contextmanager
     def of(self, names: Sequence[str]) -> Iterator[list[Server]]:
         """Engines for one case: with its failure, what they logged."""
-        for name in names:
-            if name in self.skipped:
-                pytest.skip(f"{name}: {self.skipped[name]}")
-        for name in names:
-            if name in self.broken:
-                pytest.fail(f"{name} did not start: {self.broken[name]}", pytrace=False)
-        found = [self.running[name] for name in names]
+        if reason := "; ".join(filter(None, (not_here(FORMS[name].kind) for name in names))):
+            pytest.skip(reason)
+        self.cases = self.cases[self.cases.index(names) :]
+        needed = dict.fromkeys(name for case in self.cases for name in case)
+        for name in self.started.keys() - needed:
+            self.group.stop(self.started.pop(name))
+        for name in needed:
+            if name not in self.started and (name in names or len(self.started) < MOST_ENGINES):
+                self.started[name] = start(self.group, name, FORMS[name], *self.built[FORMS[name].model])
+        found = [self.started[name] for name in names]
         try:
+            self.group.wait_ready(servers=found)
+            for server in found:
+                server.rpc("kv_watch")
             yield found
             assert all(server.alive for server in found), "an engine has ended"
             no_block_held(*found)
@@ -164,7 +171,7 @@ def telling(server: Server) -> str:
 
 def start(group: ServerGroup, name: str, form: Form, model: Path, drafts: Mapping[str, Any]) -> Server:
     arguments = ["--worker-extension-cls", "tests.support.kv_drafts.KVDrafts", "--max-num-seqs", str(AT_ONCE)]
-    arguments += form.arguments
+    arguments += [*form.arguments, *([] if ON_CPU else ["-cc.mode=none", "-cc.cudagraph_mode=FULL_DECODE_ONLY"])]
     if drafts and form.drafts:
         arguments += ["--speculative-config", json.dumps({**drafts, "num_speculative_tokens": DRAFTS})]
     if form.kind == "sleeper":
@@ -186,22 +193,14 @@ def start(group: ServerGroup, name: str, form: Form, model: Path, drafts: Mappin
 
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Those of all cases that this run selected."""
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    names = dict.fromkeys(name for call in calls for name in call.params.get("names", ()) if name in FORMS)
-    folder, found = tmp_path_factory.mktemp("models"), Engines()
-    found.skipped = {name: reason for name in names if (reason := not_here(FORMS[name].kind))}
-    built = {model: BUILD[model](folder / model) for model in {FORMS[name].model for name in names}}
+    """Those of the cases that this run selected."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = [item.callspec.params["names"] for item in items]
+    cases = [names for names in selected if not any(not_here(FORMS[name].kind) for name in names)]
+    folder = tmp_path_factory.mktemp("models")
+    built = {model: BUILD[model](folder / model) for model in {FORMS[name].model for case in cases for name in case}}
     with Group(folder / "logs") as group:
-        started = [start(group, n, FORMS[n], *built[FORMS[n].model]) for n in names if n not in found.skipped]
-        for server in started:
-            try:
-                group.wait_ready(servers=[server])
-                server.rpc("kv_watch")
-                found.running[server.name] = server
-            except EngineError as error:
-                found.broken[server.name] = f"{str(error)[:300]}\n{telling(server)}"
-        yield found
+        yield Engines(group, built, cases)
 
 
 def cases(*names: Sequence[str]) -> pytest.MarkDecorator:

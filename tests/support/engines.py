@@ -209,9 +209,9 @@ class ServerGroup:
         env["PYTHONPATH"] = python_path()
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-            # the share is only what must be free at the start
+            # The share is only what must be free at the start. Sizes as JSON would be void beside another -cc.NAME.
             command += ["--kv-cache-memory-bytes", str(kv_cache_bytes), "--gpu-memory-utilization", "0.05"]
-            command += ["--compilation-config", json.dumps({"cudagraph_capture_sizes": list(graph_sizes)})]
+            command += [f"-cc.cudagraph_capture_sizes={json.dumps(list(graph_sizes))}"]
         else:
             command += ["--enforce-eager"]
         if kv_bytes:
