@@ -573,13 +573,6 @@ class LoadPlanner(EngineFacts):
             (due.add if ranks >= self.tp_size * self.pp_size else due.discard)(request_id)
         return due
 
-    def is_afar(self, request_id: str) -> bool:
-        """Whether a P on another host has computed the prompt of a request."""
-        entry = self._requests[request_id]
-        return (
-            entry.remote_prompt is not None and not entry.is_prefix and entry.remote_prompt.peer.host_id != self.host_id
-        )
-
     def step_load_ended(self, request_id: str, end: LoadEnd) -> None:
         """A load inside a step has ended on all ranks, and the engine is about to use the output of the step."""
         entry = self._loading(request_id)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +49,7 @@ from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat, from_vllm, hooks, plugin
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery
-from kvferry.connector.vllm.store_beside import SharedLoads, fence, store_of, wanted
+from kvferry.connector.vllm.store_beside import fence, wanted
 from kvferry.connector.vllm.weights import EngineWeights
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PromptLookup, RankAddress, StepPlan, StepResults
@@ -71,8 +70,6 @@ class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's plan on its way to the workers."""
 
     plan: StepPlan
-    shared: frozenset[str] = frozenset()
-    """Of the plan's loads, by request, those of which a store beside loads the beginning."""
 
 
 @dataclass
@@ -101,9 +98,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._recovery: StepLoadRecovery | None = None
         self._steps: StepsInFlight | None = None
         self._block_pool: Any = None
-        self._stored: dict[str, int] = {}  # tokens that the store beside loads, of requests that are being scheduled
-        self._shared: dict[str, int] = {}  # likewise, of the loads of the step
-        self._shared_loads: SharedLoads | None = None
         if role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self.alone = self.stepping_alone(parallel)
@@ -112,9 +106,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
             scheduler = self._vllm_scheduler = hooks.find_scheduler()
             beside = compat.why_beside(vllm_config, kv_cache_config, scheduler)
-            one = len(tables) == 1 and tables[0].whole and len(kv_cache_config.kv_cache_groups) == 1
-            # Where a store and P may each load a part: a multiple of so many tokens.
-            self._part_size = tables[0].block_size if one else 0
             if beside and transfer.is_kv_consumer and settings.step_hold_seconds:
                 logger.info("kvferry: all loads go beside the steps, and take about three steps more: %s", beside)
             fits = transfer.is_kv_consumer and (from_vllm.blocks_leave_at_end(kv_cache_config) or not beside)
@@ -219,23 +210,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduling.on_new_request(view)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        view, half = from_vllm.request_view(request), self._scheduling
-        self._stored.pop(view.request_id, None)
-        tokens, beside = half.num_new_matched_tokens(view, num_computed_tokens)
-        store = store_of(self._engine_connector, self) if tokens and half.is_afar(view.request_id) else None
-        if store is None or not self._part_size:
-            return tokens, beside
-        stored, also_beside = store.get_num_new_matched_tokens(request, num_computed_tokens)
-        if stored is None:
-            return None, False
-        if not also_beside or (num_computed_tokens + stored) % self._part_size:
-            return tokens, beside
-        ours, _ = half.num_new_matched_tokens(view, num_computed_tokens + stored)
-        if not ours:  # the store has all: MultiConnector asks it next
-            half.num_new_matched_tokens(view, num_computed_tokens)
-            return 0, False
-        self._stored[view.request_id] = stored
-        return stored + ours, True
+        return self._scheduling.num_new_matched_tokens(from_vllm.request_view(request), num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """A hand-over carries the request's own blocks, of every transfer group."""
@@ -243,23 +218,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids() if num_external_tokens else ((),) * len(self._config.kv_cache_groups)
-        stored = self._stored.pop(request.request_id, 0)
-        ours = num_external_tokens - stored if num_external_tokens else 0
-        if ours:
+        if num_external_tokens:
             fence(self._engine_connector, block_ids)
-        if ours and stored:
-            store_of(self._engine_connector, self).update_state_after_alloc(request, blocks, stored)
-            self._shared[request.request_id] = stored
-        self._scheduling.after_alloc(from_vllm.request_view(request), self._select(block_ids), ours)
-        compat.not_cached(request, ours)
-
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """vLLM asks right after it has given a request its blocks."""
-        stored = self._shared.get(request.request_id, 0)
-        store = store_of(self._engine_connector, self) if stored else None
-        sources = Counter(store.get_external_cache_hit_sources(request, stored) if store else {})
-        sources[self._cache_hit_source] += num_external_tokens - stored
-        return dict(+sources)
+        self._scheduling.after_alloc(from_vllm.request_view(request), self._select(block_ids), num_external_tokens)
+        compat.not_cached(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
         idle = self.alone and scheduler_output.total_num_scheduled_tokens == 0
@@ -271,11 +233,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan = half.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
         if self._recovery is not None:
             self._recovery.scheduled(scheduler_output, plan.loads, plan.joins)
-        return KVFerryMetadata(plan) if plan.nothing else KVFerryMetadata(plan, self._take_shared())
-
-    def _take_shared(self) -> frozenset[str]:
-        shared, self._shared = frozenset(self._shared), {}
-        return shared
+        return KVFerryMetadata(plan)
 
     def reset_cache(self) -> bool:
         """``/reset_prefix_cache?reset_external=true``, and the end of ``/pause``. False: leases or loads are ending, so
@@ -309,8 +267,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._steps is not None:
             self._steps.freed(block_id for ids in block_ids for block_id in ids if block_id != NULL_BLOCK)
-        for parts in (self._stored, self._shared):
-            parts.pop(request.request_id, None)
         view, ids, completed = from_vllm.request_view(request), self._select(block_ids), from_vllm.completed(request)
         if completed and self._scheduling.prefix_seed:
             # The KV of the last token is not computed.
@@ -439,9 +395,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._prefills = None
             return
         working = self._working
-        if connector_metadata.shared:
-            self._shared_loads = self._shared_loads or SharedLoads(store_of(get_kv_transfer_group(), self), working)
-            self._shared_loads.begin(connector_metadata.shared)
         self._post(plan)
         working.begin_step()
         prefills = working.prefills
@@ -449,8 +402,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._prefills = prefills if plan.prefill_chunks and self._layers_run_once else None
 
     def _finish_step(self) -> StepResults:
-        working = self._working
-        return self._await_results() if self._seen_at_once else (self._shared_loads or working).take_results()
+        return self._await_results() if self._seen_at_once else self._working.take_results()
 
     def _await_results(self) -> StepResults:
         self._working.await_results()

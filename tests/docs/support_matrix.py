@@ -55,7 +55,7 @@ FEATURES = {
     "LoRA adapters": ["tests/vllm/test_lora.py::test_d_loads_what_p_computed_with_the_same_adapter"],
     "MultiConnector beside a store": [
         "tests/vllm/test_beside_example_connector.py::test_d_has_the_choice",
-        "tests/vllm/test_beside_offloading_connector.py::test_each_loads_a_part",
+        "tests/vllm/test_beside_offloading_connector.py::test_both_load",
     ],
     "tensor parallelism, pipeline stages": ["tests/engine/test_engine_forms.py::test_two_and_one"],
     "data parallelism": ["tests/engine/test_engine_forms.py::test_two_replicas_of_an_engine"],

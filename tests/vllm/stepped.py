@@ -586,8 +586,6 @@ class Engine:
         """Those beside the steps that were reported early, and that the step they are told in joins."""
         self.streamed_loads: set[str] = set()
         """Those of prompts that P still computes when D plans them."""
-        self.shared_loads: set[str] = set()
-        """Those of which a store beside loads the beginning."""
         self.fallen_loads: set[str] = set()
         """Those inside steps that have failed."""
         self.leases: Counter[str] = Counter()
@@ -803,7 +801,6 @@ class Engine:
                 self.joined.update(load.request_id for load in plan.joins)
                 self.streamed_loads.update(load.request_id for load in plan.loads if load.step_tokens)
                 self.leases.update(lease.request_id for lease in plan.leases)
-                self.shared_loads |= child.shared
 
     def block_tables(self, request_id: str) -> tuple[list[int], ...]:
         """Of a request."""

@@ -15,14 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.vllm import adapter, compat
+from kvferry.connector.vllm import compat
 from kvferry.connector.wire.messages import Ask
 from kvferry.connector.wire.step_plan import StepResults
 from kvferry.transport.errors import ConfigError
-from kvferry.transport.host import host_id
-from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer
-from tests.vllm.stepped import KVFERRY, PATIENT, ROOM, Engine, EngineGroup, Lines, hand_over, loaded, run, settle
+from tests.vllm.stepped import KVFERRY, PATIENT, ROOM, Engine, EngineGroup, hand_over, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(100)
@@ -40,13 +39,6 @@ def beside_store(
 ) -> Engine:
     ours = KVFERRY | {"kv_connector_extra_config": ROOM | PATIENT | {"plane": "tcp"}}
     return group.multi(origin, *((ours, store) if first else (store, ours)), **kwargs)
-
-
-@pytest.fixture
-def afar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second engine does not know whether it is on the first one's host."""
-    hosts = iter([host_id(), ""])
-    monkeypatch.setattr(adapter, "host_id", lambda: next(hosts))
 
 
 def copiers(engine: Engine) -> list[Any]:
@@ -165,103 +157,6 @@ def test_a_store_that_cannot_be_kept_apart_is_refused(group: EngineGroup, monkey
         compat.check_children(config)
 
 
-# --- each loads a part --------------------------------------------------------------------------------------------
-
-
-@AHEAD
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize(("tp", "chunk"), [(1, 1), (2, 1), (1, 2)])
-def test_each_loads_a_part(group: EngineGroup, afar: None, runner: str, ahead: int, tp: int, chunk: int) -> None:
-    """The store has the beginning of a prompt, P sends the rest: half of the bytes."""
-    form = STORE | {"kv_connector_extra_config": STORE["kv_connector_extra_config"] | {"blocks_per_chunk": chunk}}
-    p, d = group.engine(0), beside_store(group, store=form, runner=runner, ahead=ahead, tp=tp)
-    begin = prompt(200)[:96]
-    store(d, begin)
-    sources: list[dict[str, int]] = []
-    told = d.connector.get_external_cache_hit_sources
-    d.connector.get_external_cache_hit_sources = lambda *asked: sources.append(told(*asked)) or sources[-1]
-    name = d.add(prompt(200), p.prefill(prompt(200)), max_tokens=20)
-    answer = loaded(p, d, name, 200 - 1 - 96)
-    assert d.origins[name].ours == 96 and d.loads[name] == 1
-    assert answer.external == 200 and answer.cached == 96
-    assert sources == [{"host": 96, "p2p": 104}]
-    settle(p)
-    stored(d)
-    found_right(d, prompt(200), 192)
-
-
-@pytest.mark.parametrize("last", ["store", "p"])
-def test_a_load_ends_with_its_last_part(group: EngineGroup, afar: None, last: str) -> None:
-    """vllm#50546: whichever connector reports first, the request runs when both have."""
-    p, d = group.engine(0, extra={"plane": "tcp"}), beside_store(group)
-    store(d, IDS[:64])
-    params = p.prefill(IDS)
-    pause = PausedTransfer(p, Ask)
-    hold(d, held=last == "store")
-    name = d.add(IDS, params, max_tokens=4)
-    if last == "store":
-        pause.open()
-        run([p, d], lambda: p.idle, 60.0)
-    d.finish(d.add(prompt(60, 2), max_tokens=20), beside=[p])
-    assert d.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS
-    hold(d, held=False)
-    pause.open()
-    loaded(p, d, name, 99 - 64)
-
-
-@pytest.mark.parametrize("last", ["store", "p"])
-@pytest.mark.parametrize("how", ["aborted", "reset", "recompute", "fail"])
-def test_our_part_fails(group: EngineGroup, afar: None, lines: Lines, how: str, last: str) -> None:
-    """Before or after the store's part has ended. No block is given out again before the store writes it no more."""
-    policy = "fail" if how == "fail" else "recompute"
-    p, d = group.engine(0, extra={"plane": "tcp"}), beside_store(group, policy=policy, num_blocks=24)
-    store(d, IDS[:64])
-    params = p.prefill(IDS)
-    pause = PausedTransfer(p, Ask)
-    hold(d, held=True)
-    name = d.add(IDS, params, max_tokens=4)
-    d.step()
-    assert d.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS
-    hold(d, held=last == "store")
-    d.step()
-    if how == "aborted":
-        d.abort(name)
-    elif how == "reset":
-        d.scheduler.reset_prefix_cache(reset_connector=True)
-    else:
-        d.let_time_pass(700.0)
-    run([d], lambda: bool(lines("hand-over of", "failed")), 60.0)
-    d.finish(d.add(prompt(200, 2), max_tokens=20), beside=[p])
-    if last == "store" and how != "reset":  # a reset waits for the store's copies, and D ends its part without P
-        assert d.free_blocks < d.baseline, "the store may still write"
-    hold(d, held=False)
-    pause.open()
-    run([p, d], lambda: p.idle and at_rest(d), 60.0)
-    assert d.answers[name].finish == {"aborted": None, "fail": "error"}.get(how, "length")
-
-
-def test_what_p_sends_is_placed_by_position(group: EngineGroup, afar: None) -> None:
-    """vllm#50558: D has some blocks itself, the store the next ones, P the rest; and D's prompt has one token more."""
-    p, d = group.engine(0), beside_store(group)
-    store(d, IDS[:80])
-    d.finish(d.add(IDS[:32], max_tokens=1))
-    name = d.add([*IDS, 7], p.prefill(IDS), max_tokens=4)
-    loaded(p, d, name, 100 - 80)
-    assert d.origins[name].ours == 80 and d.computed[name] == 1 + 3
-
-
-@pytest.mark.parametrize("length", [33, 100, 112])
-def test_the_store_has_all(group: EngineGroup, afar: None, length: int) -> None:
-    """D releases P's lease, and the store loads the prompt."""
-    p, d = group.engine(0), beside_store(group)
-    ids = prompt(length)
-    store(d, [*ids, *prompt(32, 1)])
-    name = d.add(ids, p.prefill(ids), max_tokens=4)
-    d.finish(name, beside=[p])
-    assert d.origins[name].theirs == (0 if length % BLOCK < 2 else length - 1 - length // BLOCK * BLOCK)
-    settle(p)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_child_reports_what_it_did_not_load(group: EngineGroup, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm#50546, LMCache#4355: a store loads what MultiConnector gave to KVFerry, and reports it; once while P's KV is
@@ -313,7 +208,7 @@ def test_after_a_reset_another_s_report_frees_no_block(group: EngineGroup, monke
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_at_random(group: EngineGroup, afar: None, seed: int) -> None:
+def test_at_random(group: EngineGroup, seed: int) -> None:
     """Prompts that begin alike, few blocks, copies that end late, requests that end early: every token is right, and
     nothing is left."""
     rng = random.Random(seed)
@@ -338,4 +233,4 @@ def test_at_random(group: EngineGroup, afar: None, seed: int) -> None:
         d.step()
     hold(d, held=False)
     run([p, d], lambda: p.idle and at_rest(d), 60.0)
-    assert 0 < len(d.shared_loads) < d.loads.total()
+    assert d.loads.total()
