@@ -1,1 +1,1 @@
-"""The command ``kvferry``: doctor, top, drain, bench, plan, keygen."""
+"""The command ``kvferry``: router, doctor, check, drain, bench, plan, keygen."""

@@ -302,6 +302,7 @@ class App:
                 refused.append(error)
                 raise
             progress.go_on()
+            router.metrics.waiting[progress] = router.clock()
 
         name = http.path.split("/")[3] if http.path.startswith(f"{RESPONSES}/") else ""
         home = router.homes.find(router.engines, name, http.headers.get(SESSION, ""))
@@ -312,9 +313,10 @@ class App:
         try:
             how: dict[str, Any] = {"headers": _headers(http, OF_A_HOP), "connect": router.timeouts.connect}
             sent = body() if http.body_exists else None
-            router.metrics.waiting[progress] = router.clock()
+            if sent is None:
+                router.metrics.waiting[progress] = router.clock()
             answer = await router.http.send(http.method, url, _target(http), body=sent, progress=progress, **how)
-            del router.metrics.waiting[progress]
+            router.metrics.waiting.pop(progress, None)
             router.homes.note(answer.headers.get(NEW_SESSION, "").partition(";")[0], url)
             given, pieces = kept_headers(answer), answer.pieces()
             if "location" in given:  # the client asks the router again

@@ -79,18 +79,6 @@ class HandedOver:
         self._missed: Counter[str] = Counter()  # likewise: prompts by reason
         self._computed = 0  # likewise: tokens, less those of D's own cache
 
-    @property
-    def share_of_prompts(self) -> float | None:
-        """Of the prompts that came with parameters of a P, the share that D loaded; None: there were none."""
-        total = self.prompts.total()
-        return self.prompts["loaded"] / total if total else None
-
-    @property
-    def share_of_tokens(self) -> float | None:
-        """Of the prompt tokens that were not in its own cache, the share that D loaded; None: there were none."""
-        total = self.tokens.total()
-        return self.tokens["loaded"] / total if total else None
-
     def prefilled(self, params: dict[str, Any] | None) -> None:
         """P has answered a prompt with these parameters for D."""
         self._sent = self._sent + 1 if params is None else 0

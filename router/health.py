@@ -80,7 +80,7 @@ class HealthChecks:
         """``answers``: the engine takes connections. Where not, or where another one can be asked, the leg is given up
         soon; else as late as a prefill. One that was only passed on tells nothing of an engine."""
         router, now = self._router, time.monotonic()
-        if leg.passed and answers and engine.still_since is None:
+        if leg.passed and answers and engine.still_since is None and engine.state is not EngineState.DOWN:
             return
         since = max(leg.at, engine.moved_at)
         patience = engine.patience + leg.tokens / TOKENS_PER_SECOND

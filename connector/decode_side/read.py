@@ -677,7 +677,6 @@ class Reads:
                 self._moving = True
                 if not read.stopped:
                     self.count(read, write.seen - (before or 0))
-                    read.awaitable |= write.copy.done  # it is the read's only copy
                     yield read.active_load, PROGRESS
 
     def finished_writes(self, now: float) -> Iterator[Happening]:

@@ -229,11 +229,10 @@ def from_transfer_params(
                 "kv_transfer_params asks for a remote prefill but names no prefill engine: the prefill leg "
                 "handed nothing over, or the router dropped its answer's kv_transfer_params",
             )
-        raise UnusablePromptError(
-            "no_kvferry_params",
-            "kv_transfer_params has no 'kvferry' entry: the prefill engine runs another connector, or the "
-            "router dropped it; relay the prefill engine's kv_transfer_params unchanged",
-        )
+        why = "the prefill engine runs another connector, or the router dropped it; relay them unchanged"
+        if "remote_bootstrap_addr" in params:
+            why = "remote_bootstrap_addr is taken no more; send the prefill engine's remote_host and remote_port"
+        raise UnusablePromptError("no_kvferry_params", f"kv_transfer_params has no 'kvferry' entry: {why}")
     if isinstance(raw, Mapping) and raw.get("v") != PARAMS_VERSION:
         raise UnusablePromptError(
             "other_release",

@@ -2,8 +2,8 @@
 
 The engine's thread calls in here. These calls may block: ``register`` at start-up, ``unregister`` and ``restore``
 around the engine's sleep, ``close`` at the end, ``begin_step`` until the copies are under way with which the step
-computes, ``LayerWaits.layer`` in host memory until those of a layer have ended, and ``take_results``,
-``await_results`` and ``look_up`` for a moment, in an engine that computes nothing.
+computes (in host memory until they have ended), and ``take_results``, ``await_results`` and ``look_up`` for a moment,
+in an engine that computes nothing.
 """
 
 from __future__ import annotations

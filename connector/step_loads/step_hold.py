@@ -1,6 +1,7 @@
 """How a step is held back for the loads that it computes with. Used by the engine's thread alone.
 
-``StepHold.outcome`` is set, then ``begin`` comes before the forward. The device waits for the copies before it begins.
+``StepHold.outcome`` is set, then ``begin`` comes before the forward. The device waits for the copies before it begins;
+in host memory the thread has waited until they ended, for such a copy is under way once it has.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StepHold:
         if outcome is None:
             return
         self._waited = 0.0
-        self._hold(outcome.wait_begun, self.patience if outcome.inside else ALONE_SECONDS)
+        self._hold(outcome, self.patience if outcome.inside else ALONE_SECONDS)
         self._go_on(outcome, outcome.give_up())
         make_engine_wait(outcome, copies)
 
@@ -62,22 +63,20 @@ class StepHold:
         self._waited = 0.0
         for outcome in outcomes:
             if whole:
-                self._hold(outcome.wait_begun, ALONE_SECONDS)
+                self._hold(outcome, ALONE_SECONDS)
                 if late := outcome.give_up():
                     self._go_on(outcome, late)
                     outcome.standing()
             make_engine_wait(outcome, copies)
 
-    def _hold(self, wait: Callable[[float], bool], patience: float) -> bool:
-        """Call ``wait``, which takes the longest time to wait, until it returns true. Returns false once the step has
-        waited for ``patience`` seconds."""
+    def _hold(self, outcome: StepOutcome, patience: float) -> None:
+        """Wait until no load is POSTED, or the step has waited for ``patience`` seconds."""
         clock, before, begun_at = RunningClock(), self._waited, perf_counter()
         clock.sleeps(LOOK_SECONDS)
-        while not (ended := wait(patience - self._waited)) and self._waited < patience:
+        while not outcome.wait_begun(patience - self._waited) and self._waited < patience:
             self._waited = before + clock.turn()
             clock.sleeps(LOOK_SECONDS)
         self._count_wait(begun_at)
-        return ended
 
     def _count_wait(self, before: float) -> None:
         """Count the time since ``before``, for which the engine's thread has waited for loads inside a step."""

@@ -64,7 +64,7 @@ def ranks_here(vllm_config: VllmConfig) -> int | None:
         return None
     several = parallel.data_parallel_size > 1 or parallel.nnodes > 1
     # Each of several API servers makes a configuration, the last ones perhaps when the ranks have their ports already.
-    return 0 if several or parallel._api_process_count > 1 else int(parallel.world_size)
+    return 0 if several or getattr(parallel, "_api_process_count", 1) > 1 else int(parallel.world_size)
 
 
 def check_children(vllm_config: VllmConfig) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvferry.router import health, http_client
 from kvferry.router.app import Limits
-from kvferry.router.engines import REFUSALS, EnginePool, Role
+from kvferry.router.engines import REFUSALS, EnginePool, EngineState, Role
 from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts
 from tests.router.stand_ins import (
@@ -257,7 +257,8 @@ def test_an_only_d_that_stands_still_is_waited_for_as_long_as_a_p(soon: Checks) 
         go_on.set()
 
 
-def test_a_passed_request_tells_nothing_of_an_engine_and_is_given_up_with_it(soon: Checks) -> None:
+@pytest.mark.parametrize("how", ["another request waits", "down"])
+def test_a_passed_request_tells_nothing_of_an_engine_and_is_given_up_with_it(soon: Checks, how: str) -> None:
     waiting, silent = Waiting(move=False), decode_engine(before=600)
     with routed(prefill_engine(), waiting.of(silent), LegTimeouts(60.0, 0.5, 60.0), checks=soon) as front:
         (engine,) = front.router.engines.of(Role.DECODE)
@@ -265,9 +266,11 @@ def test_a_passed_request_tells_nothing_of_an_engine_and_is_given_up_with_it(soo
         passed, looked = front.begin({"prompt": "x"}, **{"content-encoding": "identity"}), waiting.looks + 40
         eventually(lambda: waiting.looks > looked, "it is looked at for longer than a D that stands still gets")
         assert engine.still_since is None and front.get("/router/status").json()["oldest_waiting_seconds"] > 0
-        assert front.ask({"prompt": "x"}).status_code == 502
-        answer = passed.result()
-    assert answer.status_code == 502 and "stands still" in answer.text
+        if how == "down":
+            front.router.engines.move(engine, EngineState.DOWN)
+        else:
+            assert front.ask({"prompt": "x"}).status_code == 502
+        assert passed.result().status_code == 502 and "stands still" in passed.result().text
 
 
 @pytest.mark.parametrize(("status", "hint"), [(404, "--served-model-name"), (401, "API key"), (400, "options")])

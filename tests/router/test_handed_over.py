@@ -58,13 +58,12 @@ def send(handed_over: HandedOver, prompts: int = LAST_PROMPTS, p: str = P, engin
 
 def test_growth_counts_since_the_first_look_also_over_a_restart() -> None:
     d = one(counts(("loaded", "", 100), ("local", "wrong_role", 3), tokens=(9, 9, 9)))
-    assert not d.prompts and d.share_of_prompts is None and d.share_of_tokens is None
+    assert not d.prompts
     d.take(counts(("loaded", "", 103), ("local", "wrong_role", 4), tokens=(309, 109, 9)))
     assert d.status() == {
         "known": True, "prompts": {"loaded": 3, "local": 1, "failed": 0}, "reasons": {"wrong_role": 1},
         "tokens": {"loaded": 300, "computed": 100}, "degraded": None,
     }  # fmt: skip
-    assert d.share_of_prompts == d.share_of_tokens == 0.75
     d.take(counts(("loaded", "", 1), ("local", "wrong_role", 6), tokens=(400, 0, 0)))  # it was started anew
     assert d.prompts == {"loaded": 4, "local": 7} and d.tokens["loaded"] == 700
 
@@ -165,7 +164,7 @@ def test_several_engines_at_one_url_are_not_known() -> None:
     for loaded in (0, 500, 501):
         with pytest.raises(ValueError, match="several engines"):
             d.take(counts(("loaded", "", loaded)))
-        assert not d.known and not d.degraded and not d.prompts and d.share_of_prompts is None
+        assert not d.known and not d.degraded and not d.prompts
 
 
 def test_an_engine_that_gets_another_role_begins_anew() -> None:

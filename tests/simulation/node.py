@@ -49,8 +49,6 @@ PLANES: dict[str, type[SimPlane]] = {plane.name: plane for plane in (PullPlane, 
 class StepLoads:
     """What the transfer thread says of the loads inside one step, in the place of ``StepOutcome``."""
 
-    layer_order: Sequence[str] = ()
-
     def __init__(self, loads: Sequence[Load], begun: Callable[[Load, Check | None], None]) -> None:
         self._loads, self._begun = {id(load): load for load in loads}, begun
 

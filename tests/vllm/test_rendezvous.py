@@ -401,7 +401,7 @@ def test_made_up_addresses_do_not_keep_d_from_asking_p(
         ({}, {"remote_key": "K"}, "remote_key is 'K', expected the 12 digits"),
         ({}, {"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected the engine id of the prefill engine"),
         ({}, {"remote_block_ids": [[1, 2]]}, "the prefill engine runs another connector"),
-        ({}, {"remote_host": None, "remote_bootstrap_addr": "http://127.0.0.1:1"}, "no 'kvferry' entry"),
+        ({}, {"remote_host": None, "remote_bootstrap_addr": "http://127.0.0.1:1"}, "remote_bootstrap_addr is taken no"),
     ],
 )
 def test_parameters_that_cannot_be_used(
