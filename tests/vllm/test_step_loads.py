@@ -234,7 +234,7 @@ def test_the_forward_is_launched_before_its_load_has_ended(
         if d.step_loads[request_id] and not launched:
             launched.append(slow.running)
             slow.gate.set()
-            assert slow.held[0].wait(60)
+            assert all(event.wait(60) for event in slow.held)
 
     d.device = device
     if error:
