@@ -356,7 +356,7 @@ class App:
         up: dict[str, Any] = {role: {e.url: e.usable(router.clock()) for e in router.engines.of(role)} for role in Role}
         ok = any(up[Role.DECODE].values())
         found = {engine.url: engine.handed_over.degraded for engine in router.engines if engine.handed_over.degraded}
-        if not any(up[Role.PREFILL].values()):
+        if ok and not any(up[Role.PREFILL].values()):
             found["prefill"] = "no prefill engine takes requests: decode engines prefill"
         status = "down" if not ok else "degraded" if found else "ok"
         if found:

@@ -59,8 +59,7 @@ class PlaneOnDevice:
 
 
 def findings(machine: Machine, settings: Settings, usable: list[PlaneOnDevice]) -> Iterator[Finding]:
-    """Make every registered plane for host memory, and for the first GPU. ``usable``: gets the planes that this machine
-    has."""
+    """Make every plane for host memory, and for the first GPU. ``usable``: gets those that this machine has."""
     devices = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]
     for device, spec in itertools.product(devices, plane_specs()):
         if spec.use(device) is None:
@@ -76,6 +75,8 @@ def findings(machine: Machine, settings: Settings, usable: list[PlaneOnDevice]) 
         yield found
         if found.level is Level.OK:
             usable.append(plane)
+    if len(devices) == 1 and any(spec.name == settings.plane and spec.host is None for spec in plane_specs()):
+        yield _missing(PlaneOnDevice(settings.plane, torch.device("cuda", 0)), "this machine has no GPU", settings)
 
 
 def look(spec: PlaneSpec, device: torch.device, settings: Settings) -> tuple[str, str]:
@@ -139,9 +140,7 @@ def lacking_planes(usable: Sequence[PlaneOnDevice], required: Sequence[str] = ()
         memory = "host" if kind == "cpu" else "GPU"
         yield fault("data planes", f"none for {memory} memory", "mend one of the reasons above")
     if required and not any(plane.name in required for plane in usable):
-        yield fault(
-            "require_plane", f"none of {', '.join(required)}", "mend one of the reasons above, or require another"
-        )
+        yield fault("require_plane", f"none of {', '.join(required)}", "mend what is said of one, or require another")
 
 
 # --- self-test ------------------------------------------------------------------------------------------------------

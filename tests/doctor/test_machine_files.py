@@ -159,6 +159,7 @@ def test_the_planes_of_this_machine(tmp_path):
     found, usable = found_planes(tmp_path)
     assert {"shm", "tcp", "zmq"} <= usable
     assert not [finding for finding in found if finding.what.startswith("cuda_ipc, host")]
+    assert torch.cuda.is_available() or found_planes(tmp_path, plane="cuda_ipc")[0][-1].level is Level.FAULT
     is_bad(next(planes.lacking_planes([])), Level.FAULT, "none for")
     there = [planes.PlaneOnDevice("shm", device) for device in (CPU, torch.device("cuda"))]
     (found,) = planes.lacking_planes(there, ("tcp", "cuda_ipc"))

@@ -261,8 +261,7 @@ def test_engines_and_routers_that_end_without_a_drain_leave_no_request_without_a
             clients.routers[1] = routers[2]
             clients.after(kill, d1)
             clients.after(terminate, p1)
-            for engine in (d1, p1):
-                group.stop(engine)
+            group.stop(d1), group.stop(p1)
             again = [group.engine(f"{each.name}-new", model, port=each.port) for each in (p1, d1)]
             group.wait_ready(servers=again)
             clients.after(terminate, d2)
