@@ -179,10 +179,10 @@ def test_other_weights_of_one_configuration(pair: Pair, model: Path, tmp_path: P
     refused(73)
     reload(d, folder)
     loaded_prompt(p, d, prompt(200, 74))
-    reload(p, model)
-    reload(d, model)
+    reload(p, model), reload(d, model)
     d.rpc("reset_weights")  # vLLM writes the parameters themselves
     refused(75)
+    complete(pair.router, prompt(200, 76))  # P has forgotten its other D, too
     pair.group.stop(d)
 
 
