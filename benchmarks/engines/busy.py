@@ -224,8 +224,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.vary != [""]:
         args.only = args.only or ("kvferry",)
-        if tuple(args.only) != ("kvferry",):
-            parser.error("--vary: of KVFerry, which is measured alone")
+        if tuple(args.only) != ("kvferry",) or {each.partition("=")[0] for each in args.vary} - {"hold", "early"}:
+            parser.error("--vary: expected hold=SECONDS, early=0 or early=1, of KVFerry alone")
     report.fill_in(args, PLANS[args.device])
     for tokens in args.tokens:
         if tokens % args.setup.block != 1:
