@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from kvferry.connector.pages.copies import Copies
-from kvferry.connector.step_loads.step_load_rule import ALONE_SECONDS
 from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.wire.metrics import HandoverStats
 from kvferry.transport.wake import RunningClock
@@ -24,7 +23,7 @@ their copies are under way after 0.3 to 0.6 ms. Running beside each other, both 
 PATIENCE_SECONDS = 1.0
 """How long a step is held back at most until the copies of its loads are under way, 0.2 ms as a rule. A load that is
 given up then is computed by the engine itself. Where it would fail its request instead, P may take
-``ask_hold_seconds`` more to grant the lease. For loads whose end was foreseen, it is ``ALONE_SECONDS``."""
+``ask_hold_seconds`` more to grant the lease."""
 
 
 class StepHold:
@@ -52,7 +51,7 @@ class StepHold:
         if outcome is None:
             return
         self._waited = 0.0
-        self._hold(outcome, self.patience if outcome.inside else ALONE_SECONDS)
+        self._hold(outcome, self.patience)
         self._go_on(outcome, outcome.give_up())
         make_engine_wait(outcome, copies)
 
@@ -63,7 +62,7 @@ class StepHold:
         self._waited = 0.0
         for outcome in outcomes:
             if whole:
-                self._hold(outcome, ALONE_SECONDS)
+                self._hold(outcome, self.patience)
                 if late := outcome.give_up():
                     self._go_on(outcome, late)
                     outcome.standing()

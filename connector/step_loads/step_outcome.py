@@ -103,8 +103,6 @@ class StepOutcome:
         self._changed = changed or threading.Condition()
         self._loads = [_StepLoad(load, Phases(MOVES, StepLoadPhase.POSTED, clock())) for load in loads]
         self._loads += [ours for outcome in joined for ours in outcome._loads]
-        self.inside = bool(loads)
-        """Whether there are loads that were not begun beside the steps."""
         self._yielding = False
         self.due = math.inf
         """By ``clock``, when its load, whose copies are not all under way, may be reported early."""

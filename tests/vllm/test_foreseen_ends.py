@@ -84,7 +84,7 @@ class Rest:
 def test_the_step_waits_for_the_rest(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, plane: str, one_process: bool
 ) -> None:
-    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 600.0)
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)
     p, d = group.pair(extra={"plane": plane}, max_batched=STEP, runner=runner, one_process=one_process)
     rest = Rest(monkeypatch, p, d)
     thread = rest.when_a_step_waits(rest.come)
@@ -123,8 +123,7 @@ def test_no_step_waits(
 def test_what_never_comes_is_computed_here(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, lines: Lines
 ) -> None:
-    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 0.0)
-    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)  # of other loads
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 0.0)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
     rest = Rest(monkeypatch, p, d)
     assert d.finish(rest.request_id).finish == "length" and d.joined[rest.request_id] == 1
@@ -139,7 +138,7 @@ def test_a_client_that_leaves_gives_no_block_away_that_is_still_written(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, one_process: bool
 ) -> None:
     """vLLM gives the blocks of a load that was reported to the next request at once: its step waits for the rest."""
-    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 600.0)
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner, one_process=one_process)
     rest = Rest(monkeypatch, p, d)
     run([d], lambda: d.workers[0].received[rest.request_id] > 0)
@@ -157,7 +156,7 @@ def test_nor_one_that_another_load_fills(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, comes: bool
 ) -> None:
     """That load begins once nothing else writes the blocks."""
-    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 600.0 if comes else 0.01)
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 600.0 if comes else 0.01)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
     q = group.engine(0, extra=ROOM | {"plane": "tcp"}, runner=runner)
     rest = Rest(monkeypatch, p, d)
@@ -187,7 +186,7 @@ def test_a_client_leaves_before_the_scheduler_has_heard_of_it(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
     """The load is cancelled, and a step joins it."""
-    monkeypatch.setattr(step_hold, "ALONE_SECONDS", 0.01)
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 0.01)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, runner=runner)
     rest = Rest(monkeypatch, p, d)
 
