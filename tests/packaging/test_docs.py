@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import runpy
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -117,21 +115,6 @@ def test_a_changed_table_and_one_without_end_are_noticed() -> None:
         generator()["filled"]("docs/settings.md", text.replace("<!-- end of settings -->", ""))
 
 
-def test_every_measurement_first_says_its_failure_policy() -> None:
-    first = "(No vLLM engine takes part|Measured with `kv_load_failure_policy` `(fail|recompute)`)"
-    for page in ("docs/benchmarks.md", "docs/measurements.md"):
-        sections = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
-        assert len(sections) == len(generator()["REGIONS"][page])
-        for section in sections:
-            assert re.match(rf"[^\n]+\n\n<!-- generated \S+: [^\n]+ -->\n{first}", section), section[:200]
-
-
-def test_the_readme_has_no_figure_of_another_policy_than_it_recommends() -> None:
-    shown = generator()["pages"].section("end-to-end")
-    assert "`kv_load_failure_policy` `recompute`" in shown
-    assert '"kv_load_failure_policy": "recompute"' in read("README.md")
-
-
 def quoted_lines() -> list[str]:
     """What docs/troubleshooting.md has in code in the first column of its tables, and log lines of all pages."""
     first = [code for cell in cells("docs/troubleshooting.md", 0) for code in CODE.findall(cell)]
@@ -145,34 +128,6 @@ def test_quoted_log_lines_are_in_the_source() -> None:
     assert not in_source("kvferry: hand-over of ... ended: ... tokens") and not in_source("GPU ... has no ... access")
 
 
-def test_names_that_an_engine_needs_exist() -> None:
-    """What docs/library.md writes as a name of Python is one in the product's code."""
-    known = {word for tree in trees().values() for word in re.findall(r"\w+", ast.unparse(tree))}
-    named = CODE.findall(read("docs/library.md").partition("## Utilities")[0])
-    assert [name for name in named if re.fullmatch("[a-z]+(_[a-z]+)+", name) and name not in known] == []
-
-
-def quoted_from_vllm() -> list[tuple[str, str]]:
-    """Files of vLLM, and what docs/comparison.md quotes from each."""
-    columns = [[CODE.findall(cell) for cell in cells("docs/comparison.md", column)] for column in (1, 2)]
-    return [(file[0], text[0]) for file, text in zip(*columns, strict=True) if file and file[0].endswith(".py")]
-
-
-def in_vllm(file: str, quoted: str) -> bool:
-    """Whether the installed vLLM says so; texts of several lines are put together."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    text = (Path(spec.origin).parent / "distributed" / "kv_transfer" / "kv_connector" / file).read_text()
-    return quoted in " ".join(re.sub(r'"\s*\n\s*f?"', "", text).split())
-
-
-@pytest.mark.vllm
-def test_what_the_comparison_quotes_is_in_vllm() -> None:
-    assert len(quoted_from_vllm()) > 15
-    assert [(file, quoted) for file, quoted in quoted_from_vllm() if not in_vllm(file, quoted)] == []
-    assert not in_vllm("utils.py", "is not divisible by remote pipeline parallel size")
-
-
 def test_metrics_and_reasons_that_a_page_names_exist() -> None:
     suffixes = {"counter": ("_total", ""), "gauge": ("",), "histogram": ("", "_bucket", "_sum", "_count")}
     names = {PREFIX + series.name + suffix for series in SERIES for suffix in suffixes[series.kind]}
@@ -183,21 +138,6 @@ def test_metrics_and_reasons_that_a_page_names_exist() -> None:
     assert found is not None and CODE.findall(found[1]) == list(FAILURE_KINDS)
     explained = {code for cell in cells("docs/troubleshooting.md", 0) for code in CODE.findall(cell)}
     assert {reason for _, reason in PROMPT_ENDS if reason} <= explained
-
-
-def test_threads_are_those_of_the_source() -> None:
-    """The table of docs/architecture.md has every thread that the product starts, by name."""
-    started = set()
-    for call in (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        called = ast.unparse(call.func).rpartition(".")[2]
-        if called in ("Thread", "ThreadPoolExecutor", "BlockingCalls", "__init__"):
-            values = [*call.args, *(keyword.value for keyword in call.keywords)]
-            names = [node.value for node in values if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-            named = names or any(keyword.arg == "name" for keyword in call.keywords)
-            assert named or called != "Thread", f"a thread without a name: {ast.unparse(call)}"
-            started |= {text for text in names if text.startswith("kvferry-")}
-    shown = [code for cell in cells("docs/architecture.md", 0) for code in CODE.findall(cell)]
-    assert {code for code in shown if code.startswith("kvferry-")} == started
 
 
 def test_planes_are_those_of_the_source() -> None:
@@ -233,29 +173,7 @@ def test_modules_files_and_folders_that_are_named_exist(page: str) -> None:
     assert [name for name in files if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
-def test_modules_that_do_not_exist_are_noticed() -> None:
-    assert exists("kvferry.connector.config.Settings") and exists("kvferry.kernels")
-    assert not exists("kvferry.connector.config.None") and not exists("kvferry.connector.none")
-
-
-@pytest.mark.parametrize("folder", ["connector", "cli", "transport"])
-def test_folder_pages_name_every_folder(folder: str) -> None:
-    page = f"{folder}/README.md"
-    named = set(CODE.findall(read(page)))
-    inside = {path.name for path in (ROOT / folder).iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert inside and not inside - named, f"not in {page}: {sorted(inside - named)}"
-    files = {name for name in named if re.fullmatch(r"\w+\.py", name)}
-    assert files and not [name for name in files if not (ROOT / folder / name).exists()]
-
-
 def test_make_targets_that_are_named_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
     codes = "\n".join(code for page in PAGES for code in CODE.findall(read(page)))
     assert {"demo", "test"} <= set(re.findall(r"\bmake ([a-z][\w-]*)", codes)) <= targets
-
-
-def test_hooks_run_what_make_lint_runs() -> None:
-    make = ["make", "--no-print-directory", "-n", "-o", "install", "lint"]
-    recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    hooks = re.findall(r"^\s*entry: (.+)$", read(".pre-commit-config.yaml"), re.MULTILINE)
-    assert hooks == recipe.strip().splitlines()

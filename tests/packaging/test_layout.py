@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import re
 import subprocess
@@ -140,14 +139,6 @@ def test_no_public_class_name_exists_twice_and_those_of_the_glossary_exist() -> 
     assert [name for name, count in classes.items() if count > 1 and not name.startswith("_")] == []
     named = set(re.findall(r"`([A-Z][A-Za-z]+)`", (ROOT / "docs" / "glossary.md").read_text()))
     assert len(named) > 15 and named <= classes.keys(), f"no such type: {sorted(named - classes.keys())}"
-
-
-FOLDERS = {path.parent.relative_to(ROOT).as_posix() for path in modules()} - {"kernels", "router"}
-
-
-@pytest.mark.parametrize("folder", sorted(FOLDERS))
-def test_every_folder_has_a_docstring(folder: str) -> None:
-    assert importlib.import_module(f"kvferry.{folder}".replace("/", ".")).__doc__
 
 
 def test_no_deadline_goes_by_the_time_of_day() -> None:

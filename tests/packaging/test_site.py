@@ -34,12 +34,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_make_site_is_as_strict() -> None:
-    make = ["make", "--no-print-directory", "-n", "-o", "install", "site"]
-    recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert recipe.split("mkdocs ")[1].split() == ["build", "--strict"]
-
-
 def test_nothing_is_fetched_from_another_host_and_pictures_are_shown(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(PAGES)

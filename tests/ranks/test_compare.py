@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,17 +42,13 @@ def test_damage_is_noticed(processes: RankProcesses, fault: str, complaint: str)
     ("change", "complaint"),
     [
         (lambda p, d: p.pop((0, 3)), "not every rank was there"),
-        (lambda p, d: d[1, 1].update(done=False), "D pp1 tp1: its load was never reported"),
         (lambda p, d: d[1, 1].update(failed=True), "D pp1 tp1: its load failed"),
         (lambda p, d: d[0, 1].update(bytes={"zmq": d[0, 1]["bytes_wanted"]}), "moved over ['zmq'], expected tcp"),
         (lambda p, d: d[0, 1]["bytes"].update(tcp=1), "are the least"),
-        (lambda p, d: d[0, 1]["asks"].clear(), "D pp0 tp1: asked not once"),
         (lambda p, d: d[0, 1]["asks"][0][1][0].__setitem__(6, 5), "asked for other tokens"),
         (lambda p, d: d[0, 1]["asks"].extend(d[0, 0]["asks"]), "asked for [('full', 0, 0)"),
         (lambda p, d: p[0, 0].update(done=False), "P pp0 tp0: its blocks were not released (released)"),
-        (lambda p, d: p[0, 0].update(why_freed="expired"), "not released (expired)"),
         (lambda p, d: p[0, 0]["released_when_freed"].pop(), "P pp0 tp0: freed after"),
-        (lambda p, d: p[0, 3]["released_when_freed"].append(0), "P pp0 tp3: freed after"),
     ],
 )
 def test_tampering_is_noticed(seen: Seen, change: Callable[[Any, Any], object], complaint: str) -> None:
@@ -70,15 +65,6 @@ def test_readers_on_one_replica_are_noticed(processes: RankProcesses) -> None:
     for found in seen.d.values():
         found["asks"] = [[(0, 0), spans] for _, spans in found["asks"]]
     assert [line for line in compare(pairing, seen) if "not spread" in line]
-
-
-def test_the_oracle_is_independent() -> None:
-    """The numbers, their places and the comparison come from plain torch and this folder alone."""
-    here = Path(__file__).parent
-    for name in ("pairing", "caches"):
-        imported = re.findall(r"^(?:from|import) ([\w.]+)", (here / f"{name}.py").read_text(), re.MULTILINE)
-        assert imported and not [module for module in imported if module.partition(".")[0] == "kvferry"]
-        assert not {"tests.ranks.rank_processes", "tests.ranks.rank_host"} & set(imported)
 
 
 def test_a_rank_that_does_not_start_is_an_error(processes: RankProcesses) -> None:

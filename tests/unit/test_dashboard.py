@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import runpy
 from typing import get_args
 
 import yaml
@@ -21,13 +19,6 @@ SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum
 OURS = {PREFIX + series.name + suffix: series for series in SERIES for suffix in SUFFIXES[series.kind]}
 LABELS = {"model_name", "instance", "le", "source"}
 """Those that every series has, that of the buckets of a histogram, and that of a series of vLLM."""
-
-
-def test_the_file_is_what_its_script_makes():
-    script = runpy.run_path(str(EXAMPLES / "make_dashboard.py"))
-    assert script["dashboard"]() == json.loads(DASHBOARD.read_text()), (
-        "run python examples/observability/make_dashboard.py"
-    )
 
 
 def test_series_of_queries_exist_and_all_of_ours_are_in_a_panel():
@@ -79,25 +70,3 @@ def test_alerts_ask_for_what_is_counted_and_name_what_to_do():
         asked = {each for group in re.findall(r'result=~?"(.*?)"', text) for each in group.split("|")}
         assert asked <= results - {"plain"} and "loaded" in asked
     assert "|".join(NO_FAULT) in DASHBOARD.read_text()
-
-
-def test_panels_have_places_of_their_own_and_declared_variables():
-    dashboard = json.loads(DASHBOARD.read_text())
-    cells = [
-        (x, y)
-        for place in (panel["gridPos"] for panel in dashboard["panels"])
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
-    declared = {variable["name"] for variable in dashboard["templating"]["list"]}
-    assert set(re.findall(r"\$\{?(\w+)", DASHBOARD.read_text())) - {"__rate_interval", "__all"} == declared
-
-
-def test_what_provisions_grafana_fits_together():
-    provisioning = EXAMPLES / "grafana" / "provisioning"
-    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
-    (provider,) = yaml.safe_load((provisioning / "dashboards" / "kvferry.yml").read_text())["providers"]
-    assert (source["type"], provider["type"]) == ("prometheus", "file") and provider["options"]["path"].startswith("/")
-    scraped = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())["scrape_configs"]
-    assert [each["labels"]["role"] for each in scraped[0]["static_configs"]] == ["prefill", "decode"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,39 +19,6 @@ def test_what_was_to_be_imported_is_there() -> None:
     )
     done = fork_server().run("-c", script, timeout=800)
     assert done.stdout.splitlines() == ["set()", "1 True None"], done.stderr
-
-
-def test_arguments_environment_folder_output_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    script = (
-        "import os, sys; print(sys.argv, os.environ['WORD'], os.getcwd()); print('e', file=sys.stderr); sys.exit(7)"
-    )
-    forked = fork_server().run("-c", script, "one", timeout=800, environment={"WORD": "given"})
-    command = [sys.executable, "-c", script, "one"]
-    started = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"WORD": "given"})
-    assert (forked.returncode, forked.stdout, forked.stderr) == (started.returncode, started.stdout, started.stderr)
-    (tmp_path / "program.py").write_text("import beside, sys; print(__name__, sys.argv[1:], beside.__name__)")
-    (tmp_path / "beside.py").write_text("")
-    forked = fork_server().run(str(tmp_path / "program.py"), "two", timeout=800)
-    assert forked.stdout == "__main__ ['two'] beside\n", forked.stderr
-    done = fork_server().run("-c", "raise ValueError('planted')", timeout=800)
-    assert done.returncode == 1 and "ValueError: planted" in done.stderr
-
-
-def test_pipes_signals_and_statuses_of_several_at_once() -> None:
-    echo = "import sys\nfor line in sys.stdin: print(line.strip() + '!', flush=True)"
-    programs = [fork_server().start("-c", echo, text=True) for _ in range(3)]
-    for number, program in enumerate(programs):
-        program.stdin.write(f"{number}\n")
-        program.stdin.flush()
-    assert [program.stdout.readline() for program in programs] == ["0!\n", "1!\n", "2!\n"]
-    programs[0].kill()
-    assert programs[0].wait(60) == -signal.SIGKILL and programs[1].poll() is None
-    programs[1].stdin.close()
-    assert programs[1].wait(60) == 0 and programs[2].poll() is None
-    for program in programs:
-        program.close()
-    assert programs[2].poll() == -signal.SIGKILL
 
 
 def test_address_spaces_are_laid_out_anew() -> None:

@@ -1,13 +1,24 @@
-"""Allocation, views and binding: what vLLM's utilities of the same names do not have, or do otherwise."""
+"""The utilities of ``connector/binding``: each refusal is one line that says what to change, and nothing is half done.
+What they compute, and which inputs they refuse, ``tests/vllm`` compares with vLLM's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields, make_dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from kvferry.connector.binding.attention_group import AttentionGroup
+from kvferry.connector.binding.attention_group import (
+    AttentionGroup,
+    attention_groups,
+    prepare_kernel_block_sizes,
+    select_common_block_size,
+)
+from kvferry.connector.binding.attn_metadata import CommonAttentionMetadata, build_attn_metadata, init_attn_backend
+from kvferry.connector.binding.encoder_budget import MultiModalBudget
 from kvferry.connector.binding.kv_binding import (
     allocate,
     bind_kv_cache,
@@ -19,47 +30,201 @@ from kvferry.connector.binding.kv_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MultipleOf,
+    UniformTypeKVCacheSpecs,
     get_kv_cache_config_from_groups,
+    kernel_shape,
+    layer_spec,
 )
-from kvferry.transport.errors import GeometryError
+from kvferry.connector.binding.memory_request import request_memory
+from kvferry.connector.binding.sequence_parallel import is_residual_scattered_for_sp
+from kvferry.transport.errors import ConfigError, GeometryError
 from tests.unit.kv_layers import Layer, backend, spec
 
-BLOCKS = 5
+BLOCKS, GIB, CPU = 5, 1 << 30, torch.device("cpu")
+ANY = backend(MultipleOf(1), name="Any")
+ALIGNED = spec(block_stride_alignment=500)
+SPLIT = spec(block=48)
 
 
 def config(layout: object, *groups: tuple[object, list[str]], blocks: int = BLOCKS) -> KVCacheConfig:
     return get_kv_cache_config_from_groups([KVCacheGroupSpec(names, each) for each, names in groups], blocks, layout)
 
 
-@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC", "LHBNC"])
-def test_blocks_that_are_no_dense_pages_do_not_split(layout: str) -> None:
-    placed = config(layout, (spec(block=48), ["layers.0", "layers.1"]))
-    with pytest.raises(GeometryError, match="do not split into 3 kernel blocks of 16 tokens"):
-        reshape(placed, allocate(placed, "cpu"), layout, [16])
+def placed(layout: str, each: Any = None, by: Any = None, *more: Any) -> object:
+    """Views by the layout ``by`` of caches that lie by ``layout``."""
+    made = config(layout, (each or spec(), ["layers.0", "layers.1"]))
+    return reshape(made, allocate(made, "cpu"), by or layout, *more)
 
 
-def test_a_layout_that_does_not_belong_to_the_places_is_refused() -> None:
-    placed = config("LBHNC", (spec(), ["layers.0", "layers.1"]))
-    with pytest.raises(GeometryError, match=r"reaches byte \d+ of an allocation of"):
-        reshape(placed, allocate(placed, "cpu"), "BHLNC")
-    with pytest.raises(GeometryError, match=r"layout 'LBHCN' is unknown .did you mean 'LBNHC'"):
-        reshape(placed, allocate(placed, "cpu"), "LBHCN")
-    with pytest.raises(GeometryError, match="no permutation"):
-        reshape(placed, allocate(placed, "cpu"), (0, 1, 2, 3, 3))
+def odd(*tensors: KVCacheTensor) -> object:
+    made = KVCacheConfig(BLOCKS, list(tensors), [KVCacheGroupSpec(["layers.0"], spec())])
+    return reshape(made, allocate(made, "cpu"), "LBHNC")
 
 
-def test_odd_configs_are_refused_in_one_line() -> None:
-    group = KVCacheGroupSpec(["layers.0"], spec())
-    place = KVCacheTensor(9600, ["layers.0"], 9600, 1920)
-    with pytest.raises(GeometryError, match="expected one size for all"):
-        allocate(KVCacheConfig(BLOCKS, [place, KVCacheTensor(1, ["b"], 1, 1)], [group]), "cpu")
-    with pytest.raises(GeometryError, match=r"'layers.9' has a place .* in no KV cache group"):
-        odd = KVCacheConfig(BLOCKS, [KVCacheTensor(9600, ["layers.9"], 1, 1)], [group])
-        reshape(odd, allocate(odd, "cpu"), "LBHNC")
-    odd = KVCacheConfig(BLOCKS, [KVCacheTensor(9601, ["layers.0"], 9600, 768, offset=1)], [group])
-    with pytest.raises(GeometryError, match=r"no view of its bytes as torch.bfloat16"):
-        reshape(odd, allocate(odd, "cpu"), "LBHNC")
-    assert allocate(KVCacheConfig(1), "cpu").numel() == 0 and reshape(KVCacheConfig(1), torch.empty(0), "LBHNC") == {}
+def memory(total: int, free: int, fraction: float, external: int = 0) -> int:
+    snapshot = SimpleNamespace(total_memory=total, free_memory=free)
+    return request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=fraction), external)
+
+
+def budget(tokens: int, modality: str | None = None, **scheduler: Any) -> object:
+    """A budget of images of so many tokens, and its items of a modality to measure with."""
+    settings = {
+        "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_num_encoder_input_tokens": 32, "encoder_cache_size": 32,
+        "enable_chunked_prefill": True, "disable_chunked_mm_input": False, **scheduler,
+    }  # fmt: skip
+    limits, sizes = {"image": 1}, {"image": tokens}
+    info = SimpleNamespace(
+        supported_mm_limits=limits, allowed_mm_limits=limits, get_mm_max_tokens_per_item=lambda *_, **__: sizes
+    )
+    dummies = lambda mm_counts, cache=None: {"mm_kwargs": {name: [None] for name in mm_counts}}  # noqa: E731
+    processor = SimpleNamespace(info=info, get_dummy_mm_inputs=dummies)
+    model = SimpleNamespace(max_model_len=40, get_multimodal_config=lambda: None)
+    whole = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(**settings))
+    made = MultiModalBudget(whole, SimpleNamespace(create_processor=lambda model: processor), cache="cache")
+    return made.get_dummy_encoder_profile_inputs(modality)
+
+
+def scattered(ranks: int, splitting_ops: list[str], tokens: int) -> bool:
+    passes = SimpleNamespace(enable_sp=True)
+    compilation = SimpleNamespace(pass_config=passes, splitting_ops=splitting_ops, use_inductor_graph_partition=False)
+    parallel = SimpleNamespace(tensor_parallel_size=ranks)
+    return is_residual_scattered_for_sp(
+        SimpleNamespace(compilation_config=compilation, parallel_config=parallel), tokens
+    )
+
+
+class Builder:
+    def __init__(self, *made_with: Any) -> None:
+        pass
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, **more: Any) -> Any:
+        return SimpleNamespace(by=self, common=common_attn_metadata)
+
+
+def two_groups(**shared: str) -> tuple[dict[str, Layer], KVCacheConfig]:
+    kinds = {name: backend(MultipleOf(1), name=name) for name in ("Fake", "Other")}
+    for kind in kinds.values():
+        kind.get_builder_cls = staticmethod(lambda: Builder)
+    layers = {name: Layer(None, kinds["Fake" if name[0] == "a" else "Other"]) for name in ("a.0", "a.1", "b.0")}
+    layers |= {f"s.{name[1]}": Layer(None, kinds["Other"], target=target) for name, target in shared.items()}
+    groups = [KVCacheGroupSpec(["a.0", "a.1"], SPLIT), KVCacheGroupSpec(["b.0"], spec(heads=1))]
+    return layers, KVCacheConfig(4, [], groups)
+
+
+def built(**more: Any) -> Any:
+    """Metadata of a step of two requests; ``more``: other arguments."""
+    layers, cache_config = two_groups()
+    given: dict[str, Any] = {
+        "attn_groups": init_attn_backend(cache_config, layers, CPU)[0], "kv_cache_config": cache_config,
+        "num_reqs": 2, "num_tokens": 5, "query_start_loc_gpu": torch.tensor([0, 2, 5]),
+        "query_start_loc_cpu": torch.tensor([0, 2, 5]), "max_query_len": 3, "seq_lens": torch.tensor([7, 9, 0]),
+        "max_seq_len": 9, "block_tables": [torch.tensor([[1, 2], [3 + n, 0]]) for n in range(2)],
+        "slot_mappings": torch.arange(10).view(2, 5),
+    }  # fmt: skip
+    return build_attn_metadata(**(given | more))
+
+
+def model(**added: Any) -> Any:
+    return SimpleNamespace(get_extra_common_attn_kwargs=lambda *given: added, get_extra_attn_kwargs=lambda *given: {})
+
+
+@dataclass
+class Smaller:
+    """A batch of another type, without most fields."""
+
+    seq_lens: torch.Tensor
+    block_table_tensor: torch.Tensor
+    num_reqs: int
+
+
+def fast_prefill() -> object:
+    layers, cache_config = two_groups()
+    whole = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True))
+    return init_attn_backend(cache_config, layers, CPU, config=whole)
+
+
+def shared_with_nothing() -> object:
+    layers, cache_config = two_groups(s8="b.1")
+    return init_attn_backend(cache_config, layers, CPU)
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "do not split into 3 kernel blocks of 16 tokens": lambda: placed("BLHNC", SPLIT, None, [16]),
+    r"reaches byte \d+ of an allocation of": lambda: placed("LBHNC", None, "BHLNC"),
+    r"layout 'LBHCN' is unknown .did you mean 'LBNHC'": lambda: placed("LBHNC", None, "LBHCN"),
+    "no permutation": lambda: placed("LBHNC", None, (0, 1, 2, 3, 3)),
+    "expected one size for all": lambda: odd(
+        KVCacheTensor(9600, ["layers.0"], 9600, 1920), KVCacheTensor(1, ["b"], 1, 1)
+    ),
+    "'layers.9' has a place .* in no KV cache group": lambda: odd(KVCacheTensor(9600, ["layers.9"], 1, 1)),
+    "no view of its bytes as torch.bfloat16": lambda: odd(
+        KVCacheTensor(9601, ["layers.0"], 9600, 768, offset=1)
+    ),
+    "page_size_padded 512 is less than the page's 768 bytes": lambda: spec(page_size_padded=512).page_size_bytes,
+    "kernel blocks of 32 tokens do not divide a manager block of 48": lambda: kernel_shape(SPLIT, 5, 2, 32),
+    "kernel blocks of 0 tokens do not divide": lambda: kernel_shape(SPLIT, 5, 2, 0),
+    "cannot align pages": lambda: config("LHBNC", (ALIGNED, ["a.0"])),
+    "num_blocks 0": lambda: config("LBHNC", blocks=0),
+    r"layer 'a.2' has no spec in its group \(did you mean": lambda: layer_spec(
+        UniformTypeKVCacheSpecs(16, {"a.0": spec(), "a.1": spec(heads=1)}), "a.2"
+    ),
+    "layer 'a.9' of group 0 is no attention layer": lambda: attention_groups(
+        KVCacheConfig(1, [], [KVCacheGroupSpec(["a.0", "a.9"], spec())]), {"a.0": Layer(spec(), ANY)}
+    ),
+    "metadata builder 0 of 0": lambda: AttentionGroup(ANY, ["a.0"], spec(), 0).get_metadata_builder(),
+    "blocks of 48 tokens that lie beside other layers' cannot be split": lambda: AttentionGroup(
+        ANY, ["a.0"], SPLIT, 0, kernel_block_size=16
+    ).map_kv_cache_to_kernel_blocks(torch.zeros(5, 3, 48, 8)),
+    "'16' is neither a number of tokens nor a MultipleOf": lambda: select_common_block_size(16, [backend("16")]),
+    "manager block of 0 tokens": lambda: select_common_block_size(0, [backend(16)]),
+    "1 KV cache specs for 2 backends": lambda: select_common_block_size(16, [backend(16), backend(16)], [spec()]),
+    r"Some takes \[32\]; Other takes \[24\]": lambda: select_common_block_size(
+        96, [backend(32, name="Some"), backend(24, name="Other")]
+    ),
+    "group 0 has no attention groups, 0 were given": lambda: prepare_kernel_block_sizes(
+        KVCacheConfig(2, [], [KVCacheGroupSpec(["layers.0"], spec(block=32))]), []
+    ),
+    "30.00 GiB of 80.00 GiB are free, expected 31.00 GiB": lambda: memory(80 * GIB, 30 * GIB, 0.5, 9 * GIB),
+    "other processes take 40.00 GiB of the 40.00 GiB that .* allows": lambda: memory(
+        80 * GIB, 30 * GIB, 0.5, 40 * GIB
+    ),
+    "external_weight_memory is -1 bytes": lambda: memory(8, 8, 0.5, -1),
+    "_utilization is nan, expected more than 0 and at most 1": lambda: memory(8, 8, float("nan")),
+    "_utilization is 1.01, expected more than 0 and at most 1": lambda: memory(8, 8, 1.01),
+    r"an item may have 8 tokens .* a step takes 7; raise max_num_batched_tokens": lambda: budget(
+        8, disable_chunked_mm_input=True, max_num_batched_tokens=7
+    ),
+    "modality 'image' has items of -1 tokens": lambda: budget(-1),
+    r"'imag' does not pass .* \(did you mean 'image'\?\), expected one of image": lambda: budget(4, "imag"),
+    "the dummy item of modality 'image' is in the cache already": lambda: budget(4),
+    "splitting_ops has 1 operators; set use_inductor_graph_partition": lambda: scattered(2, ["attention"], 4),
+    "5 input tokens are no multiple of tensor_parallel_size 2": lambda: scattered(2, [], 5),
+    "kv_sharing_fast_prefill is on, expected fast_prefill_backend": fast_prefill,
+    "'s.8' shares the KV cache of 'b.1', which is in no group": shared_with_nothing,
+    "0 block tables and 2 slot mappings were given": lambda: built(block_tables=[]),
+    "KV cache group 1 .* 1 slot mappings were given": lambda: built(slot_mappings=torch.zeros(1, 5)),
+    "^seq_lens has 1 rows for 2 requests": lambda: built(seq_lens=torch.tensor([7])),
+    "dcp_local_seq_lens has 1 rows for 2 requests": lambda: built(dcp_local_seq_lens=torch.tensor([7])),
+    "0 lists of attention groups for 2 KV cache groups": lambda: built(attn_groups=[]),
+    "metadata builder 2 of 1": lambda: built(ubatch_idx=2),
+    "gives block_table_tensor, causal, which the batch has": lambda: built(
+        model_specific_attn_metadata=model(block_table_tensor=1, causal=1)
+    ),
+    "CommonAttentionMetadata has no field encoder_lens, which this step needs": lambda: built(
+        model_specific_attn_metadata=model(encoder_lens=1)
+    ),
+    r"Smaller has no field causal, max_query_len, .*, which this step needs": lambda: built(
+        common_metadata_type=Smaller
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_is_one_line(message: str) -> None:
+    with pytest.raises((ConfigError, GeometryError), match=message) as raised:
+        REFUSED[message]()
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -79,52 +244,39 @@ def test_bind_binds_all_or_nothing(names: list[str], filled: bool, message: str)
     assert len(runner) == filled and all(layer.kv_cache is None for layer in layers.values())
 
 
-def groups_of_two() -> list[KVCacheGroupSpec]:
-    return [KVCacheGroupSpec(["layers.0", "layers.1"], spec()), KVCacheGroupSpec(["layers.2"], spec(block=32))]
-
-
-def test_sharing_aliases_the_target_and_joins_its_attention_group() -> None:
-    groups, alone = groups_of_two(), set[str]()
-    attention = [
-        [AttentionGroup(None, ["layers.0"], spec(), 0), AttentionGroup(None, ["layers.1"], spec(), 0)],
-        [AttentionGroup(None, ["layers.2"], spec(block=32), 1)],
-    ]
-    caches = {f"layers.{n}": torch.zeros(2) for n in range(3)}
-    initialize_kv_cache_for_kv_sharing(
-        {"layers.3": "layers.1", "layers.4": "layers.2"}, groups, caches, attention, alone
-    )
-    assert caches["layers.3"] is caches["layers.1"] and caches["layers.4"] is caches["layers.2"]
-    assert [[group.layer_names for group in each] for each in attention] == [
-        [["layers.0"], ["layers.1", "layers.3"]],
-        [["layers.2", "layers.4"]],
-    ]
-    assert groups[0].layer_names[-1] == "layers.3" and alone == {"layers.3", "layers.4"}
-
-
 @pytest.mark.parametrize(
-    ("shared", "with_groups", "message"),
+    ("target", "with_groups", "message"),
     [
-        ({"layers.4": "layers.0", "layers.3": "layers.9"}, False, "'layers.9', which has none"),
-        ({"layers.4": "layers.0", "layers.3": "layers.5"}, False, r"'layers.5', which is in no group \(did you mean"),
-        ({"layers.4": "layers.0", "layers.3": "layers.2"}, True, "'layers.2', which is in no attention group"),
+        ("layers.9", False, "'layers.9', which has none"),
+        ("layers.5", False, r"'layers.5', which is in no group \(did you mean"),
+        ("layers.2", True, "'layers.2', which is in no attention group"),
     ],
 )
-def test_sharing_that_fails_changes_nothing(shared: dict[str, str], with_groups: bool, message: str) -> None:
-    groups, alone = groups_of_two(), set[str]()
+def test_sharing_that_fails_changes_nothing(target: str, with_groups: bool, message: str) -> None:
+    groups = [KVCacheGroupSpec(["layers.0", "layers.1"], spec()), KVCacheGroupSpec(["layers.2"], spec(block=32))]
     attention = [[AttentionGroup(None, ["layers.0"], spec(), 0)]] if with_groups else None
-    caches = {f"layers.{n}": torch.zeros(2) for n in (0, 1, 2, 5)}
+    caches, alone = {f"layers.{n}": torch.zeros(2) for n in (0, 1, 2, 5)}, set[str]()
     with pytest.raises(GeometryError, match=message):
-        initialize_kv_cache_for_kv_sharing(shared, groups, caches, attention, alone)
+        initialize_kv_cache_for_kv_sharing(
+            {"layers.4": "layers.0", "layers.3": target}, groups, caches, attention, alone
+        )
     assert len(caches) == 4 and [len(group.layer_names) for group in groups] == [2, 1] and not alone
+
+
+def test_sharing_layers_join_their_targets_once() -> None:
+    layers, cache_config = two_groups(s9="b.0")
+    for _ in range(2):
+        groups, _, _ = init_attn_backend(cache_config, layers, CPU)
+        assert groups[1][0].layer_names == ["b.0", "s.9"] == cache_config.kv_cache_groups[1].layer_names
 
 
 def test_init_binds_kernel_blocks_of_packed_compressed_caches() -> None:
     """Two layers' pages alternate; the backend's kernel blocks of one layer step over the other's."""
     compressed = spec(block=64, heads=1, head_size_v=0, tokens_per_state=4)
     layers = {name: Layer(compressed, backend(16)) for name in ("layers.0", "layers.1")}
-    placed = config("BLHNC", (compressed, list(layers)))
     group = AttentionGroup(backend(16), list(layers), compressed, 0, kernel_block_size=16)
-    caches = init_kv_cache(layers, placed, "cpu", [64], "BLHNC", attn_groups=[group])
+    packed = config("BLHNC", (compressed, list(layers)))
+    caches = init_kv_cache(layers, packed, "cpu", [64], "BLHNC", attn_groups=[group])
     assert group.kernel_block_stride == 8
     table = group.map_to_kernel_block_table(torch.tensor([[3, 1]]))
     assert table.tolist() == [[24, 25, 26, 27, 8, 9, 10, 11]]
@@ -135,17 +287,30 @@ def test_init_binds_kernel_blocks_of_packed_compressed_caches() -> None:
         assert (back.shape, back.stride()) == (caches[name].shape, caches[name].stride())
 
 
+def test_a_batch_of_an_older_type_gets_the_fields_that_it_has() -> None:
+    names = [
+        each.name for each in fields(CommonAttentionMetadata) if each.name not in ("logits_indices_padded", "req_idx")
+    ]
+    init = {"__init__": lambda self, **given: self.__dict__.update(given)}
+    older: Any = type("Older", (make_dataclass("Fields", names),), init)
+    common = built(common_metadata_type=older)["b.0"].common
+    assert type(common) is older and common.seq_lens.tolist() == [7, 9] and not hasattr(common, "req_idx")
+    with pytest.raises(GeometryError, match="Older has no field req_idx, which this step needs"):
+        built(common_metadata_type=older, req_idx=[0, 1])
+
+
 def test_state_layers_keep_bytes_and_raw_layers_the_allocation() -> None:
     state = SimpleNamespace(
         block_size=16, num_heads=1, state_content_size_bytes=24, page_size_bytes=24, shapes=((3,), (3,)),
         get_num_kernel_states=lambda size: 1,
     )  # fmt: skip
-    placed = KVCacheConfig(
-        2,
-        [KVCacheTensor(48, ["layers.0"], 48, 24), KVCacheTensor(48, ["raw.0"], 1, 1)],
-        [KVCacheGroupSpec(["layers.0"], state), KVCacheGroupSpec(["raw.0"], SimpleNamespace(has_layer_views=False))],
-    )
-    raw = allocate(placed, "cpu")
-    views = reshape(placed, raw, "LBHNC")
+    tensors = [KVCacheTensor(48, ["layers.0"], 48, 24), KVCacheTensor(48, ["raw.0"], 1, 1)]
+    groups = [
+        KVCacheGroupSpec(["layers.0"], state),
+        KVCacheGroupSpec(["raw.0"], SimpleNamespace(has_layer_views=False)),
+    ]
+    made = KVCacheConfig(2, tensors, groups)
+    raw = allocate(made, "cpu")
+    views = reshape(made, raw, "LBHNC")
     assert views["layers.0"].shape == (2, 1, 1, 24) and views["layers.0"].dtype == torch.int8
     assert views["raw.0"] is raw

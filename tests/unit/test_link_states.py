@@ -63,10 +63,6 @@ def test_a_release_needs_a_session_and_no_plane() -> None:
     assert state.phase is PHASE.ATTACHING and state.deadline == 60 and effects == [E.CHOOSE]
 
 
-def test_an_answer_out_of_place() -> None:
-    assert run(WELCOMED)[0].reason == Reason("data", "PeerWelcomed came while connected")
-
-
 EVENTS = st.sampled_from(
     [GREET, SHAKE, WELCOMED, CHOSEN, *TCP, ATTACHED, MAPS, MAPPED, REJECTED, LOST, GONE, TICK]
 )  # fmt: skip

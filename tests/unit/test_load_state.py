@@ -112,30 +112,12 @@ def attempts(state: LoadState, *events: LoadEvent, now: float = 1) -> tuple[Load
     return state, peers
 
 
-@pytest.mark.parametrize("kind", FAILURE_KINDS)
-def test_what_another_attempt_can_mend(kind: FailureKind) -> None:
-    mended = kind in ("peer_lost", "timeout", "data")
-    state, effects = run(begun(1), fail(kind))
-    assert state.phase is (PHASE.WAITING if mended else PHASE.FAILED) and (E.RELEASE in effects) != mended
-    state, peers = attempts(begun(1, peers=2), fail(kind), TICK)
-    assert peers == ([] if kind in ("cancelled", "internal") else [1]), "another P is asked at once"
-
-
 def test_the_same_p_is_tried_once_more_and_not_at_once() -> None:
     state, peers = attempts(begun(1), fail(), TICK, now=10)
     assert not peers and state.deadline == 10 + SAME_PEER_SECONDS
     state, peers = attempts(state, TICK, now=state.deadline)
     assert peers == [0] and state.number == 2 and state.phase is PHASE.HANDSHAKING and state.reason is None
     assert run(state, fail(), now=20)[0].phase is PHASE.FAILED
-
-
-def test_a_broken_plane_is_followed_by_the_next_one_at_once() -> None:
-    state, peers = attempts(begun(1, planes=3), BROKEN, TICK, BROKEN, TICK)
-    assert peers == [0, 0]
-    state, peers = attempts(state, BROKEN, TICK, now=10)
-    assert not peers, "no plane is left: as any other failure"
-    state, peers = attempts(state, TICK, now=20)
-    assert peers == [0] and run(state, BROKEN, now=21)[0].phase is PHASE.FAILED
 
 
 @pytest.mark.parametrize(("event", "expected"), [(fail(), [1, 2, 0, 1, 2]), (GONE_P, [1, 2])])

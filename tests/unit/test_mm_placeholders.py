@@ -1,8 +1,6 @@
-"""Embeddings at their placeholder tokens, against a loop over the tokens; encoder outputs of every wrong form."""
+"""Embeddings at their placeholder tokens, against a loop over the tokens."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvferry.connector.binding.mm_placeholders import (
     gather_mm_placeholders,
-    sanity_check_mm_encoder_outputs,
     scatter_mm_placeholders,
 )
 from kvferry.transport.errors import EmbeddingError
@@ -80,21 +77,3 @@ def test_what_does_not_fit(call: str, tensor: torch.Tensor, mask: torch.Tensor, 
         if call in (name, "both"):
             with pytest.raises(EmbeddingError, match=message):
                 act(tensor, mask)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        (None, "the encoder returned a NoneType"),
-        (iter([torch.zeros(1, 4)]), "the encoder returned a list_iterator"),
-        ([torch.zeros(1, 4)] * 2, "the encoder returned 2 items, expected 1"),
-        (torch.zeros(2, 1, 4), "the encoder returned 2 items, expected 1"),
-        (torch.zeros(1, 4), r"one tensor of shape \[1, 4\], expected \[num_items, num_embeds, d\]"),
-        (torch.tensor(1.0), r"one tensor of shape \[\]"),
-        ([torch.zeros(4)], r"item 0 of the encoder has shape \[4\]"),
-        ([[1.0]], "item 0 of the encoder is a list, expected a 2-D tensor"),
-    ],
-)
-def test_encoder_outputs_of_another_form(outputs: Any, message: str) -> None:
-    with pytest.raises(EmbeddingError, match=message):
-        sanity_check_mm_encoder_outputs(outputs, 1)

@@ -43,27 +43,6 @@ def after(*events: LookupEvent, state: LookupState | None = None, now: float = 0
     return state, effects
 
 
-@pytest.mark.parametrize(
-    ("way", "phase", "effects"),
-    [
-        ((STREAMS, P_SENDS), PHASE.FOUND, [E.LINKS, E.REPORT_FOUND]),
-        ((STREAMS, D_READS), PHASE.AWAITING_GRANT, [E.LINKS, E.ASK]),
-        ((STREAMS, D_READS, GRANTED), PHASE.FOUND, [E.LINKS, E.ASK, E.REPORT_FOUND]),
-        ((BEGUN,), PHASE.AWAITING_GRANT, [E.LINKS, E.ASK]),
-        ((GRANTED,), PHASE.FOUND, [E.REPORT_FOUND]),
-        ((KNOWN,), PHASE.FINDING, [E.REPORT_KNOWN]),
-        ((BEGUN, KNOWN), PHASE.AWAITING_GRANT, [E.LINKS, E.ASK, E.REPORT_KNOWN]),
-        ((LookupEvent(K.UNRESOLVED, final=True, known=True),), PHASE.ENDED, [E.REPORT_LOST]),
-        ((LEFT, KNOWN), PHASE.LEFT, []),
-        ((GRANTED, TAKEN, LEFT), PHASE.ENDED, [E.REPORT_FOUND]),
-    ],
-)
-def test_ways(way: tuple[LookupEvent, ...], phase: LookupPhase, effects: list[LookupEffect]) -> None:
-    """D takes blocks early only where P sends; a granted prompt needs one question."""
-    state, found = after(*way)
-    assert (state.phase, found) == (phase, effects)
-
-
 @pytest.mark.parametrize("way", [(), (BEGUN,)])
 def test_an_open_question_is_repeated_after_a_pause(way: tuple[LookupEvent, ...]) -> None:
     """Also where the connection is lost once since P has last answered."""

@@ -55,12 +55,6 @@ def test_a_wrong_row_is_named(rows: list[object], words: str) -> None:
         table(*rows)
 
 
-def test_the_first_row_counts() -> None:
-    first = table(((Light.RED,), (Kind.SWITCH,), ignore), (Light, Kind, switch))
-    assert first.step(Lamp(Light.RED), Event(Kind.SWITCH), 0) == (Lamp(Light.RED), ())
-    assert first.step(Lamp(Light.GREEN), Event(Kind.SWITCH), 0) == (Lamp(Light.RED, 1), ("red",))
-
-
 def test_history_is_bounded() -> None:
     lamp = Lifetime(GOOD, Lamp(Light.RED), 0.0)
     for second in range(100):

@@ -83,15 +83,6 @@ def test_a_load_of_another_step_with_the_same_id_is_another_one() -> None:
     assert outcome.standing() == frozenset()
 
 
-def test_a_log_line_has_all_histories() -> None:
-    clock = iter([0.0, 0.0, 0.5, 2.0]).__next__
-    one, two = load("a"), load("b")
-    outcome = StepOutcome([one, two], lambda: True, lambda: None, clock)
-    outcome.begun(one)
-    outcome.ended(one, "data")
-    assert outcome.story() == "a (posted, under way +0.500 s (CopiesBegun), failed +2.000 s (LoadEnded)), b (posted)"
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Whatever happens when: all threads come to an end, and what stands was under way when the forward was launched
