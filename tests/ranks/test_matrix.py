@@ -1,5 +1,5 @@
 """Any form of P to any form of D: every element, every byte on the wire, every release. One pairing for each place of
-the tables of docs/compatibility.md; ``sweep.py --matrix`` runs all."""
+the tables of docs/compatibility.md, and a short slice of ``sweep.py``; ``sweep.py --matrix`` runs all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from tests.ranks.compare import check
-from tests.ranks.matrix import PARALLEL, TABLES, cells, one_for_each_place
-from tests.ranks.pairing import Form, Model, Pairing
+from tests.ranks.matrix import PARALLEL, PLANES, TABLES, cells, one_for_each_place
+from tests.ranks.pairing import Form, Model, Pairing, parse
 from tests.ranks.rank_processes import RankProcesses
+from tests.ranks.sweep import drawn
 from tests.ranks.table import FORMS, load, render
 
 CELLS = cells()
@@ -20,6 +21,17 @@ CELLS = cells()
 @pytest.mark.parametrize("cell", one_for_each_place(CELLS), ids=lambda cell: f"{cell.table}-{cell.pairing}")
 def test_cell(processes: RankProcesses, cell) -> None:
     check(processes, cell.pairing)
+
+
+@pytest.mark.parametrize("pairing", drawn(14, 25, PLANES), ids=str)
+def test_drawn_pairing(processes: RankProcesses, pairing: Pairing) -> None:
+    check(processes, pairing)
+
+
+def test_a_name_says_all() -> None:
+    for pairing in drawn(1, 300, PLANES):
+        assert parse(str(pairing)) == pairing
+    assert drawn(3, 5, PLANES) == drawn(3, 9, PLANES)[:5] != drawn(4, 5, PLANES)
 
 
 def test_the_tables_are_of_this_matrix_and_show_what_did_not_pass() -> None:

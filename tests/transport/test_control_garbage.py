@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import random
 import socket
 import struct
@@ -23,10 +22,8 @@ from tests.transport.control_strangers import GREETING, closed_by_peer, holder, 
 
 HELLO = client_hello(KEYS.of_d)
 GARBAGE = {
-    "http": HTTP, "http-long": HTTP * 50, "tls": HELLO, "zeros": bytes(10_000), "ones": b"\xff" * 10_000,
-    "pickle": pickle.dumps({"cmd": ("os.system", ["x"])}) * 50, "random": random.Random(1).randbytes(100_000),
-    "greeting-http": GREETING + HTTP, "greeting-message": GREETING + message() * 100,
-    "hello-http": GREETING + HELLO + HTTP,
+    "http": HTTP, "tls": HELLO, "ones": b"\xff" * 10_000, "greeting-http": GREETING + HTTP,
+    "greeting-message": GREETING + message() * 100, "hello-http": GREETING + HELLO + HTTP,
 }  # fmt: skip
 
 
@@ -130,8 +127,8 @@ while True:
 
 @pytest.mark.parametrize(
     ("address", "said"),
-    [("127.0.0.2", HTTP), ("127.0.0.2", GREETING[:9]), ("127.0.0.1", HTTP)],
-    ids=["garbage", "half-greetings", "garbage-of-the-same-address"],
+    [("127.0.0.2", GREETING[:9]), ("127.0.0.1", HTTP)],
+    ids=["half-greetings", "garbage-of-the-same-address"],
 )
 def test_a_flood_of_connections_shuts_out_nobody(listener, address, said):
     with fork_server().start("-c", FLOOD, str(listener.port), address, said.hex()) as flood:
