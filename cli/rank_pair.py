@@ -9,10 +9,12 @@ import logging
 import multiprocessing
 import os
 import secrets
+import tempfile
 import time
 from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -25,7 +27,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, pack_ids
-from kvferry.transport.control.keys import new_secret
+from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.errors import KVFerryError
 
 ELEMENT_BYTES = 4
@@ -103,13 +105,13 @@ class PairRank:
     """One rank: caches of a form, and a worker half that hands them over. ``side``: "p" or "d". ``seed``: of the order
     of the blocks, which has no runs."""
 
-    def __init__(self, side: str, plane: str, device: str, host: str, secret: str, seed: int, form: CacheForm) -> None:
+    def __init__(self, side: str, plane: str, device: str, host: str, key: str, seed: int, form: CacheForm) -> None:
         self.form, self.caches, self.warnings = form, form.caches(device), deque[str](maxlen=8)
         self.blocks = np.random.default_rng(seed).permutation(form.blocks).tolist()
         log = logging.Handler(logging.WARNING)
         log.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("vllm.kvferry").handlers = [log]
-        settings = Settings(plane=plane, side_channel_host=host, secret_key=secret)
+        settings = Settings(plane=plane, side_channel_host=host, key_file=key)
         info = RankInfo(engine_id=f"pair-{side}", tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, model={})
         group = LayerGroup("full", tuple(self.caches), form.block_tokens, form.heads)
         self.worker = WorkerHalf(settings, info, [group])
@@ -254,11 +256,12 @@ class RankPair:
         or ``stop`` must come before."""
         while len(self._ranks) < 2:
             self._ranks.append(RankProcess(self._kind))
-        secret = new_secret()
-        for seed, (rank, side, form) in enumerate(zip(self._ranks, "pd", (p_form, d_form), strict=True)):
-            rank.order("start", side, plane, device_of(device, side), self._host, secret, seed, form)
-        for rank in self._ranks:
-            rank.answer(deadline)
+        with tempfile.TemporaryDirectory() as directory:
+            make_key_file(key := Path(directory) / "key")
+            for seed, (rank, side, form) in enumerate(zip(self._ranks, "pd", (p_form, d_form), strict=True)):
+                rank.order("start", side, plane, device_of(device, side), self._host, str(key), seed, form)
+            for rank in self._ranks:
+                rank.answer(deadline)
         self._peer = self._ranks[0].ask("address", deadline)
         self.fill(deadline)
 

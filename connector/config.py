@@ -46,15 +46,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     plane: Annotated[
         str, _doc("data plane; auto takes the fastest that works; a plane named here is used, or the start fails")
     ] = AUTO
-    require_plane: Annotated[
-        tuple[Annotated[str, Meta(max_length=64)], ...],
-        Meta(max_length=16),
-        _doc(
-            "the data planes that are good enough: an engine that can have none of them does not start, and a "
-            "hand-over for which P and D have none in common fails with the reason `plane`; in the environment "
-            "separated by commas. Where unset, every plane is"
-        ),
-    ] = ()
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
         _doc(
@@ -69,9 +60,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "where unset 256 MiB in host memory, 512 MiB on GPUs, or 4 slots"
         ),
     ] = None
-    copy_sms: Annotated[
-        int, Meta(ge=1, le=1024), _doc("how many SMs of the GPU a copy may take while the engine computes")
-    ] = 20
     step_hold_seconds: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         _doc(
@@ -90,22 +78,19 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prefix_wait_seconds: Annotated[
         _Seconds, _doc("how long a request waits at most for a source to say how much of its prompt it has")
     ] = 0.02
-    lease_seconds: Annotated[_Seconds, _doc("how long P holds the blocks of a prompt if no message from D arrives")] = (
-        30.0
-    )
-    lease_cap_seconds: Annotated[_Seconds, _doc("how long P holds the blocks at most, even if D renews the lease")] = (
-        600.0
-    )
-    ask_hold_seconds: Annotated[
-        _Seconds, _doc("how long P keeps a request for blocks that arrives before the lease exists")
-    ] = 10.0
-    handshake_timeout_seconds: Annotated[_Seconds, _doc("how long D waits for the answer to its handshake")] = 10.0
-    transfer_timeout_seconds: Annotated[_Seconds, _doc("how long a hand-over may make no progress before it fails")] = (
-        30.0
-    )
+    lease_seconds: Annotated[
+        _Seconds,
+        _doc(
+            "how long P holds the blocks of a prompt if no message from D arrives; 20 times as long at most, even if D "
+            "renews the lease; a third of it, a request for blocks that arrives before the lease exists"
+        ),
+    ] = 30.0
     handover_timeout_seconds: Annotated[
         _Seconds,
-        _doc("how long the hand-over of one request may take on D, with all attempts, whatever progress it makes"),
+        _doc(
+            "how long the hand-over of one request may take on D, with all attempts, whatever progress it makes; a "
+            "quarter of it without progress, and a twelfth until P answers a handshake"
+        ),
     ] = 120.0
     allowed_peers: Annotated[
         Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] | None,
@@ -124,18 +109,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "a digest of the weights is"
         ),
     ] = None
-    secret_key: Annotated[
-        str | None,
-        _doc(
-            "secret key of this engine (64 hexadecimal digits), the same for all engines or one for each; give it in "
-            "the environment, because vLLM logs the extra config"
-        ),
-    ] = None
     key_file: Annotated[
         str | None,
         _doc(
-            "file with the secret key, as `kvferry keygen` makes it; where neither is set, all engines of one user on "
-            "one host share a file that the first of them makes"
+            "file with this engine's secret key, as `kvferry keygen` makes it, the same for all engines or one for "
+            "each; where unset, all engines of one user on one host share a file that the first of them makes"
         ),
     ] = None
     peer_keys: Annotated[
@@ -159,11 +137,25 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """The address that goes into ``kv_transfer_params``."""
         return self.advertise_host or self.side_channel_host
 
-    def __repr__(self) -> str:
-        shown = {name: getattr(self, name) for name in self.__struct_fields__}
-        if shown["secret_key"] is not None:
-            shown["secret_key"] = "***"
-        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+    @property
+    def lease_cap_seconds(self) -> float:
+        """How long P holds the blocks at most, even if D renews the lease."""
+        return 20 * self.lease_seconds
+
+    @property
+    def ask_hold_seconds(self) -> float:
+        """How long P keeps a request for blocks that arrives before the lease exists."""
+        return self.lease_seconds / 3
+
+    @property
+    def handshake_timeout_seconds(self) -> float:
+        """How long D waits for the answer to its handshake."""
+        return self.handover_timeout_seconds / 12
+
+    @property
+    def transfer_timeout_seconds(self) -> float:
+        """How long a hand-over may make no progress before it fails."""
+        return self.handover_timeout_seconds / 4
 
 
 ENVIRONMENT = {
@@ -171,9 +163,7 @@ ENVIRONMENT = {
     "side_channel_port": "KVFERRY_SIDE_CHANNEL_PORT",
     "advertise_host": "KVFERRY_ADVERTISE_HOST",
     "plane": "KVFERRY_PLANE",
-    "require_plane": "KVFERRY_REQUIRE_PLANE",
     "allowed_peers": "KVFERRY_ALLOWED_PEERS",
-    "secret_key": "KVFERRY_SECRET_KEY",  # vLLM writes the extra config to its log, the environment not
     "key_file": "KVFERRY_KEY_FILE",
     "peer_keys": "KVFERRY_PEER_KEYS",
     "encrypt": "KVFERRY_ENCRYPT",
@@ -183,6 +173,13 @@ _EXPECTED = {"encrypt": "expected 1 or 0", "side_channel_port": "expected a numb
 REMOVED = {
     "bootstrap_port": "have the router send P's remote_host and remote_port to D",
     "checksum": "set encrypt in its place",
+    "require_plane": "name the one in plane",
+    "copy_sms": "leave it out",
+    "lease_cap_seconds": "it is 20 times lease_seconds",
+    "ask_hold_seconds": "it is a third of lease_seconds",
+    "handshake_timeout_seconds": "it is a twelfth of handover_timeout_seconds",
+    "transfer_timeout_seconds": "it is a quarter of handover_timeout_seconds",
+    "secret_key": "give a file of it, in key_file",
 }
 """Settings that are gone, and what to do."""
 PREFIX = "KVFERRY_"
@@ -238,20 +235,17 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
             reason = str(error).split(" - at ")[0]
             if isinstance(value, str) and origin[name] == ENVIRONMENT.get(name) and name in _EXPECTED:
                 reason = _EXPECTED[name] + ("; Kubernetes sets it for a Service of this name" if "://" in value else "")
-            shown = "***" if "secret" in name else _short(value)
-            raise ConfigError(f"{origin[name]}: {shown} is not usable: {reason}") from None
-        known = plane_choices() if name == "plane" else plane_names()
-        named = (value,) if name == "plane" else value if name == "require_plane" else ()
-        if (unknown := next((plane for plane in named if plane not in known), None)) is not None:
-            reason = f"expected one of {', '.join(known)}{did_you_mean(unknown, known)}"
-            raise ConfigError(f"{origin[name]}: {_short(unknown)} is not usable: {reason}")
+            raise ConfigError(f"{origin[name]}: {_short(value)} is not usable: {reason}") from None
+        if name == "plane" and value not in (planes := plane_choices()):
+            reason = f"expected one of {', '.join(planes)}{did_you_mean(value, planes)}"
+            raise ConfigError(f"{origin[name]}: {_short(value)} is not usable: {reason}")
     settings = msgspec.convert(values, Settings)
     _check_together(settings)
     return settings
 
 
 def _from_text(field: str, text: str) -> object:
-    if field in ("allowed_peers", "peer_keys", "require_plane"):
+    if field in ("allowed_peers", "peer_keys"):
         return [item.strip() for item in text.split(",")]
     if field == "encrypt":
         return {"0": False, "false": False, "1": True, "true": True}.get(text.lower(), text)
@@ -288,24 +282,12 @@ def _check_together(settings: Settings) -> None:
     if settings.advertise_host is not None:
         _check_host("advertise_host", settings.advertise_host)
     AllowedPeers(settings.allowed_peers)
-    if settings.require_plane and settings.plane not in (AUTO, *settings.require_plane):
-        required = ", ".join(settings.require_plane)
-        raise ConfigError(f"plane: {settings.plane!r} is none of require_plane, {required}; leave one of the two out")
     slot_bytes = settings.slot_bytes or 4 * _MIB
     if settings.staging_bytes is not None and settings.staging_bytes < 4 * slot_bytes:
         raise ConfigError(
             f"staging_bytes: {settings.staging_bytes} holds fewer than 4 slots of slot_bytes={slot_bytes}; "
             f"give at least {4 * slot_bytes} or smaller slots"
         )
-    if settings.lease_cap_seconds < settings.lease_seconds:
-        raise ConfigError(
-            f"lease_cap_seconds: {settings.lease_cap_seconds} is less than lease_seconds={settings.lease_seconds}; "
-            "the cap is the longer of the two"
-        )
-    if settings.secret_key is not None and settings.key_file is not None:
-        raise ConfigError("secret_key and key_file: both name this engine's key; give one of them")
-    if settings.secret_key is not None:
-        raw_key("secret_key", settings.secret_key)
     for number, key in enumerate(settings.peer_keys):
         raw_key(f"peer_keys[{number}]", key)
 
@@ -316,8 +298,6 @@ def load_keys(settings: Settings) -> Keys:
     Raises:
         ConfigError: the key file cannot be used or made; one line.
     """
-    if settings.secret_key is not None:
-        return Keys(settings.secret_key, settings.peer_keys)
     if settings.key_file is None:
         return Keys(shared_key(), settings.peer_keys)
     try:

@@ -27,7 +27,7 @@ from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import CPU_ENVIRONMENT, transfer_config
 from tests.support.tiny_model import build_model, prompt_of
 
-PATIENT = {"lease_seconds": 300, "handshake_timeout_seconds": 120, "transfer_timeout_seconds": 120}
+PATIENT = {"lease_seconds": 300, "handover_timeout_seconds": 1440}
 """Two engines on the cores of one small machine keep each other waiting."""
 
 

@@ -54,9 +54,7 @@ class PlaneEndpoint(Endpoint):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.settings = Settings(
-            lease_seconds=60.0, handshake_timeout_seconds=20.0, transfer_timeout_seconds=20.0, **config.settings
-        )
+        self.settings = Settings(lease_seconds=60.0, handover_timeout_seconds=240.0, **config.settings)
         self.caches: dict[Form, Cache] = {}
         self.workers: dict[Form, WorkerHalf] = {}
         self.count = 0

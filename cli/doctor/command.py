@@ -139,7 +139,7 @@ def sections(
     def data_planes() -> Iterator[Finding]:
         yield from planes.findings(machine, chosen.settings, usable)
         yield from rdma.findings(machine)
-        yield from planes.lacking_planes(usable, chosen.settings.require_plane)
+        yield from planes.lacking_planes(usable)
 
     yield section("Data planes", data_planes())
     if address is not None:

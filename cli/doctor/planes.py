@@ -133,14 +133,12 @@ def cma_permission(number: int, ptrace_scope: str) -> Finding:
     return warning(what, f"process_vm_readv fails: {reason}; {slower}", "the seccomp profile, or the kernel, lacks it")
 
 
-def lacking_planes(usable: Sequence[PlaneOnDevice], required: Sequence[str] = ()) -> Iterator[Finding]:
-    """At least one plane for each kind of memory. ``required``: of these names, one for any."""
+def lacking_planes(usable: Sequence[PlaneOnDevice]) -> Iterator[Finding]:
+    """At least one plane for each kind of memory."""
     needed = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
     for kind in sorted(needed - {plane.device.type for plane in usable}):
         memory = "host" if kind == "cpu" else "GPU"
         yield fault("data planes", f"none for {memory} memory", "mend one of the reasons above")
-    if required and not any(plane.name in required for plane in usable):
-        yield fault("require_plane", f"none of {', '.join(required)}", "mend what is said of one, or require another")
 
 
 # --- self-test ------------------------------------------------------------------------------------------------------

@@ -18,8 +18,6 @@ from kvferry.transport.control.listener import listening_socket
 from kvferry.transport.errors import ConfigError, shortened
 from kvferry.transport.host import is_loopback
 
-SECRET = "secret_key"
-
 
 @dataclass
 class Chosen:
@@ -61,7 +59,7 @@ def read_settings(machine: Machine, config: Mapping[str, Any]) -> tuple[list[Fin
         return [*found, *bad], None
     settings, defaults = load_settings(config, machine.environ), Settings()
     changed = [
-        f"{name}={'set' if name == SECRET else getattr(settings, name)}"
+        f"{name}={getattr(settings, name)}"
         for name in Settings.__struct_fields__
         if getattr(settings, name) != getattr(defaults, name)
     ]
@@ -81,14 +79,10 @@ def read_keys(settings: Settings) -> tuple[list[Finding], Keys | None]:
     """The keys that an engine with these settings has, ``None`` where there are none, or none yet: unlike an engine, it
     makes no key."""
     try:
-        if settings.secret_key is not None:
-            secret, source = settings.secret_key, "from secret_key (KVFERRY_SECRET_KEY)"
-        else:
-            path = default_key_file() if settings.key_file is None else Path(settings.key_file)
-            if settings.key_file is None and not path.exists():
-                return [note("key", f"none yet: the first engine of this user makes {path}")], None
-            secret, source = read_key_file(path), f"in {path}, which only this user can read"
-        keys = Keys(secret, settings.peer_keys)
+        path = default_key_file() if settings.key_file is None else Path(settings.key_file)
+        if settings.key_file is None and not path.exists():
+            return [note("key", f"none yet: the first engine of this user makes {path}")], None
+        keys = Keys(read_key_file(path), settings.peer_keys)
     except FileNotFoundError:
         make = f"copy the file of the other hosts there, or make the first: kvferry keygen {settings.key_file}"
         return [fault("key", f"{settings.key_file} does not exist", make)], None
@@ -97,10 +91,10 @@ def read_keys(settings: Settings) -> tuple[list[Finding], Keys | None]:
         return [fault(what, why, "correct it; docs/settings.md has a section about keys")], None
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         return [fault("key", f"its file cannot be looked at: {error}", "name another file in key_file")], None
-    found = [ok("key", f"{keys.fingerprint}, {source}")]
+    found = [ok("key", f"{keys.fingerprint}, in {path}, which only this user can read")]
     if len(keys.admitted) > 1:
         found.append(ok("peer_keys", f"{len(keys.admitted) - 1} more"))
-    if settings.key_file is None and settings.secret_key is None and not is_loopback(settings.side_channel_host):
+    if settings.key_file is None and not is_loopback(settings.side_channel_host):
         value = "is of this user on this host only, and the control port is for other hosts"
         make = "make one key for all hosts, `kvferry keygen`, and set KVFERRY_KEY_FILE on each of them"
         found.append(warning("key", value, make))

@@ -96,10 +96,7 @@ class PlaneChoice:
                     raise
                 self.note_error(error)
                 rejected[plane.name] = str(error)
-        required = ", ".join(self._rank_context.settings.require_plane)
-        slower = f"; require_plane of this engine is {required}, so it takes no other" if required else ""
-        why = f"{_listed({**missing, **rejected}) or 'none offered'}{slower}"
-        raise PlaneUnavailableError(f"no data plane in common: {why}")
+        raise PlaneUnavailableError(f"no data plane in common: {_listed({**missing, **rejected}) or 'none offered'}")
 
     def _better(self, missing: Mapping[str, str], chosen: str) -> dict[str, str]:
         """Of the planes that this machine does not have, those that KVFerry would have preferred."""

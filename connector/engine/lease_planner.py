@@ -44,7 +44,7 @@ from kvferry.connector.wire.step_plan import (
 
 PAUSE_SECONDS = 1.0
 """How long a paused engine holds its leases. vLLM does not end a pause, nor reset caches in it, while one is held; and
-a D that is paused too would renew it up to ``lease_cap_seconds``. A D that is not loads meanwhile what it was told."""
+a D that is paused too would renew it up to 20 times as long. A D that is not loads meanwhile what it was told."""
 STALE = "the engine's caches were reset while it computed the prompt"
 
 _Kept = tuple[CacheKind, int, int]

@@ -49,7 +49,7 @@ def bind_caches(
     geometry = rank_geometry(info, groups, found)
     check_geometry(geometry)  # no peer would accept it, so the engine fails at start-up
     views = tuple(region.view for region in found)
-    caches = RankCaches(geometry, views, copies_on(device, settings.copy_sms), keep=dict(kv_caches))
+    caches = RankCaches(geometry, views, copies_on(device), keep=dict(kv_caches))
     return caches, tuple(region.table for region in found)
 
 
@@ -64,23 +64,16 @@ def check_before_caches(settings: Settings, device: MemoryKind, ports: Iterable[
     those on which ranks will listen. Loads no library of a plane, and starts no thread.
 
     Raises:
-        ConfigError: the key file, the named data plane, all that are required, ``side_channel_host`` or a port cannot
-            be used; one line.
+        ConfigError: the key file, the named data plane, ``side_channel_host`` or a port cannot be used; one line.
     """
     load_keys(settings)
     for port in ports:
         listening_socket(settings.side_channel_host, port).close()
-    missing: dict[str, str] = {}
-    for name in settings.require_plane if settings.plane == AUTO else (settings.plane,):
+    if settings.plane != AUTO:
         try:
-            plane_class(name, device, encrypt=settings.encrypt).check_host(settings.side_channel_host)
-            return
+            plane_class(settings.plane, device, encrypt=settings.encrypt).check_host(settings.side_channel_host)
         except PlaneUnavailableError as error:
-            if settings.plane != AUTO:
-                raise _unusable(settings, device, error) from None
-            missing[name] = str(error).removeprefix(f"{name}: ")
-    if missing:
-        raise _lacks(settings, missing)
+            raise _unusable(settings, device, error) from None
 
 
 def _unusable(settings: Settings, device: torch.device | MemoryKind, why: PlaneUnavailableError) -> ConfigError:
@@ -88,23 +81,16 @@ def _unusable(settings: Settings, device: torch.device | MemoryKind, why: PlaneU
     return ConfigError(f"plane: {settings.plane!r} cannot be used: {why}; expected one of {choices}")
 
 
-def _lacks(settings: Settings, missing: Mapping[str, str]) -> ConfigError:
-    why = "; ".join(f"{name}: {why}" for name, why in missing.items())
-    return ConfigError(f"require_plane: this rank can have none of {', '.join(settings.require_plane)}: {why}")
-
-
 def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
     """Make the data planes of a rank. Returns the planes in order of preference; by the name of each other plane, why
     this rank cannot have it.
 
     Raises:
-        ConfigError: the rank cannot have the data plane that the settings name, or none of those that they require.
+        ConfigError: the rank cannot have the data plane that the settings name.
         PlaneUnavailableError: the rank can have no data plane.
     """
     memory = PlaneMemory(caches.device, caches.ranges(), caches.copies.synchronize)
     names = preferred_planes(caches.device) if settings.plane == "auto" else (settings.plane,)
-    if required := settings.require_plane:
-        names = tuple(sorted({*required}, key=(*names, *required).index)) if settings.plane == "auto" else names
     staging_bytes = settings.staging_bytes or max(best_staging_bytes(caches.device), 4 * (settings.slot_bytes or 0))
     planes: list[Plane] = []
     missing: dict[str, str] = {}
@@ -128,8 +114,6 @@ def make_planes(settings: Settings, caches: RankCaches) -> tuple[list[Plane], di
             missing[name] = str(error).removeprefix(f"{name}: ")
         else:
             planes.append(plane)
-    if not planes and required:
-        raise _lacks(settings, missing)
     if not planes:
         why = "; ".join(f"{name}: {why}" for name, why in missing.items())
         raise PlaneUnavailableError(f"no data plane: {why}")

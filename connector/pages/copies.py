@@ -40,6 +40,7 @@ BOUNCE_BYTES = 256 << 10
 _BOUNCES = 2
 """Buffers in use by turns. With one, kernels and PCIe wait for each other: 48 in place of 54 GB/s for 16 MiB on an idle
 H100, and 11 in place of 22 beside large matrix products."""
+COPY_SMS = 20  # that a copy takes while the engine computes: more would hold up its kernels
 _CLOSE_SECONDS = 5.0
 """A GPU that has not ended a copy after this time hangs."""
 
@@ -129,14 +130,10 @@ class Copies:
 
 
 class GpuCopies(Copies):
-    """Copies by a GPU. Its stream has priority: its kernels receive SMs before the engine's next kernels.
+    """Copies by a GPU, ``device``, with its index. Its stream has priority: its kernels receive SMs before the engine's
+    next kernels. ``sms``: as many as a copy may take while the engine computes."""
 
-    Args:
-        device: the GPU, with its index.
-        sms: SMs that a copy may take while the engine computes, so that the engine's kernels go on beside the copy.
-    """
-
-    def __init__(self, device: torch.device, sms: int) -> None:
+    def __init__(self, device: torch.device, sms: int = COPY_SMS) -> None:
         super().__init__()
         self.device, self._sms, self._log = device, sms, RateLimitedLog(logger)
         self._stream = torch.cuda.Stream(device, priority=-1)
@@ -324,6 +321,6 @@ class GpuCopies(Copies):
             self._log.exception("call", "kvferry: unexpected error at the end of work of the device, going on")
 
 
-def copies_on(device: torch.device, sms: int) -> Copies:
+def copies_on(device: torch.device) -> Copies:
     """The copies of a rank whose caches lie on ``device``."""
-    return Copies() if device.type == "cpu" else GpuCopies(device, sms)
+    return Copies() if device.type == "cpu" else GpuCopies(device)

@@ -86,7 +86,7 @@ def test_what_works_and_surprises_is_a_warning():
 
 
 def test_a_secret_in_a_value_of_the_wrong_type_is_not_shown():
-    found, _ = judge(without(kv_connector_extra_config="secret_key: tiger"))
+    found, _ = judge(without(kv_connector_extra_config="key_file: tiger"))
     assert "tiger" not in repr(found)
 
 

@@ -88,7 +88,7 @@ def test_keys_that_are_not_admitted():
         is_bad(found[-1], Level.FAULT, "no key yet")
         found = look(p.address.port, settings=Settings(allowed_peers=("10.0.0.0/8",)))
         is_bad(found[-1], Level.FAULT, "not an allowed peer", "KVFERRY_ALLOWED_PEERS")
-    with rank(Settings(secret_key=KEYS.secret, peer_keys=(ours.public,))) as p:
+    with rank(Settings(peer_keys=(ours.public,))) as p:
         found = look(p.address.port, ours)
     assert only(found, "key of the peer").value.startswith(KEYS.fingerprint)
 

@@ -11,7 +11,6 @@ from kvferry.cli.doctor.findings import Level
 from kvferry.cli.doctor.settings import control_port, read_keys, read_settings
 from kvferry.connector.config import Settings
 from kvferry.transport.control.key_file import make_key_file
-from kvferry.transport.control.keys import new_secret
 from tests.doctor.planted import is_bad, machine, only
 from tests.support.engines import free_port
 
@@ -31,11 +30,7 @@ def test_each_bad_value_is_one_line(tmp_path):
     is_bad(only(findings, "kv_connector_extra_config"), Level.FAULT, "lease_second", "did you mean 'lease_seconds'")
 
 
-def test_settings_that_contradict_each_other_and_a_misspelt_variable(tmp_path):
-    key = new_secret()
-    findings, settings = found(tmp_path, {"KVFERRY_KEY_FILE": "k", "KVFERRY_SECRET_KEY": key})
-    assert settings is None and key not in repr(findings)
-    is_bad(findings[-1], Level.FAULT, "secret_key and key_file")
+def test_a_misspelt_variable(tmp_path):
     findings, settings = found(tmp_path, {"KVFERRY_KEYFILE": "/k"})
     assert settings is not None and settings.key_file is None
     is_bad(findings[0], Level.WARNING, "KVFERRY_KEYFILE", "did you mean 'KVFERRY_KEY_FILE'")

@@ -15,7 +15,7 @@ from kvferry.transport.control.keys import Keys, new_secret
 SECRET = new_secret()
 PUBLIC = Keys(SECRET).public
 ENVIRON = {
-    "HOME": "/data/people/marie", "KVFERRY_SECRET_KEY": SECRET, "KVFERRY_KEY_FILE": "/data/people/marie/kvferry.key",
+    "HOME": "/data/people/marie", "KVFERRY_OLD_KEY": SECRET, "KVFERRY_KEY_FILE": "/data/people/marie/kvferry.key",
     "KVFERRY_PEER_KEYS": f"{PUBLIC},short", "KVFERRY_SIDE_CHANNEL_HOST": "10.20.30.40",
     "HF_TOKEN": "hf_AbCdEfGh0123456789", "VLLM_API_KEY": "tiger-7", "DATABASE_PASSWORD": "hunter22",
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY99", "UCX_TLS": "tcp",
@@ -57,7 +57,7 @@ def test_no_planted_secret_is_in_the_file(scrubber):
 def test_what_a_reader_needs_is_left(scrubber):
     content = json.loads(report(SECTIONS, ENVIRON, scrubber))
     assert content["fit"] is False and content["environment"]["UCX_TLS"] == "tcp"
-    assert content["environment"]["KVFERRY_SECRET_KEY"] == "set"
+    assert content["environment"]["KVFERRY_OLD_KEY"] == "set"
     settings, peer, keys, _ = content["sections"][0]["findings"]
     assert settings["value"].endswith("in ~/venv and ~/x")
     assert peer["value"].startswith("<host>:5600 at <address") and peer["value"].endswith("and 127.0.0.1")

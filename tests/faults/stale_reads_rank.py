@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 
-from kvferry.connector.config import Settings
 from kvferry.connector.decode_side import link, read
 from kvferry.connector.wire.step_plan import LeaseGrant, PeerEngine, StepPlan, pack_ids
 from kvferry.transport.channels import ByteRanges, Copy
@@ -22,6 +21,7 @@ from kvferry.transport.planes import cma
 from tests.support.inside import consumer_of, thread_of
 from tests.support.ranks import Rank, load_plan, peer
 from tests.support.remote import tell
+from tests.support.timed import Timed
 
 POOL, BLOCKS, BLOCK_SIZE = 24, 7, 16
 """Blocks of P's cache and of D's, blocks of one prompt, tokens of one block."""
@@ -34,7 +34,7 @@ CYCLES_PER_SECOND = 1.5e9
 
 class RacingRank:
     def __init__(self, fence: str, lease_seconds: float, device: str, plane: str) -> None:
-        settings = Settings(plane=plane, lease_seconds=lease_seconds, ask_hold_seconds=lease_seconds)
+        settings = Timed(plane=plane, lease_seconds=lease_seconds, ask_hold_seconds=lease_seconds)
         self._device = device
         self._rank = Rank(
             engine_id=f"engine-{type(self).__name__}", settings=settings, blocks=POOL, block_size=BLOCK_SIZE,

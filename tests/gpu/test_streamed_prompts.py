@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvferry.connector.config import Settings
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import PATIENT, RankGroup
 from tests.support.ranks import wait
+from tests.support.timed import Timed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,7 +26,7 @@ def group() -> Iterator[RankGroup]:
 
 
 def test_each_step_leaves_once_the_gpu_has_computed_it(group: RankGroup) -> None:
-    settings = Settings(plane="tcp", slot_bytes=1 << 20, staging_bytes=8 << 20, **PATIENT)
+    settings = Timed(plane="tcp", slot_bytes=1 << 20, staging_bytes=8 << 20, **PATIENT)
     p, d = (group.rank(settings=settings, engine_id=f"engine-{side}", device="cuda:0") for side in "pd")
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.begin(step_tokens=STEP)

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvferry.connector.config import Settings
 from kvferry.connector.geometry.spans import Span
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
@@ -16,6 +15,7 @@ from kvferry.transport.planes.shm import ShmPlane
 from tests.support.inside import leases_of
 from tests.support.rank_process import RemoteRank
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
+from tests.support.timed import Timed
 from tests.transport.control_ends import Dialed
 from tests.transport.plane_list import PULL, PUSH, host_planes
 
@@ -47,15 +47,15 @@ class RankGroup:
         self.made: list[Any] = []
 
     def rank(self, **options: Any) -> Rank:
-        own = {name: options.pop(name) for name in Settings.__struct_fields__ if name in options}
+        own = {name: options.pop(name) for name in Timed.__struct_fields__ if name in options}
         if own:
-            options["settings"] = Settings(**own)
+            options["settings"] = Timed(**own)
         rank = Rank(**options)
         self.ranks.append(rank)
         return rank
 
     def process(self, **options: Any) -> RemoteRank:
-        own = {name: options.pop(name) for name in Settings.__struct_fields__ if name in options}
+        own = {name: options.pop(name) for name in Timed.__struct_fields__ if name in options}
         process = RemoteRank(settings=own, **options)
         self.made.append(process)
         return process

@@ -78,7 +78,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[SlowCopies]:
     """In place of each rank's own; those of each, in the order in which ranks are made."""
     made: list[SlowCopies] = []
 
-    def make(device: torch.device, sms: int) -> SlowCopies:
+    def make(device: torch.device) -> SlowCopies:
         made.append(SlowCopies())
         return made[-1]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.config import Settings
 from kvferry.connector.prefill_side import serve
 from kvferry.connector.wire.metrics import no_figures
 from kvferry.connector.wire.step_plan import StepPlan
@@ -34,6 +33,7 @@ from tests.handover.streamed import all_ended
 from tests.support.clocks import put_forward
 from tests.support.inside import sends_of, sessions_of
 from tests.support.ranks import grant, let_time_pass, load_plan, on_its_thread, peer, reason_of, wait
+from tests.support.timed import Timed
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
@@ -142,7 +142,7 @@ def test_no_stale_load_in_a_race_with_reuse(group: RankGroup) -> None:
     while n < 40 or not 5 < loaded < n - 5:  # the race means something only if it is lost at times and won at times
         n += 1
         assert n < 400
-        p.context.settings = Settings(lease_seconds=term, lease_cap_seconds=term, slot_bytes=64 << 10)
+        p.context.settings = Timed(lease_seconds=term, lease_cap_seconds=term, slot_bytes=64 << 10)
         p.fill(THEIRS, TOKENS)
         token = grant([p], f"{n}-p", THEIRS, TOKENS)
         time.sleep(n % 8 * 0.004)

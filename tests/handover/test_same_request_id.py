@@ -6,7 +6,6 @@ import secrets
 
 import pytest
 
-from kvferry.connector.config import Settings
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
@@ -14,6 +13,7 @@ from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.scenario import OTHERS, PATIENT, THEIRS, TOKENS, RankGroup, begin, breaks, has_all, lease_plan
 from tests.handover.slow_copies import SlowCopies, install
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
+from tests.support.timed import Timed
 
 Pair = tuple[Rank, Rank, SlowCopies]
 
@@ -77,7 +77,7 @@ def test_the_release_of_the_first_is_not_that_of_the_second(group: RankGroup) ->
     prompts = [RemotePrompt(token, TOKENS, prompt_digest(ids), peer([p])) for token in tokens]
     first, second = (RequestView("req-d", to_transfer_params(prompt), ids, TOKENS, 0) for prompt in prompts)
     table = BlockTable("full", d.block_size)
-    engine = SchedulerHalf(Settings(**PATIENT), "d", [table], tp_size=1, pp_size=1, produces=False, consumes=True)
+    engine = SchedulerHalf(Timed(**PATIENT), "d", [table], tp_size=1, pp_size=1, produces=False, consumes=True)
     engine.on_new_request(first)
     d.worker.post(engine.take_plan())
     keeper = d.consumer.renewals

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.read import SourceRead
 from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker import WorkerHalf
@@ -32,6 +31,7 @@ from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank
 from tests.ranks.state_caches import StateCaches
 from tests.support.inside import consumer_of, producer_of, thread_of
 from tests.support.lanes import LANES
+from tests.support.timed import Timed
 
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""
@@ -54,7 +54,7 @@ class HostedRank:
         kind: type[StateCaches | RankCaches] = StateCaches if pairing.model.kind == "state" else RankCaches
         self.caches = kind(pairing, side, rank, device)
         form, model = pairing.form(side), pairing.model
-        settings = Settings(
+        settings = Timed(
             plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=900.0,
             handshake_timeout_seconds=600.0, transfer_timeout_seconds=600.0, ask_hold_seconds=600.0,
             convert_dtype=side == "d" and pairing.converts,

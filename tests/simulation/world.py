@@ -14,8 +14,9 @@ from tests.simulation.engines import Engine
 from tests.simulation.memory import Form
 from tests.simulation.network import Network, Odds
 from tests.simulation.timeline import ErrorLog, Timeline, Violation
+from tests.support.timed import Timed
 
-SETTINGS = Settings(
+SETTINGS = Timed(
     lease_seconds=2.0,
     lease_cap_seconds=12.0,
     ask_hold_seconds=1.0,

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.config import Settings
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from tests.support.inside import consumer_of, leases_of, producer_of, sends_of, sessions_of, thread_of
 from tests.support.ranks import Rank, labels, left_in_tables, let_time_pass
 from tests.support.remote import tell
+from tests.support.timed import Timed
 from tests.support.turns import Usage
 
 MAX_TOKENS = 320
@@ -56,7 +56,7 @@ class SoakEngine:
     """``leak``: the faults that are planted: "descriptor", "memory" of each load, the blocks of each tenth "lease"."""
 
     def __init__(self, name: str, plane: str, port: int, blocks: int, settings: dict[str, Any], leak: str) -> None:
-        options = Settings(plane=plane, side_channel_port=port, **settings)
+        options = Timed(plane=plane, side_channel_port=port, **settings)
         self.rank = Rank(engine_id=name, blocks=blocks, settings=options)
         self.scheduler = SchedulerHalf(
             options, name, [BlockTable("full", self.rank.block_size)], tp_size=1, pp_size=1, produces=True,

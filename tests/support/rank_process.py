@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import torch
 
-from kvferry.connector.config import Settings
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from tests.handover.prefilling import PrefillingEngine
 from tests.support.inside import thread_of
 from tests.support.ranks import Rank, grant, left_in_tables, let_time_pass, load_plan
 from tests.support.remote import Remote
+from tests.support.timed import Timed
 from tests.support.turns import Usage
 
 STEP_SECONDS = 5e-3
@@ -54,7 +54,7 @@ class HostedRank:
         if namespace:
             enter(namespace)
         self._usage: Usage | None = None
-        self.rank = Rank(settings=Settings(**settings or {}), **rank)
+        self.rank = Rank(settings=Timed(**settings or {}), **rank)
         self.fill, self.close = self.rank.fill, self.rank.close
         self._ahead = 0.0
 

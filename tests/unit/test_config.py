@@ -71,8 +71,8 @@ BAD = [
     ({"slot_bytes": 257 << 20, "staging_bytes": 8 << 30}, {}, ["slot_bytes", str(257 << 20), str(256 << 20)]),
     ({"staging_bytes": 4 << 20}, {}, ["staging_bytes", str(4 << 20), "slot_bytes", str(16 << 20)]),
     ({"lease_seconds": float("nan")}, {}, ["lease_seconds", "nan", "> 0"]),
-    ({"transfer_timeout_seconds": float("inf")}, {}, ["transfer_timeout_seconds", "inf", "604800"]),
-    ({"lease_seconds": 60, "lease_cap_seconds": 30}, {}, ["lease_cap_seconds", "30", "lease_seconds=60"]),
+    ({"lease_seconds": float("inf")}, {}, ["lease_seconds", "inf", "604800"]),
+    ({"lease_cap_seconds": 30}, {}, ["'lease_cap_seconds' is gone; it is 20 times lease_seconds"]),
     ({"side_channel_host": "0.0.0.0"}, {}, ["side_channel_host", "'0.0.0.0'", "all interfaces", "name the one"]),
     ({"side_channel_host": "::"}, {}, ["side_channel_host", "'::'", "all interfaces"]),
     ({"side_channel_host": "*"}, {}, ["side_channel_host", "'*'", "all interfaces"]),
@@ -87,15 +87,10 @@ BAD = [
         ["number from 0 to 65535; Kubernetes sets it for a Service"],
     ),
     ({}, {"KVFERRY_ENCRYPT": "yes"}, ["KVFERRY_ENCRYPT: 'yes'", "expected 1 or 0"]),
-    ({"secret_key": SECRET[1:]}, {}, ["secret_key", "63 characters", "64", "kvferry keygen"]),
-    ({"secret_key": "%" * 40}, {}, ["secret_key", "64 hexadecimal digits"]),
-    ({"secret_key": 7777777}, {}, ["secret_key", "***", "str"]),
-    ({"secret_key": SECRET, "key_file": "/x"}, {}, ["secret_key", "key_file", "give one of them"]),
+    ({"secret_key": SECRET}, {}, ["'secret_key' is gone; give a file of it, in key_file"]),
     ({"peer_keys": PUBLIC}, {}, ["peer_keys", "array"]),
     ({"peer_keys": [PUBLIC, "short"]}, {}, ["peer_keys[1]", "5 characters", "64"]),
-    ({"require_plane": ["shm", "tpc"]}, {}, ["require_plane", "'tpc'", "did you mean 'tcp'"]),
-    ({}, {"KVFERRY_REQUIRE_PLANE": "shm,"}, ["KVFERRY_REQUIRE_PLANE", "''", "expected one of"]),
-    ({"plane": "tcp", "require_plane": ["shm", "cma"]}, {}, ["'tcp' is none of require_plane, shm, cma"]),
+    ({"require_plane": ["shm"]}, {}, ["'require_plane' is gone; name the one in plane"]),
     ({}, {"KVFERRY_PEER_KEYS": f"{PUBLIC},"}, ["peer_keys[1]", "0 characters"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "from 0 to 65535"]),
 ]
@@ -109,13 +104,14 @@ def test_a_mistake_is_one_line(extra, environ, words):
     assert "\n" not in text and len(text) < 500
     for word in words:
         assert word in text
-    assert SECRET not in text and SECRET[1:] not in text and "7777777" not in text
+    assert SECRET not in text
 
 
-def test_no_secret_is_shown():
-    settings = load_settings({}, {"KVFERRY_SECRET_KEY": SECRET, "KVFERRY_PEER_KEYS": f"{PUBLIC}, {PUBLIC}"})
-    assert settings.secret_key == SECRET and settings.peer_keys == (PUBLIC, PUBLIC)
-    assert SECRET not in repr(settings) and SECRET not in f"{settings}" and PUBLIC in repr(settings)
+def test_no_secret_is_shown(tmp_path):
+    (file := tmp_path / "key").write_text(SECRET)
+    file.chmod(0o600)
+    settings = load_settings({}, {"KVFERRY_KEY_FILE": str(file), "KVFERRY_PEER_KEYS": f"{PUBLIC}, {PUBLIC}"})
+    assert settings.peer_keys == (PUBLIC, PUBLIC) and load_keys(settings).public == PUBLIC
     assert SECRET not in repr(load_keys(settings))
 
 
@@ -123,7 +119,6 @@ def test_where_the_keys_come_from(tmp_path):
     def keys(**given: Any) -> Keys:
         return load_keys(Settings(**given))
 
-    assert keys(secret_key=SECRET).public == PUBLIC
     assert keys(peer_keys=(PUBLIC,)).fingerprint == keys().fingerprint, "one key for a user on a host"
     file = tmp_path / "key"
     with pytest.raises(ConfigError, match=f"key_file: .*does not exist; make it with `kvferry keygen {file}`"):

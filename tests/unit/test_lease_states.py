@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.config import Settings
 from kvferry.connector.prefill_side import lease as ls
+from tests.support.timed import Timed
 
 PHASE, K = ls.LeasePhase, ls.LeaseEventKind
 STOP, FREE = ls.LeaseEffect.STOP, ls.LeaseEffect.FREE
@@ -30,7 +30,7 @@ def run(state: ls.LeaseState, *events: ls.LeaseEvent, now: float = 1) -> tuple[l
 
 
 def new() -> ls.LeaseState:
-    return ls.LeaseState(Settings(lease_seconds=30, lease_cap_seconds=100))
+    return ls.LeaseState(Timed(lease_seconds=30, lease_cap_seconds=100))
 
 
 def granted() -> ls.LeaseState:

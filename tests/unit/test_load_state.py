@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.link import Blame, Reason
 from kvferry.connector.decode_side.load_state import (
     ATTEMPTS_PER_PEER,
@@ -26,10 +25,11 @@ from kvferry.connector.decode_side.load_state import (
     next_attempt,
 )
 from kvferry.connector.wire.metrics import FAILURE_KINDS, FailureKind
+from tests.support.timed import Timed
 
 PHASE, K, E = LoadPhase, LoadEventKind, LoadEffect
 END = 100.0
-SETTINGS = Settings(handshake_timeout_seconds=10, transfer_timeout_seconds=30, handover_timeout_seconds=END)
+SETTINGS = Timed(handshake_timeout_seconds=10, transfer_timeout_seconds=30, handover_timeout_seconds=END)
 GONE = Reason("denied", "gone")
 PROGRESS = LoadEvent(K.PROGRESS)
 READY = (LoadEvent(K.READY, 0), LoadEvent(K.READY, 1))

@@ -34,7 +34,6 @@ def choice(*planes: str) -> PlaneChoice:
         planes=made,
         missing_planes=MISSING,
         caches=SimpleNamespace(device=torch.device("cpu")),
-        settings=SimpleNamespace(require_plane=()),
     )
     found = PlaneChoice(context)
     found.take_offers([SimpleNamespace(name=name, payload=b"") for name in planes])  # type: ignore[misc]

@@ -353,7 +353,7 @@ class Case:
         self._open()
         run(self.engines, lambda: not any(each.scheduler.requests for each in self.engines))
         for engine in self.engines:
-            engine.let_time_pass(1300.0)  # of a reader that was restarted, no release comes
+            engine.let_time_pass(40_000.0)  # of a reader that was restarted, no release comes
         settle(*self.engines)
         run(self.engines, lambda: not self._left())
         for engine in self.engines:

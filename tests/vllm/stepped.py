@@ -71,8 +71,7 @@ PREFILL: dict[str, Any] = {
 }  # fmt: skip
 """What routers written for vLLM's NIXL connector send with the prefill leg."""
 PATIENT: dict[str, Any] = {
-    "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
-    "handover_timeout_seconds": 600.0, "lease_seconds": 600.0,
+    "lease_seconds": 1800.0, "handover_timeout_seconds": 600.0,
 }  # fmt: skip
 """Times that no test reaches: what ends or is freed has ended or been released, on a loaded machine as well."""
 ROOM = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}

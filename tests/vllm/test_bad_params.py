@@ -76,7 +76,7 @@ NOWHERE = ["no such host", "nowhere.invalid", "*", "0.0.0.0:1", "[::1", "a/../b"
 @pytest.mark.parametrize("host", NOWHERE)
 def test_an_address_that_leads_nowhere(group: EngineGroup, lines: Lines, host: str) -> None:
     """It reaches the transfer thread: the load fails in time, the thread lives, and others are served."""
-    p, d = group.pair(extra={"handshake_timeout_seconds": 60.0})
+    p, d = group.pair(extra={"handover_timeout_seconds": 720.0})
     params = copy.deepcopy(p.prefill(IDS))
     params["kvferry"]["ranks"][0][2] = host
     bad = d.add(IDS, params)
@@ -89,7 +89,7 @@ def test_an_address_that_leads_nowhere(group: EngineGroup, lines: Lines, host: s
 
 
 def test_a_token_that_p_never_gave(group: EngineGroup, lines: Lines) -> None:
-    p, d = group.pair(extra={"ask_hold_seconds": 0.3, "lease_seconds": 0.5})
+    p, d = group.pair(extra={"lease_seconds": 0.9})
     params = copy.deepcopy(p.prefill(IDS))
     params["kvferry"]["token"] = "ab" * 16
     request_id = d.add(IDS, params)

@@ -50,7 +50,7 @@ def test_the_lease_ends_while_d_reads(group: EngineGroup, plane: str) -> None:
     """P's cap comes in mid-transfer, and its blocks go to another prompt: what was read is not used."""
     p, d = group.pair(extra={"plane": plane})
     request_id, paused = in_mid_transfer(p, d, IDS, p.prefill(IDS))
-    p.let_time_pass(1000)
+    p.let_time_pass(40_000)
     run([p], lambda: p.idle)
     p.finish(p.add(prompt(500, 6), max_tokens=5))
     paused.open()
@@ -64,7 +64,7 @@ def test_d_goes_in_mid_transfer(group: EngineGroup, plane: str) -> None:
     _, paused = in_mid_transfer(p, d, IDS, p.prefill(IDS))
     d.close()
     paused.open()
-    p.let_time_pass(1000)
+    p.let_time_pass(40_000)
     settle(p)
 
 
@@ -109,7 +109,7 @@ def test_one_of_two_ranks_fails(group: EngineGroup, policy: str, runner: str) ->
 
 def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: Lines) -> None:
     """Deadlines pass all the same: the request is recomputed, and the log is not flooded."""
-    p, d = group.pair(extra={"handshake_timeout_seconds": 1.0})
+    p, d = group.pair(extra={"handover_timeout_seconds": 12.0})
     consumer = consumer_of(d)
 
     def broken(now: float, ready: object) -> bool:

@@ -22,8 +22,9 @@ from kvferry.connector.engine import planning
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.router.identities import identity_of
-from kvferry.transport.control.keys import Keys, new_secret
-from kvferry.transport.errors import TO_DO, ConfigError
+from kvferry.transport.control.key_file import make_key_file, read_key_file
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.errors import TO_DO
 from kvferry.transport.wake import RateLimitedLog
 from tests.support.inside import (
     consumer_of,
@@ -116,18 +117,23 @@ class Asked:
 Cause = Callable[[Asked], One]
 
 
+def other_keys(ask: Asked) -> list[dict[str, Any]]:
+    files = [ask.folder / f"{next(ask.numbers)}.key" for _ in range(2)]
+    return [{"key_file": str(file)} for file in files if make_key_file(file)]
+
+
 def key_of_p(ask: Asked) -> One:
-    return ask.ends(ask.pair(*({"secret_key": new_secret()} for _ in range(2))))
+    return ask.ends(ask.pair(*other_keys(ask)))
 
 
 def key_of_d(ask: Asked) -> One:
-    ours, theirs = Keys(new_secret()), Keys(new_secret())
-    return ask.ends(ask.pair({"secret_key": theirs.secret}, {"secret_key": ours.secret, "peer_keys": [theirs.public]}))
+    of_p, of_d = other_keys(ask)
+    public = Keys(read_key_file(Path(of_p["key_file"]))).public
+    return ask.ends(ask.pair(of_p, of_d | {"peer_keys": [public]}))
 
 
 def key_that_the_router_does_not_name(ask: Asked) -> One:
-    pair = ask.pair(*({"secret_key": new_secret()} for _ in range(2)))
-    return ask.ends(pair, lambda params: params.pop("remote_key"))
+    return ask.ends(ask.pair(*other_keys(ask)), lambda params: params.pop("remote_key"))
 
 
 def another_host(ask: Asked) -> One:
@@ -165,7 +171,7 @@ def other_release(ask: Asked) -> One:
 
 
 def plane_missing(ask: Asked) -> One:
-    return ask.ends(ask.pair(of_d={"plane": "auto", "require_plane": ["tcp", "cma"]}))
+    return ask.ends(ask.pair(of_d={"plane": "tcp"}))
 
 
 def network_refuses(ask: Asked) -> One:
@@ -184,7 +190,7 @@ def peer_not_allowed(ask: Asked) -> One:
 
 
 def no_such_lease(ask: Asked) -> One:
-    return ask.ends(ask.pair({"ask_hold_seconds": 0.1}), lambda params: params["kvferry"].update(token="ab" * 16))
+    return ask.ends(ask.pair({"lease_seconds": 0.9}), lambda params: params["kvferry"].update(token="ab" * 16))
 
 
 def p_never_had_the_prompt(ask: Asked) -> One:
@@ -390,7 +396,7 @@ def test_a_request_that_asks_is_told(group: EngineGroup) -> None:
 
 
 def test_a_failed_load_is_told_with_its_reason(group: EngineGroup) -> None:
-    p, d = group.engine(0, extra={"plane": "shm"}), group.engine(1, extra={"require_plane": ["tcp"]})
+    p, d = group.engine(0, extra={"plane": "shm"}), group.engine(1, extra={"plane": "tcp"})
     name = d.add(IDS, {**p.prefill(IDS), "report": True})
     d.finish(name, beside=[p])
     told = report(d, name)
@@ -420,24 +426,3 @@ def test_lines_beyond_a_rate_have_the_level_debug(
         eventually(lambda words=words: len(lines(words)) == 4)
         said = [record.levelname for record in lines.records if words in record.getMessage()]
         assert said == ["WARNING"] * 2 + ["DEBUG"] * 2, words
-
-
-# --- planes that are good enough ----------------------------------------------------------------------------------
-
-
-def test_a_plane_that_is_required_is_taken_and_a_slower_one_is_warned_of(group: EngineGroup, lines: Lines) -> None:
-    p, d = group.engine(0, extra=ROOM), group.engine(1, extra={**ROOM, "require_plane": ["tcp", "shm"]})
-    hand_over(p, d, IDS)
-    assert lines("data plane to", "is shm") and not lines("is cma")
-    other = group.engine(1, extra={**ROOM, "require_plane": ["zmq"]})
-    other.finish(other.add(IDS, p.prefill(IDS)), beside=[p])
-    (said,) = lines("hand-over of", "failed", "no data plane in common")
-    assert (
-        "zmq: the prefill engine does not offer it" in said
-        and "require_plane of this engine is zmq, so it takes no other" in said
-    )
-
-
-def test_an_engine_that_can_have_no_plane_that_is_required_does_not_start(group: EngineGroup) -> None:
-    with pytest.raises(ConfigError, match=r"^require_plane: this rank can have none of cuda_ipc: cuda_ipc: "):
-        group.engine(0, extra={"require_plane": ["cuda_ipc"]})

@@ -63,7 +63,7 @@ LATE_SECONDS = 5e-3
 """How late copies of P read its blocks, where they do: steps of P are shorter."""
 LEASE_SECONDS = 1.5
 """So short that some leases end in the walk."""
-HANDOVER_SECONDS = 30.0
+HANDOVER_SECONDS = 60.0
 """D may hold blocks for a prompt that P has preempted and cannot resume, because D waits for blocks before it releases
 P's leases: this time ends it."""
 HANDOVERS = 60
@@ -170,12 +170,12 @@ class Walk:
         self._lives += 1
         extra: dict[str, Any] = PATIENT | ROOM | {
             "plane": case.plane, "encrypt": case.encrypt, "lease_seconds": LEASE_SECONDS,
-            "ask_hold_seconds": 0.3, "handover_timeout_seconds": HANDOVER_SECONDS,
+            "handover_timeout_seconds": HANDOVER_SECONDS,
             "side_channel_port": self._port if side == "p" else 0,
         }  # fmt: skip
         made: list[SlowCopies] = []
 
-        def copies(device: Any, sms: int) -> SlowCopies:
+        def copies(device: Any) -> SlowCopies:
             made.append(SlowCopies(LATE_SECONDS))
             return made[-1]
 

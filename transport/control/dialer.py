@@ -235,7 +235,7 @@ class Connection:
             if "UNKNOWN_CA" in (getattr(error, "reason", None) or ""):
                 raise UnknownKeyError(
                     f"the peer, whose key is {self._key}, refused us: it does not admit our key {keys.fingerprint}; "
-                    f"give both engines one secret_key, or add our public key {keys.public} to peer_keys of the peer"
+                    f"give both engines one key_file, or add our public key {keys.public} to peer_keys of the peer"
                 ) from None
         if verdict != ADMITTED:
             raise TransportError(why)

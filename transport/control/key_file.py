@@ -144,4 +144,4 @@ def shared_key() -> str:
             return make_key_file(path)
         return read_key_file(path)
     except OSError as error:
-        raise ConfigError(f"key_file: {path} cannot be made: {error.strerror}; set key_file or secret_key") from None
+        raise ConfigError(f"key_file: {path} cannot be made: {error.strerror}; name another in key_file") from None

@@ -128,7 +128,7 @@ class Keys:
         """The error of a peer with the key of this fingerprint."""
         return UnknownKeyError(
             f"the peer's key is {wanted or 'not named'}, and this engine admits {self.shown}; give both engines one "
-            "secret_key, or add the peer's public key to peer_keys"
+            "key_file, or add the peer's public key to peer_keys"
         )
 
     @cached_property

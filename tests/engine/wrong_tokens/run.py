@@ -47,8 +47,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SPEC = ModelSpec(layers=2, kv_heads=4, head_dim=64, heads=4)
 LEASE_SECONDS = 20.0
 EXTRA = {
-    "plane": "cma", "lease_seconds": LEASE_SECONDS, "ask_hold_seconds": 10.0, "step_hold_seconds": 0.5,
-    "handshake_timeout_seconds": 60.0, "transfer_timeout_seconds": 60.0, "handover_timeout_seconds": 60.0,
+    "plane": "cma", "lease_seconds": LEASE_SECONDS, "step_hold_seconds": 0.5, "handover_timeout_seconds": 120.0,
 }  # fmt: skip
 """Two cores that engines, tests and this process share: copies take longer than on a machine that serves. A prompt that
 P never had, because its client left, D awaits until the last of these is over."""
