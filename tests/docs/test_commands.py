@@ -46,7 +46,7 @@ ELSEWHERE = {
     "make install": (".ci/run", "install"),
     "make test": (".ci/run", "test"),
     "pip install": (".ci/run", "install"),
-    "pre-commit install": ("tests/packaging/test_docs.py", ".pre-commit-config.yaml"),
+    "pre-commit install": ("", ""),
     "python -m dynamo.vllm": ("tests/engine/test_vllm_proxies.py", "kvferry.connector.vllm.as_nixl"),
     "python benchmarks/planes/rdma_check.py": ("tests/transport/test_rdma_check.py", "rdma_check.py"),
     "python examples/two_node/run_netns.py": ("tests/examples/test_examples_run.py", "two_node/run_netns.py"),
