@@ -89,7 +89,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _Seconds,
         _doc(
             "how long the hand-over of one request may take on D, with all attempts, whatever progress it makes; a "
-            "quarter of it without progress, and a twelfth until P answers a handshake"
+            "quarter of it, 30 s at least, without progress, a twelfth, 10 s at least, until P answers a handshake"
         ),
     ] = 120.0
     allowed_peers: Annotated[
@@ -150,12 +150,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def handshake_timeout_seconds(self) -> float:
         """How long D waits for the answer to its handshake."""
-        return self.handover_timeout_seconds / 12
+        return max(10.0, self.handover_timeout_seconds / 12)
 
     @property
     def transfer_timeout_seconds(self) -> float:
         """How long a hand-over may make no progress before it fails."""
-        return self.handover_timeout_seconds / 4
+        return max(30.0, self.handover_timeout_seconds / 4)
 
 
 ENVIRONMENT = {
@@ -177,8 +177,8 @@ REMOVED = {
     "copy_sms": "leave it out",
     "lease_cap_seconds": "it is 20 times lease_seconds",
     "ask_hold_seconds": "it is a third of lease_seconds",
-    "handshake_timeout_seconds": "it is a twelfth of handover_timeout_seconds",
-    "transfer_timeout_seconds": "it is a quarter of handover_timeout_seconds",
+    "handshake_timeout_seconds": "it is a twelfth of handover_timeout_seconds, 10 at least",
+    "transfer_timeout_seconds": "it is a quarter of handover_timeout_seconds, 30 at least",
     "secret_key": "give a file of it, in key_file",
 }
 """Settings that are gone, and what to do."""

@@ -51,7 +51,7 @@ class StepHold:
         if outcome is None:
             return
         self._waited = 0.0
-        self._hold(outcome, self.patience)
+        self._hold(outcome)
         self._go_on(outcome, outcome.give_up())
         make_engine_wait(outcome, copies)
 
@@ -62,17 +62,17 @@ class StepHold:
         self._waited = 0.0
         for outcome in outcomes:
             if whole:
-                self._hold(outcome, self.patience)
+                self._hold(outcome)
                 if late := outcome.give_up():
                     self._go_on(outcome, late)
                     outcome.standing()
             make_engine_wait(outcome, copies)
 
-    def _hold(self, outcome: StepOutcome, patience: float) -> None:
-        """Wait until no load is POSTED, or the step has waited for ``patience`` seconds."""
+    def _hold(self, outcome: StepOutcome) -> None:
+        """Wait until no load is POSTED, or the step has waited for ``self.patience`` seconds."""
         clock, before, begun_at = RunningClock(), self._waited, perf_counter()
         clock.sleeps(LOOK_SECONDS)
-        while not outcome.wait_begun(patience - self._waited) and self._waited < patience:
+        while not outcome.wait_begun(self.patience - self._waited) and self._waited < self.patience:
             self._waited = before + clock.turn()
             clock.sleeps(LOOK_SECONDS)
         self._count_wait(begun_at)

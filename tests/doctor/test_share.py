@@ -15,7 +15,7 @@ from kvferry.transport.control.keys import Keys, new_secret
 SECRET = new_secret()
 PUBLIC = Keys(SECRET).public
 ENVIRON = {
-    "HOME": "/data/people/marie", "KVFERRY_OLD_KEY": SECRET, "KVFERRY_KEY_FILE": "/data/people/marie/kvferry.key",
+    "HOME": "/data/people/marie", "KVFERRY_SECRET_KEY": SECRET, "KVFERRY_KEY_FILE": "/data/people/marie/kvferry.key",
     "KVFERRY_PEER_KEYS": f"{PUBLIC},short", "KVFERRY_SIDE_CHANNEL_HOST": "10.20.30.40",
     "HF_TOKEN": "hf_AbCdEfGh0123456789", "VLLM_API_KEY": "tiger-7", "DATABASE_PASSWORD": "hunter22",
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY99", "UCX_TLS": "tcp",

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.engine_types import RankInfo
@@ -31,7 +32,6 @@ from kvferry.connector.vllm import from_vllm
 from kvferry.connector.vllm.from_vllm import layer_groups
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
 from kvferry.transport.errors import IncompatiblePeerError
-from tests.support.timed import Timed
 from tests.vllm.stepped import PATIENT
 
 pytestmark = pytest.mark.vllm
@@ -189,7 +189,7 @@ class Rank:
         self.page = page
         self.groups = layer_groups(engine_of(tp, family.narrow[0] if groups_known else None), config)
         info = RankInfo(name, tp_rank=rank, tp_size=tp, pp_rank=0, pp_size=1, model={"architectures": "Hybrid"})
-        settings = Timed(plane=plane, slot_bytes=64 << 10, staging_bytes=16 << 20, **PATIENT)
+        settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=16 << 20, **PATIENT)
         self.worker = WorkerHalf(settings, info, self.groups)
         self.worker.register(self.caches, BLOCKS)
 

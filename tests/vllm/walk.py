@@ -63,7 +63,7 @@ LATE_SECONDS = 5e-3
 """How late copies of P read its blocks, where they do: steps of P are shorter."""
 LEASE_SECONDS = 1.5
 """So short that some leases end in the walk."""
-HANDOVER_SECONDS = 60.0
+HANDOVER_SECONDS = 30.0
 """D may hold blocks for a prompt that P has preempted and cannot resume, because D waits for blocks before it releases
 P's leases: this time ends it."""
 HANDOVERS = 60
