@@ -109,7 +109,7 @@ def test_one_of_two_ranks_fails(group: EngineGroup, policy: str, runner: str) ->
 
 def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: Lines) -> None:
     """Deadlines pass all the same: the request is recomputed, and the log is not flooded."""
-    p, d = group.pair(extra={"handover_timeout_seconds": 1.0})
+    p, d = group.pair(extra={"handover_timeout_seconds": 12.0})
     consumer = consumer_of(d)
 
     def broken(now: float, ready: object) -> bool:
