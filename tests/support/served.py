@@ -26,9 +26,7 @@ from tests.support.kv_bytes import compare, prompt_digest
 from tests.support.server import PATIENCE_SECONDS, Server, metric_sum
 
 LONG_SECONDS = 200.0
-PATIENT = {
-    "lease_seconds": 3 * LONG_SECONDS, "handover_timeout_seconds": 12 * LONG_SECONDS,
-}  # fmt: skip
+PATIENT = {"lease_seconds": 3 * LONG_SECONDS, "handover_timeout_seconds": 12 * LONG_SECONDS}
 """vLLM's workers spin on all cores of a small machine. A transfer thread has been seen to wait 60 seconds for one."""
 
 

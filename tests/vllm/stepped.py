@@ -70,9 +70,7 @@ PREFILL: dict[str, Any] = {
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 """What routers written for vLLM's NIXL connector send with the prefill leg."""
-PATIENT: dict[str, Any] = {
-    "lease_seconds": 1800.0, "handover_timeout_seconds": 600.0,
-}  # fmt: skip
+PATIENT: dict[str, Any] = {"lease_seconds": 1800.0, "handover_timeout_seconds": 600.0}
 """Times that no test reaches: what ends or is freed has ended or been released, on a loaded machine as well."""
 ROOM = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
 """Small staging slots: even a short prompt is several chunks."""

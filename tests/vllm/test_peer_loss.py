@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kvferry.connector.config import Settings
 from kvferry.connector.engine.loop import QUIET_SECONDS
 from tests.support.engines import free_port
 from tests.support.inside import consumer_of
@@ -107,9 +108,12 @@ def test_one_of_two_ranks_fails(group: EngineGroup, policy: str, runner: str) ->
     ended(d, d.add(IDS, params), policy)
 
 
-def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: Lines) -> None:
+def test_a_fault_of_our_own_that_strikes_every_turn(
+    group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Deadlines pass all the same: the request is recomputed, and the log is not flooded."""
-    p, d = group.pair(extra={"handover_timeout_seconds": 12.0})
+    monkeypatch.setattr(Settings, "handshake_timeout_seconds", 1.0)
+    p, d = group.pair()
     consumer = consumer_of(d)
 
     def broken(now: float, ready: object) -> bool:
