@@ -220,8 +220,10 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
                 f"kv_connector_extra_config: unknown setting {name!r}{did_you_mean(str(name), known)}; "
                 f"known are {', '.join(sorted(known))}"
             )
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
+    for variable, why in unknown_variables(environ).items():
+        if variable.removeprefix(PREFIX).lower() in REMOVED:
+            raise ConfigError(f"{variable}: {why}")
+    values, origin = dict[str, Any](), dict[str, str]()
     for field, variable in ENVIRONMENT.items():
         if text := environ.get(variable, "").strip():
             values[field] = _from_text(field, text)

@@ -88,6 +88,7 @@ BAD = [
     ),
     ({}, {"KVFERRY_ENCRYPT": "yes"}, ["KVFERRY_ENCRYPT: 'yes'", "expected 1 or 0"]),
     ({"secret_key": SECRET}, {}, ["'secret_key' is gone; give a file of it, in key_file"]),
+    ({}, {"KVFERRY_SECRET_KEY": SECRET}, ["KVFERRY_SECRET_KEY: the setting is gone; give a file of it, in key_file"]),
     ({"peer_keys": PUBLIC}, {}, ["peer_keys", "array"]),
     ({"peer_keys": [PUBLIC, "short"]}, {}, ["peer_keys[1]", "5 characters", "64"]),
     ({"require_plane": ["shm"]}, {}, ["'require_plane' is gone; name the one in plane"]),
