@@ -67,7 +67,7 @@ MISMATCHES = {
     "unknown-to-p": (
         KEYS, Keys(OTHERS.secret, [KEYS.public]), None,
         f"the peer, whose key is {KEYS.fingerprint}, refused us: it does not admit our key {OTHERS.fingerprint}; give "
-        f"both engines one secret_key, or add our public key {OTHERS.public} to peer_keys of the peer",
+        f"both engines one key_file, or add our public key {OTHERS.public} to peer_keys of the peer",
         f"connection ended: the peer's key is {OTHERS.fingerprint}, and this engine admits {KEYS.fingerprint}",
     ),
     "not-named": (KEYS, KEYS, "", "the peer's key is not named", None),
