@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import re
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ import torch
 from tests.engine.test_drafts import ANSWER, DRAFTS, Answered, accepted, answered
 from tests.support.apart import need_namespaces
 from tests.support.drafting_model import build_hybrid_with_mtp, build_with_eagle, build_with_mtp
-from tests.support.engines import ServerGroup, transfer_config
+from tests.support.engines import ServerGroup, python_path, transfer_config
 from tests.support.families import FAMILIES, Family
 from tests.support.served import (
     PATIENT,
@@ -60,6 +61,7 @@ pytestmark = [
 ]
 BLOCK, AT_ONCE, MOST_ATTEMPTS, MOST_ENGINES = 32, 32, 40, 6
 LENGTHS = (1200, 2, BLOCK, BLOCK + 1, 300, 700, 900, 1500)
+OTHER = "OTHER_VLLM"
 PLANE = "cma" if ON_CPU else "cuda_ipc"
 TELLING = re.compile(r"kvferry: | ERROR |\w+Error: ")
 DENSE = {"first_k_dense_replace": 4, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -98,7 +100,7 @@ FORMS = {
     **dict.fromkeys(("falcon-p", "falcon-d"), Form("falcon", arguments=FAMILIES["falcon-h1"].arguments)),
     **dict.fromkeys(("mla-p", "mla-d"), Form("mla")),
     "plain": Form("eagle", drafts=False),
-    **{kind: Form("eagle", drafts=False, kind=kind) for kind in ("sleeper", "store", "apart")},
+    **{kind: Form("eagle", drafts=False, kind=kind) for kind in ("sleeper", "store", "apart", "other")},
 }
 
 
@@ -108,6 +110,8 @@ def not_here(kind: str) -> str:
         if ON_CPU or importlib.util.find_spec("vllm.cumem_allocator") is None:
             return "vLLM has sleep mode on GPUs, with its module cumem_allocator"
         return "" if tuple(map(int, version("vllm").split(".")[:2])) >= (0, 33) else "vLLM 0.32 with KVFerry sleeps not"
+    if kind == "other" and OTHER not in os.environ:
+        return f"{OTHER} names no folder with another release of vLLM"
     if kind == "vision" and importlib.util.find_spec("torchvision") is None:
         return "transformers imports torchvision for Qwen3.5"
     if kind == "apart":
@@ -184,6 +188,8 @@ def start(group: ServerGroup, name: str, form: Form, model: Path, drafts: Mappin
             of_store |= {"spec_name": "HostStoreSpec", "spec_module_path": "tests.support.host_store"}
         children = [transfer_config("KVFerryConnector", extra), transfer_config("OffloadingConnector", of_store)]
         options = {"connector": "MultiConnector", "extra": {"connectors": children}}
+    if form.kind == "other":
+        options["environment"] = {"PYTHONPATH": python_path(Path(os.environ[OTHER]))}
     sizes = [(1 + DRAFTS) * 2**n for n in range(6)]  # up to all requests with all their drafts
     return group.engine(
         name, model, **options, dtype="bfloat16", max_model_len=2048, block_size=BLOCK, kv_bytes=False,
@@ -351,3 +357,13 @@ def test_process_namespaces(engines: Engines, names: Sequence[str]) -> None:
         line = re.findall(r"data plane to .*", d.log_text())[-1]
         print(line)
         assert " is cuda_ipc" in line or "namespace" in line, line
+
+
+@cases(("plain", "other"), ("other", "plain"))
+def test_two_releases(engines: Engines, names: Sequence[str]) -> None:
+    """P and D of two releases of vLLM: that of this process and the one in the folder that OTHER_VLLM names."""
+    with engines.of(names) as (p, d):
+        releases = [json.load(urllib.request.urlopen(f"{each.url}/version"))["version"] for each in (p, d)]
+        assert len(set(releases)) == 2, releases
+        for tokens in LENGTHS:
+            handed_over(p, d, prompt(tokens, 9000 + tokens))
