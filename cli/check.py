@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.cli.metrics_page import EngineDownError, check_host, metrics_url, read
+from kvferry.cli.metrics_page import PageError, read, server_url
 from kvferry.cli.terminal import FailedError, parsed_json
 from kvferry.router.request_bodies import PREFILL_TAG, Body
 from kvferry.transport.errors import NO_PARAMS, NO_REPORT, UsageError, quoted, what_to_do
@@ -55,13 +54,10 @@ class _Server:
     """An HTTP server with a key, and when all requests to it have to end. ``name``: of its prompts."""
 
     def __init__(self, url: str, api_key: str, end: float, name: str) -> None:
-        page = metrics_url(url)
-        check_host(url, page)
-        self.url = page.removesuffix("/metrics").removesuffix("/v1")
-        self._key, self._end, self._name = api_key, end, name
+        self.url, self._key, self._end, self._name = server_url(url), api_key, end, name
 
     def get(self, path: str) -> Any:
-        """Raises EngineDownError: as ``read``, or it is no JSON."""
+        """Raises PageError: as ``read``, or it is no JSON."""
         return self._asked(path, None)[1]
 
     def complete(self, body: Body) -> tuple[Mapping[str, str], Any]:
@@ -73,17 +69,16 @@ class _Server:
         headers = {"Content-Type": "application/json", "X-KVFerry-Check": "1", "X-Request-Id": self._name}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self.url + path, data, headers)
         try:
-            answered, body = read(request, max(0.1, self._end - time.monotonic()))
-        except EngineDownError as error:
+            answered, body = read(self.url + path, max(0.1, self._end - time.monotonic()), data, headers)
+        except PageError as error:
             if error.status in (401, 403):
                 raise UsageError(f"{self.url} wants a key (HTTP {error.status}): --api-key or VLLM_API_KEY") from None
             raise
         try:
             return answered, parsed_json(body)
         except ValueError as error:
-            raise EngineDownError(f"its answer to {path} is no JSON: {error}") from None
+            raise PageError(f"its answer to {path} is no JSON: {error}") from None
 
 
 def check(urls: Sequence[str], *, model: str, timeout: float, api_key: str) -> CheckResult:
@@ -131,11 +126,11 @@ def _answering(server: _Server) -> Iterator[None]:
     """Raises FailedError: the server gives no answer."""
     try:
         yield
-    except EngineDownError as error:
+    except PageError as error:
         raise FailedError(f"{server.url} gives no answer to the check: {_why(error)}") from None
 
 
-def _why(error: EngineDownError) -> str:
+def _why(error: PageError) -> str:
     """With what the server says in its answer, in one line."""
     try:
         said = msgspec.convert(parsed_json(error.body)["error"]["message"], str)
@@ -150,10 +145,10 @@ def _plain(text: str) -> str:
 
 
 def _is_router(server: _Server) -> bool:
-    """Whether it is ``kvferry router``. Raises EngineDownError: nobody answers."""
+    """Whether it is ``kvferry router``. Raises PageError: nobody answers."""
     try:
         return _inside(server.get("/router/status"), "engines") is not None
-    except EngineDownError as error:
+    except PageError as error:
         if not error.status and "no JSON" not in str(error):
             raise
         return False
@@ -164,9 +159,9 @@ def _model(server: _Server, model: str) -> tuple[str, int]:
     try:
         found = server.get("/v1/models")
         models = {str(one["id"]): one.get("max_model_len") for one in found["data"]}
-    except (EngineDownError, KeyError, TypeError, AttributeError) as error:
+    except (PageError, KeyError, TypeError, AttributeError) as error:
         if not model:
-            why = _why(error) if isinstance(error, EngineDownError) else "it is another form"
+            why = _why(error) if isinstance(error, PageError) else "it is another form"
             raise FailedError(f"{server.url} names no model at /v1/models: {why}; is a decode engine up?") from None
         models = {model: None}
     if model and model not in models:

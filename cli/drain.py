@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from kvferry.cli.metrics_page import EngineDownError, Sample, check_host, fetch_samples, metrics_url
+from prometheus_client.samples import Sample
+
+from kvferry.cli.metrics_page import PageError, fetch_samples, server_url
 from kvferry.cli.terminal import FailedError
 from kvferry.transport.errors import UsageError
 
@@ -20,31 +22,22 @@ def wait_until_idle(
     url: str, *, quiet: float, timeout: float, say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
 ) -> None:  # fmt: skip
-    """Poll the engine's metrics until they show nothing for ``quiet`` seconds, at most ``timeout`` seconds.
+    """Poll the engine's metrics until they show nothing for ``quiet`` seconds, which must cover the time that a request
+    needs from the router into the engine. ``say`` is given a line at once where it is busy, then every ``SAY_SECONDS``.
 
-    An engine that does not answer may be busy, so it does not count as idle. One that refuses connections is gone, and
-    is not waited for.
-
-    ``quiet`` must cover the time that a request needs from the router into the engine, and the time that the router
-    needs after P's answer to ask D. ``say`` is given one line at once where the engine is not idle, and every
-    ``SAY_SECONDS`` while it is not.
-
-    Raises:
-        UsageError: the URL is of another form, its host does not exist, the page does not have vLLM's figures, or
-            ``timeout`` is too short for ``quiet``.
-        FailedError: the engine is gone; or it has requests, holds leases, or does not answer, and the time is over.
+    Raises UsageError: the URL, the page's figures, or the times are not usable; FailedError: the engine is gone; or it
+    is not idle, or does not answer, and so may be busy, and the time is over.
     """
-    page = metrics_url(url)
+    server = server_url(url)
     if timeout < quiet:
         raise UsageError(f"--timeout {timeout:g} is shorter than --quiet {quiet:g}; give a longer one")
-    check_host(url, page)
     end, say_next = clock() + timeout, clock()
     since: float | None = None  # the begin of the polls that showed nothing, up to now
     while True:
         asked = clock()
         try:
-            busy = _business(url, fetch_samples(page))
-        except EngineDownError as error:
+            busy = _business(url, fetch_samples(server))
+        except PageError as error:
             if error.gone:
                 text = "nothing listens there; it has ended, or it has not begun, or the URL is another one"
                 raise FailedError(f"{url} has nothing to drain: {text}") from None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from kvferry.cli.terminal import FailedError, complain, failing, print_json
 from kvferry.transport.control.key_file import make_key_file, read_key_file
@@ -22,11 +25,53 @@ DLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and
 MODEL = "config.json of the model, its folder, or its name in the cache of Hugging Face"
 Prompts = Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")]
 OF_A_FLEET = (
-    "--from", "--trace", "--p-engines", "--d-engines", "--ttft", "--tpot", "--percentile", "--step-ms",
-    "--step-ms-per-sequence", "--d-sequences", "--p-cache-tokens", "--d-cache-tokens",
+    "from", "trace", "p-engines", "d-engines", "ttft", "tpot", "percentile", "step-ms", "step-ms-per-sequence",
+    "d-sequences", "p-cache-tokens", "d-cache-tokens",
 )  # fmt: skip
+NO_FLEET = (
+    "gone with all options of a fleet: give --prefill-tokens-per-second, and find the number of engines by "
+    "`vllm bench serve`: docs/planning.md#how-many-engines"
+)
+GONE = {
+    "bench --calibration": "gone: benchmarks/plan/plan_fit.py of the sources writes one",
+    "bench --plot": "gone: draw what --json writes",
+    "doctor --share": "gone: redirect what doctor prints, or --json, into a file; keys are not in it",
+    **dict.fromkeys((f"plan --{name}" for name in OF_A_FLEET), NO_FLEET),
+    "router --admin-token-file": "gone with changes by HTTP: name the engines in --engines-file, which may change at "
+    "any time: docs/routers.md",
+    "top": "gone: use `kvferry check`, the router's page, or Grafana: docs/observability.md",
+}
+"""What was in a release before, and what to do in its place."""
+_USAGE: type[Any] = typer.BadParameter.__mro__[1]  # UsageError, of a module whose name differs by release
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """A mistake that Typer finds takes one line, too."""
+    try:
+        yield
+    except _USAGE as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        command, said = error.ctx.info_name if error.ctx else "", error.format_message().replace("\n", " ")
+        names = [f"{command} {getattr(error, 'option_name', '')}", *said.split("'")[1:2]]
+        gone = next((f"{name} is {GONE[name]}" for name in names if name in GONE), "")
+        complain(gone or f"{said.rstrip('.?')}; see `{error.ctx.command_path if error.ctx else 'kvferry'} --help`")
+        raise typer.Exit(2) from None
+
+
+class _Commands(TyperGroup):
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _in_one_line():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _in_one_line():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="KVFerry: KV caches from prefill engines (P) to decode engines (D).",
     no_args_is_help=True,
     add_completion=False,
@@ -97,27 +142,23 @@ def keygen(
 @failing()
 def doctor(
     peer: Annotated[str, typer.Option(help="control port of a running engine, HOST:PORT")] = "",
+    model: Annotated[
+        Path | None,
+        typer.Option(help=f"with --peer: {MODEL}, to compare with the engine's", parser=_model_path, metavar="<path>"),
+    ] = None,
     config: Annotated[
         str | None, typer.Option(help="JSON of --kv-transfer-config, or of its kv_connector_extra_config alone")
     ] = None,
-    share: Annotated[Path | None, typer.Option(help="write a report without secrets into this new file")] = None,
     self_test: Annotated[bool, typer.Option(help="hand a pattern over between two processes, over each plane")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="a warning makes the machine unfit, too")] = False,
     gate: Annotated[bool, typer.Option("--gate", help="for an init container: one line, no self-test")] = False,
 ) -> None:
     """Look whether this machine is fit for KVFerry. Exit status: 0 fit, 1 not fit, 2 wrong usage."""
+    options = locals()
     from kvferry.cli.doctor.command import doctor
 
-    fit = doctor(peer=peer, config=config, share=share, self_test=self_test, as_json=as_json, strict=strict, gate=gate)
-    raise typer.Exit(0 if fit else 1)
-
-
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@failing()
-def top() -> None:
-    """Refuse a command of 0.1.0 in one line."""
-    raise UsageError("kvferry top is gone; use `kvferry check`, the router's page, or Grafana: docs/observability.md")
+    raise typer.Exit(0 if doctor(**options) else 1)
 
 
 @app.command()
@@ -192,15 +233,6 @@ def bench(
     raise typer.Exit(0 if bench(**options) else 1)
 
 
-def _no_fleet(given: list[str] | None) -> None:
-    if given:
-        complain(
-            "--from, --trace and the other options of a fleet are gone: give --prefill-tokens-per-second, and find "
-            "the number of engines by `vllm bench serve`: docs/planning.md#how-many-engines"
-        )
-        raise typer.Exit(2)
-
-
 @app.command()
 @failing()
 def plan(
@@ -228,12 +260,10 @@ def plan(
         Path | None, typer.Option(help="costs of the planes, in the form of docs/planning.md")
     ] = None,
     prompt: Prompts = None,
-    gone: Annotated[list[str] | None, typer.Option(*OF_A_FLEET, hidden=True, is_eager=True, callback=_no_fleet)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan here as JSON")] = None,
 ) -> None:
     """Plan hand-overs of two deployments: who reads what from whom, messages, bytes, time."""
     options = locals()
-    del options["gone"]
     from kvferry.cli.plan.command import plan
 
     plan(**options)
@@ -268,7 +298,6 @@ def router(
     ] = 5.0,
     max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 503")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
-    admin_token_file: Annotated[str, typer.Option(hidden=True)] = "",
     allow_engine_changes: Annotated[
         bool, typer.Option("--allow-engine-changes", help="pass paths that change an engine, as /sleep, to a D")
     ] = False,

@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from http.client import HTTPException
+from collections.abc import Mapping
+from urllib.parse import urlsplit
 
-from kvferry.transport.errors import ProtocolError, UsageError, quoted, quoted_url
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from kvferry.router.engines import engine_url
+from kvferry.router.http_client import said
+from kvferry.transport.errors import UsageError, quoted
 
 FETCH_SECONDS = 2.0
 MAX_PAGE_BYTES = 32 << 20
-_PAGE_BYTES = 1 << 16
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
-_LABEL = re.compile(r'\s*([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"\s*(?:,|$)')
-_ESCAPED = re.compile(r"\\(.)")
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample: the name of its series, its labels, and its value."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
-def samples(text: str) -> Iterator[Sample]:
-    """The samples of a page in Prometheus' text format:
-    https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format. Raises ProtocolError: a line is
-    neither a comment nor a sample; one line."""
-    for number, raw in enumerate(text.split("\n"), 1):
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = _SAMPLE.fullmatch(line)
-        try:
-            if match is None:
-                raise ValueError
-            yield Sample(match[1], _labels(match[2] or ""), float(match[3]))
-        except ValueError:
-            raise ProtocolError(f"line {number} is no sample of Prometheus: {line[:80]!r}") from None
-
-
-def _labels(text: str) -> dict[str, str]:
-    found, position = {}, 0
-    while position < len(text.rstrip()):
-        match = _LABEL.match(text, position)
-        if match is None:
-            raise ValueError
-        found[match[1]] = _ESCAPED.sub(lambda escaped: "\n" if escaped[1] == "n" else escaped[1], match[2])
-        position = match.end()
-    return found
-
-
-class EngineDownError(Exception):
+class PageError(Exception):
     """A server gives no answer, or none that is of use; the message gives the reason in some words. ``status``: of its
     HTTP answer, 0 without one; ``body``: of that. ``gone``: nothing listens at its port."""
 
@@ -69,75 +29,54 @@ class EngineDownError(Exception):
         self.status, self.body, self.gone = status, body, gone
 
 
-def metrics_url(text: str) -> str:
-    """The URL of an engine's ``/metrics`` page, from ``http://HOST:PORT``, ``HOST:PORT`` or the URL itself. Raises
-    UsageError: it is of another form; one line."""
-    full = text if "://" in text else f"http://{text}"
+def server_url(text: str) -> str:
+    """``http://HOST:PORT`` of a server whose host exists, from that, from ``HOST:PORT``, or from the URL of its
+    ``/metrics`` or ``/v1``. Raises UsageError."""
+    bare = re.sub(r"/(metrics|v1)?/?$", "", text)
+    url = engine_url(bare if "://" in text or ":" not in text else f"http://{bare}")
     try:
-        parts = urllib.parse.urlsplit(full)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        usable = usable and ("://" in text or parts.port is not None)
-    except ValueError:
-        usable = False
-    if not usable or "@" in text or any(character.isspace() or not character.isprintable() for character in text):
-        raise UsageError(
-            f"{quoted_url(text)} is no URL of a server; expected http://HOST:PORT, such as http://127.0.0.1:8001"
-        )
-    path = parts.path.rstrip("/")
-    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path or "/metrics", "", ""))
+        socket.getaddrinfo(urlsplit(url).hostname, None)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_AGAIN:  # a name server that is silent may answer later
+            raise UsageError(f"{text}: {error.strerror}; expected http://HOST:PORT of a server") from None
+    return url
 
 
-def check_host(url: str, page: str) -> None:
-    """Raises UsageError: the host's name does not exist. A name server that does not answer may do so later."""
+def read(
+    url: str, seconds: float, data: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[Mapping[str, str], bytes]:
+    """The headers and the body of an answer with status 200; a POST where there are ``data``. No redirection is
+    followed: it would get the key, whatever host it names. Raises PageError: no such answer came in time."""
+
+    async def ask() -> tuple[int, str, Mapping[str, str], bytes]:
+        method, limit = "GET" if data is None else "POST", aiohttp.ClientTimeout(total=seconds)
+        body = bytearray()
+        async with (
+            aiohttp.ClientSession(timeout=limit) as session,
+            session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer,
+        ):
+            async for piece in answer.content.iter_any():
+                body += piece
+                if len(body) > MAX_PAGE_BYTES:
+                    raise PageError(f"its page has more than {MAX_PAGE_BYTES >> 20} MiB")
+            return answer.status, answer.reason or "", answer.headers, bytes(body)
+
     try:
-        socket.getaddrinfo(urllib.parse.urlsplit(page).hostname, None)
-    except (socket.gaierror, UnicodeError) as error:
-        if not isinstance(error, socket.gaierror) or error.errno != socket.EAI_AGAIN:
-            why = getattr(error, "strerror", None) or "it is no name of a host"
-            raise UsageError(f"{url}: {why}; expected http://HOST:PORT of a server") from None
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirection would get the request's key, whatever host it names."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        return None
-
-
-def read(request: urllib.request.Request | str, seconds: float) -> tuple[dict[str, str], bytes]:
-    """The headers, in small letters, and the body of an answer with status 200. No proxy is used, and no redirection
-    is followed. Raises EngineDownError: no answer came within about ``seconds``, or another one."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
-    end = time.monotonic() + seconds
-    try:
-        with opener.open(request, timeout=seconds) as answer:
-            page = bytearray()
-            while more := answer.read1(_PAGE_BYTES):
-                page += more
-                if len(page) > MAX_PAGE_BYTES:
-                    raise EngineDownError(f"its page has more than {MAX_PAGE_BYTES >> 20} MiB")
-                if time.monotonic() > end:
-                    raise EngineDownError(f"no end of its page within {seconds:g} s")
-            return {name.lower(): text for name, text in answer.headers.items()}, bytes(page)
-    except urllib.error.HTTPError as error:
-        body = b""
-        with error, suppress(OSError, HTTPException):
-            body = error.read(_PAGE_BYTES)
-        said = ascii(str(error.reason))[1:-1][:80]  # no escapes for a terminal
-        raise EngineDownError(f"HTTP {error.code} {said}", error.code, body) from None
-    except (OSError, HTTPException) as error:  # URLError and TimeoutError are OSErrors
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, TimeoutError):
-            raise EngineDownError(f"no answer within {seconds:g} s") from None
-        text = str(getattr(reason, "strerror", None) or reason) or type(error).__name__
-        if not isinstance(reason, OSError):
-            text = f"it does not answer in HTTP: {quoted(text)}"
-        raise EngineDownError(text, gone=isinstance(reason, ConnectionRefusedError)) from None
+        status, reason, answered, body = asyncio.run(ask())
+    except TimeoutError:
+        raise PageError(f"no answer within {seconds:g} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        gone = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
+        raise PageError(ascii(said(error))[1:-1], gone=gone) from None  # no escapes for a terminal
+    if status != 200:
+        raise PageError(f"HTTP {status} {ascii(reason)[1:-1][:80]}", status, body)
+    return answered, body
 
 
 def fetch_samples(url: str, seconds: float = FETCH_SECONDS) -> list[Sample]:
-    """The samples of one page of metrics. Raises EngineDownError: it did not come, or it is none."""
+    """The samples of the metrics of a server. Raises PageError: they did not come, or the page is none."""
+    page = read(f"{url}/metrics", seconds)[1].decode("utf-8", "replace")
     try:
-        return list(samples(read(url, seconds)[1].decode("utf-8", "replace")))
-    except ProtocolError as error:
-        raise EngineDownError(f"no metrics page: {error}") from None
+        return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    except Exception as error:  # the parser raises many kinds
+        raise PageError(f"no metrics page: {quoted(str(error))}") from None

@@ -1,6 +1,6 @@
 """The output of ``kvferry doctor`` for docs/doctor.md, from a recorded report.
 
-``docs/doctor.json`` is a file of ``kvferry doctor --peer ... --share``.
+``docs/doctor.json`` is what ``kvferry doctor --peer ... --model ... --json`` prints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def doctor() -> str:
     sections = msgspec.convert(report["sections"], list[DoctorSection])
     text = [line.plain.rstrip() for section in sections for line in lines(section)]
     (engine,) = [s.title.rpartition(" ")[2] for s in sections if s.title.startswith("Engine")]
-    return _block(f"kvferry doctor --peer {engine}", [*text, verdict(sections).plain])
+    return _block(f"kvferry doctor --peer {engine} --model config.json", [*text, verdict(sections).plain])
 
 
 def _block(command: str, text: list[str]) -> str:

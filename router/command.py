@@ -36,13 +36,9 @@ def router(
     prefill: Sequence[str] | None, decode: Sequence[str] | None, engines_file: Path | None, *, host: str, port: int,
     serial: bool, always: bool, prefix_reads: bool, connect_timeout: float, prefill_timeout: float,
     abandoned_prefill_timeout: float, health_interval: float, max_requests: int, max_body_mib: int,
-    admin_token_file: str, allow_engine_changes: bool, otlp_traces_endpoint: str, log_level: str,
-    log_json: bool,
+    allow_engine_changes: bool, otlp_traces_endpoint: str, log_level: str, log_json: bool,
 ) -> None:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C; requests in flight end first. Raises KVFerryError: an argument is not usable."""
-    if admin_token_file:
-        text = "name the engines in --engines-file FILE, which may change at any time"
-        raise UsageError(f"--admin-token-file and changes by HTTP are gone; {text}: docs/routers.md")
     timeouts = connect_timeout, prefill_timeout, abandoned_prefill_timeout
     names = "--connect-timeout", "--prefill-timeout", "--abandoned-prefill-timeout", "--health-interval"
     for name, seconds in zip(names, (*timeouts, health_interval), strict=True):

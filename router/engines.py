@@ -269,7 +269,7 @@ def engine_url(text: str) -> str:
     shown wherever the engine is named."""
     if "@" in text:
         raise UsageError(
-            f"the URL of engine {quoted_url(text)} has a user or a password, which the router does not send; expected "
+            f"the URL of engine {quoted_url(text)} has a user or a password, which is not sent; expected "
             "http://HOST:PORT: an engine gets the Authorization header of each client"
         )
     expected = f"{quoted(text)} is no URL of an engine; expected http://HOST:PORT"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import select
 import socket
 import time
@@ -142,7 +143,7 @@ class Answer:
                 yield piece
                 self._progress.go_on()
         except (aiohttp.ClientError, OSError) as error:
-            self.broken = self._progress.given_up or _said(error)
+            self.broken = self._progress.given_up or said(error)
             raise HttpError(self.broken) from None
 
     async def body(self) -> bytes:
@@ -206,7 +207,7 @@ class HttpClient:
             if number in _OWN_FAULTS:
                 self.own_fault, self.own_fault_at = errno.errorcode[number], time.monotonic()
                 raise OwnFaultError(f"the router has no connection to spare ({self.own_fault}); try again") from None
-            raise HttpError(progress.given_up or _said(error)) from None
+            raise HttpError(progress.given_up or said(error)) from None
 
     async def close(self) -> None:
         if self.session is not None:
@@ -220,14 +221,16 @@ async def _windows(pieces: list[memoryview]) -> AsyncIterator[memoryview]:
             yield piece[at : at + WINDOW_BYTES]
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """Why there is no answer, or not all of it, in one line."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"no connection: {error.os_error.strerror or error.os_error}"
+        number = error.os_error.errno or 0  # asyncio has words of its own
+        return f"no connection: {os.strerror(number) if number > 0 else error.os_error.strerror or error.os_error}"
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "no connection in the time for it"
     ended = aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError | ConnectionResetError
     if isinstance(error, ended) or getattr(error, "errno", None) == errno.ECONNRESET:
         return "the engine closed the connection"
     if isinstance(error, aiohttp.ClientResponseError):
-        return f"no HTTP answer: {error.message}"
+        return f"no HTTP answer: {' '.join(error.message.split())}"
     return f"{type(error).__name__}: {error}"

@@ -150,7 +150,7 @@ TO_DO = {
     "peer_lost": "the prefill engine ended, or the connection to it broke: look at its log",
     "data": "the prefill engine sent what does not fit: the decode engine's log says why; if often, test the hardware",
     "denied": "the prefill engine refused: its log says why",
-    "internal": "a fault of KVFerry: the decode engine's log has it; `kvferry doctor --share` makes a report",
+    "internal": "a fault of KVFerry: the decode engine's log has it; report it with what `kvferry doctor` prints",
     "reset": f"the caches of an engine were reset meanwhile; {AGAIN}",
     "cancelled": f"the load was cancelled, as the client left or the engine slept; {AGAIN}",
     "cached": "no fault: the decode engine had the prompt in its own cache",

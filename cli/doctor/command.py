@@ -21,26 +21,25 @@ from kvferry.cli.doctor.findings import (
     verdict,
     warning,
 )
-from kvferry.cli.doctor.share import report, scrubber_of_this_host
-from kvferry.cli.terminal import complain, parsed_json, print_json
+from kvferry.cli.terminal import complain, parsed_json, print_json, read_model_config
 from kvferry.transport.errors import UsageError
 
 
 def doctor(
-    *, peer: str, config: str | None, share: Path | None, self_test: bool, as_json: bool, strict: bool, gate: bool
+    *, peer: str, model: Path | None, config: str | None, self_test: bool, as_json: bool, strict: bool, gate: bool
 ) -> bool:
     """Print what was found, section by section, or all of it as JSON, or one line for a ``gate``. Returns whether the
     machine is fit. ``strict``: with a warning it is not.
 
-    Raises UsageError: an option is not usable. Nothing was looked at, but for a file that could not be written at the
-    end.
+    Raises UsageError, ConfigError: an option is not usable. Nothing was looked at.
     """
     address, chosen, machine = _address(peer), parse_config(config), Machine()
-    if share is not None:
-        _check_new(share)
+    if model is not None and address is None:
+        raise UsageError("--model is compared with that of an engine: give --peer HOST:PORT, too")
+    content = None if model is None else read_model_config(model)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json or gate)
     found: list[DoctorSection] = []
-    for section in sections(machine, chosen, address, self_test and not gate):
+    for section in sections(machine, chosen, address, content, self_test=self_test and not gate):
         found.append(section)
         for line in lines(section):
             console.print(line)
@@ -50,13 +49,6 @@ def doctor(
         print_json({"fit": fit, "sections": found}, indent=1)
     elif gate:
         complain(in_one_line(found, strict))
-    if share is not None:
-        try:
-            with share.open("x") as file:  # a file is never replaced
-                file.write(report(found, machine.environ, scrubber_of_this_host(machine.environ)))
-        except OSError as error:
-            raise UsageError(f"--share: {share} cannot be written: {error.strerror}") from None
-        console.print(f"The report is in {share}. Read it before you send it.")
     return fit
 
 
@@ -82,17 +74,6 @@ def parse_address(text: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def _check_new(path: Path) -> None:
-    """Raises UsageError: the file cannot be new."""
-    try:
-        why = "exists already" if os.path.lexists(path) else ""
-        why = why or ("" if path.absolute().parent.is_dir() else "is in no directory")
-    except (OSError, ValueError) as error:
-        why = f"is no path: {error}"
-    if why:
-        raise UsageError(f"--share: {path} {why}; name a new file")
-
-
 def parse_config(text: str | None) -> dict[str, Any] | None:
     """``--config``: ``--kv-transfer-config``, or its ``kv_connector_extra_config`` alone; ``None`` where it is not
     given. Raises UsageError: it is no JSON object; one line."""
@@ -113,10 +94,11 @@ def parse_config(text: str | None) -> dict[str, Any] | None:
 
 
 def sections(
-    machine: Machine, config: Mapping[str, Any] | None, address: tuple[str, int] | None = None, self_test: bool = True
-) -> Iterator[DoctorSection]:
+    machine: Machine, config: Mapping[str, Any] | None, address: tuple[str, int] | None,
+    model: Mapping[str, Any] | None, *, self_test: bool,
+) -> Iterator[DoctorSection]:  # fmt: skip
     """Look at this machine, one section after the other. ``config``: as ``parse_config`` returns it. ``address``: of an
-    engine's control port."""
+    engine's control port. ``model``: ``config.json`` of this machine's."""
     yield section("Versions", host.version_findings(machine))
     chosen = settings.Chosen()
 
@@ -143,7 +125,7 @@ def sections(
 
     yield section("Data planes", data_planes())
     if address is not None:
-        found = peer.findings(*address, chosen.settings, chosen.keys)
+        found = peer.findings(*address, chosen.settings, chosen.keys, model)
         yield section(f"Engine at {address[0]}:{address[1]}", found)
     if self_test:
         tested = planes.self_test(chosen.settings.side_channel_host, usable)
@@ -157,6 +139,6 @@ def section(title: str, look: Iterable[Finding]) -> DoctorSection:
         found.extend(look)
     except Exception as error:  # an odd machine must not hide what the other sections find
         reason = f"{type(error).__name__}: {str(error).partition(os.linesep)[0]}"
-        remedy = "report it with the file of `kvferry doctor --share`"
+        remedy = "report it with what `kvferry doctor` prints"
         found.append(warning("this section", f"failed: {reason}", remedy))
     return DoctorSection(title, found)

@@ -106,13 +106,12 @@ def is_fit(sections: Iterable[DoctorSection], strict: bool = False) -> bool:
 
 
 def in_one_line(sections: Iterable[DoctorSection], strict: bool) -> str:
-    """Whether the machine is fit, and if not, the first reason and what to do about it."""
-    failures = _failures(sections, strict)
-    if not failures:
-        return "this machine is fit"
-    first, more = failures[0], f" ({len(failures) - 1} more: kvferry doctor)" if len(failures) > 1 else ""
-    expected = f", expected {first.expected}" if first.expected else ""
-    return f"this machine is not fit: {first.what}: {first.value}{expected}; {first.do}{more}"
+    """Whether the machine is fit, and if not, each reason and what to do about it."""
+    reasons = [
+        f"{each.what}: {each.value}{', expected ' * bool(each.expected)}{each.expected}; {each.do}"
+        for each in _failures(sections, strict)
+    ]
+    return f"this machine is not fit: {' / '.join(reasons)}" if reasons else "this machine is fit"
 
 
 def lines(section: DoctorSection) -> Iterator[Text]:

@@ -149,7 +149,7 @@ FORM = CacheForm()
 """64 MiB in pages of 32 KiB."""
 ROUNDS = 3
 """Hand-overs that are measured; one before them connects the ranks and allocates staging memory."""
-_REPORT = "report it with the file of `kvferry doctor --share`; until then set another plane"
+_REPORT = "report it with what `kvferry doctor` prints; until then set another plane"
 
 
 def self_test(

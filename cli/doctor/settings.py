@@ -48,7 +48,7 @@ def read_settings(machine: Machine, config: Mapping[str, Any]) -> tuple[list[Fin
     """The settings of an engine with this environment and this ``kv_connector_extra_config``: one finding for each
     value that is not usable; and the settings, ``None`` where there is such a value."""
     found = [
-        warning(name, why, "remove it, or correct its name", expected=", ".join(sorted(ENVIRONMENT.values())))
+        warning(name, *_what_to_do(why, f"remove it, or correct its name: {', '.join(sorted(ENVIRONMENT.values()))}"))
         for name, why in unknown_variables(machine.environ).items()
     ]
     given = {name: value for name, value in sorted(machine.environ.items()) if name in ENVIRONMENT.values()}
@@ -71,8 +71,14 @@ def _refused(config: Mapping[str, Any], environ: Mapping[str, str]) -> Finding |
         load_settings(config, environ)
     except ConfigError as error:
         what, _, why = str(error).partition(": ")
-        return fault(what, why, "correct it; docs/settings.md lists all settings")
+        return fault(what, *_what_to_do(why, "correct it; docs/settings.md lists all settings"))
     return None
+
+
+def _what_to_do(why: str, otherwise: str) -> tuple[str, str]:
+    """What is wrong, and what to do: of a setting that is gone, what takes its place."""
+    name, gone, instead = why.partition(" is gone; ")
+    return (f"{name} is gone", f"remove it; {instead}") if gone else (why, otherwise)
 
 
 def read_keys(settings: Settings) -> tuple[list[Finding], Keys | None]:

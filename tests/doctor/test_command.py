@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvferry.cli.doctor import command, peer, planes
 from kvferry.cli.doctor.findings import DoctorSection, Finding, Level, fault, ok, warning
-from kvferry.cli.main import app
+from kvferry.cli.main import GONE, app
 from tests.doctor.planted import is_bad
 from tests.support.rank_process import RemoteRank
 
@@ -101,16 +101,28 @@ def test_without_pytorch_it_says_so(tmp_path, error):
     [
         (["--peer", "nowhere"], "expected HOST:PORT"), (["--peer", "a:99999"], "65535"),
         (["--config", "x.json"], "give the JSON itself, not a file"), (["--config", "[1]"], "expected a JSON object"),
-        (["--config", "[" * 100000], "--config: no JSON"), (["--perr", "a:1"], "No such option"),
+        (["--config", "[" * 100000], "--config: no JSON"), (["--perr", "a:1"], "No such option: --perr"),
         (["--config", ""], "--config is empty"), (["--config", " "], "--config is empty"),
-        (["--share", "/no/such/folder/file"], "is in no directory"), (["--share", "/etc/hostname"], "exists already"),
-        (["--share", "a\0b"], "null byte"), (["--share", f"{'x' * 300}/y"], "--share"),
+        (["--share", "file"], "doctor --share is gone: redirect"), (["--model", "m"], "give --peer HOST:PORT, too"),
+        (["--peer", "a:1", "--model", "nowhere"], "nowhere is no file and no folder"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_status_2(invoke, arguments, words):
     result = invoke("doctor", *arguments)
     assert result.exit_code == 2 and words in result.stderr
-    assert not result.stdout
+    assert not result.stdout and result.stderr.startswith("kvferry: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_what_is_gone_is_refused_in_one_line_that_says_what_to_use(invoke, gone):
+    result = invoke(*gone.split(), "1")
+    assert result.exit_code == 2 and result.stderr == f"kvferry: {gone} is {GONE[gone]}\n"
+
+
+@pytest.mark.parametrize("arguments", [["plan"], ["router", "--port", "x"], ["topp"], ["--bad"], ["bench", "a"]])
+def test_a_mistake_that_typer_finds_is_one_line(invoke, arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 2 and result.stderr.startswith("kvferry: ") and result.stderr.count("\n") == 1
 
 
 BAD, SLOW = fault("key_file", "has mode 0644", "make a new key", expected="0600"), warning("clock", "hpet", "another")
@@ -123,13 +135,13 @@ BAD, SLOW = fault("key_file", "has mode 0644", "make a new key", expected="0600"
         (["--strict"], [ok("a", "1")], 0, "kvferry: this machine is fit"),
         (["--strict"], [SLOW], 1, "kvferry: this machine is not fit: clock: hpet; another"),
         ([], [SLOW, BAD], 1, "this machine is not fit: key_file: has mode 0644, expected 0600; make a new key"),
-        (["--strict"], [SLOW, BAD], 1, "0644, expected 0600; make a new key (1 more: kvferry doctor)"),
+        (["--strict"], [SLOW, BAD], 1, "0644, expected 0600; make a new key / clock: hpet; another"),
     ],
 )  # fmt: skip
 def test_a_gate_says_one_line(invoke, monkeypatch, options, findings, status, line):
     tests_itself = []
 
-    def sections(machine: object, config: object, address: object, self_test: bool) -> Iterator[DoctorSection]:
+    def sections(*_: object, self_test: bool) -> Iterator[DoctorSection]:
         tests_itself.append(self_test)
         yield DoctorSection("Planted", findings)
 
@@ -150,22 +162,13 @@ def test_a_gate_refuses_a_flag_without_a_failure_policy(invoke):
     assert invoke("doctor", "--gate", "--config", json.dumps(FLAG)).exit_code == 0
 
 
-def test_share_writes_the_findings(invoke, tmp_path, monkeypatch):
-    monkeypatch.setenv("KVFERRY_PEER_KEYS", "tiger-in-the-night")
-    path = tmp_path / "report.json"
-    result = invoke(*QUICK, "--share", str(path))
-    assert result.exit_code == 1 and f"The report is in {path}" in result.output.replace("\n", "")
-    text = path.read_text()
-    assert json.loads(text)["fit"] is False and "tiger" not in text
-
-
 def test_the_engine_that_peer_names(invoke, monkeypatch):
-    monkeypatch.setattr(peer.findings, "__defaults__", (300.0,))
+    monkeypatch.setattr(peer.findings, "__defaults__", (None, 300.0))
     p = RemoteRank(engine_id="engine-p", model={"architectures": "Labelled"})
     try:
         result = invoke(*QUICK, "--peer", f"127.0.0.1:{p.address.port}")
         assert result.exit_code == 0, result.output
-        assert "architectures=Labelled" in result.output and "round trip" in result.output
+        assert "architectures=Labelled" in result.output
     finally:
         p.close()
     result = invoke(*QUICK, "--peer", f"127.0.0.1:{p.address.port}")
@@ -188,6 +191,6 @@ def test_an_error_of_a_section_is_a_finding():
 
     first, failed = command.section("T", look()).findings
     assert first.level is Level.OK
-    is_bad(failed, Level.WARNING, "RuntimeError: an odd machine", "--share")
+    is_bad(failed, Level.WARNING, "RuntimeError: an odd machine", "kvferry doctor")
     with pytest.raises(AssertionError, match="says what to do"):
         Finding(Level.WARNING, "a", "1")

@@ -30,6 +30,11 @@ def test_each_bad_value_is_one_line(tmp_path):
     is_bad(only(findings, "kv_connector_extra_config"), Level.FAULT, "lease_second", "did you mean 'lease_seconds'")
 
 
+def test_of_a_setting_that_is_gone_it_says_what_takes_its_place(tmp_path):
+    findings, _ = found(tmp_path, {"KVFERRY_CHECKSUM": "1"}, {"checksum": True})
+    assert [finding.do for finding in findings] == ["remove it; set encrypt in its place"] * 2
+
+
 def test_a_misspelt_variable(tmp_path):
     findings, settings = found(tmp_path, {"KVFERRY_KEYFILE": "/k"})
     assert settings is not None and settings.key_file is None

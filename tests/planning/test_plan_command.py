@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
-from kvferry.cli.main import OF_A_FLEET, app
+from kvferry.cli.main import app
 from kvferry.cli.plan.command import PlanResult, bytes_per_second
 from kvferry.cli.plan.time_model import Calibration, PlaneCosts
 from kvferry.transport.errors import ConfigError
@@ -125,7 +125,6 @@ def test_the_index_of_sparse_attention_is_shown_with_its_blocks(model: Path) -> 
         (["--prefill-tokens-per-second", "-1"], "--prefill-tokens-per-second is -1"),
         (["--calibration", "config.json"], "config.json: no calibration"),
         (["--json", "no/such/folder.json"], "no/such/folder.json cannot be written"),
-        *(([option, "1"], "are gone: give --prefill-tokens-per-second, and find") for option in OF_A_FLEET),
     ],
 )
 def test_errors_have_one_line(model: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str) -> None:

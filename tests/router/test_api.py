@@ -157,7 +157,6 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
         (["--decode", "x"], "expected http://HOST:PORT"),
         (["--decode", "dns://x"], "expected dns://NAME:PORT"),
         (["--decode", "http://d:1", "--prefill", "http://d:1"], "name it once"),
-        (["--decode", "http://d:1", "--admin-token-file", "x"], "are gone; name the engines in --engines-file"),
         (["--decode", "http://d:1", "--host", "192.0.2.1"], "port 9000 of '192.0.2.1' cannot be bound: "),
         (["--decode", "http://d:1", "--host", "a..b"], "port 9000 of 'a..b' cannot be bound: it is no name of a host"),
         (["--engines-file", "/none"], "the engines file /none is not usable: No such file or directory"),

@@ -137,7 +137,7 @@ def test_a_small_model_and_a_text_that_is_none_of_a_terminal() -> None:
 def test_all_its_requests_have_one_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
     now, left = [0.0], list[float]()
 
-    def read(request: Any, seconds: float) -> tuple[dict[str, str], bytes]:
+    def read(url: str, seconds: float, *_: object) -> tuple[dict[str, str], bytes]:
         left.append(seconds)
         now[0] += 25.0
         return {}, b'{"engines": [], "data": [{"id": "m"}]}'
@@ -222,8 +222,8 @@ def test_a_key_follows_no_redirection() -> None:
 WRONG: list[tuple[tuple[str, ...], int, str]] = [
     (("",), 2, "expected http://HOST:PORT"),
     (("http://user:secret@h:1",), 2, "expected http://HOST:PORT"),
-    (("http://a..b:1",), 2, "no name of a host"),
-    ((gone(),), 1, "gives no answer to the check: Connection refused; is it started?"),
+    (("http://a..b:1",), 2, "'http://a..b:1' is no URL of an engine"),
+    ((gone(),), 1, "gives no answer to the check: no connection: Connection refused; is it started?"),
     (("http://127.0.0.1:9", "--timeout", "0"), 2, "--timeout"),
 ]
 

@@ -6,8 +6,8 @@ import re
 from typing import get_args
 
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.cli.metrics_page import samples
 from kvferry.connector.wire.metrics import PROMPT_ENDS, LocalReason
 from kvferry.connector.wire.series import PREFIX, SERIES
 from kvferry.router.engines import EnginePool
@@ -22,7 +22,8 @@ LABELS = {"model_name", "instance", "le", "source"}
 
 
 def test_series_of_queries_exist_and_all_of_ours_are_in_a_panel():
-    of_vllm = {sample.name for page in ("prefill", "decode") for sample in samples(recorded(page))}
+    pages = [text_string_to_metric_families(recorded(page)) for page in ("prefill", "decode")]
+    of_vllm = {sample.name for page in pages for family in page for sample in family.samples}
     asked = {name for _, text in queries() for name in re.findall(r"vllm:\w+", text)}
     assert asked <= OURS.keys() | of_vllm | {"vllm:prompt_tokens_by_source_total"}  # which the recorded pages leave out
     shown = {OURS[name].name for name in asked & OURS.keys()}
