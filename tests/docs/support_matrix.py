@@ -52,10 +52,10 @@ FEATURES = {
         "tests/engine/test_drafts.py::",
     ],
     "several samples of a prompt": [f"{STEPS}::test_three_samples_of_one_prompt_read_under_one_lease"],
-    "LoRA adapters": ["tests/vllm/test_lora.py::test_d_loads_what_p_computed_with_the_same_adapter"],
+    "LoRA adapters": ["tests/vllm/test_handover_steps.py::test_d_loads_what_p_computed_with_the_same_adapter"],
     "MultiConnector beside a store": [
-        "tests/vllm/test_beside_example_connector.py::test_d_has_the_choice",
-        "tests/vllm/test_beside_offloading_connector.py::test_both_load",
+        "tests/vllm/test_beside_connectors.py::test_d_has_the_choice",
+        "tests/vllm/test_beside_connectors.py::test_both_load",
     ],
     "tensor parallelism, pipeline stages": ["tests/engine/test_engine_forms.py::test_two_and_one"],
     "data parallelism": ["tests/engine/test_engine_forms.py::test_two_replicas_of_an_engine"],

@@ -1,4 +1,4 @@
-"""docs/api.md: what it names exists and is documented, and it names what docs/library.md and the example use."""
+"""docs/library.md runs as it stands, and each name of docs/api.md says its shapes, units and errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.docs.pages import BLOCK, ROOT
+from tests.support.fork_server import fork_server
 
 ERRORS = "kvferry.transport.errors"
 Found = griffe.Object | griffe.Alias
@@ -104,3 +105,17 @@ def test_the_page_has_what_its_readers_use() -> None:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvferry."):
             used |= {f"{node.module}.{alias.name}" for alias in node.names}
     assert len(used) > 40 and not {name for name in used if ".vllm." not in name} - {*NAMES}
+
+
+((_, CODE),) = [found for found in BLOCK.findall((ROOT / "docs" / "library.md").read_text()) if found[0] == "python"]
+WRONG = {"a byte of D is another": ("both = ", "d.cache[5, 1, 9, 3] += 1\nboth = "), "": ("", "")}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_code_runs(fault: str) -> None:
+    done = fork_server().run("-c", CODE.replace(*WRONG[fault], 1), timeout=800)
+    if fault:
+        assert "AssertionError" in done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, "40 tokens handed over\n"), done.stderr
+    assert len(CODE.splitlines()) < 50

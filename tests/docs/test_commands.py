@@ -48,7 +48,7 @@ ELSEWHERE = {
     "pip install": (".ci/run", "install"),
     "pre-commit install": ("", ""),
     "python -m dynamo.vllm": ("tests/engine/test_vllm_proxies.py", "kvferry.connector.vllm.as_nixl"),
-    "python benchmarks/planes/rdma_check.py": ("tests/transport/test_rdma_check.py", "rdma_check.py"),
+    "python benchmarks/planes/rdma_check.py": ("tests/transport/test_host.py", "rdma_check.py"),
     "python examples/two_node/run_netns.py": ("tests/examples/test_examples_run.py", "two_node/run_netns.py"),
     "ray start": ("tests/examples/test_ray_serve.py", "two_nodes.py"),
     "scp": ("", ""),

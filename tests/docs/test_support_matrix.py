@@ -40,5 +40,5 @@ def test_a_family_has_its_mark_by_the_parameters_of_a_test(
 
 
 def test_a_row_goes_with_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(support_matrix.FEATURES, "LoRA adapters", ["tests/vllm/test_lora.py::test_none"])
+    monkeypatch.setitem(support_matrix.FEATURES, "LoRA adapters", ["tests/vllm/test_handover_steps.py::test_none"])
     assert "LoRA" not in support_matrix.feature_table() and "preemption" in support_matrix.feature_table()

@@ -19,7 +19,7 @@ from kvferry.transport import grant_board
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import OURS, THEIRS, TOKENS, Gate, Pair, RankGroup, breaks, forget, wipe
 from tests.handover.streamed import ELSEWHERE, STEP, all_ended, ends_well, has, make, nothing_of
-from tests.handover.test_posted_grants import asked
+from tests.handover.test_leases import asked
 from tests.support.inside import board_of, early_asks, early_votes, leases_of, plans_of, prompts_of
 from tests.support.ranks import Rank, wait
 

@@ -1,18 +1,24 @@
-"""Leases that nobody asks for, that end too early, or that a second D takes over: nothing stale is loaded."""
+"""Leases: P's pages are read under one only, posted or asked for, whatever overtakes what."""
 
 from __future__ import annotations
 
 import errno
+import secrets
 import time
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from kvferry.connector.decode_side import link
 from kvferry.connector.prefill_side import serve
+from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import no_figures
 from kvferry.connector.wire.step_plan import StepPlan
+from kvferry.transport import grant_board
 from kvferry.transport.wake import RateLimitedLog
 from tests.handover.scenario import (
     OURS,
@@ -21,18 +27,23 @@ from tests.handover.scenario import (
     THEIRS,
     TOKENS,
     Gate,
+    Pair,
     RankGroup,
+    another_works,
     begin,
+    breaks,
     ended,
     has_all,
     is_wiped,
+    lease_plan,
     leased,
     load_from,
+    wipe,
 )
 from tests.handover.streamed import all_ended
 from tests.support.clocks import put_forward
-from tests.support.inside import sends_of, sessions_of
-from tests.support.ranks import grant, let_time_pass, load_plan, on_its_thread, peer, reason_of, wait
+from tests.support.inside import board_of, leases_of, sends_of, sessions_of
+from tests.support.ranks import Rank, grant, let_time_pass, load_plan, on_its_thread, peer, reason_of, wait
 from tests.support.timed import Timed
 
 
@@ -185,3 +196,159 @@ def test_a_release_that_cannot_be_sent_costs_nothing_else(
     assert "planted" in line
     let_time_pass(p[0], 700)
     assert wait(lambda: p[0].sent == {"req-p"}, [*p, d]), "it expires"
+
+
+@pytest.fixture
+def pair(group: RankGroup) -> Pair:
+    """With a link between them, so that what comes next finds P's board."""
+    p, d = group.pair(plane="cma")
+    another_works(p, d, "first")
+    return p, d
+
+
+def asked(p: Rank) -> Counter[str]:
+    """Counts what D says to P from now on, by kind."""
+    handle, counts = p.producer.handle, Counter[str]()
+
+    def counted(identity: bytes, request: Any, *rest: Any) -> None:
+        counts[type(request).__name__] += 1
+        handle(identity, request, *rest)
+
+    p.producer.handle = counted
+    return counts
+
+
+def posted(p: Rank, tokens: int = TOKENS) -> bytes:
+    token = grant([p], "req-p", THEIRS[: -(-tokens // 16)], tokens)
+    assert wait(lambda: (held := leases_of(p).get(token)) is not None and held.posted is not None)
+    return token
+
+
+def load(p: Rank, d: Rank, token: bytes, *, watch: bool = True) -> None:
+    load_from(p, d, token, watch=watch)
+
+
+def test_nothing_is_asked_and_nothing_committed(p: Rank, d: Rank) -> None:
+    counts = asked(p)
+    load(p, d, posted(p), watch=False)
+    assert ended(p, d) and set(counts) <= {"Release", "Renew"}, counts
+    assert not board_of(p).posted, "no lease is left on the board"
+
+
+@pytest.mark.parametrize("when", ["while it reads", "before it reads"])
+def test_what_was_read_under_a_grant_that_fell_is_not_loaded(p: Rank, d: Rank, when: str) -> None:
+    token, reads = posted(p), d.consumer.reads
+    if when == "while it reads":
+        gate = Gate(reads, "collect", lambda now: iter(()))
+        load(p, d, token)
+        assert wait(lambda: any(read.note for read in list(reads.by_number.values())), [d]), "it began to"
+    let_time_pass(p, 10_000)
+    assert wait(lambda: "req-p" in p.sent, [p])
+    wipe(p)  # another prompt's
+    if when == "while it reads":
+        gate.open()
+    else:
+        load(p, d, token)
+    assert not ended(p, d)
+
+
+@pytest.mark.parametrize("without", ["room", "the board"])
+def test_a_lease_without_a_note_on_the_board_is_asked_for(
+    p: Rank, d: Rank, group: RankGroup, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    if without == "room":
+        monkeypatch.setattr(grant_board, "SLOT_BYTES", 64)
+    else:
+        monkeypatch.setattr(link, "BoardReader", breaks)
+        d = group.rank(plane="cma", engine_id="engine-e")
+    counts = asked(p)
+    begin(p, d)
+    assert ended(p, d) and counts["Ask"] == counts["Commit"] == 1
+
+
+def test_a_transfer_thread_that_ends_leaves_no_note(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where its end goes wrong: the engine is then told that all its blocks are its own."""
+    (theirs,) = d.consumer.links
+    note = theirs.board.find(posted(p))
+    assert note is not None and note.is_current
+    monkeypatch.setattr(p.consumer, "close", breaks)
+    p.thread.close(300)
+    assert not note.is_current
+    p.poll()
+    assert "req-p" in p.sent
+
+
+class Late:
+    """Replies of this ``kind`` reach D's hand-overs only after ``come``."""
+
+    def __init__(self, d: Rank, kind: type) -> None:
+        self._d, self._consumer, self._kind = d, d.consumer, kind
+        self._real = self._consumer.reads.reply
+        self.held: list[tuple[Any, ...]] = []
+        self._consumer.reads.reply = self._reply
+
+    def _reply(self, link: Any, reply: Any, now: float) -> Any:
+        if not isinstance(reply, self._kind):
+            return self._real(link, reply, now)
+        self.held.append((link, reply, now))
+        return ()
+
+    def come(self) -> None:
+        on_its_thread(self._d, self._come)
+
+    def _come(self) -> None:
+        self._consumer.reads.reply = self._real
+        while self.held:
+            *reply, now = self.held.pop(0)
+            for load, event in list(self._real(*reply, now)):
+                self._consumer.loads.give(load, (event,), now)
+
+
+def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGroup) -> None:
+    """P's cap comes while a socket reads the last message: what D gets of the rest is no KV, whatever it hears when."""
+    p, d = group.pair(
+        plane="tcp",
+        slot_bytes=64 << 20,
+        staging_bytes=128 << 20,
+        lease_cap_seconds=30,
+        content=8192,
+        layers=1,
+        blocks=18,
+    )
+    plane, pushes = d.context.plane("tcp"), sends_of(p)
+    assert plane is not None
+    real = plane.progress
+    # From P's first byte on D reads none: there is one message, which is more than sockets hold.
+    stuck = Gate(plane, "progress", lambda: False if pushes.turns else real())
+    late = Late(d, messages.Deny)
+    begin(p, d)
+    assert wait(lambda: any(push.reading and push.all_begun for push in list(pushes.turns)), [d]), "in the last message"
+    let_time_pass(p, 60)
+    assert wait(lambda: p.sent == {"req-p"}, [p])
+    wipe(p)  # another prompt's
+    stuck.open()
+    wait(lambda: d.received == {"req-d"}, [p, d], 1.0)
+    late.come()
+    assert not ended(p, d)
+
+
+@pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+def test_what_was_pushed_is_loaded_only_with_its_grant(group: RankGroup, plane: str) -> None:
+    """The grant says whose prompt the chunks are: they are not loaded before it, nor after one of another prompt."""
+    p, d = group.pair(plane=plane, **PATIENT)
+
+    def all_here() -> bool:
+        """Every chunk lies in D's pages."""
+        return all(read.landed for job in list(d.consumer.loads.running) for read in job.reads)
+
+    for wanted in ("a" * 32, "b" * 32):
+        token, late, name = secrets.token_bytes(16), Late(d, messages.Grant), wanted[0]
+        p.worker.post(lease_plan(token, name, digest="a" * 32))
+        plan = load_plan(f"{name}-d", token, peer([p]), OURS, 0, TOKENS, watch=False)
+        d.worker.post(replace(plan, loads=(replace(plan.loads[0], digest=wanted),)))
+        assert wait(lambda late=late: all_here() and bool(late.held), [p, d])
+        assert not wait(lambda name=name: f"{name}-d" in d.received, [p, d], 0.1)
+        late.come()
+        d.thread.wake()
+        assert wait(lambda name=name: f"{name}-d" in d.received, [p, d])
+    assert d.failed == {"b-d"} and reason_of(d) == "other_prompt"

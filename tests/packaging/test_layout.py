@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,3 +162,35 @@ def test_make_lint_checks_the_types_of_every_file() -> None:
     wanted = {ROOT / name for name in listed.split() if (ROOT / name).exists()}
     assert {(ROOT / name).resolve() for name in checked} >= wanted
     assert len(checked) == len(set(checked))
+
+
+@pytest.mark.parametrize(("fails", "status"), [("not nixl", 2), ("nixl and", 2), ("nothing", 0)])
+def test_both_parts_run_whatever_becomes_of_the_other(tmp_path: Path, fails: str, status: int) -> None:
+    runs, pytest_stand_in = tmp_path / "runs", tmp_path / "pytest"
+    pytest_stand_in.write_text(
+        f'#!/bin/sh\necho "$OMP_NUM_THREADS $2" >> {runs}\ncase "$2" in *"{fails}"*) exit 1;; esac\n'
+    )
+    pytest_stand_in.chmod(0o755)
+    command = ["make", "--silent", "--assume-old=install", "test", f"PYTEST={pytest_stand_in}"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=800, check=False).returncode == status
+    assert sorted(runs.read_text().splitlines()) == ["1 nixl and not engines", "1 not engines and not nixl"]
+
+
+TABLE: dict[str, Any] = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "binding_table.py"))
+RENAMED = {
+    "vllm_config": {"layout", "source", "config", "connector", "num_blocks"}, "available_memory": {"num_blocks"},
+    "kv_cache_raw_tensors": {"raw"}, "attn_backends": {"layout"}, "block_tables": set(), "enable_cache": {"cache"},
+}  # fmt: skip
+"""Parameters of vLLM's functions that ours do not have, and the parameters that replace them."""
+
+
+def test_every_row_is_there_and_takes_what_its_seed_takes() -> None:
+    assert len({utility.name for utility in TABLE["UTILITIES"]}) == len(TABLE["UTILITIES"])
+    for utility in TABLE["UTILITIES"]:
+        ours = set(inspect.signature(TABLE["resolve"](utility)).parameters)
+        (function,) = ast.parse(f"def {utility.seed}: ...").body
+        assert isinstance(function, ast.FunctionDef)
+        seed = {arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)}
+        assert seed
+        for name in seed - ours:
+            assert name in RENAMED and (not RENAMED[name] or RENAMED[name] & ours), (utility.name, name)

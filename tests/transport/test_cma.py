@@ -1,26 +1,36 @@
-"""Reading another process: the right one or none, gone or not; an address that is not its own."""
+"""Pages of another process of this host: ``cma``, lent files, and which process is at the other end."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
 import resource
+import secrets
+import select
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 
+from kvferry.transport import peer_process
 from kvferry.transport.channels import ByteRanges, Copy, PageRead
-from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.peer_process import Ends, PeerProcess
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import cma
 from kvferry.transport.planes.cma import CmaChannel, CmaPlane
+from kvferry.transport.planes.lent_files import NUMBER, BorrowedFiles, Lender, listen_unix
 from kvferry.transport.planes.pull import MemoryFileAddress, PullOffer
 from tests.support.fork_server import Program, fork_server
 
@@ -245,3 +255,244 @@ def test_a_refused_connect_leaves_no_descriptor_behind(child: Child, plane: CmaP
     assert open_pidfds() == before + 1
     plane.close()
     assert open_pidfds() == before
+
+
+@pytest.fixture
+def opened() -> Iterator[list[int]]:
+    """Descriptors to close."""
+    fds: list[int] = []
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+def memfd(opened: list[int], content: bytes = b"content") -> int:
+    opened.append(os.memfd_create("file"))
+    os.write(opened[-1], content)
+    return opened[-1]
+
+
+def test_lent_files_are_opened_for_reading_until_p_closes(opened: list[int]) -> None:
+    with closing(Lender()) as lender, closing(BorrowedFiles("cuda_ipc", *lender.offer())) as files:
+        channel = lender.accept(files.channel)
+        assert not files.ended
+        file = memfd(opened)
+        channel.lend(file)
+        assert not files.ended, "a message is no end"
+        opened.append(files.open_file(file))
+        assert os.pread(opened[-1], 100, 0) == b"content"
+        with pytest.raises(OSError):
+            os.write(opened[-1], b"x")
+        with pytest.raises(FileNotFoundError, match="has not lent it"):
+            files.open_file(file + 1)
+        channel.close()
+        assert files.ended
+
+
+def test_a_d_without_the_secret_gets_nothing(opened: list[int]) -> None:
+    with closing(Lender()) as lender:
+        name, _ = lender.offer()
+        with closing(BorrowedFiles("cuda_ipc", name, secrets.token_bytes(32))) as files:
+            with pytest.raises(TransportError, match="never connected, or was refused"):
+                lender.accept(files.channel)
+            assert files.ended
+
+
+def test_a_d_that_is_gone_is_told_to_p(opened: list[int]) -> None:
+    with closing(Lender()) as lender:
+        files = BorrowedFiles("cuda_ipc", *lender.offer())
+        channel = lender.accept(files.channel)
+        files.close()
+        assert files.ended
+        lender.progress()
+        assert not lender.progress(), "its socket is watched no more"
+        with pytest.raises(TransportError, match="gone"):
+            channel.lend(memfd(opened))
+
+
+def test_a_child_of_p_does_not_seem_to_be_p() -> None:
+    with closing(Lender()) as lender, closing(BorrowedFiles("cuda_ipc", *lender.offer())) as files:
+        channel = lender.accept(files.channel)
+        (wait, end), (begun, begins) = os.pipe(), os.pipe()
+        if not (child := os.fork()):
+            os.close(end)
+            os.write(begins, b"x")
+            os.read(wait, 1)
+            os._exit(0)
+        os.close(wait)
+        os.read(begun, 1)
+        channel.close()
+        ended = files.ended
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(begun)
+        os.close(begins)
+        assert ended
+
+
+@pytest.mark.parametrize("what", ["no descriptor", "two descriptors", "short", "repeated", "too many"])
+def test_a_p_that_sends_something_else_has_ended(what: str, opened: list[int]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        listener, name = listen_unix()
+        stack.enter_context(listener)
+        listener.listen()
+        files = stack.enter_context(closing(BorrowedFiles("cuda_ipc", name, secrets.token_bytes(32))))
+        p = stack.enter_context(listener.accept()[0])
+        file = memfd(opened)
+        sends: dict[str, list[tuple[bytes, list[int]]]] = {
+            "no descriptor": [(NUMBER.pack(file), [])],
+            "two descriptors": [(NUMBER.pack(file), [file, file])],
+            "short": [(b"x", [file])],
+            "repeated": [(NUMBER.pack(file), [file])] * 2,
+            "too many": [(NUMBER.pack(number), [file]) for number in range(5)],
+        }
+        for data, fds in sends[what]:
+            assert not files.ended
+            socket.send_fds(p, [data], fds)
+        assert files.ended and files.ended, "for good"
+    assert len(os.listdir("/proc/self/fd")) == before + len(opened), "all descriptors that came are closed"
+
+
+def test_what_is_no_file_is_not_opened(opened: list[int]) -> None:
+    with closing(Lender()) as lender, closing(BorrowedFiles("cuda_ipc", *lender.offer())) as files:
+        channel = lender.accept(files.channel)
+        opened += os.pipe()
+        channel.lend(opened[0])
+        with pytest.raises(OSError, match="not a regular file"):
+            files.open_file(opened[0])
+
+
+P = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 0), family=socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET)
+print(listener.getsockname()[1], flush=True)
+connection, _ = listener.accept()
+print("accepted", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def joined(request: pytest.FixtureRequest) -> Iterator[tuple[Program, socket.socket]]:
+    """Another process, and our connection to it."""
+    with (
+        fork_server().start("-c", P, request.param, text=True) as process,
+        socket.create_connection((request.param, int(process.stdout.readline()))) as ours,
+    ):
+        assert process.stdout.readline() == "accepted\n"
+        yield process, ours
+
+
+@pytest.mark.parametrize("way", ["sock_diag", "the table"])
+def test_the_process_at_the_other_end_is_known(
+    joined: tuple[Program, socket.socket], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_process, "ask_netlink" if way == "the table" else "search_table", lambda *args: 0)
+    process, ours = joined
+    ends = Ends.of(ours.fileno())
+    assert ends is not None and ends.theirs == ours.getpeername()[:2]
+    PeerProcess(process.pid).check_holds_end(ends)
+    for pid in (os.getpid(), os.getppid()):  # ours holds this end
+        with pytest.raises(PeerUnreachableError, match="is not at the other end"):
+            PeerProcess(pid).check_holds_end(ends)
+
+
+def test_a_process_that_has_ended_is_not_taken_for_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread closes while another asks: a file that is opened meanwhile may get the same number."""
+    with fork_server().start("-c", "", text=True) as program:
+        process = PeerProcess(program.pid)
+        assert program.wait(60) == 0
+    numbers: list[int] = []
+    poll = select.poll
+
+    def slow() -> select.poll:
+        closer.start()
+        closer.join(0.1)
+        numbers.append(os.eventfd(0))
+        return poll()
+
+    closer = threading.Thread(target=process.close)
+    monkeypatch.setattr(select, "poll", slow)
+    assert process.ended
+    closer.join(60)
+    assert process.fd < 0 and process.ended
+    os.close(numbers[0])
+
+
+def test_no_connection_or_no_such_connection_is_nobody_s(joined: tuple[Program, socket.socket]) -> None:
+    process, ours = joined
+    ends = Ends.of(ours.fileno())
+    assert ends is not None
+    for wrong in (
+        None,
+        Ends(ends.theirs, ends.ours),
+        Ends((ends.ours[0], 1), ends.theirs),
+        Ends(("x", 1), ends.theirs),
+    ):
+        with pytest.raises(PeerUnreachableError):
+            PeerProcess(process.pid).check_holds_end(wrong)
+    before = len(os.listdir("/proc/self/fd"))
+    file, (one, other) = os.memfd_create("file"), socket.socketpair()
+    with one, other, socket.socket() as alone:
+        assert [Ends.of(fd) for fd in (-1, 1 << 20, file, one.fileno(), alone.fileno())] == [None] * 5
+    os.close(file)
+    assert len(os.listdir("/proc/self/fd")) <= before, "a copy of the descriptor is left"
+
+
+def test_the_end_of_a_process_counts_after_the_look() -> None:
+    with fork_server().start("-c", "import sys; sys.stdin.read()", text=True) as process:
+        peer = PeerProcess(process.pid)
+        assert not peer.ended
+        process.kill()
+        process.wait(60)
+        assert peer.ended
+        with pytest.raises(OSError):
+            peer.open_file(0)
+        peer.close()
+        peer.close()
+        assert peer.ended
+
+
+class Watch:
+    """Tells whether a file was opened (inotify(7))."""
+
+    def __init__(self, path: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.inotify_init1(os.O_NONBLOCK)
+        assert libc.inotify_add_watch(self._fd, os.fsencode(path), 0x20) >= 0
+
+    def opened(self) -> bool:
+        try:
+            return len(os.read(self._fd, struct.calcsize("iIII"))) > 0
+        except BlockingIOError:
+            return False
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "another user's", "folder", "device"])
+def test_a_file_is_looked_at_before_it_is_opened(kind: str, tmp_path: Path) -> None:
+    path = {"folder": tmp_path, "device": Path("/dev/zero")}.get(kind, tmp_path / "file")
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "another user's":
+        if os.geteuid() != 0:
+            pytest.skip("needs root")
+        path.touch()
+        os.chown(path, 65534, 65534)
+    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    watch = Watch(path)
+    with pytest.raises(OSError, match=r"regular|user"):
+        PeerProcess(os.getpid()).open_file(fd)
+    assert not watch.opened()
+    os.close(fd)
+
+
+def test_a_regular_file_is_opened_for_reading() -> None:
+    fd = os.memfd_create("file")
+    os.write(fd, b"content")
+    ours = PeerProcess(os.getpid()).open_file(fd)
+    assert os.pread(ours, 100, 0) == b"content"
+    with pytest.raises(OSError):
+        os.write(ours, b"x")
+    os.close(fd)
+    os.close(ours)

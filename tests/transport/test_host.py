@@ -1,16 +1,21 @@
-"""Which addresses are this host's own."""
+"""What a host has: its name and its RDMA devices."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from kvferry.transport.host import is_ours
+from tests.support.engines import free_port
+from tests.support.lanes import LANES
 
 ELSEWHERE = "198.51.100.7"  # for documentation (RFC 5737): no host has it
 
@@ -39,3 +44,29 @@ def test_where_any_address_can_be_bound_only_those_of_the_host_are_ours() -> Non
         ["unshare", "-n", "sh", "-c", allow, sys.executable, program], capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["False", "True", "False", "True"]
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "planes" / "rdma_check.py"
+HOST = "127.0.0.1"
+
+
+@pytest.mark.engines  # takes half a minute of a core, as a benchmark
+@pytest.mark.nixl
+def test_serve_and_check(tmp_path: Path) -> None:
+    environ, port, result = os.environ | {"UCX_TLS": LANES}, str(free_port()), tmp_path / "rdma.json"
+    serving = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "serve", HOST, port], env=environ, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert serving.stdout is not None and f"lanes: UCX_TLS={LANES}" in serving.stdout.readline()
+        command = [sys.executable, str(SCRIPT), "check", HOST, HOST, port, "--mib", "8", "--rounds", "1"]
+        done = subprocess.run(
+            [*command, "--json", str(result)], env=environ, capture_output=True, text=True, timeout=800, check=False
+        )
+        assert done.returncode == 1 and f"not fit: no RDMA: the lanes are UCX_TLS={LANES}" in done.stdout, done.stderr
+        found = json.loads(result.read_text())
+        assert found["wrong"] == [] and len(found["gb_per_s"]) == 6 and min(found["gb_per_s"].values()) > 0
+    finally:
+        os.killpg(serving.pid, signal.SIGKILL)
+        serving.wait()

@@ -1,5 +1,4 @@
-"""The utilities of ``connector/binding``: each refusal is one line that says what to change, and nothing is half done.
-What they compute, and which inputs they refuse, ``tests/vllm`` compares with vLLM's."""
+"""Utilities of ``connector/binding``: each refusal is one line that says what to change, and nothing is half done."""
 
 from __future__ import annotations
 
@@ -8,8 +7,11 @@ from dataclasses import dataclass, fields, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from kvferry.connector.binding.attention_group import (
     AttentionGroup,
@@ -37,8 +39,20 @@ from kvferry.connector.binding.kv_spec import (
     layer_spec,
 )
 from kvferry.connector.binding.memory_request import request_memory
+from kvferry.connector.binding.mm_placeholders import (
+    gather_mm_placeholders,
+    scatter_mm_placeholders,
+)
 from kvferry.connector.binding.sequence_parallel import is_residual_scattered_for_sp
-from kvferry.transport.errors import ConfigError, GeometryError
+from kvferry.connector.geometry.token_sharding import (
+    ALL_TOKENS,
+    TokenRuns,
+    TokenShard,
+    common_tokens,
+    num_common_tokens,
+    token_blocks,
+)
+from kvferry.transport.errors import ConfigError, EmbeddingError, GeometryError
 from tests.unit.kv_layers import Layer, backend, spec
 
 BLOCKS, GIB, CPU = 5, 1 << 30, torch.device("cpu")
@@ -314,3 +328,145 @@ def test_state_layers_keep_bytes_and_raw_layers_the_allocation() -> None:
     views = reshape(made, raw, "LBHNC")
     assert views["layers.0"].shape == (2, 1, 1, 24) and views["layers.0"].dtype == torch.int8
     assert views["raw.0"] is raw
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64]
+MASKS = st.lists(st.booleans(), max_size=40)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def embeddings(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random finite values, rows of a wider tensor, so not contiguous."""
+    return torch.randn(count, width + 3).to(dtype)[:, 1 : width + 1]
+
+
+@given(MASKS, st.integers(0, 9), st.sampled_from(DTYPES))
+def test_each_token_by_itself(mask: list[bool], width: int, dtype: torch.dtype) -> None:
+    embeds = embeddings(sum(mask), width, dtype)
+    placed = scatter_mm_placeholders(embeds, torch.tensor(mask, dtype=torch.bool))
+    assert placed.shape == (len(mask), width) and placed.dtype == dtype
+    rows = iter(embeds)
+    for token, takes in enumerate(mask):
+        if takes:
+            assert bits(placed[token]) == bits(next(rows))
+        else:
+            assert bool(torch.isnan(placed[token].to(torch.complex64)).all())
+
+
+@given(MASKS, st.integers(0, 9), st.sampled_from(DTYPES))
+def test_gather_is_the_inverse(mask: list[bool], width: int, dtype: torch.dtype) -> None:
+    embeds, is_embed = embeddings(sum(mask), width, dtype), torch.tensor(mask, dtype=torch.bool)
+    placed = scatter_mm_placeholders(embeds, is_embed)
+    taken = gather_mm_placeholders(placed, is_embed)
+    assert taken.shape == embeds.shape and taken.dtype == dtype and bits(taken) == bits(embeds)
+    if placed.numel() and sum(mask):
+        placed[:] = 0
+        assert bits(taken) == bits(embeds)  # a copy
+
+
+def test_without_a_mask_nothing_is_copied() -> None:
+    embeds = torch.zeros(3, 2)
+    assert scatter_mm_placeholders(embeds, None) is embeds and gather_mm_placeholders(embeds, None) is embeds
+
+
+TWO = torch.tensor([True, True, False])
+
+
+@pytest.mark.parametrize(
+    ("call", "tensor", "mask", "message"),
+    [
+        ("both", torch.zeros(3, 2), torch.tensor([1, 0, 1]), r"is_embed is torch.int64 of shape \[3\], expected bool"),
+        ("both", torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), r"of shape \[3, 2\], expected bool, one axis"),
+        ("both", torch.zeros(3, 2), torch.tensor(True), r"of shape \[\]"),
+        # One embedding would otherwise fill every token, for torch repeats it.
+        ("scatter", torch.zeros(1, 2), TWO, "1 embeddings for 2 placeholder tokens that take one"),
+        ("scatter", torch.zeros(2, 2, 2), TWO, r"embeds have shape \[2, 2, 2\], expected two axes"),
+        ("scatter", torch.zeros(2, 2, dtype=torch.int32), TWO, "embeds are of torch.int32, which has no NaN"),
+        ("gather", torch.zeros(4, 2), TWO, "a mask of 3 tokens for 4 placeholders"),
+        ("gather", torch.zeros(2), TWO[:2], r"placeholders have shape \[2\], expected two axes"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(call: str, tensor: torch.Tensor, mask: torch.Tensor, message: str) -> None:
+    for name, act in (("scatter", scatter_mm_placeholders), ("gather", gather_mm_placeholders)):
+        if call in (name, "both"):
+            with pytest.raises(EmbeddingError, match=message):
+                act(tensor, mask)
+
+
+shards = st.integers(1, 6).flatmap(
+    lambda size: st.builds(TokenShard, st.just(size), st.integers(0, size - 1), st.sampled_from([1, 2, 3, 4, 6, 8, 16]))
+)
+LONG = 1 << 12
+
+
+def held(shard: TokenShard, tokens: int) -> list[int]:
+    """Token by token, as vLLM's slot mapping says it."""
+    return [t for t in range(tokens) if t // shard.interleave % shard.size == shard.rank]
+
+
+def listed(places: TokenRuns) -> list[int]:
+    found = [n for a, b in zip(places.starts, places.stops, strict=True) for n in range(a, b)]
+    assert len(found) == places.num_tokens
+    assert (places.starts[1:] > places.stops[:-1]).all()
+    return found
+
+
+@given(shards, st.integers(0, 200))
+def test_tokens_are_counted(shard: TokenShard, tokens: int) -> None:
+    assert shard.count(tokens) == len(held(shard, tokens))
+    assert shard.whole == (shard.count(96 * 5) == 96 * 5)
+
+
+@given(shards, shards)
+@example(TokenShard(2, 0, 16), TokenShard(2, 1, 1))
+@example(TokenShard(2, 0, 16), TokenShard(2, 1, 16))
+def test_shares_meet_where_a_long_prompt_has_common_tokens(ours: TokenShard, theirs: TokenShard) -> None:
+    assert ours.meets(theirs) == theirs.meets(ours) == bool(set(held(ours, LONG)) & set(held(theirs, LONG)))
+
+
+@settings(max_examples=200)
+@given(shards, shards, st.integers(0, 150), st.integers(0, 150))
+@example(TokenShard(2, 0, 16), TokenShard(4, 2, 16), 0, 128)
+@example(TokenShard(2, 0, 16), TokenShard(2, 0, 1), 5, 90)
+@example(ALL_TOKENS, TokenShard(2, 1, 16), 20, 40)
+@example(TokenShard(2, 1, 16), ALL_TOKENS, 3, 70)
+def test_common_tokens_are_the_same_on_both_sides(
+    ours: TokenShard, theirs: TokenShard, start: int, length: int
+) -> None:
+    stop = start + length
+    both = sorted(set(held(ours, stop)) & set(held(theirs, stop)) & set(range(start, stop)))
+    for mine, other in ((ours, theirs), (theirs, ours)):
+        number = {token: place for place, token in enumerate(held(mine, stop))}
+        places = common_tokens(mine, other, start, stop)
+        assert listed(places) == [number[token] for token in both]
+        assert num_common_tokens(mine, other, start, stop) == len(both)
+
+
+def test_blocks_are_as_large_as_the_runs() -> None:
+    ids, second, by_token = np.arange(10, 60), TokenShard(2, 1, 16), TokenShard(2, 0, 1)
+    for ours, theirs, start, stop, block, size in (
+        (ALL_TOKENS, second, 0, 320, 32, 16),
+        (ALL_TOKENS, second, 0, 320, 48, 16),
+        (ALL_TOKENS, second, 0, 320, 8, 8),
+        (ALL_TOKENS, second, 5, 311, 16, 16),  # cut at either end
+        (TokenShard(2, 0, 16), by_token, 0, 128, 16, 1),  # every second token of runs of 16
+        (by_token, TokenShard(2, 0, 16), 0, 128, 16, 8),
+    ):
+        assert token_blocks(common_tokens(ours, theirs, start, stop), ids, block, 64 * block, 64).size == size
+    whole = token_blocks(common_tokens(second, ALL_TOKENS, 40, 320), ids, 16, 1024, 64)
+    assert whole.ids is ids and whole[1:] == (16, 1024, 16)
+    places = common_tokens(ALL_TOKENS, TokenShard(4, 1, 4), 0, 256)
+    assert token_blocks(places, ids, 16, 16 * 1152 + 128, 1152).stride % 128 == 0, "strides keep their alignment"
+
+
+def test_vllm_counts_alike() -> None:
+    utils = pytest.importorskip("vllm.v1.attention.backends.utils")
+    torch = pytest.importorskip("torch")
+    lengths = torch.arange(200, dtype=torch.int32)
+    for size, interleave in ((2, 1), (2, 16), (4, 8), (3, 5)):
+        for rank in range(size):
+            theirs = utils.get_dcp_local_seq_lens(lengths, size, rank, interleave).tolist()
+            assert theirs == [TokenShard(size, rank, interleave).count(n) for n in range(200)]

@@ -1,15 +1,20 @@
-"""P's machine of a prompt and its lease: freed exactly once, never under a running own read, nothing committed after
-the end; and before the lease nothing of a life of blocks that is over counts."""
+"""A prompt and its lease: on P freed exactly once, never under a running own read; on D renewed while needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
+from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.prefill_side import lease as ls
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from tests.support.timed import Timed
 
 PHASE, K = ls.LeasePhase, ls.LeaseEventKind
@@ -53,8 +58,6 @@ def released(rank: int, *expected: int, decode_engine: bytes = D1) -> ls.LeaseEv
 
 
 # --- the lease --------------------------------------------------------------------------------------------------------
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("events", "freed"),
@@ -97,8 +100,6 @@ def test_what_is_taken_back_ends_after_its_reads(begin: Callable[[], ls.LeaseSta
 
 
 # --- before the lease -------------------------------------------------------------------------------------------------
-
-
 def test_after_a_preemption_tokens_count_from_the_chunk_that_restarts_on() -> None:
     """Another chunk says too little."""
     state, _ = run(new(), FIRST, PREEMPTED, FIRST, ls.LeaseEvent(K.ADVANCED, tokens=40))
@@ -108,7 +109,6 @@ def test_after_a_preemption_tokens_count_from_the_chunk_that_restarts_on() -> No
 
 
 # --- any order --------------------------------------------------------------------------------------------------------
-
 before_it = st.one_of(
     st.sampled_from([FIRST, AGAIN, PREEMPTED, ABANDONED, BEGUN]),
     st.builds(ls.LeaseEvent, st.just(K.ADVANCED), life=st.integers(0, 3), tokens=st.integers(0, 100)),
@@ -161,3 +161,84 @@ def test_tokens_count_of_the_present_life_only(script: list[ls.LeaseEvent]) -> N
         if before.phase in (PHASE.GRANTED, PHASE.ABANDONED):
             assert (state, effects) == (before, ())
     assert failed <= 1
+
+
+TOKEN = b"t" * 16
+PEER = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "host", 1, b""),))
+"""Renewals are due every 10 s."""
+
+
+class Keeper:
+    """``LeaseRenewals`` whose messages are noted, in the place of a transfer thread."""
+
+    def __init__(self) -> None:
+        topology = SimpleNamespace(release_ranks=lambda: [0], expected_consumers=lambda rank: (0,))
+        geometry = SimpleNamespace(pp_rank=0, tp_rank=0, tp_size=1)
+        context: Any = SimpleNamespace(caches=SimpleNamespace(geometry=geometry), topology=lambda peer: topology)
+        self.sent: list[str] = []
+        link = SimpleNamespace(start_greeting=lambda now: None, send=lambda m: self.sent.append(type(m).__name__))
+        links: Any = SimpleNamespace(get=lambda address, now: link)
+        self._deadlines = Deadlines[LeaseRenewal](lambda renewal: renewal.due)
+        self.leases = LeaseRenewals(context, links, self._deadlines)
+
+    def keep(self, *requests: str, siblings: bool = False, now: float = 0.0) -> None:
+        for request in requests:
+            self.leases.keep(TOKEN, PEER, request, now, siblings=siblings)
+
+    def tick(self, now: float) -> list[str]:
+        """What is sent."""
+        for renewal in self._deadlines.due(now):
+            self.leases.on_due(renewal, now)
+        self.leases.send_renewals(now)
+        return self.taken()
+
+    def taken(self) -> list[str]:
+        sent, self.sent[:] = self.sent[:], []
+        return sent
+
+
+@pytest.mark.parametrize("siblings", [False, True])
+def test_renewals_come_at_their_interval(siblings: bool) -> None:
+    keeper = Keeper()
+    keeper.keep("a", siblings=siblings)
+    sent = [keeper.tick(now) for now in (9.9, 10.0, 10.1, 19.9, 20.0)]
+    assert sent == [[], ["Renew"], [], [], ["Renew"]]
+    if siblings:
+        keeper.leases.release(TOKEN, "a", 20.1)
+    keeper.leases.renew_now()
+    assert keeper.tick(20.2) == ["Renew"], "after a stand-still"
+
+
+def test_a_lease_of_another_prompt_is_left_alone() -> None:
+    keeper = Keeper()
+    keeper.keep("a")
+    keeper.leases.disown(TOKEN, "b")
+    assert keeper.leases.kept
+    keeper.leases.disown(TOKEN, "a")
+    assert not keeper.leases.kept and keeper.tick(100.0) == []
+
+
+CALLS = st.tuples(st.sampled_from(["keep", "keep", "release", "release", "late", "tick"]), st.sampled_from("abc"))
+
+
+@given(st.lists(st.tuples(CALLS, st.booleans(), st.floats(0, 20)), max_size=60))
+def test_one_release_and_no_renewal_after_it(script: list[tuple[tuple[str, str], bool, float]]) -> None:
+    keeper, now, wanted, kept = Keeper(), 0.0, set[str](), False
+    for (call, name), siblings, seconds in script:
+        now += seconds
+        match call:
+            case "keep":
+                keeper.keep(name, siblings=siblings, now=now)
+                wanted, kept = wanted | {name}, True
+            case "release":
+                keeper.leases.release(TOKEN, name, now)
+                wanted.discard(name)
+            case "late":
+                keeper.leases.renew_now()
+        sent = keeper.taken() + (keeper.tick(now) if call == "tick" else [])
+        assert kept or not sent
+        assert not ("Release" in sent and wanted), "somebody still needs it"
+        kept = kept and messages.Release.__name__ not in sent
+        assert kept == (TOKEN in keeper.leases.kept) and sent.count("Release") <= 1
+        if kept:
+            assert keeper.leases.kept[TOKEN].requests == wanted

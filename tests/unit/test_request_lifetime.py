@@ -1,9 +1,14 @@
-"""A request that may load KV: offered until it is decided, then never again; its lease is loaded under or released."""
+"""A request that may load KV is offered until it is decided, and its load ends once, by what all its ranks report."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import logging
+import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,11 +17,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator, yield_req_data
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PeerEngine, RankAddress, StepPlan
+from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PeerEngine, RankAddress, StepPlan, StepResults
+from kvferry.transport.errors import ProtocolError
 
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
 IDS = list(range(65))
@@ -215,3 +222,255 @@ def test_a_load_that_a_reset_cancels_has_failed() -> None:
     assert counted(scheduler) == {"failed cancelled": 1}
     scheduler.on_new_request(view(GOOD, "offered"))
     assert scheduler.reset_caches() and counted(scheduler) == {"local reset": 1}
+
+
+@dataclass
+class Output:
+    """An engine's output that declares no report type."""
+
+    kv_connector_output: Any = None
+
+
+@dataclass
+class EnginesReport(ConnectorOutput):
+    """An engine's own type."""
+
+
+NO_OUTPUT = object()
+
+
+def step(aggregator: KVOutputAggregator, *reports: Any) -> Any:
+    """The report of one step of all workers; ``NO_OUTPUT``: of one that has none."""
+    outputs = [None if report is NO_OUTPUT else Output(report) for report in reports]
+    result = aggregator.aggregate(outputs)
+    assert result is outputs[0]
+    return None if result is None else result.kv_connector_output
+
+
+def loaded(*requests: str, failed: tuple[str, ...] = ()) -> StepResults:
+    return StepResults(received=set(requests), failed=set(failed))
+
+
+def test_finished_only_when_every_worker_reported() -> None:
+    aggregator = KVOutputAggregator(2)
+    assert step(aggregator, loaded("a"), loaded("b")).is_empty()
+    assert step(aggregator, loaded("b"), None).finished_recving == {"b"}
+    assert step(aggregator, loaded("c"), loaded("a", "c")).finished_recving == {"a", "c"}
+    assert step(aggregator, loaded("a"), loaded("a")).finished_recving == {"a"}, "a new life of the same id"
+    assert step(aggregator, StepResults(sent={"a"}), loaded("a")).is_empty(), "counted apart"
+    sent = step(aggregator, None, StepResults(sent={"a"}))
+    assert sent == ConnectorOutput(finished_sending={"a"}, expected_finished_count=2)
+
+
+def test_a_load_has_ended_as_on_the_worker_where_it_failed_or_took_longest() -> None:
+    well, slow, failed = LoadEnd(milliseconds=1), LoadEnd(milliseconds=9), LoadEnd("timeout")
+    first, second = StepResults(received={"a", "b"}, ends={"a": well, "b": failed}), loaded("a", "b")
+    second.ends = {"a": slow, "b": well}
+    for results in ((first, second), (second, first)):
+        ends = step(KVOutputAggregator(2), *results).load_ends
+        assert ends == {"a": LoadEnd(milliseconds=9, ranks=2), "b": LoadEnd("timeout", ranks=2)}
+
+
+def test_the_type_of_a_report() -> None:
+    """That of the workers, else the one that the output declares, else ours."""
+
+    @dataclass
+    class Declares:
+        kv_connector_output: EnginesReport | None = None
+
+    Declares.__annotations__["kv_connector_output"] = EnginesReport | None
+    aggregator = KVOutputAggregator(2)
+    report = EnginesReport(finished_sending={"a"})
+    assert step(aggregator, report, report) == EnginesReport(finished_sending={"a"}, expected_finished_count=2)
+    assert type(step(aggregator, None, None)) is EnginesReport, "also where no worker has sent one since"
+    declares: Any = KVOutputAggregator(1).aggregate([Declares()])
+    assert type(declares.kv_connector_output) is EnginesReport
+    plain: Any = KVOutputAggregator(2).aggregate([SimpleNamespace(kv_connector_output=None) for _ in range(2)])
+    assert plain.kv_connector_output == ConnectorOutput(expected_finished_count=2)
+
+
+def test_stats_of_two_types_do_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    class Numbers(list[int]):
+        def aggregate(self, other: list[int]) -> Numbers:
+            return Numbers([*self, *other])
+
+    reports = [ConnectorOutput(kv_connector_stats=stats) for stats in (Numbers([1]), {"x": 1}, Numbers([2]))]
+    assert step(KVOutputAggregator(3), *reports).kv_connector_stats == [1, 2]
+    assert "dropped dict of one worker, others sent Numbers" in caplog.text
+
+
+def test_one_rank_is_late_one_fails_and_one_repeats_itself(caplog: pytest.LogCaptureFixture) -> None:
+    aggregator, ok, bad = KVOutputAggregator(3), loaded("r"), StepResults({"s"}, {"r"}, {"r"})
+    assert aggregator.pending() == {}
+    with caplog.at_level(logging.WARNING, "vllm.kvferry"):
+        assert step(aggregator, ok, None, bad).is_empty()
+        assert aggregator.pending() == {"r": (0, 2), "s": (2,)}
+        assert step(aggregator, ok, StepResults(sent={"s"}), None).is_empty()
+    assert "worker 0 reported request r twice" in caplog.text
+    assert aggregator.pending() == {"r": (0, 2), "s": (2, 1)}
+    last = step(aggregator, StepResults(sent={"s"}), ok, None)
+    assert last.finished_recving == last.failed_recving == {"r"} and last.finished_sending == {"s"}
+    assert aggregator.pending() == {}
+    again = step(aggregator, ok, ok, ok)
+    assert again.finished_recving == {"r"} and not again.failed_recving
+
+
+def test_reports_of_a_step_that_failed_count_in_the_next_one() -> None:
+    """Whose they are is not known: two workers' reports of one request are two. Cache events are dropped."""
+    aggregator = KVOutputAggregator(3)
+    events = ConnectorOutput({"a"}, kv_cache_events=["stored"])
+    aggregator.ft_defer_kv_connector_outputs([StepResults({"a"}, {"b"}, {"b"}), None, events])
+    assert aggregator.pending() == {}, "they are merged with the next step's"
+    report = step(aggregator, loaded("b"), StepResults({"a"}, {"b"}), None)
+    assert report.finished_sending == {"a"} and report.finished_recving == {"b"} == report.failed_recving
+    assert report.kv_cache_events is None
+    assert not step(aggregator, None, None, None).finished_sending, "once"
+
+
+def scheduled(req_ids: list[str], blocks: list[Any]) -> SimpleNamespace:
+    new = [SimpleNamespace(req_id="new", block_ids=([1, 2], [3]))]
+    cached = SimpleNamespace(req_ids=req_ids, new_block_ids=blocks, resumed_req_ids={"c"})
+    return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+
+
+def test_blocks_of_new_running_and_resumed_requests() -> None:
+    assert list(yield_req_data(scheduled(["a", "b", "c"], [([4], []), None, ([5, 6], [7])]))) == [
+        ("new", ([1, 2], [3]), True),
+        ("a", ([4], []), False),
+        ("b", None, False),
+        ("c", ([5, 6], [7]), True),
+    ]
+    with pytest.raises(ProtocolError, match="2 running requests with 1 lists of blocks"):
+        next(yield_req_data(scheduled(["a", "b"], [None])))
+
+
+# Beside vLLM's own
+def vllm_types() -> SimpleNamespace:
+    kv_events: Any = pytest.importorskip("vllm.distributed.kv_events")
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as Theirs
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    @dataclass
+    class Stats(KVConnectorStats):
+        def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+            for name, values in other.data.items():
+                self.data[name] = [*self.data.get(name, []), *values]
+            return self
+
+        def is_empty(self) -> bool:
+            return not self.data
+
+    @dataclass
+    class Meta(KVConnectorWorkerMetadata):
+        seen: tuple[int, ...]
+
+        def aggregate(self, other: Meta) -> Meta:
+            return Meta(self.seen + other.seen)
+
+    @dataclass
+    class Events(kv_events.KVConnectorKVEvents):
+        events: list[str]
+        workers: int = 1
+
+        def add_events(self, events: list[str]) -> None:
+            self.events = self.events + events
+
+        def aggregate(self) -> Events:
+            return self
+
+        def increment_workers(self, count: int = 1) -> None:
+            self.workers += count
+
+        def get_all_events(self) -> list[str]:
+            return self.events
+
+        def get_number_of_workers(self) -> int:
+            return self.workers
+
+        def clear_events(self) -> None:
+            self.events = []
+
+    return SimpleNamespace(
+        Theirs=Theirs, Report=KVConnectorOutput, Output=ModelRunnerOutput, Stats=Stats, Meta=Meta, Events=Events
+    )
+
+
+class Traffic:
+    """Random steps: every request is reported once by each of ``expected`` workers, in any order and at any time."""
+
+    def __init__(self, types: SimpleNamespace, seed: int) -> None:
+        self.types, self.random = types, random.Random(seed)
+        self.world = self.random.randint(1, 5)
+        self.expected = self.random.choice([self.world, self.world, self.random.randint(1, self.world)])
+        self.open: list[tuple[str, str, list[int]]] = []
+        self.born = 0
+
+    def step(self) -> list[Any]:
+        rng, types = self.random, self.types
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            self.born += 1
+            workers = rng.sample(range(self.world), self.expected)
+            self.open.append((rng.choice(["sending", "recving"]), f"r{self.born}", workers))
+        reports = [self._report(rank) for rank in range(self.world)]
+        for kind, request, workers in self.open:
+            for rank in [rank for rank in workers if rng.random() < 0.3]:
+                workers.remove(rank)
+                report = reports[rank] = reports[rank] or types.Report()
+                name = f"finished_{kind}"
+                setattr(report, name, (getattr(report, name) or set()) | {request})
+                if kind == "recving" and rng.random() < 0.2:
+                    report.failed_recving.add(request)
+        self.open = [entry for entry in self.open if entry[2]]
+        return [
+            types.Output(req_ids=[f"{rank}"], req_id_to_index={f"{rank}": 0}, kv_connector_output=report)
+            for rank, report in enumerate(reports)
+        ]
+
+    def _report(self, rank: int) -> Any:
+        rng, types = self.random, self.types
+        if rng.random() < 0.3:
+            return None
+        report = types.Report()
+        if rng.random() < 0.3:
+            report.invalid_block_ids = {rng.randint(0, 99) for _ in range(rng.randint(0, 3))}
+        if rng.random() < 0.4:
+            report.kv_connector_stats = types.Stats(data={rng.choice("ab"): [rng.randint(0, 9)]})
+        if rng.random() < 0.4:
+            report.kv_connector_worker_meta = types.Meta((rank,))
+        if rng.random() < 0.4:
+            report.kv_cache_events = types.Events([f"{rank}-{rng.randint(0, 9)}"])
+        if rng.random() < 0.02:
+            report.expected_finished_count = self.expected = rng.randint(1, self.world)
+        return report
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("seed", range(15))
+def test_same_results_as_vllms_own(seed: int) -> None:
+    types = vllm_types()
+    traffic = Traffic(types, seed)
+    connector = SimpleNamespace(get_finished_count=lambda: traffic.expected)
+    ours = KVOutputAggregator.from_connector(connector, traffic.world)
+    theirs = types.Theirs.from_connector(connector, traffic.world)
+    said, defers = 0, hasattr(theirs, "ft_defer_kv_connector_outputs")  # 0.33
+    for _ in range(150):
+        step = traffic.step()
+        rank = traffic.random.randrange(traffic.world)
+        if traffic.random.random() < 0.05:
+            step = [None] * traffic.world
+        elif defers and traffic.random.random() < 0.1:  # a worker failed: its step has no output
+            ours.ft_defer_kv_connector_outputs([copy.deepcopy(output.kv_connector_output) for output in step])
+            theirs.ft_defer_kv_connector_outputs([copy.deepcopy(output.kv_connector_output) for output in step])
+            continue
+        mine, own = copy.deepcopy(step), copy.deepcopy(step)
+        result, expected = ours.aggregate(mine, rank), theirs.aggregate(own, output_rank=rank)
+        if expected is None:
+            assert result is None
+            continue
+        assert result is mine[rank] and result is not None
+        assert type(result.kv_connector_output) is types.Report
+        assert dataclasses.asdict(result.kv_connector_output) == dataclasses.asdict(expected.kv_connector_output)
+        said += not result.kv_connector_output.is_empty()
+    assert said > 50

@@ -1,4 +1,4 @@
-"""What travels through the router: there and back, and every way of being wrong in one line."""
+"""What travels through the router: there and back, each way of being wrong in one line; whom D may ask beside P."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.connector.config import load_settings
 from kvferry.connector.engine.params import (
+    MAX_ALTERNATIVES,
     RemotePrompt,
+    alternatives,
     check_reachable,
     from_transfer_params,
     prompt_digest,
@@ -17,8 +20,9 @@ from kvferry.connector.engine.params import (
     wants_prefill,
 )
 from kvferry.connector.geometry.token_sharding import TokenSharding
-from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
-from kvferry.transport.errors import ProtocolError
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RemoteLease
+from kvferry.transport.errors import ConfigError, ProtocolError
+from kvferry.transport.host import AllowedPeers
 
 HERE, THERE = "0123456789abcdef", "fedcba9876543210"
 
@@ -109,3 +113,100 @@ def test_digest_tells_prompts_apart() -> None:
         prompt_digest([1, 2, 3], ["a", "b"]), prompt_digest([1, 2, 3], ["ab"]),
     }  # fmt: skip
     assert len(digests) == 6
+
+
+HOST, SIZES = "ab" * 8, (4, 4)
+
+
+def prompt(number: int, host: str = "10.0.0.1", **other: Any) -> RemotePrompt:
+    rank = RankAddress(0, 0, host, 5600 + number, bytes(16))
+    peer = PeerEngine(f"engine-{number}", 1, 1, 30.0, (rank,), "cd" * 8)
+    return RemotePrompt(**{"token": bytes([number]) * 16, "num_tokens": 9, "digest": "digest", "peer": peer, **other})
+
+
+def named(*others: object, first: RemotePrompt | None = None) -> tuple[tuple[RemoteLease, ...], list[str]]:
+    first = first or prompt(0)
+    params = {**to_transfer_params(first), "alternatives": list(others)}
+    assert from_transfer_params(params, SIZES) == first, "D of an earlier release ignores them"
+    return alternatives(params, first, SIZES, HOST)
+
+
+def test_complete_parameters_are_taken_in_order() -> None:
+    others = [prompt(number) for number in range(1, 1 + MAX_ALTERNATIVES)]
+    usable, left_out = named(*map(to_transfer_params, others))
+    assert usable == tuple(RemoteLease(other.token, other.peer) for other in others) and not left_out
+
+
+def test_a_request_without_alternatives() -> None:
+    assert alternatives(to_transfer_params(prompt(0)), prompt(0), SIZES, HOST) == ((), [])
+    assert alternatives(None, prompt(0), SIZES, HOST) == ((), [])
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (None, "does not say do_remote_prefill"),
+        ({"do_remote_prefill": True}, "names no prefill engine"),
+        ({**to_transfer_params(prompt(1)), "kvferry": {"v": 1}}, "is malformed"),
+        ({**to_transfer_params(prompt(1)), "alternatives": []}, "names alternatives itself"),
+        (
+            to_transfer_params(prompt(1, digest="another")),
+            "its prompt's digest is not that of the first",
+        ),
+        (
+            to_transfer_params(prompt(1, kept=(("full", 4, 4),))),
+            "its prompt's kept is not that of the first",
+        ),
+        (to_transfer_params(prompt(0)), "its lease is named twice"),
+        (to_transfer_params(prompt(1, host="127.0.0.1")), "told its loopback address"),
+    ],
+)
+def test_one_that_cannot_be_used_does_not_cost_the_others(other: object, words: str) -> None:
+    usable, (why,) = named(other, to_transfer_params(prompt(2)))
+    assert [lease.token for lease in usable] == [bytes([2]) * 16]
+    assert why.startswith("alternatives[0]: ") and words in why and "\n" not in why and len(why) < 400
+
+
+@pytest.mark.parametrize("value", [{}, "x", 7, [to_transfer_params(prompt(n)) for n in range(1, MAX_ALTERNATIVES + 2)]])
+def test_no_list_or_too_long_a_list(value: object) -> None:
+    usable, (why,) = alternatives({"alternatives": value}, prompt(0), SIZES, HOST)
+    assert not usable and f"expected a list of at most {MAX_ALTERNATIVES}" in why
+
+
+def test_no_line_has_a_token() -> None:
+    ((lease,), _) = named(to_transfer_params(prompt(1)))
+    assert repr(lease) == "RemoteLease('engine-1')"
+
+
+LISTED = AllowedPeers(["10.1.0.0/16", "192.0.2.7", "fd00::/8"])
+
+
+@pytest.mark.parametrize("address", ["10.1.0.1", "10.1.255.255", "192.0.2.7", "fd12::1", "::ffff:10.1.2.3"])
+def test_addresses_of_the_list(address: str) -> None:
+    assert LISTED.refusal(address) == ""
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["10.2.0.1", "192.0.2.8", "127.0.0.1", "::1", "::ffff:127.0.0.1", "169.254.169.254", "0.0.0.0", "fe80::1%lo"],
+)
+def test_other_addresses(address: str) -> None:
+    refusal = LISTED.refusal(address)
+    assert refusal.startswith(f"{address} is not an allowed peer")
+    assert "allowed_peers (KVFERRY_ALLOWED_PEERS)" in refusal and "10.1.0.0/16, 192.0.2.7/32, fd00::/8" in refusal
+
+
+def test_loopback_and_all() -> None:
+    loopback = AllowedPeers(("127.0.0.0/8", "::1/128"))
+    assert not loopback.refusal("127.0.0.5") and not loopback.refusal("::1") and loopback.refusal("10.0.0.1")
+    assert not AllowedPeers(None).refusal("10.0.0.1")
+    assert "no network" in AllowedPeers(()).refusal("127.0.0.1")
+
+
+def test_the_setting() -> None:
+    environ = {"KVFERRY_ALLOWED_PEERS": "10.1.0.0/16, 192.0.2.7"}
+    assert load_settings({}, environ).allowed_peers == ("10.1.0.0/16", "192.0.2.7")
+    assert load_settings({"allowed_peers": ["10.9.0.0/16"]}, environ).allowed_peers == ("10.9.0.0/16",)
+    for wrong in ("10.1.0.1/16", "p.example", "", "10.0.0.0/33"):
+        with pytest.raises(ConfigError, match=r"^allowed_peers: [^\n]*expected an address or a network"):
+            load_settings({"allowed_peers": [wrong]}, {})

@@ -1,4 +1,4 @@
-"""A prefix of a prompt that another engine has in its KV cache, read from there: no P has handed it over."""
+"""KV of a prefix, read from another engine; with histories at random."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from kvferry.transport.errors import ConfigError
 from tests.support.engines import free_port
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of
+from tests.vllm.prefix_histories import SEEN_AS, play, switched_off
 from tests.vllm.stepped import PREFILL, ROOM, Engine, EngineGroup, Pair, eventually, loaded, run, settle
-from tests.vllm.test_lora import adapter
+from tests.vllm.test_handover_steps import adapter
 
 pytestmark = pytest.mark.vllm
 READS: dict[str, Any] = {**ROOM, "prefix_reads": True, "prefix_wait_seconds": 600.0}
@@ -366,3 +367,28 @@ def test_a_hand_over_beside_it(group: EngineGroup) -> None:
     name = b.add(ids, a.prefill(ids))
     loaded(a, b, name)
     settle(a, b)
+
+
+SEED = 1
+SEEN_SOON = ("no salt", "digests are not chained")
+"""Whether few cases see the others depends on the order of threads: ``prefix_histories.py --fault``."""
+
+
+def test_no_token_and_no_kv_is_wrong(tiny: Any) -> None:
+    loaded = 0
+    for number in range(4):
+        events, failure = play(tiny, SEED, number)
+        assert not failure, failure
+        loaded += events["prefixes loaded"]
+    assert loaded
+
+
+@pytest.mark.parametrize("fault", SEEN_SOON)
+def test_a_guard_that_is_off_is_seen(tiny: Any, fault: str) -> None:
+    with switched_off(fault):
+        for number in range(12):
+            _, failure = play(tiny, SEED, number)
+            if failure:
+                assert any(text in failure for text in SEEN_AS), failure
+                return
+    pytest.fail("no history has seen it")

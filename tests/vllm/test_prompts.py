@@ -47,7 +47,7 @@ from tests.vllm.stepped import (
     run,
     settle,
 )
-from tests.vllm.test_lora import adapter
+from tests.vllm.test_handover_steps import adapter
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(6 * BLOCK + 1)
@@ -313,7 +313,7 @@ def test_the_cause_is_the_reason_on_ds_page(
 
 
 ELSEWHERE = {
-    "no_lease": "tests/vllm/test_rendezvous.py", "timeout": "tests/handover/test_held_up.py",
+    "no_lease": "tests/vllm/test_rendezvous.py", "timeout": "tests/handover/test_retries.py",
     "peer_lost": "tests/handover/test_lost_peers.py", "data": "tests/handover/test_misfits.py",
     "cancelled": "tests/handover/test_aborts.py", "other_connector": "tests/unit/test_request_lifetime.py",
 }  # fmt: skip

@@ -1,7 +1,4 @@
-"""Resets of an engine's caches, as around an update of its weights: no KV counts that was computed before.
-
-P's engine marks what it computes after the update as D's does, so what D holds of the other mark is of the old weights.
-"""
+"""Resets of an engine's caches, as around an update of its weights, and what an engine reports of leases and blocks."""
 
 from __future__ import annotations
 
@@ -12,9 +9,10 @@ from vllm.v1.core.sched.interface import PauseState
 
 from kvferry.connector.engine import lease_planner
 from kvferry.connector.engine.load_planner import RequestPhase
-from tests.support.inside import leases_of
-from tests.vllm.labelled import prompt
-from tests.vllm.stepped import Engine, EngineGroup, Lines, eventually, loaded, run, settle
+from kvferry.connector.wire import metrics
+from tests.support.inside import leases_of, scheduler_half
+from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.stepped import Engine, EngineGroup, Lines, Pair, eventually, loaded, run, settle
 from tests.vllm.test_streamed_steps import IDS, STEP, begin
 
 pytestmark = pytest.mark.vllm
@@ -174,3 +172,50 @@ def test_a_reset_of_d_gives_up_what_it_awaits(group: EngineGroup) -> None:
 def test_without_anything_to_end_a_reset_asks_for_no_step(group: EngineGroup) -> None:
     p, _ = group.pair()
     assert reset(p, running=True) and not p.scheduler.has_requests()
+
+
+def watch(engine: Engine) -> list[dict[str, int]]:
+    """The levels that the engine reports, one dictionary for each step with a report."""
+    seen: list[dict[str, int]] = []
+    real = engine.scheduler.update_from_output
+
+    def update(*arguments: Any) -> Any:
+        outputs = real(*arguments)
+        for each in outputs.values():
+            figures = each.scheduler_stats and each.scheduler_stats.kv_connector_stats
+            if figures and figures["levels"]:
+                seen.append(metrics.levels(figures))
+        return outputs
+
+    engine.scheduler.update_from_output = update
+    return seen
+
+
+def watch_loads(engine: Engine) -> list[int]:
+    """The level ``loading`` after each step was scheduled. A load may end before the engine reports its levels."""
+    seen: list[int] = []
+    real, half = engine.scheduler.schedule, scheduler_half(engine.scheduler)
+
+    def schedule(*arguments: Any) -> Any:
+        plan = real(*arguments)
+        seen.append(half.stats.levels["loading"])
+        return plan
+
+    engine.scheduler.schedule = schedule
+    return seen
+
+
+def test_levels_follow_leases_and_loads_and_end_with_zeros(pair: Pair) -> None:
+    p, d = pair
+    of_p, of_d, loading = watch(p), watch(d), watch_loads(d)
+    tokens = 3 * BLOCK + 1
+    params = p.prefill(prompt(tokens))
+    assert of_p[-1]["leases"] == 1 and of_p[-1]["lease_blocks"] == 4, "reported in the step that ends the request"
+    d.finish(d.add(prompt(tokens), params), beside=[p])
+    settle(p, d)
+    assert max(loading) == 1
+    assert not any(of_p[-1].values()) and not (of_d and any(of_d[-1].values()))
+    reports = len(of_p), len(of_d)
+    for engine in (p, d):
+        engine.finish(engine.add(prompt(20, 3)))
+    assert (len(of_p), len(of_d)) == reports, "zeros are reported once"

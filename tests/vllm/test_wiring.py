@@ -1,32 +1,41 @@
-"""How KVFerry is found, configured, refused, combined with other connectors, and measured inside vLLM."""
+"""How KVFerry is found, configured, refused, combined with other connectors and measured inside vLLM; odd params."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.plugins import load_plugins_by_group
 
-from kvferry.connector.vllm import compat, hooks, plugin
+import kvferry.connector.vllm as package
+from kvferry.connector.vllm import adapter, compat, hooks, plugin
 from kvferry.connector.vllm.adapter import KVFerryConnector
-from kvferry.transport.errors import ConfigError
+from kvferry.transport.errors import ConfigError, KVFerryError
+from kvferry.transport.planes import ucx
+from tests.support.engines import free_port
 from tests.support.inside import scheduler_half, worker_half
 from tests.vllm.labelled import HEAD_SIZE, HEADS, prompt
-from tests.vllm.stepped import KVFERRY, Engine, EngineGroup, Lines, hand_over, settle
+from tests.vllm.stepped import KVFERRY, PREFILL, Engine, EngineGroup, Lines, Pair, hand_over, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(100)
 
 
 # --- found --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
@@ -51,8 +60,6 @@ def test_registered_twice_by_hand_and_by_plug_in() -> None:
 
 
 # --- refused ------------------------------------------------------------------------------------------------------
-
-
 def refusal(group: EngineGroup, kind: type[Exception], **kwargs: Any) -> str:
     with pytest.raises(kind) as caught:
         group.engine(1, **kwargs)
@@ -100,8 +107,6 @@ def test_returned_experts_are_refused(monkeypatch: pytest.MonkeyPatch, group: En
 
 
 # --- measured -----------------------------------------------------------------------------------------------------
-
-
 def figures(engine: Engine) -> list[dict[str, Any]]:
     """Figures as they reach the front end, in another process."""
     return [msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())) for stats in engine.stats]
@@ -166,3 +171,191 @@ def test_a_local_of_another_kind_is_no_configuration() -> None:
 
     ours = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
     assert looks_for(owner, {"kv_role": "kv_both"}) is None and looks_for(owner, ours) == (owner, ours)
+
+
+ADAPTER = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": adapter.__name__}
+
+
+class StandInModelRunner:
+    execute_model = None
+
+    def load_model(self, make: Callable[[], object]) -> None:
+        make()
+
+
+def flag(**settings: object) -> dict[str, object]:
+    return {**ADAPTER, "kv_connector_extra_config": settings}
+
+
+def make(flag: dict[str, object], ranks: int) -> None:
+    """The configuration of an engine, which imports the adapter for the first time."""
+    sys.modules.pop(adapter.__name__, None)
+    VllmConfig(
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **flag),
+        parallel_config=ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp"),
+    )
+    assert adapter.__name__ in sys.modules
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.26.0", "0.31.1rc1.dev7+g1a2b"])
+def test_an_older_vllm_is_refused(version: str) -> None:
+    with pytest.raises(KVFerryError) as caught:
+        package.check_release(version)
+    assert str(caught.value) == f"vLLM is {version}, KVFerry expects 0.32 or later; pip install -U 'vllm>=0.32'"
+
+
+@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.1.dev2+g1a2b", "1.0", "0.1.dev1+g1a2b", "dev"])
+def test_a_vllm_that_may_have_all_is_not_refused(version: str) -> None:
+    package.check_release(version)
+
+
+def test_an_older_vllm_is_refused_before_what_it_lacks_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text('__version__ = "0.26.0"')
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", "import kvferry.connector.vllm.as_nixl"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("kvferry.transport.errors.KVFerryError: vLLM is 0.26.0, KVFerry ")
+
+
+def test_what_cannot_start_is_refused_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is refused where all is right, and in a worker that loads its model."""
+
+    def multi(*children: dict[str, object]) -> dict[str, object]:
+        connectors = [{**child, "kv_role": "kv_both"} for child in children]
+        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+
+    monkeypatch.setattr(ucx, "find_spec", lambda name: None)
+    monkeypatch.setattr(package, "adapter", adapter)
+    for name in (adapter.__name__, "ucxx", "nixl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with socket.socket() as taken:
+        port = 0
+        while not port:  # the one before it is free, and stays ours
+            before = free_port()
+            with suppress(OSError):
+                taken.bind(("127.0.0.1", before + 1))
+                port = before + 1
+        taken.listen()
+        cases = [
+            (flag(plan="tcp"), 1, "unknown setting 'plan' (did you mean 'plane'?)"),
+            (multi(flag(lease_second=1)), 1, "'lease_second'"),
+            (multi(flag(), flag()), 1, "connectors of MultiConnector: 2 are KVFerryConnector, expected one"),
+            (flag(key_file=str(tmp_path / "none")), 1, "does not exist; make it with `kvferry keygen"),
+            (flag(plane="ucx"), 1, "plane: 'ucx' cannot be used: ucx: ucxx is not installed; pip install"),
+            (flag(plane="cuda_ipc"), 1, "it carries GPU memory, the caches lie in host memory"),
+            (flag(plane="shm", encrypt=True, side_channel_host="192.0.2.1"), 1, "not an address of this"),
+            (flag(side_channel_port=port), 1, f"port {port} of 127.0.0.1 is in use"),
+            (flag(side_channel_port=port - 1), 2, f"port {port} of 127.0.0.1 is in use"),
+            (flag(side_channel_port=65535), 2, "a rank would get port 65536"),
+        ]
+        for each, ranks, words in cases:
+            with pytest.raises(KVFerryError) as refused:
+                make(each, ranks)
+            assert words in str(refused.value) and "\n" not in str(refused.value), each
+        make(multi(flag(plane="tcp")), 1)
+        StandInModelRunner().load_model(lambda: make(flag(side_channel_port=port), 1))
+    assert not {"ucxx", "nixl"} & sys.modules.keys(), "the process may fork"
+
+
+def local(d: Engine, request_id: str) -> None:
+    """The request ends by itself, prefilled by D alone."""
+    answer = d.finish(request_id)
+    assert answer.finish == "length" and d.computed[request_id] == len(answer.prompt) and not d.loads[request_id]
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None, "kvferry": None}, {"other": 1}]
+)
+def test_none_at_all(pair: Pair, lines: Lines, params: Any) -> None:
+    _, d = pair
+    local(d, d.add(IDS, params))
+    settle(d)
+    assert not lines("req-")
+
+
+def changed(*path: Any, value: object) -> Callable[[dict[str, Any]], object]:
+    def change(params: dict[str, Any]) -> None:
+        inner: Any = params
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+
+    return change
+
+
+# The forms that a message can have are in tests/unit/test_transfer_params.py.
+GARBAGE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "null values": lambda p: p.update({key: None for key in p} | {"do_remote_prefill": True}),
+    "another connector's": lambda p: p.pop("kvferry") and p.update(remote_block_ids=[[1, 2]]),
+    "another version": changed("kvferry", "v", value=99),
+    "a list": changed("kvferry", value=[1, 2]),
+    "more tokens than the prompt": changed("kvferry", "num_tokens", value=101),
+    "another prompt": changed("kvferry", "prompt", value="0" * 32),
+    "a line break": changed("kvferry", "engine_id", value="a\nERROR something else"),
+    "a zero in an address": changed("kvferry", "ranks", 0, 2, value="127.0.0.1\0"),
+    "a lease that is over": changed("kvferry", "lease_seconds", value=-1),
+    "ranks that no engine of this model has": lambda p: p["kvferry"].update(
+        tp_size=512, ranks=[[0, n, "127.0.0.1", 5, "00" * 16] for n in range(512)]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage(pair: Pair, lines: Lines, what: str) -> None:
+    p, d = pair
+    params = copy.deepcopy(p.prefill(IDS))
+    GARBAGE[what](params)
+    request_id = d.add(IDS, params)
+    local(d, request_id)
+    said = lines(request_id, "prefills locally")
+    assert len(said) == 1 and "\n" not in said[0] and len(said[0]) < 600
+    settle(d)
+
+
+NOWHERE = ["no such host", "nowhere.invalid", "*", "0.0.0.0:1", "[::1", "a/../b", "x" * 255, "\u00e9", "%s", "@ipc"]
+
+
+@pytest.mark.parametrize("host", NOWHERE)
+def test_an_address_that_leads_nowhere(group: EngineGroup, lines: Lines, host: str) -> None:
+    """It reaches the transfer thread: the load fails in time, the thread lives, and others are served."""
+    p, d = group.pair(extra={"handover_timeout_seconds": 720.0})
+    params = copy.deepcopy(p.prefill(IDS))
+    params["kvferry"]["ranks"][0][2] = host
+    bad = d.add(IDS, params)
+    hand_over(p, d, prompt(60, 3))
+    d.let_time_pass(100.0)  # a name server may be silent
+    assert d.finish(bad, beside=[p]).finish == "length" and d.computed[bad] == 100
+    settle(d)
+    assert len(lines("hand-over of", bad, "failed")) == 1
+    assert not lines("unexpected error")
+
+
+def test_a_token_that_p_never_gave(group: EngineGroup, lines: Lines) -> None:
+    p, d = group.pair(extra={"lease_seconds": 0.9})
+    params = copy.deepcopy(p.prefill(IDS))
+    params["kvferry"]["token"] = "ab" * 16
+    request_id = d.add(IDS, params)
+    d.finish(request_id, beside=[p])
+    assert d.computed[request_id] == 100
+    settle(p, d)
+    assert len(lines("hand-over of", request_id, "denied", "unknown")) == 1
+
+
+@pytest.mark.parametrize("value", [True, "yes", 1, [0]])
+def test_odd_values_of_the_prefill_leg(pair: Pair, value: object) -> None:
+    p, d = pair
+    params = p.finish(p.add(IDS, PREFILL if value is True else {"do_remote_decode": value})).params
+    d.finish(d.add(IDS, params), beside=[p])
+    settle(p, d)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
+def test_a_role_that_does_not_fit(group: EngineGroup, lines: Lines, role: str) -> None:
+    engine = group.engine(1, role=role)
+    params = PREFILL if role == "kv_consumer" else group.engine(0).prefill(IDS)
+    request_id = engine.add(IDS, params)
+    local(engine, request_id)
+    assert engine.answers[request_id].params is None
+    what, fit = ("hand its prompt over", "kv_producer") if role == "kv_consumer" else ("load its prompt", "kv_consumer")
+    assert len(lines(request_id, what, f"kv_role is {role}", f"as {fit} or kv_both")) == 1
+    settle(engine)
