@@ -16,8 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.harness import report
-from tests.faults.cases import draw
-from tests.faults.pair import FaultyPair
+from tests.faults.pair import FaultyPair, draw
 from tests.support.pair import Broken, run_parser
 
 PAIRS: dict[str, dict[str, Any]] = {

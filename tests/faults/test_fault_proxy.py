@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.faults.cases import DATA_BYTES, Case, covering, draw
-from tests.faults.pair import FaultyPair
+from tests.faults.pair import DATA_BYTES, Case, FaultyPair, covering, draw
 from tests.faults.run import DAMAGED, PAIRS
 from tests.support.fault_proxy import Kind
 from tests.support.pair import Broken

@@ -21,7 +21,7 @@ from kvferry.transport.control.stream import ADMITTED
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.zmq import CREDIT, ZmqPlane, ZmqRecvChannel
 from kvferry.transport.sockets import CHANNEL_BYTES, SECRET_BYTES
-from tests.fuzz.mutations import Mutator
+from tests.fuzz.honest import Mutator
 
 HTTP = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: a-scanner/1.0\r\nAccept: */*\r\n\r\n"
 ZMTP = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + bytes(15) + b"\0" + bytes(31)

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from tests.fuzz.decoders import every_decoder
-from tests.fuzz.honest import FOUND, Decoder
-from tests.fuzz.mutations import Mutator
+from tests.fuzz.honest import FOUND, Decoder, Mutator
 from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
 
 ROUND = 2000

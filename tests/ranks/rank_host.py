@@ -26,9 +26,8 @@ from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, pack_ids
 from kvferry.transport.channels import Copy
 from tests.handover.slow_copies import SlowCopies
-from tests.ranks.caches import RankCaches, Table, layer_name
+from tests.ranks.caches import RankCaches, StateCaches, Table, layer_name
 from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank
-from tests.ranks.state_caches import StateCaches
 from tests.support.inside import consumer_of, producer_of, thread_of
 from tests.support.lanes import LANES
 from tests.support.timed import Timed

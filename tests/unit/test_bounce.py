@@ -1,5 +1,4 @@
-"""Copies between pages and host memory by way of a buffer of the GPU. A simulated GPU stands in: its streams run in any
-order that their events allow, and nothing runs before all is enqueued, but for what is waited for."""
+"""Copies by way of a buffer of the GPU, and the threads that wait for one. A simulated GPU stands in."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from kvferry.connector.pages import copies as copies_module
+from kvferry.connector.pages import gpu_copies as threads_module
 from kvferry.connector.pages.copies import BOUNCE_BYTES, GpuCopies
 from kvferry.transport.channels import Copy
 from kvferry.transport.errors import TransportError
@@ -209,3 +209,50 @@ def test_after_an_error_of_a_launch_nothing_runs(gpu: Gpu, copies: GpuCopies) ->
     copies.synchronize()
     for _, _, target, wanted in data.started:
         assert np.array_equal(target, wanted)
+
+
+class PassedEvent:
+    def __init__(self, blocking: bool = False) -> None: ...
+
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self, seconds: float = 0.0) -> bool:
+        return True
+
+
+class Driver:
+    Event, bind_context, device_guard = PassedEvent, lambda device: None, contextlib.nullcontext
+    current_stream = staticmethod(lambda device: 0)
+
+
+@pytest.fixture
+def gpu_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCopies]:
+    stream: Any = type("Stream", (), {"cuda_stream": 0})
+    monkeypatch.setattr(threads_module, "cuda", Driver)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream())
+    for name in ("set_device", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda which: None)
+    made = GpuCopies(torch.device("cuda", 0), 1)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("after", ["a step", "a copy"])
+def test_an_error_does_not_hide_later_ends(gpu_copies: GpuCopies, caplog: pytest.LogCaptureFixture, after: str) -> None:
+    seen = threading.Event()
+    calls = [seen.set]
+
+    def act() -> None:
+        if not caplog.text:
+            raise OSError(24, "Too many open files")
+        calls.pop()()
+
+    if after == "a step":
+        gpu_copies.after_engine(act)
+        gpu_copies.after_engine(act)
+        assert seen.wait(60)
+    else:
+        gpu_copies.on_done = act
+        first, second = gpu_copies.start(lambda: None), gpu_copies.start(lambda: None)
+        assert seen.wait(60) and first.done and second.done
+    assert "Too many open files" in caplog.text

@@ -1,8 +1,10 @@
-"""A load: exactly one end, no end while something may write, none after the deadline; its attempts."""
+"""A load and its reads: one end, none while something may write or after the deadline; attempts; each reported once."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -24,16 +26,23 @@ from kvferry.connector.decode_side.load_state import (
     first_attempt,
     next_attempt,
 )
+from kvferry.connector.decode_side.read import PROGRESS, Fence, PageWrite, ReadPhase, SourceRead
+from kvferry.connector.geometry.read_plan import PlannedSpan
+from kvferry.connector.geometry.spans import Span
+from kvferry.connector.geometry.token_sharding import ALL_TOKENS
+from kvferry.connector.step_loads.load_ledger import LoadLedger
 from kvferry.connector.wire.metrics import FAILURE_KINDS, FailureKind
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, RankAddress
+from kvferry.transport.channels import Copy, RecvChannel
 from tests.support.timed import Timed
 
 PHASE, K, E = LoadPhase, LoadEventKind, LoadEffect
 END = 100.0
 SETTINGS = Timed(handshake_timeout_seconds=10, transfer_timeout_seconds=30, handover_timeout_seconds=END)
 GONE = Reason("denied", "gone")
-PROGRESS = LoadEvent(K.PROGRESS)
+MOVED_ON = LoadEvent(K.PROGRESS)
 READY = (LoadEvent(K.READY, 0), LoadEvent(K.READY, 1))
-MOVING = (*READY, PROGRESS)
+MOVING = (*READY, MOVED_ON)
 COMMITTING = (*MOVING, LoadEvent(K.MOVED, 0), LoadEvent(K.MOVED, 1))
 COMMITTED = (*COMMITTING, LoadEvent(K.COMMITTED, 1), LoadEvent(K.COMMITTED, 0))
 FAILED = [E.LEAVE, E.REPORT, E.RECORD, E.RELEASE]
@@ -84,7 +93,7 @@ def test_every_phase_has_a_deadline(before: tuple[LoadEvent, ...]) -> None:
 
 def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
     state, _ = run(begun(), *MOVING, now=0)
-    state, _ = LOAD.step(state, PROGRESS, 20)
+    state, _ = LOAD.step(state, MOVED_ON, 20)
     assert LOAD.step(state, TICK, 49)[0].phase is PHASE.MOVING
     for now in (50, 1e9):
         state, effects = LOAD.step(state, TICK, now)
@@ -92,8 +101,6 @@ def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
 
 
 # --- attempts -----------------------------------------------------------------------------------------------------
-
-
 def fail(kind: FailureKind = "peer_lost", blames: Blame = "") -> LoadEvent:
     return LoadEvent(K.FAILED, 0, Reason(kind, "planted", blames))
 
@@ -171,7 +178,7 @@ REASONS = st.builds(
 EVENTS = st.one_of(
     st.builds(LoadEvent, st.sampled_from([K.READY, K.MOVED, K.COMMITTED, K.DRAINED]), SOURCE),
     st.builds(LoadEvent, st.just(K.FAILED), SOURCE, REASONS),
-    st.sampled_from([PROGRESS, CANCELLED, TICK, TICK, TICK]),
+    st.sampled_from([MOVED_ON, CANCELLED, TICK, TICK, TICK]),
 )
 
 
@@ -184,7 +191,7 @@ def test_one_report_and_one_release_after_the_last_attempt(
     peers: int, planes: int, sources: int, inside: bool, moving: bool, script: list[tuple[Any, float]]
 ) -> None:
     rank = Rank(peers, planes, sources, inside=inside)
-    for event in (*READY[:sources], PROGRESS) if moving else ():
+    for event in (*READY[:sources], MOVED_ON) if moving else ():
         rank.give(event)
     for event, seconds in script:
         rank.now += seconds
@@ -195,3 +202,210 @@ def test_one_report_and_one_release_after_the_last_attempt(
     for event in (TICK, *(LoadEvent(K.DRAINED, source) for source in range(sources)), TICK):
         rank.give(event)  # copies end, whatever P does
     assert rank.reports == rank.releases == 1, "the deadline is past, and nothing writes"
+
+
+P = PeerEngine("p", 1, 1, 30.0, ())
+
+
+def load(request_id: str, *, now: bool = False) -> Load:
+    return Load(request_id, b"t" * 16, P, (), (), now=now)
+
+
+def test_a_log_line_has_the_names_of_some() -> None:
+    ledger = LoadLedger()
+    ledger.post([load("a")], ())
+    assert ledger.names() == "a"
+    ledger.post([load(str(n)) for n in range(10)], ())
+    assert ledger.names().endswith("6 and 3 more")
+
+
+def test_loads_of_which_the_pages_go_are_cancelled_whether_they_had_ended_or_not() -> None:
+    ledger = LoadLedger()
+    loads = [load("a"), load("b")]
+    ledger.post(loads, ())
+    ledger.load_ended(loads[0], LoadEnd())
+    ledger.pages_gone()
+    results = ledger.take_results()
+    assert results.failed == {"a", "b"} and {end.failed for end in results.ends.values()} == {"cancelled"}
+
+
+NAMES = "ab"
+WHAT = ["post", "post", "lease", "freed", "ended", "earlier", "take", "take", "thread"]
+act = st.tuples(st.sampled_from(WHAT), st.sampled_from(NAMES), st.booleans())
+
+
+@given(st.lists(act, max_size=60))
+def test_whatever_happens_every_id_is_reported_once(script: list[tuple[str, str, bool]]) -> None:
+    ledger = LoadLedger()
+    owed: dict[str, Load] = {}  # posted, and not taken
+    ended: dict[str, bool] = {}  # whether it arrived
+    leased: set[str] = set()
+
+    def take() -> None:
+        results = ledger.take_results()
+        assert results.received == ended.keys() and results.failed == {name for name, ok in ended.items() if not ok}
+        assert {name: not end.failed for name, end in results.ends.items()} == ended
+        for name in results.received:
+            del owed[name]
+        ended.clear()
+        assert results.sent <= leased
+        leased.difference_update(results.sent)
+
+    for what, name, flag in script:
+        if what == "post" and name not in owed:
+            owed[name] = load(name)
+            ledger.post([owed[name]], ())
+        elif what == "ended":
+            ledger.load_ended(owed.get(name) or load(name), LoadEnd() if flag else LOST)
+            if name in owed:
+                ended.setdefault(name, flag)
+        elif what == "earlier":
+            ledger.load_ended(load(name, now=flag), LoadEnd() if flag else LOST)
+        elif what == "lease" and name not in leased:
+            leased.add(name)
+            ledger.post((), [name])
+        elif what == "freed":
+            ledger.lease_freed(name)
+        elif what == "thread":
+            ledger.thread_ended()
+            ended |= {each: ended.get(each, False) for each in owed}
+        elif what == "take":
+            take()
+    ledger.thread_ended()
+    ended |= {each: ended.get(each, False) for each in owed}
+    take()
+    assert not owed and not leased and not ledger.owes
+
+
+KIND = LoadEventKind
+PEER_LOST = Reason("peer_lost", "gone")
+ADDRESS = RankAddress(0, 0, "host", 1, b"")
+
+
+class Read:
+    """A read, and how its copies begin and end."""
+
+    def __init__(self, left: int = 0, fence: Fence = "pushed") -> None:
+        anything: Any = SimpleNamespace()
+        self.it = SourceRead(1, 7, anything, anything, ADDRESS, [(0.0, ReadPhase.WAITING)])
+        self.it.tags = set(range(left))
+        self.it.asked(left, fence, 0.0)
+
+    def begin(self) -> LoadEvent:
+        self.it.tags -= {max(self.it.tags, default=0)}
+        return self.it.write_began(PageWrite(self.it, Copy(done=True), 1), 0.0)
+
+    def end(self, failure: Reason | None = None) -> LoadEvent | None:
+        return self.it.write_ended(next(iter(self.it.writes)), failure, 0.0)
+
+
+def landed(fence: Fence = "pushed", *, granted: bool = True) -> Read:
+    read = Read(1 if fence == "pushed" else 0, fence)
+    if granted:
+        assert read.it.take_grant(0.0) == PROGRESS
+    read.begin()
+    assert read.end() == LoadEvent(KIND.MOVED, 7) and read.it.landed
+    return read
+
+
+@pytest.mark.parametrize("fence", ["asked", "posted"])
+def test_a_pulled_read_is_committed_by_its_fence(fence: Fence) -> None:
+    read = landed(fence)
+    assert read.it.answered(True, 0.0) is None, "not before it is asked"
+    assert read.it.commit(0.0) is None
+    failed = read.it.answered(False, 0.0)
+    assert failed is not None and failed.kind is KIND.FAILED and failed.reason.kind == "expired"
+    assert read.it.answered(True, 0.0) == LoadEvent(KIND.COMMITTED, 7)
+    assert read.it.answered(True, 0.0) is None
+
+
+def test_nothing_to_read() -> None:
+    read = Read().it
+    read.link = SimpleNamespace(slot_bytes=1)  # type: ignore[assignment]
+    read.active_load = SimpleNamespace(load=None)  # type: ignore[assignment]
+    assert (read.plan((), 0.0), read.commit(0.0)) == (LoadEvent(KIND.MOVED, 7), LoadEvent(KIND.COMMITTED, 7))
+
+
+MIB = 1 << 20
+UNBOUNDED = RecvChannel.few_bytes
+
+
+@pytest.mark.parametrize(
+    ("few", "slot", "step", "wanted"),
+    [
+        (UNBOUNDED, 8 * MIB, 0, 8 * MIB),  # a prompt that is computed, in whole slots
+        (4 * MIB, 8 * MIB, 0, 4 * MIB),
+        (4 * MIB, MIB, 0, MIB),
+        (UNBOUNDED, 64 * MIB, 2048, 32 * MIB),  # an eighth of the layers of a step
+        (UNBOUNDED, 8 * MIB, 2048, 8 * MIB),
+        (4 * MIB, 16 * MIB, 2048, 8 * MIB),  # which takes several flows
+        (4 * MIB, 16 * MIB, 512, 4 * MIB),
+        (4 * MIB, 16 * MIB, 128, 2 * MIB),  # no longer than until an eighth of the layers is computed
+    ],
+)
+def test_the_messages_that_d_asks_for(few: int, slot: int, step: int, wanted: int) -> None:
+    region = SimpleNamespace(tile_tokens=1, content_bytes=512, shard=ALL_TOKENS)
+    channel = SimpleNamespace(pulls=False, few_bytes=few)
+    read = Read().it
+    read.link = SimpleNamespace(  # type: ignore[assignment]
+        slot_bytes=slot, channel=channel, theirs=SimpleNamespace(regions=(region,))
+    )
+    read.active_load = SimpleNamespace(load=SimpleNamespace(step_tokens=step, found=0))  # type: ignore[assignment]
+    whole = PlannedSpan(Span(0, 0, 32, 0, 8, 0, 4096), 0, 0, 0)
+    assert read.plan((whole,), 0.0) is None
+    assert read.chunk_bytes == wanted and len(read.planned) == (4096 // step if step else 1)
+
+
+def test_stopped_while_copies_write() -> None:
+    read = Read(2)
+    read.begin()
+    read.begin()
+    assert read.it.stop(0.0, 3.0) and not read.it.stop(0.0, 3.0)
+    assert read.end() is None, "one copy still writes"
+    assert read.end(PEER_LOST) == LoadEvent(KIND.DRAINED, 7)
+    assert read.it.failed("data", "late") is None
+    read = Read(2)
+    assert read.it.stop(1.0, 3.0) and read.it.due == 4.0, "messages of it can come"
+    read.it.left = 0
+    assert read.it.due == float("inf")
+
+
+CALLS = st.sampled_from(["grant", "begin", "end", "fail", "commit", "answer", "stop"])
+
+
+@given(st.sampled_from(get_args(Fence)), st.integers(0, 3), st.lists(CALLS, max_size=30))
+def test_nothing_is_drained_or_landed_while_a_copy_writes(fence: Fence, left: int, calls: list[str]) -> None:
+    read, committed, stopped = Read(left, fence), 0, False
+    for call in calls:
+        event: LoadEvent | None = None
+        match call:
+            case "grant" if read.it.awaits_grant:
+                event = read.it.take_grant(0.0)
+            case "begin" if not (read.it.stopped or read.it.landed):
+                event = read.begin()
+            case "end" | "fail" if read.it.writes:
+                event = read.end(PEER_LOST if call == "fail" else None)
+            case "commit" if read.it.phase is ReadPhase.LANDED:
+                event = read.it.commit(0.0)
+            case "answer":
+                event = read.it.answered(True, 0.0)
+            case "stop":
+                read.it.stop(0.0, 1.0)
+        if event is not None and event.kind in (KIND.MOVED, KIND.DRAINED, KIND.COMMITTED):
+            assert not read.it.writes
+        committed += event is not None and event.kind is KIND.COMMITTED
+        assert committed <= 1 and (committed == 1) == (read.it.phase is ReadPhase.COMMITTED)
+        assert read.it.stopped or not stopped
+        stopped = read.it.stopped
+
+
+def test_a_burst_says_nothing_of_the_end() -> None:
+    """Messages come many at once: what is left is foreseen once half of the last step's are there."""
+    read = Read(8).it
+    read.boxes, read.last_step, read.last_step_at = [SimpleNamespace()] * 10, 2, 1.0  # type: ignore[list-item]
+    assert read.take_grant(0.0) == PROGRESS
+    left = []
+    for _ in range(6):
+        read.tags.pop()
+        left.append(read.seconds_left(4.0))
+    assert left == [math.inf] * 3 + [3.0 * 4 / 3, 3.0 * 3 / 4, 3.0 * 2 / 5]

@@ -1,9 +1,9 @@
-"""Plans against an oracle that gives every (layer, head, token) element of a model a label of its own; also between
-ranks that share tokens out."""
+"""Heads, sources, spans and windows of a read, against oracles that label every element of a model."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -12,15 +12,239 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvferry.connector.geometry import read_plan
 from kvferry.connector.geometry.compatibility import check_geometry, compatible
 from kvferry.connector.geometry.rank_geometry import CacheKind, RankGeometry
-from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
-from kvferry.connector.geometry.spans import Span, check_spans, cut_span
-from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenShard, TokenSharding, common_tokens
-from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+from kvferry.connector.geometry.read_plan import (
+    STREAM_PARTS,
+    PlannedSpan,
+    check_complete,
+    in_windows,
+    part_bytes,
+    plan_reads,
+)
+from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, Span, check_spans, cut_span
+from kvferry.connector.geometry.token_sharding import (
+    UNSHARDED,
+    TokenShard,
+    TokenSharding,
+    common_tokens,
+    num_common_tokens,
+)
+from kvferry.connector.geometry.topology import MAX_HEADS, MAX_RANKS, TpKVTopology
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError, RatioError
+from tests.support.lines import LineCount
 from tests.unit.labelled_model import CONTENT, LABEL_TOKENS, MODEL, OURS, Model, edit
 from tests.unit.whole_plan import plan_all
+
+head_interval = TpKVTopology.head_interval
+sizes = st.integers(1, 9)
+heads = st.integers(1, 12)
+
+
+def held(size: int, total: int, is_mla: bool = False) -> list[set[int]]:
+    """The heads of every rank."""
+    found = [head_interval(rank, size, 1 if is_mla else total) for rank in range(size)]
+    return [set(range(start, start + count)) for start, count in found]
+
+
+def topology(
+    local: int, remote: int, total: int, rank: int = 0, is_mla: bool = False, blocks=(16, 16), **more
+) -> TpKVTopology:
+    return TpKVTopology(
+        tp_rank=rank, remote_tp_size={"d": local, "p": remote}, is_mla=is_mla, total_num_kv_heads=total,
+        attn_backend=None, engine_id="d", remote_block_size={"d": blocks[0], "p": blocks[1]}, **more,
+    )  # fmt: skip
+
+
+@given(sizes, heads)
+def test_every_head_is_held_contiguously_and_evenly(size: int, total: int) -> None:
+    ranks = held(size, total)
+    assert set().union(*ranks) == set(range(total))
+    counts = [len(rank) for rank in ranks]
+    if size <= total:
+        assert sum(counts) == total and max(counts) - min(counts) <= 1
+    else:
+        assert set(counts) == {1}
+        replicas = Counter(head for rank in ranks for head in rank).values()
+        assert max(replicas) - min(replicas) <= 1
+    assert ranks == sorted(ranks, key=min)
+
+
+@given(sizes, sizes, heads, st.booleans())
+@example(3, 2, 6, False)
+@example(6, 4, 12, False)
+@example(7, 9, 3, False)
+def test_each_head_is_read_once_from_a_rank_that_holds_it(d_size: int, p_size: int, total: int, is_mla: bool) -> None:
+    p_heads = held(p_size, total, is_mla)
+    load: Counter[tuple[int, int]] = Counter()
+    for d_rank, needed in enumerate(held(d_size, total, is_mla)):
+        got: list[int] = []
+        tp = topology(d_size, p_size, total, d_rank, is_mla)
+        reads = tp.sources()
+        assert reads == tp.sources(p_size) and tp.source_ranks() == tuple(sorted(read.p_rank for read in reads))
+        for read in reads:
+            interval = range(read.first_head, read.first_head + read.num_heads)
+            assert set(interval) <= p_heads[read.p_rank]
+            got += interval
+            load.update((read.p_rank, head) for head in interval)
+        assert got == sorted(needed)
+        assert len({read.p_rank for read in reads}) == len(reads)
+        around = {p: set(range(first, first + count)) for p, first, count in tp.overlaps()}
+        assert around == {rank: theirs & needed for rank, theirs in enumerate(p_heads) if theirs & needed}
+    for head in range(1 if is_mla else total):  # readers of one head spread over its replicas
+        numbers = [load[rank, head] for rank, theirs in enumerate(p_heads) if head in theirs]
+        assert max(numbers) - min(numbers) <= 1
+
+
+@given(sizes, sizes, st.lists(heads, min_size=1, max_size=3).map(tuple))
+def test_every_p_rank_is_released_by_all_its_readers_and_by_somebody(
+    d_size: int, p_size: int, head_counts: tuple[int, ...]
+) -> None:
+    ranks_of_d = [topology(d_size, p_size, max(head_counts), rank, head_counts=head_counts) for rank in range(d_size)]
+    releases = ranks_of_d[0].release_map()
+    assert len(releases) == p_size
+    read_by: dict[int, set[int]] = {rank: set() for rank in range(p_size)}
+    for d_rank, tp in enumerate(ranks_of_d):
+        for read in (read for total in head_counts for read in tp.sources(total_heads=total)):
+            read_by[read.p_rank].add(d_rank)
+        assert tp.source_ranks() == tuple(p for p in read_by if d_rank in read_by[p])
+    for p_rank, ranks in enumerate(releases):
+        assert ranks and list(ranks) == sorted(set(ranks)) and set(ranks) <= set(range(d_size))
+        assert set(ranks) == read_by[p_rank] if read_by[p_rank] else len(ranks) == 1
+    for d_rank, tp in enumerate(ranks_of_d):
+        assert tp.release_map() == releases
+        assert tp.release_ranks() == tuple(p for p, ranks in enumerate(releases) if d_rank in ranks)
+
+
+def test_cost_does_not_grow_with_the_product_of_sizes() -> None:
+    with LineCount() as lines:
+        topology(MAX_RANKS, MAX_RANKS, 8).release_map()
+        topology(MAX_RANKS, MAX_RANKS - 1, MAX_RANKS, head_counts=(1, MAX_RANKS)).release_map()
+    assert lines.count < 300 * MAX_RANKS
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "ratio"), [(4, 4, 1), (8, 2, 4), (2, 8, -4), (1, 9, -9), (9, 3, 3), (1, 1, 1)]
+)
+def test_ratio_is_flipped_where_the_remote_side_has_more(local: int, remote: int, ratio: int) -> None:
+    tp = topology(local, remote, 72)
+    assert tp.tp_ratio(remote) == tp.tp_ratio_from_engine_id("p") == ratio
+    blocks = topology(1, 1, 8, blocks=(16 * local, 16 * remote))
+    assert blocks.block_size_ratio(16 * remote) == blocks.block_size_ratio_from_engine_id("p") == ratio
+
+
+@pytest.mark.parametrize(("local", "remote"), [(3, 2), (4, 6)])
+def test_no_integer_ratio_is_a_typed_error_that_names_overlaps(local: int, remote: int) -> None:
+    tp = topology(local, remote, 12, blocks=(16 * local, 16 * remote))
+    with pytest.raises(RatioError, match=rf"no integer tp_ratio between local {local} and remote {remote}.*overlaps"):
+        tp.tp_ratio(remote)
+    with pytest.raises(RatioError, match=r"no integer block_size_ratio .*overlaps"):
+        tp.block_size_ratio_from_engine_id("p")
+    assert tp.get_target_remote_ranks(remote)
+
+
+@given(sizes, sizes, heads, st.booleans())
+@example(8, 4, 2, False)
+@example(1, 16, 4, True)
+def test_target_ranks_cover_what_is_read_and_follow_an_integer_ratio(
+    local: int, remote: int, total: int, is_mla: bool
+) -> None:
+    for rank in range(local):
+        tp = topology(local, remote, total, rank, is_mla)
+        targets = tp.get_target_remote_ranks(remote)
+        assert targets == tp.get_target_remote_ranks_from_engine_id("p") == sorted(set(targets))
+        assert {read.p_rank for read in tp.sources(remote)} <= set(targets) <= set(range(remote))
+        if local % remote and remote % local:
+            assert targets == [read.p_rank for read in tp.overlaps()]
+        elif is_mla or all(total % size == 0 or size % total == 0 for size in (local, remote)):
+            few, many = max(1, local // remote), max(1, remote // local)
+            assert targets == [rank // few * many + i for i in range(many)]
+
+
+def test_replication() -> None:
+    assert [topology(1, p, 8).is_kv_replicated("p") for p in (4, 8, 9, 16)] == [False, False, True, True]
+    assert not topology(1, 4, 8).replicates_kv_cache("p")
+    assert topology(1, 4, 8, is_mla=True).replicates_kv_cache("p")
+    assert topology(2, 4, 8).tp_size == 2 and topology(1, 1, 8, blocks=(48, 32)).block_size == 48
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(lambda size=size: head_interval(*size) for size in ((2, 2, 8), (-1, 2, 8), (0, 0, 8), (0, 1, 0))),
+        lambda: topology(1, MAX_RANKS + 1, 8).sources(),
+        lambda: topology(1, 1, 1 << 31).sources(),
+        lambda: topology(1, 0, 8).overlaps(),
+        lambda: topology(1 << 31, 1, 8).release_map(),
+        lambda: topology(1, 1 << 31, 8, head_counts=(1, 8)).release_map(),
+        lambda: topology(4, 4, 8, rank=4).release_ranks(),
+        lambda: topology(4, 4, 8).expected_consumers(9),
+        lambda: topology(4, 4, 8, pp_size=1 << 31).expected_consumers(0),
+        lambda: head_interval(0, 1, MAX_HEADS + 1),
+        lambda: topology(0, 2, 8).tp_ratio(2),
+    ],
+)
+def test_sizes_out_of_range_are_refused(call) -> None:
+    with pytest.raises(GeometryError, match=r"^[^\n]+$"):
+        call()
+
+
+# The topology of a hand-over
+def geometry(rank: int, size: int, head_counts: tuple[int, ...] = (8,), shardings=UNSHARDED, pp_size=1) -> RankGeometry:
+    return RankGeometry(
+        tp_rank=rank, tp_size=size, pp_rank=0, pp_size=pp_size, head_counts=head_counts, shardings=shardings, regions=()
+    )
+
+
+def test_one_topology_serves_all_peers_of_a_form() -> None:
+    for rank in range(3):  # all that a hand-over adds has a default, so it is what vLLM's constructor gives
+        made, plain = TpKVTopology.between(geometry(rank, 3), geometry(0, 2)), topology(3, 2, 8, rank)
+        assert made.sources() == plain.sources() and made.release_map() == plain.release_map()
+    ours = geometry(1, 4)
+    first = TpKVTopology.between(ours, geometry(0, 2))
+    assert first is TpKVTopology.between(geometry(1, 4), geometry(1, 2))
+    others = [
+        TpKVTopology.between(ours, geometry(0, 8)),
+        TpKVTopology.between(ours, geometry(0, 2, shardings=(TokenSharding(2, 16),))),
+        TpKVTopology.between(geometry(2, 4), geometry(0, 2)),
+        TpKVTopology.between(geometry(1, 4, (1, 8)), geometry(0, 2)),
+        TpKVTopology.between(geometry(1, 4, pp_size=2), geometry(0, 2)),
+    ]
+    assert all(other != first for other in others)
+    assert first.source_ranks() == (0,) and others[0].source_ranks() == (2, 3)
+    assert others[-1].expected_consumers(1) == (2, 3, 6, 7)
+
+
+def test_replicas_count_by_the_heads_of_the_layers_in_question() -> None:
+    tp = topology(1, 4, 8, head_counts=(2, 8))
+    assert not tp.is_kv_replicated("p") and tp.is_kv_replicated("p", 2)
+    assert [read.p_rank for read in tp.sources(total_heads=2)] == [0, 2]
+    assert tp.source_ranks() == (0, 1, 2, 3)
+
+
+def test_a_question_without_an_engine_needs_a_single_remote_engine() -> None:
+    several = TpKVTopology(0, {"d": 1, "p": 2, "q": 4}, False, 8, None, "d", {})
+    assert several.source_ranks("q") == (0, 1, 2, 3) and several.expected_consumers(1, "p") == (0,)
+    assert len(several.sources(4)) == 4
+    for ask in (several.source_ranks, several.sources, several.release_map):
+        with pytest.raises(GeometryError, match=r"^2 remote engines are known, expected one; name the engine"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("form", "blocks", "line"),
+    [
+        ((1, 2, 8), (48, 16), "reads from tp0, tp1 of 2 tensor-parallel ranks, tp_ratio -2, block_size_ratio 3"),
+        ((2, 3, 6), (20, 48), "reads from tp0, tp1 of 3 tensor-parallel ranks, tp_ratio none (2 to 3), "
+                              "block_size_ratio none (20 to 48)"),
+        ((1, 4, 2), (16, 0), "reads from tp0, tp2 of 4 tensor-parallel ranks, tp_ratio -4, "
+            "the prefill engine replicates KV heads"),
+    ],
+)  # fmt: skip
+def test_the_log_line_names_ranks_and_ratios(form: tuple[int, int, int], blocks: tuple[int, int], line: str) -> None:
+    assert topology(*form, blocks=blocks).describe(blocks[1]) == f"this rank {line}"
+
 
 PLAIN = UNSHARDED[0]
 Form = tuple[int, TokenSharding, TokenSharding]
@@ -163,8 +387,6 @@ def test_a_plan_that_misses_or_repeats_something_is_caught() -> None:
 
 
 # Ranks that share tokens out
-
-
 @st.composite
 def forms(draw: st.DrawFn, heads: int) -> Form:
     """As vLLM would have it: as many shares of a head as ranks hold it at most, a divisor of the ranks."""
@@ -302,3 +524,92 @@ def test_a_layer_that_drafts_is_read_from_a_p_with_the_same_model_or_not_at_all(
         check_complete(d, [*planned, planned[-1]], tokens)
     with pytest.raises(IncompatiblePeerError, match=r"'layers\.0' and 1 more needed"):
         check_complete(d, [span for span in planned if span.region], tokens)
+
+
+Element = tuple[int, int, int, int, int, int]
+
+
+def elements(planned: Sequence[PlannedSpan]) -> list[Element]:
+    """(P's region, D's region, P's layer, P's head, offset to D's layer, token) of all of them, sorted."""
+    found = []
+    for item in planned:
+        span = item.span
+        for layer in range(span.layer, span.layer + span.num_layers):
+            for head in range(span.head, span.head + span.num_heads):
+                for token in range(span.token, span.token + span.num_tokens):
+                    if num_common_tokens(item.shard, span.shard, token, token + 1):
+                        found.append((span.region, item.region, layer, head, item.layer - span.layer, token))
+    return sorted(found)
+
+
+def check_windows(planned: Sequence[PlannedSpan], remote: RankGeometry, found: int, step: int, stop: int) -> None:
+    ordered = in_windows(planned, remote, found, step)
+    spans = [item.span for item in ordered]
+    check_spans(spans, remote, stop)  # none without tokens of this rank, none through a tile, not too many ranges
+    assert elements(ordered) == elements(planned)
+    assert len(ordered) <= MAX_SPANS
+    starts = [span.token for span in spans]
+    assert starts == sorted(starts), "P has computed all of the earlier windows when it computes the next one"
+    cuts = {token for token in starts if token > found} - {item.span.token for item in planned}
+    assert all((cut - found) % step == 0 for cut in cuts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(models(), st.sampled_from([1, 2, 3])), st.integers(0, 40), st.integers(1, 30), st.data())
+def test_a_plan_keeps_its_elements(model: Model | int, found: int, step: int, data: st.DataObject) -> None:
+    """Also where ranks share out the tokens: then ``model`` is the number of heads."""
+    if isinstance(model, Model):
+        d_tp, p_tp = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+        local = model.rank((data.draw(st.integers(0, d_tp - 1)), d_tp), (0, 1), 16)
+        remotes = {(0, r): model.rank((r, p_tp), (0, 1), 32) for r in range(p_tp)}
+    else:
+        p, d = data.draw(forms(model)), data.draw(forms(model))
+        local, remotes = rank(d, 0, model), {(0, r): rank(p, r, model) for r in range(p[0])}
+    start = data.draw(st.integers(0, 30))
+    stop = start + data.draw(st.integers(1, 60))
+    for place, planned in plan_all(local, remotes, [(start, stop)] * len(local.regions)).items():
+        check_windows(planned, remotes[place], found, step, stop)
+
+
+ONE = Model(("full",) * 4, 2, False)
+
+
+def windows_of(tokens: int, found: int, step: int, remote: RankGeometry | None = None) -> list[tuple[int, int]]:
+    remote = remote or ONE.rank((0, 1), (0, 1), 16)
+    ((_, planned),) = plan_all(remote, {(0, 0): remote}, [(0, tokens)]).items()
+    return [(item.span.token, item.span.num_tokens) for item in in_windows(planned, remote, found, step)]
+
+
+def test_windows_end_where_the_steps_of_p_do() -> None:
+    assert windows_of(100, 0, 32) == [(0, 32), (32, 32), (64, 32), (96, 4)]
+    assert windows_of(100, 48, 32) == [(0, 48), (48, 32), (80, 20)]
+    assert windows_of(100, 100, 32) == windows_of(100, 200, 32) == windows_of(100, 0, 100) == [(0, 100)]
+
+
+def test_a_region_is_cut_between_tiles() -> None:
+    remote = ONE.rank((0, 1), (0, 1), 16)
+    (region,) = remote.regions
+    packed = msgspec.structs.replace(region, packing="amx", tile_tokens=8)
+    remote = msgspec.structs.replace(remote, regions=(packed,))
+    assert windows_of(40, 5, 14, remote) == [(0, 16), (16, 16), (32, 8)]
+
+
+@pytest.mark.parametrize(("name", "bound"), [("MAX_SPANS", 12), ("MAX_RANGES", 12), ("MAX_WINDOWS", 12)])
+def test_a_long_prompt_has_longer_windows(monkeypatch: pytest.MonkeyPatch, name: str, bound: int) -> None:
+    monkeypatch.setattr(read_plan, name, bound)
+    windows = windows_of(10_000, 100, 10)
+    assert 2 < len(windows) <= bound and {length % 10 for _, length in windows} == {0}
+    monkeypatch.setattr(read_plan, name, 1)
+    assert windows_of(10_000, 100, 10) == [(0, 10_000)]
+
+
+def test_the_bounds_hold_for_the_longest_prompts() -> None:
+    assert len(windows_of(1 << 20, 0, 1)) <= min(MAX_RANGES, MAX_SPANS)
+
+
+def test_the_layers_of_a_window_are_several_messages() -> None:
+    model = Model(("full",) * 32, 2, False)
+    remote = model.rank((0, 1), (0, 1), 16)
+    ((_, planned),) = plan_all(remote, {(0, 0): remote}, [(0, 64)]).items()
+    room = part_bytes(in_windows(planned, remote, 0, 32), remote)
+    assert len(cut_span(in_windows(planned, remote, 0, 32)[0].span, CONTENT, room)) == STREAM_PARTS
