@@ -23,7 +23,7 @@ help:
 	@echo "make explore       property tests with examples drawn anew for SECONDS_TO_RUN=600 (SEED=... repeats a round)"
 	@echo "make simulate      1,000,000 hand-overs of 100 P and 100 D engines in virtual time (COUNT=..., SEED=...)"
 	@echo "make faults        seeded faults between real P and D processes for SECONDS_TO_RUN=600 (SEED=..., COUNT=...)"
-	@echo "make soak          engines under aborts, kills, restarts and garbage: nothing grows (SECONDS_TO_RUN=900, SEED=...)"
+	@echo "make soak          engines under aborts, kills and restarts: nothing grows (SECONDS_TO_RUN=900, SEED=...)"
 	@echo "make fuzz          mutated inputs for every decoder and port (COUNT=10000000, SEED=...)"
 	@echo "make lint          ruff, and mypy over every Python file, with --strict over the product"
 	@echo "make docs          write the generated tables of README.md and docs/"
@@ -151,7 +151,6 @@ bench: install
 	$(BIN)/python benchmarks/router/where_to_prefill.py --device cpu --json $(RESULTS)/cpu_where_to_prefill.json
 	$(BIN)/python benchmarks/engines/prefix_reads.py --device cpu --json $(RESULTS)/prefix_reads.json
 	$(BIN)/python tests/engine/wrong_tokens/run.py --json $(RESULTS)/wrong_tokens.json
-	$(BIN)/python tests/engine/wrong_tokens/both_legs.py --json $(RESULTS)/both_legs.json
 	$(BIN)/python benchmarks/engines/wrong_answers.py --json $(RESULTS)/wrong_answers.json
 	$(BIN)/python tests/faults/stale_reads.py --json $(RESULTS)/stale_reads.json
 

@@ -129,6 +129,7 @@ class Mutator:
 
 Errors = tuple[type[BaseException], ...]
 encode = msgspec.msgpack.encode
+TOKEN = bytes(range(16))
 FOUND: Mapping[str, Sequence[bytes]] = {
     # A counter below 0: OverflowError on D's thread in place of no grant.
     "slots of a grant board": [struct.pack("<q16s16sI", -500, bytes(range(16)), bytes(16), 134) + bytes(134)]
@@ -158,7 +159,7 @@ class Honest:
         assert context is not None
         self.geometry, self.model, self.address = context.caches.geometry, dict(context.model), rank.address
         self.pages = context.caches.page_layouts()
-        life, token = context.incarnation, bytes(range(16))
+        life, token = context.incarnation, TOKEN
         span = Span(0, 0, 4, 0, 4, 0, 100)
         ranks = (0, 1, 2)
         self.hello = messages.Hello(engine_id="e", incarnation=life, geometry=self.geometry, model=self.model)

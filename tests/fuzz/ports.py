@@ -18,10 +18,10 @@ from kvferry.connector.wire.step_plan import PeerEngine
 from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from tests.fuzz.attackers import KeyHolder, Stranger, ZmqKeyHolder, unix_names
-from tests.fuzz.honest import Honest
+from tests.fuzz.honest import TOKEN, Honest
 from tests.fuzz.in_process import TIMES, Outcome
 from tests.support.fault_proxy import FaultProxy
-from tests.support.pair import LEASE, Broken, RankPair
+from tests.support.pair import LEASE, THEIRS, TOKENS, Broken, RankPair
 from tests.support.pair import TIMES as SETTINGS
 from tests.support.remote import RemoteError
 from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
@@ -99,7 +99,9 @@ class Pair(RankPair):
             return Stranger(rng, self.port_of(target), self.recorded, keys if target.which == "control" else None)
         if target.which == "data":
             return ZmqKeyHolder(rng, self.control(target), keys, honest.hello)
-        return KeyHolder(rng, self.control(target), keys, [messages.encode(request) for request in honest.requests])
+        token = self.sides[target.side].grant("attacked", THEIRS, TOKENS)  # so that some messages concern a lease
+        corpus = [[f.replace(TOKEN, token) for f in messages.encode(request)] for request in honest.requests]
+        return KeyHolder(rng, self.control(target), keys, corpus)
 
 
 def attack(target: Target, pair: Pair, seed: int, count: int, seconds: float, honest: Honest, keys: Keys) -> Outcome:

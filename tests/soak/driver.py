@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,14 +11,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from kvferry.transport.control.key_file import shared_key
-from kvferry.transport.control.keys import Keys
-from tests.fuzz.attackers import Stranger
 from tests.soak.engine import MAX_TOKENS
 from tests.soak.flatness import FORGOTTEN_SECONDS
 from tests.support.engines import free_port
 from tests.support.remote import Remote, RemoteError
-from tests.transport.test_planes_hosts import listening_ports
 
 SETTINGS = {
     "lease_seconds": 2.0, "lease_cap_seconds": 12.0, "ask_hold_seconds": 1.0, "handshake_timeout_seconds": 2.0,
@@ -30,16 +25,13 @@ UNDER_WAY = 6
 """Hand-overs at a time."""
 REPORT_SECONDS = 60.0
 """A load that is not reported for so long hangs: far above the settings' deadlines and the stops together."""
-RECOVERY_SECONDS = 2.0
-BURST, BURSTS = 300, 4
-BLOCKS = BURST + 20
+BLOCKS = 320
 STOP_SECONDS = (0.05, 3.0)
 """For so long an engine is stopped; a lease lasts 2 s."""
 QUIET_SECONDS = 60.0
 HELD = ("blocks", "leases", "kept", "reads", "requests", "entries")
 OF_PEERS = ("sessions", "links", "descriptors", "threads")
 """What an engine has of its peers, until it has forgotten them (``FORGOTTEN_SECONDS``)."""
-THROW_SECONDS = 0.1
 ABORTED = {"before": 0.05, "during": 0.12, "never": 0.03}
 """The shares of hand-overs that are given up before they have blocks, while they load, or that D never hears of."""
 
@@ -84,43 +76,15 @@ class HandOver:
     loading: bool = False
 
 
-class Strangers:
-    """Without a key they throw garbage, half-open connections and other protocols on every TCP port of some processes,
-    something each ``THROW_SECONDS`` until ``close``."""
-
-    def __init__(self, pids: Sequence[int], seed: int) -> None:
-        self._pids, self._rng = list(pids), random.Random(seed)
-        self._end, self._by_port = threading.Event(), dict[int, Stranger]()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        keys = Keys(shared_key())
-        while not self._end.wait(THROW_SECONDS):
-            port = self._rng.choice([port for _, port in listening_ports(self._rng.choice(self._pids))])
-            if port not in self._by_port:
-                self._by_port[port] = Stranger(self._rng, port, [], keys)
-            self._by_port[port].throw()
-
-    def close(self) -> int:
-        """The number of throws."""
-        self._end.set()
-        self._thread.join()
-        for stranger in self._by_port.values():
-            stranger.close()
-        return sum(stranger.inputs for stranger in self._by_port.values())
-
-
 class Soak:
     """One run. ``leak``: a fault that is planted into the engines that last, see ``engine.py``. ``violations``: what
     must not be, in words; nothing is waited for after one."""
 
     under_way = UNDER_WAY
-    recovery_limit = RECOVERY_SECONDS
     quiet_seconds = QUIET_SECONDS
-    bursts_each = BURSTS
     least_loaded = 0
-    """The run lasts until so many loads have succeeded, also where that takes longer, up to ``patience``."""
+    """The run lasts until so many loads have succeeded, also where that takes longer, up to ``patience``; and until one
+    has succeeded with each engine that was started again."""
     patience = REPORT_SECONDS
     """For longer no hand-over lasts either."""
 
@@ -131,19 +95,13 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.by_plane: dict[str, Counter[str]] = {plane: Counter() for plane in planes}
         self.samples: dict[str, list[dict[str, float]]] = {}
-        self.recovery: dict[str, list[float]] = {"P": [], "D": []}
-        self.bursts: list[float] = []
         self.handovers: dict[str, HandOver] = {}
         self.serial = self.restarts = 0
         self.lasting = [EngineProcess(f"{side}-{plane}", plane, leak=leak) for plane in planes for side in ("P", "D")]
         self.mortal: dict[str, EngineProcess] = {}
-        self.recovering: dict[EngineProcess, float] = {}
-        self.burst: list[dict[str, Any]] = []  # the loads that D gets at once
+        self.untried: set[EngineProcess] = set()  # started again, without a load that has succeeded since
 
     # --- processes ------------------------------------------------------------------------------------------------
-
-    def of(self, side: str, plane: str) -> EngineProcess:
-        return next(engine for engine in self.lasting if engine.name == f"{side}-{plane}")
 
     @property
     def engines(self) -> list[EngineProcess]:
@@ -158,21 +116,21 @@ class Soak:
             if self.rng.random() < 0.5:
                 plane, port = self.rng.choice(self.planes), free_port()
         self.mortal[side] = EngineProcess(f"{side}-mortal", plane, port=port)
+        self.untried.add(self.mortal[side])
         self.restarts += 1
 
     def kill(self, engine: EngineProcess) -> None:
         engine.kill()
-        self.recovering.pop(engine, None)
+        self.untried.discard(engine)
         for handover in list(self.handovers.values()):
             if engine is handover.d or (engine is handover.p and not handover.loading):
                 self.end(handover, "gone with its engine")
 
     # --- hand-overs -----------------------------------------------------------------------------------------------
 
-    def begin(self, p: EngineProcess, d: EngineProcess, fate: str = "", tokens: int = 0) -> None:
+    def begin(self, p: EngineProcess, d: EngineProcess, fate: str) -> None:
         self.serial += 1
-        name, number = f"h{self.serial}", self.rng.randrange(1 << 20)
-        tokens = tokens or self.rng.randrange(2, MAX_TOKENS)
+        name, number, tokens = f"h{self.serial}", self.rng.randrange(1 << 20), self.rng.randrange(2, MAX_TOKENS)
         self.handovers[name] = HandOver(name, p, d, number, tokens, fate, time.monotonic())
         p.order("prefill", name=name, number=number, tokens=tokens)
 
@@ -184,11 +142,6 @@ class Soak:
     def traffic(self) -> None:
         """Keep ``UNDER_WAY`` hand-overs under way, over the planes in turn."""
         ready = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
-        for engine in list(self.recovering):  # one hand-over after the other until the first one succeeds
-            tried = any(h.fate == "recovery" and engine in (h.p, h.d) for h in self.handovers.values())
-            other = self.of("D" if engine.name[0] == "P" else "P", engine.plane)
-            if engine in ready and not tried and not other.stopped_until:
-                self.begin(*((engine, other) if engine.name[0] == "P" else (other, engine)), fate="recovery")
         while len(self.handovers) < self.under_way:
             plane = self.planes[self.serial % len(self.planes)]
             ps, ds = ([e for e in ready if e.name[0] == side and e.plane == plane] for side in "PD")
@@ -226,8 +179,6 @@ class Soak:
                 self.violations.append(f"{engine.name}: {event['text']}")
             case "ready":
                 engine.ready, engine.port = True, event["port"]
-                if engine in self.mortal.values():
-                    self.recovering[engine] = time.monotonic()
             case "prefilled":
                 self.prefilled(event["name"], event["params"])
             case "loaded":
@@ -246,9 +197,6 @@ class Soak:
             return
         handover.loading = True
         load = {"name": name, "number": handover.number, "tokens": handover.tokens, "params": params}
-        if handover.fate == "burst":
-            self.burst.append(load)
-            return
         after = {"before": -1.0, "during": self.rng.expovariate(1 / 0.004)}.get(handover.fate)
         handover.d.order("load", **load, abort_after=after)
 
@@ -259,10 +207,9 @@ class Soak:
             return
         if not event["right"]:
             self.violations.append(f"{event['name']}: other bytes than P's over {handover.d.plane}")
-        self.end(handover, f"{outcome} in a burst" if handover.fate == "burst" else outcome)
-        for engine in (handover.p, handover.d):
-            if outcome == "loaded" and engine in self.recovering and handover.fate == "recovery":
-                self.recovery[engine.name[0]].append(time.monotonic() - self.recovering.pop(engine))
+        self.end(handover, outcome)
+        if outcome == "loaded":
+            self.untried -= {handover.p, handover.d}
 
     def check_hangs(self) -> None:
         for handover in list(self.handovers.values()):
@@ -280,7 +227,7 @@ class Soak:
             self.restart(kind[-1])
             return
         running = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
-        if running and not self.recovering:  # the time of a recovery is that between two processes that run
+        if running:
             self.rng.choice(running).stop(now + self.rng.uniform(*STOP_SECONDS))
 
     def sample_all(self) -> None:
@@ -289,13 +236,12 @@ class Soak:
                 engine.order("sample")
 
     def run(self) -> None:
-        """Traffic and faults, then quiet, then the bursts."""
+        """Traffic and faults, then quiet."""
         try:
             assert self.wait(lambda: all(engine.ready for engine in self.lasting), 300.0), "the engines did not start"
             self.left()
             for side in ("P", "D"):
                 self.restart(side)
-            stranger = Strangers([engine.process.pid for engine in self.lasting], self.rng.randrange(1 << 30))
             self.began = now = time.monotonic()
             next_sample, next_fault = now, now + self.gap()
             while self.goes_on(now := time.monotonic()):
@@ -312,14 +258,11 @@ class Soak:
                     next_fault = now + self.gap()
                     self.faults(now)
             self.lasted = now - self.began
-            self.counts["throws of the stranger"] = stranger.close()
             for engine in self.engines:
                 engine.go_on()
             self.settle("the run")
             for engine in self.mortal.values():
                 self.kill(engine)
-            for plane in self.planes:
-                self.cancel_bursts(plane)
             self.settle("the peers were forgotten", FORGOTTEN_SECONDS)
         finally:
             for engine in self.engines:
@@ -327,7 +270,7 @@ class Soak:
 
     def goes_on(self, now: float) -> bool:
         """Whether the traffic goes on."""
-        enough = self.counts["loaded"] >= self.least_loaded and all(self.recovery.values())
+        enough = self.counts["loaded"] >= self.least_loaded and not self.untried
         end = self.began + self.seconds + (0.0 if enough else self.patience)
         return now < end and not self.violations
 
@@ -360,18 +303,3 @@ class Soak:
             if not (engine.plane == "zmq" and what in ("descriptors", "threads"))  # libzmq keeps its own
             if (held := self.samples[engine.name][-1][what] - self.samples[engine.name][0][what]) > 0
         ]
-
-    def cancel_bursts(self, plane: str) -> None:
-        """``BURST`` hand-overs are begun and all given up, ``BURSTS`` times over; then nothing new comes."""
-        p, d = self.of("P", plane), self.of("D", plane)
-        for number in range(0 if self.violations else self.bursts_each):
-            self.burst.clear()
-            for _ in range(BURST):
-                self.begin(p, d, "burst", tokens=self.rng.randrange(2, 17))
-            if not self.wait(lambda: len(self.burst) == BURST, 60.0):
-                self.violations.append(f"P has {len(self.burst)} of {BURST} prompts for a burst over {plane}")
-                return
-            d.order("burst", loads=self.burst, abort_after=self.rng.uniform(0.0, 0.002 * number))
-            begun = time.monotonic()
-            self.settle(f"a burst of cancels over {plane}")
-            self.bursts.append(time.monotonic() - begun)

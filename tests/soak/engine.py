@@ -126,16 +126,6 @@ class SoakEngine:
         self.request(name, number, tokens, params, abort_after)
         self.step()
 
-    def burst(self, loads: list[dict[str, Any]], abort_after: float) -> None:
-        """Load many prompts in one step; all of their clients go at once."""
-        for load in loads:
-            self.request(**load, abort_after=None)
-        self.step()
-        for load in loads:
-            if load["name"] in self.requests:
-                self.requests[load["name"]].abort_at = time.monotonic() + abort_after
-        self.step()
-
     def request(self, name: str, number: int, tokens: int, params: dict[str, Any], abort_after: float | None) -> None:
         now = time.monotonic()
         request = Request(name, number, self.view(name, number, tokens, params))

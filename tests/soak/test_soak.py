@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 
-from tests.soak.driver import BURST, Soak
+from tests.soak.driver import Soak
 from tests.soak.run import failures, verdicts
 
 SEED = 20261123
 
 
 class Slice(Soak):
-    """Some seconds on a slow host: fewer hand-overs. What is left at the end is looked at, and no figure: neither what
-    grows meanwhile nor how long a recovery takes."""
+    """Some seconds on a slow host: fewer hand-overs. What is left at the end is looked at, and not what grows."""
 
-    under_way, least_loaded, bursts_each = 4, 40, 2
+    under_way, least_loaded = 4, 40
     patience = 600.0
 
 
@@ -22,7 +21,7 @@ class Leaking(Slice):
     """Without further restarts: each one moves the bound, and a slow host has more of them for as many loads. It lasts
     until what leaks has been seen to grow, for on a slow host most loads may come before the warm-up ends."""
 
-    least_loaded, bursts_each = 150, 0
+    least_loaded = 150
     next_look = 0.0
 
     def gap(self) -> float:
@@ -42,9 +41,8 @@ def test_engines_hold_nothing_after_faults_and_restarts() -> None:
     soak = Slice(3.0, SEED, ("cma", "tcp"))
     soak.run()
     assert not soak.violations
-    assert soak.counts["loaded"] >= 40 and soak.restarts >= 2 and soak.counts["throws of the stranger"]
-    assert len(soak.bursts) == 4 and soak.counts["aborted in a burst"] >= BURST, "blocks back without traffic"
-    assert all(soak.recovery.values()), "each restarted peer handed over again"
+    assert soak.counts["loaded"] >= 40 and soak.restarts >= 2
+    assert not soak.untried, "each restarted peer handed over again"
 
 
 def test_what_grows_or_does_not_come_back_is_seen() -> None:

@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,8 +35,7 @@ import numpy as np
 
 from benchmarks.harness import report
 from kvferry.connector.step_loads.step_hold import PATIENCE_SECONDS
-from tests.engine.wrong_tokens.asks import KILLED, KINDS, WRONG_BYTE, Ask, Draw, ask_plain, digest_of
-from tests.engine.wrong_tokens.pair import Actor, Prefill
+from tests.engine.wrong_tokens.asks import KILLED, KINDS, WRONG_BYTE, Actor, Ask, Draw, Prefill, ask_plain, digest_of
 from tests.support.engines import python_path
 from tests.support.served import PatientServerGroup, eventually, usage
 from tests.support.server import EngineError, Server
@@ -94,12 +92,6 @@ class Outcome:
 
 class Run:
     """P, D, and all requests of one run."""
-
-    kinds: Sequence[str] = KINDS
-    of_p: Sequence[str] = (*PROBE, "--no-enable-prefix-caching")
-    """Arguments of P."""
-    step_patience: float | None = PATIENCE_SECONDS
-    """As it is in use: some of the faults are that it ends. ``None``: that of the tests."""
 
     def __init__(self, p: Prefill, d: Server, group: PatientServerGroup, seed: int) -> None:
         self.p, self.d = p, d
@@ -272,19 +264,16 @@ def leave(server: Server, body: dict[str, Any], name: str, seconds: float) -> No
     connection.close()
 
 
-def start(
-    group: PatientServerGroup, name: str, model: Path, connector: str | None, *arguments: str,
-    extra: dict[str, Any] = EXTRA,
-) -> Server:  # fmt: skip
+def start(group: PatientServerGroup, name: str, model: Path, connector: str | None, *arguments: str) -> Server:
     return group.engine(
-        name, model, connector=connector, extra=extra if connector else None, kv_bytes=False,
+        name, model, connector=connector, extra=EXTRA if connector else None, kv_bytes=False,
         environment={"PYTHONPATH": python_path(), "VLLM_LOGGING_LEVEL": "DEBUG"}, max_model_len=1024,
         arguments=["--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--disable-uvicorn-access-log",
                    *arguments],
     )  # fmt: skip
 
 
-def measure(args: argparse.Namespace, kind: type[Run]) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
 
     def say(what: str) -> None:
@@ -294,16 +283,14 @@ def measure(args: argparse.Namespace, kind: type[Run]) -> dict[str, Any]:
     draw = Draw(args.seed)
     groups = draw.groups(args.count)
     kills = args.kills if args.kills is not None else -(-args.count // 300)
-    draw.plant(groups, args.share, kills, UNSEEN if args.selftest else kind.kinds)
+    draw.plant(groups, args.share, kills, UNSEEN if args.selftest else KINDS)
     beside = [draw.ask(draw.words(40), DECODING_TOKENS, handed_over=False) for _ in range(3 * DECODING)]
-    extra = EXTRA | {"plane": args.plane}
     with PatientServerGroup(args.folder / "logs") as group:
-        if kind.step_patience is not None:
-            group.step_patience = kind.step_patience
+        group.step_patience = PATIENCE_SECONDS  # as it is in use: some of the faults are that it ends
         plain = start(group, "plain", model, None, *PROBE)
-        ahead = AHEAD if args.scheduling == "ahead" else PROBE
-        d = start(group, "decode", model, "KVFerryConnector", *ahead, extra=extra)
-        p = Prefill(group, lambda: start(group, "prefill", model, "KVFerryConnector", *kind.of_p, extra=extra))
+        d = start(group, "decode", model, "KVFerryConnector", *AHEAD)
+        of_p = *PROBE, "--no-enable-prefix-caching"
+        p = Prefill(group, lambda: start(group, "prefill", model, "KVFerryConnector", *of_p))
         p.ready()
         group.wait_ready(servers=[plain, d])
         plain.rpc("wt_watch"), d.rpc("wt_watch")
@@ -311,7 +298,7 @@ def measure(args: argparse.Namespace, kind: type[Run]) -> dict[str, Any]:
         redrawn = ask_plain(plain, [*(ask for asks in groups for ask in asks), *beside], draw)
         group.stop(plain)
         say(f"answers of the plain engine; {redrawn} redrawn")
-        run = kind(p, d, group, args.seed)
+        run = Run(p, d, group, args.seed)
         try:
             run.prepare(broken=args.selftest)
             run.all(groups, beside)
@@ -321,7 +308,7 @@ def measure(args: argparse.Namespace, kind: type[Run]) -> dict[str, Any]:
             run.actor.close()
         if not d.alive:
             raise EngineError(f"D has ended\n{d.log_tail()}")
-        if args.scheduling == "ahead" and "ahead: 2 steps in flight" not in d.log_text():
+        if "ahead: 2 steps in flight" not in d.log_text():
             raise EngineError("D was to schedule a step while another one runs, and never did")
     outcome = run.outcome
     figures |= {
@@ -333,29 +320,25 @@ def measure(args: argparse.Namespace, kind: type[Run]) -> dict[str, Any]:
     return {
         "ratios": {}, "figures": figures, "rows": rows, "answered": dict(outcome.answered), "held": held,
         "errors": outcome.errors + outcome.hung + run.actor.errors, "policy": "recompute",
-        "scheduling": args.scheduling, "seed": args.seed, "count": args.count, "share": args.share, "settings": extra,
+        "scheduling": "ahead", "seed": args.seed, "count": args.count, "share": args.share, "settings": EXTRA,
         "seconds": round(time.monotonic() - began),
     }  # fmt: skip
 
 
-def parser_of(what: str | None, name: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Of a script that measures a kind of run; ``name``: of its folder."""
-    parser = argparse.ArgumentParser(description=(what or "").partition("\n")[0])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--count", type=int, help="hand-overs")
+    parser.add_argument("--count", type=int, default=1000, help="hand-overs")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plane")
     parser.add_argument("--share", type=float, default=0.1, help="of hand-overs in which a failure is planted")
     parser.add_argument("--kills", type=int, help="how often P is killed; by default once for 300 hand-overs")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / name, help="model and logs")
-    parser.set_defaults(scheduling="sync", selftest=False, **defaults)
-    return parser
-
-
-def run_all(args: argparse.Namespace, kind: type[Run]) -> int:
-    """Measure, show and write the result; the exit status."""
+    parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "wrong_tokens", help="model and logs")
+    parser.add_argument("--selftest", action="store_true", help="break D so that wrong KV is used, which must be seen")
+    args = parser.parse_args()
+    if args.selftest:
+        args.count, args.share, args.kills = min(args.count, SELFTEST_COUNT), 0.5, 0
     try:
-        result = measure(args, kind)
+        result = measure(args)
     except EngineError as error:
         print(f"FAILED  {error}", file=sys.stderr)
         return 1
@@ -368,16 +351,6 @@ def run_all(args: argparse.Namespace, kind: type[Run]) -> int:
     for what in (*bad, *result["errors"]):
         print(f"FAILED  {what}", file=sys.stderr)
     return int(bool(bad or result["errors"]))
-
-
-def main() -> int:
-    parser = parser_of(__doc__, "wrong_tokens", count=1000, plane="cma")
-    parser.add_argument("--scheduling", choices=("ahead", "sync"), default="ahead", help="of D's steps")
-    parser.add_argument("--selftest", action="store_true", help="break D so that wrong KV is used, which must be seen")
-    args = parser.parse_args()
-    if args.selftest:
-        args.count, args.share, args.kills = min(args.count, SELFTEST_COUNT), 0.5, 0
-    return run_all(args, Run)
 
 
 def unseen(rows: list[dict[str, Any]]) -> list[str]:
