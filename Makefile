@@ -116,7 +116,6 @@ simulate: install
 faults: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/run.py --seconds $(or $(SECONDS_TO_RUN),600) $(if $(COUNT),--count $(COUNT)) \
 	  $(if $(SEED),--seed $(SEED))
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/outages.py --count $(or $(COUNT),200) $(if $(SEED),--seed $(SEED))
 
 soak: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/run.py --seconds $(or $(SECONDS_TO_RUN),900) $(if $(SEED),--seed $(SEED)) \

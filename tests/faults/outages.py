@@ -1,35 +1,21 @@
-"""Two ranks in network namespaces of their own, and a link that goes down, or a peer that dies or stops, while the
-other one's transfer thread reads nothing: what made libzmq end the process of whoever was left.
+"""Two ranks in network namespaces of their own, and a link that goes down, or a peer that dies, while the other one's
+transfer thread reads nothing: what made libzmq end the process of whoever was left.
 
-    python tests/faults/outages.py [--count 200] [--seed S] [--workers 4]
-
-Each seed is one outage. No process may end by it, every load must be reported, and every byte be right.
+No process may end by it, every load must be reported, and every byte be right.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 import subprocess
-import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
+from tests.support.pair import PATIENCE, Broken, RankPair
 
-from benchmarks.harness import report
-from tests.support.pair import PATIENCE, Broken, RankPair, run_parser
-from tests.support.remote import RemoteError
-
-PLANES = ("tcp", "zmq", "ucx")
-EVENTS = ("link", "link", "link", "kill P", "kill D", "stop P", "stop D")
 SHORT: dict[str, Any] = {
     "lease_seconds": 4.0, "lease_cap_seconds": 8.0, "ask_hold_seconds": 1.0, "handshake_timeout_seconds": 1.0,
     "transfer_timeout_seconds": 2.0, "handover_timeout_seconds": 8.0,
@@ -39,33 +25,9 @@ LOADS, TOKENS, BLOCKS = 24, 1600, 100
 ASKED_SECONDS = 0.3
 """In which D's requests reach P, which answers all of them at once afterwards."""
 ADDRESS = {"p": "10.78.0.1", "d": "10.78.0.2"}
+DOWN_SECONDS, STILL_SECONDS, AFTER_SECONDS = 1.0, 2.0, 0.2
+"""How long the link is down and a transfer thread reads nothing; and when that begins, since the loads began."""
 _serial = itertools.count()
-
-
-@dataclass(frozen=True)
-class Outage:
-    """``down_seconds``: of the link, or until the peer that was stopped goes on. ``still_seconds``: how long the
-    transfer thread of ``still`` reads nothing. ``after_seconds``: since the loads began. ``short``: settings."""
-
-    seed: int
-    plane: str
-    event: str
-    down_seconds: float
-    still: str
-    still_seconds: float
-    after_seconds: float
-    short: bool
-
-
-def draw(seed: int, longest: float = 40.0) -> Outage:
-    """The outage of a seed."""
-    rng = random.Random(seed)
-    event = rng.choice(EVENTS)
-    still = rng.choice(("P", "D")) if event == "link" else "D" if event.endswith("P") else "P"
-    return Outage(
-        seed, rng.choice(PLANES), event, 0.3 * (longest / 0.3) ** rng.random(), still if rng.random() < 0.8 else "",
-        rng.uniform(0.5, 4.0), rng.uniform(0.0, 0.3), rng.random() < 0.6,
-    )  # fmt: skip
 
 
 def _ip(*words: str) -> bytes:
@@ -111,49 +73,40 @@ class Hosts:
 class DistantPair(RankPair):
     """P and D in their namespaces."""
 
-    def __init__(self, outage: Outage) -> None:
-        self.outage, self.hosts = outage, Hosts()
-        settings = {"plane": outage.plane, "slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
+    def __init__(self, plane: str) -> None:
+        self.hosts = Hosts()
+        settings = {"plane": plane, "slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
         own = {
             role: {"namespace": self.hosts.names[role], "settings": {"side_channel_host": address}}
             for role, address in ADDRESS.items()
         }
-        super().__init__(settings | (SHORT if outage.short else {}), own, blocks=LOADS * BLOCKS)
-        self.case = str(outage)
+        super().__init__(settings | SHORT, own, blocks=LOADS * BLOCKS)
 
-    def strike(self) -> Counter[str]:
-        """Load, strike, and check what must hold. Returns what became of the loads."""
-        outage = self.outage
+    def strike(self, event: str, still: str) -> None:
+        """Load, strike, and check what must hold. ``event``: "link", "kill P", "kill D"; ``still``: "P" or "D", whose
+        transfer thread reads nothing meanwhile."""
         self.until(lambda: self._hand_over("warm"), "the first hand-over succeeds")
         names = [f"req-{number}" for number in range(LOADS)]
-        self._load(names, still=outage.still)
-        time.sleep(outage.after_seconds)
-        victim = {"P": self.p, "D": self.d}.get(outage.event[-1])
+        self._load(names, still)
+        time.sleep(AFTER_SECONDS)
+        victim = {"P": self.p, "D": self.d}.get(event[-1])
         if victim is None:
             self.hosts.down()
-            time.sleep(outage.down_seconds)
+            time.sleep(DOWN_SECONDS)
             self.hosts.up()
-        elif outage.event.startswith("stop"):
-            victim.signal(signal.SIGSTOP)
-            time.sleep(outage.down_seconds)
-            victim.signal(signal.SIGCONT)
         else:
             victim.signal(signal.SIGKILL)
-        killed = victim if outage.event.startswith("kill") else None
-        outcomes: Counter[str] = Counter()
-        if killed is not self.d:
+        if victim is not self.d:
             reported = self._reported(names)
             for number, name in enumerate(names):
-                outcomes["done" if reported[name] else "failed"] += 1
                 right = not reported[name] or self.d.holds(self._blocks(number), TOKENS, number)
                 self.expect(right, f"{name} was reported as done and has P's bytes")
-        if killed is not self.p:
+        if victim is not self.p:
             self.until(lambda: set(names) <= self.p.sent(), "every lease ends")
-        if killed is None:
+        if victim is None:
             self.until(lambda: self._hand_over("again"), "a hand-over succeeds afterwards")
         for rank in (self.p, self.d):
-            self.expect(rank is killed or not rank.process.ended.wait(0.1), "no other process ends")
-        return outcomes
+            self.expect(rank is victim or not rank.process.ended.wait(0.1), "no other process ends")
 
     def _load(self, names: Sequence[str], still: str = "") -> None:
         """Begin to load, and let what one side sends pile up before the other, which stands still."""
@@ -161,11 +114,11 @@ class DistantPair(RankPair):
             self.p.fill(self._blocks(number), TOKENS, salt=number)
         tokens = [self.p.grant(name, self._blocks(number), TOKENS) for number, name in enumerate(names)]
         if still:
-            self.p.stand_still(self.outage.still_seconds if still == "P" else ASKED_SECONDS)
+            self.p.stand_still(STILL_SECONDS if still == "P" else ASKED_SECONDS)
         for number, (name, token) in enumerate(zip(names, tokens, strict=True)):
             self.d.load(name, token, self.peer(), self._blocks(number), TOKENS)
         if still == "D":
-            self.d.stand_still(self.outage.still_seconds + ASKED_SECONDS)
+            self.d.stand_still(STILL_SECONDS + ASKED_SECONDS)
             time.sleep(ASKED_SECONDS)
 
     @staticmethod
@@ -185,38 +138,3 @@ class DistantPair(RankPair):
     def close(self) -> None:
         super().close()
         self.hosts.close()
-
-
-def run(outage: Outage) -> Counter[str]:
-    """One outage. Raises Broken, or RemoteError where a process has ended."""
-    pair = DistantPair(outage)
-    try:
-        return pair.strike()
-    finally:
-        pair.close()
-
-
-def main() -> int:
-    parser = run_parser(__doc__, count=200)
-    parser.add_argument("--workers", type=int, default=4, help="outages at once")
-    args = parser.parse_args()
-
-    def one(seed: int) -> dict[str, Any]:
-        outage, begun = draw(seed), time.monotonic()
-        try:
-            outcomes: dict[str, Any] = dict(run(outage))
-        except (Broken, RemoteError, OSError) as error:
-            outcomes = {"broken": str(error)}
-        print(f"{outage}: {outcomes}, {time.monotonic() - begun:.1f} s", flush=True)
-        return {"outage": str(outage), **outcomes}
-
-    with ThreadPoolExecutor(args.workers) as pool:
-        rows = list(pool.map(one, range(args.seed, args.seed + args.count)))
-    broken = sum("broken" in row for row in rows)
-    print(f"{args.count} outages, {broken} broken")
-    report.write(args.json, {"seed": args.seed, "rows": rows})
-    return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from kvferry.connector.pages import copies as copies_module
-from kvferry.connector.pages import gpu_copies as threads_module
 from kvferry.connector.pages.copies import BOUNCE_BYTES, GpuCopies
 from kvferry.transport.channels import Copy
 from kvferry.transport.errors import TransportError
@@ -228,7 +227,7 @@ class Driver:
 @pytest.fixture
 def gpu_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCopies]:
     stream: Any = type("Stream", (), {"cuda_stream": 0})
-    monkeypatch.setattr(threads_module, "cuda", Driver)
+    monkeypatch.setattr(copies_module, "cuda", Driver)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream())
     for name in ("set_device", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda which: None)

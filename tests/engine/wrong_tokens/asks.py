@@ -1,4 +1,4 @@
-"""The requests of ``run.py``, drawn by a seed, what a plain engine answers, P, and the socket on which D asks for faults."""
+"""The requests of ``run.py``, drawn by a seed, a plain engine's answers, P, and where D's worker asks for faults."""
 
 from __future__ import annotations
 
