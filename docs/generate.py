@@ -25,7 +25,7 @@ import doctor_output
 from settings_table import settings_table
 
 from benchmarks.harness import pages
-from benchmarks.harness.streaming_picture import streaming_picture
+from benchmarks.harness.pictures import streaming_picture
 from kvferry.connector.geometry.dtypes import CONVERTIBLE
 from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.connector.wire.series import series_table

@@ -21,8 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 import msgspec
 
-from kvferry.cli.plot import svg_chart
-
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 RECOMMENDED_POLICY = "recompute"
 """What README.md recommends for ``kv_load_failure_policy``."""
@@ -187,6 +185,8 @@ def rate(row: Row) -> str:
 
 def gpu_planes_picture() -> str:
     """GB/s between two GPUs by the length of the prompt."""
+    from benchmarks.harness.pictures import lines_picture  # matplotlib is not where benchmarks run
+
     found = points()
     lengths = {name: float(name.split("_")[1]) for name in found if name.startswith("tokens_")}
     lines = {}
@@ -194,7 +194,7 @@ def gpu_planes_picture() -> str:
         line = [(tokens, found[point][contender]["gb_per_s"]) for point, tokens in lengths.items()]
         lines[f"{name}: {line[-1][1]:.0f}"] = line
     title = f"The KV cache of one prompt between two GPUs ({load('gpu_planes')['versions']['gpus']})"
-    return svg_chart(title, "prompt tokens (Llama-8B, 128 KiB of KV for each)", "GB/s", lines)
+    return lines_picture(title, "prompt tokens (Llama-8B, 128 KiB of KV for each)", "GB/s", lines)
 
 
 def gpu_bandwidth(result: Row) -> Row:
