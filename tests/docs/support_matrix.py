@@ -29,7 +29,6 @@ COLUMNS = {
         f"{STEPS}::test_a_prefix_hit_loads_only_the_rest",
     ),
     "both legs at once": (f"{CASES}::test_both_legs_at_once", "tests/vllm/test_streamed_steps.py::"),
-    "GPUs": ("", "tests/gpu/test_engines.py::test_bytes_counters_and_plane"),
 }
 """By column the test that has families as its parameters, and the one of Llama's. Without a name: all of the file."""
 SPECS = {
@@ -62,7 +61,10 @@ FEATURES = {
     "decode context parallelism": ["tests/vllm/test_context_steps.py::test_any_form_to_any_form"],
     "prefill context parallelism": ["tests/vllm/test_context_steps.py::test_prefill_context_parallelism_to_any_form"],
     "both failure policies": ["tests/vllm/test_peer_loss.py::", "tests/vllm/test_step_loads.py::"],
-    "sleep and wake (vLLM 0.33)": ["tests/vllm/test_contract.py::test_engines_sleep_and_wake"],
+    "sleep and wake (vLLM 0.33)": [
+        "tests/vllm/test_contract.py::test_engines_sleep_and_wake",
+        "tests/gpu/test_models.py::test_sleep",
+    ],
     "pause, resets, new weights": ["tests/vllm/test_resets.py::"],
 }
 """What is tested with Llama alone."""
