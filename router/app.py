@@ -49,7 +49,7 @@ BACKLOG = 128  # Connections that may wait to be accepted
 MUCH_BYTES = 16 << 20  # Memory of so many bodies, or of answers that wait, is given back when they are gone
 FAULT_SECONDS = 30.0  # For so long ``/health`` names a fault of this machine
 PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
-"""What was handed over, latencies and engines, from ``/router/status``."""
+"""What was handed over, and engines, from ``/router/status``."""
 FOR_D = {"x-data-parallel-rank"}
 """Headers that vLLM's server reads, and that mean one engine: P has other ranks."""
 SESSION, NEW_SESSION = "x-amzn-sagemaker-session-id", "x-amzn-sagemaker-new-session-id"
@@ -234,7 +234,7 @@ class App:
             self._count(-len(content))
             now = router.clock()
             first = None if reply is None or reply.first is None else reply.first - began
-            metrics.answered(status, now, first, now - began)
+            metrics.answered(status, first, now - began)
             if asked is not None:
                 end_request(asked.span, None if gone else status, asked.broken)
                 asked.drop()
@@ -350,8 +350,8 @@ class App:
 
     # --- the router's own pages
 
-    def _show_health(self) -> web.Response:
-        """200 while a decode engine is up; ``degraded`` where no P is, or where nothing is handed over."""
+    def _health_now(self) -> dict[str, Any]:
+        """``degraded`` where no P is up, or where nothing is handed over."""
         router = self._router
         up: dict[str, Any] = {role: {e.url: e.usable(router.clock()) for e in router.engines.of(role)} for role in Role}
         ok = any(up[Role.DECODE].values())
@@ -363,14 +363,18 @@ class App:
             up["handed_over"] = found
         if time.monotonic() - router.http.own_fault_at < FAULT_SECONDS:
             up["router"] = f"no connection to spare: {router.http.own_fault}"
-        return json_response({"status": status} | up, 200 if ok else 503)
+        return {"status": status} | up
+
+    def _show_health(self) -> web.Response:
+        found = self._health_now()
+        return json_response(found, 503 if found["status"] == "down" else 200)
 
     def _show_metrics(self) -> web.Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return web.Response(body=self._router.metrics.text(), headers={"content-type": kind})
 
     def _show_status(self) -> web.Response:
-        return json_response(self._router.metrics.status(self._router.clock()))
+        return json_response(self._router.metrics.status() | {"health": self._health_now()})
 
 
 def _page() -> web.Response:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import uvloop
+from prometheus_client import disable_created_metrics
 from pythonjsonlogger.json import JsonFormatter
 
 from kvferry.connector.config import unknown_variables
@@ -66,6 +67,7 @@ def router(
     fixed = [[url for url in urls if not url.startswith("dns:")] for urls, _ in given]
     if not decode and engines_file is None:
         raise UsageError("no decode engine is named: --decode http://HOST:PORT, or --engines-file")
+    disable_created_metrics()
     engines, tracer = EnginePool(*fixed), open_tracer(otlp_traces_endpoint)
     app = App(
         Router(engines, LegTimeouts(*timeouts), serial=serial, always=always, prefix_reads=prefix_reads, tracer=tracer),

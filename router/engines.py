@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvferry.router.handed_over import HandedOver, put_last
+from kvferry.router.handed_over import HandedOver
 from kvferry.router.identities import Identity
 from kvferry.transport.errors import UsageError, quoted, quoted_url
 
 MAX_ENGINES = 1024
+MAX_SOURCES = 32  # Of one engine, the last ones
 REFUSALS = 3
 """So many different requests that were answered with 5xx, or 4xx where D answered them, none well between them, and an
 engine is passed over."""
@@ -82,7 +83,9 @@ class Engine:
         return self.loads[self.role]
 
     def reads_from(self, url: str) -> None:
-        put_last(self.read_from, url, self.read_from.get(url, 0) + 1)
+        self.read_from[url] = self.read_from.pop(url, 0) + 1
+        if len(self.read_from) > MAX_SOURCES:
+            del self.read_from[next(iter(self.read_from))]
 
     def usable(self, now: float) -> bool:
         return self.state is EngineState.UP and self.passed_over_until <= now

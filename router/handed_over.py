@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,14 +22,10 @@ FIRST_PROMPTS = 3
 """As many are enough where a P has never handed one over, or a D has loaded none since its start."""
 FEW_LOOKS = 6
 """No engine is started twice within so many."""
-MAX_PAIRS, MAX_NAMES = 32, 64
-"""P engines of one D that are counted, the last ones; reasons and names of P that its page may have, all others are
-"other"."""
-PEER_CHARS = 8
-"""D names a P by so many characters of its engine id."""
-PROMPTS, PEERS = "vllm:kvferry_prompts_total", "vllm:kvferry_peer_handovers_total"
-TOKENS = "vllm:prompt_tokens_by_source_total"
-SERIES = tuple(f"{name}{{".encode() for name in (PROMPTS, PEERS, TOKENS))
+MAX_NAMES = 64
+"""Reasons that D's page may have; all others are "other"."""
+PROMPTS, TOKENS = "vllm:kvferry_prompts_total", "vllm:prompt_tokens_by_source_total"
+SERIES = tuple(f"{name}{{".encode() for name in (PROMPTS, TOKENS))
 """How the lines of a page begin that are of interest."""
 RESULTS, SOURCES = ("loaded", "local", "failed"), {"external_kv_transfer": "loaded", "local_compute": "computed"}
 NOTHING_TO_LOAD = ("cached", "whole_prompt", "other_connector", "ended")
@@ -37,12 +33,11 @@ NOTHING_TO_LOAD = ("cached", "whole_prompt", "other_connector", "ended")
 _REASON = re.compile(r"[a-z_]{1,40}")
 _MOST = float(1 << 53)
 Counts = Counter[tuple[str, ...]]
-T = TypeVar("T")
 
 
 def counts_of(lines: str) -> Counts:
-    """What these lines of a page count: ("prompts", result, reason), ("tokens", source), ("done", peer). Raises
-    ValueError: they are no samples."""
+    """What these lines of a page count: ("prompts", result, reason), ("tokens", source). Raises ValueError: they are
+    no samples."""
     found: Counts = Counter()
     for family in text_string_to_metric_families(lines):
         for name, labels, value, *_ in family.samples:
@@ -52,51 +47,39 @@ def counts_of(lines: str) -> Counts:
             if name == PROMPTS and result in RESULTS:
                 reason = labels.get("reason", "") if result != "loaded" else "none"
                 found["prompts", result, reason if _REASON.fullmatch(reason) else "other"] += int(value)
-            elif name == PEERS and result == "done":
-                found["done", labels.get("peer", "")] += int(value)
             elif name == TOKENS:
                 found["tokens", labels.get("source", "")] += int(value)
     return found
 
 
 class HandedOver:
-    """The prompts of one D. ``known``: D's page has said it; or a P has handed a prompt over. ``degraded``: none of the
-    last prompts was handed over, and why; empty where one was, or where nobody knows. A P has only these two.
-    ``logged``: it is in the log; ``unreadable``: likewise, that its page is no page of metrics. ``prompts``: with
-    parameters of a P, by what D did; ``reasons``: of those that it did not load, also where it had them already.
-    ``tokens``: of all its prompts. ``pairs``: by the URL of a P, the names that D has for it, which has another one
-    after each start."""
+    """The prompts of one D; of a P only ``known`` and ``degraded``."""
 
     def __init__(self) -> None:
-        self.degraded, self.known, self.logged, self.unreadable = "", False, False, False
-        self.prompts, self.reasons, self.tokens = Counter[str](), Counter[str](), Counter[str]()
-        self.pairs: dict[str, dict[str, None]] = {}
+        self.known = False  # D's page has said it; or a P has handed a prompt over
+        self.degraded = ""  # None of the last prompts was handed over, and why; empty also where nobody knows
+        self.logged = self.unreadable = False  # This is in the log; likewise, that its page is no page of metrics
+        self.prompts = Counter[str]()  # With parameters of a P, by what D did
+        self.reasons = Counter[str]()  # Of those that it did not load, also where it had them already
+        self.tokens = Counter[str]()  # Of all its prompts
+        self.sent = 0  # Prompts with parameters of a P that D has answered, since one was handed over
         self._page: Counts | None = None
         self._looks = FEW_LOOKS  # since a counter fell
         self._several = False
-        self._done: Counter[str] = Counter()  # hand-overs by peer, counted by each rank of D
-        self._sent = 0  # since a prompt was handed over
         self._missed: Counter[str] = Counter()  # likewise: prompts by reason
         self._computed = 0  # likewise: tokens, less those of D's own cache
 
     def prefilled(self, params: dict[str, Any] | None) -> None:
         """P has answered a prompt with these parameters for D."""
-        self._sent = self._sent + 1 if params is None else 0
+        self.sent = self.sent + 1 if params is None else 0
         self.known |= params is not None
-        few = self._sent < (LAST_PROMPTS if self.known else FIRST_PROMPTS)
-        self.degraded = "" if few else f"none of its last {self._sent} answers had kv_transfer_params: {NO_PARAMS}"
+        few = self.sent < (LAST_PROMPTS if self.known else FIRST_PROMPTS)
+        self.degraded = "" if few else f"none of its last {self.sent} answers had kv_transfer_params: {NO_PARAMS}"
 
     def refused(self, status: int, prompts: int) -> None:
         """P has answered its last prompts with this status, a 4xx, and decode engines have answered the same ones."""
         its = {401: "API key", 403: "API key", 404: "--served-model-name"}.get(status, "options")
         self.degraded = f"it answered {status} to {prompts} prompts that decode engines answered: has it their {its}?"
-
-    def sent(self, prefill: str, params: dict[str, Any]) -> None:
-        """D has answered a prompt with these parameters of the P at this URL."""
-        self._sent += 1
-        peers = self.pairs.get(prefill, {})
-        put_last(self.pairs, prefill, peers)
-        put_last(peers, str(params.get("remote_engine_id"))[:PEER_CHARS], None)
 
     def take(self, page: Counts) -> None:
         """D's page counts this now. Raises ValueError: it is of several engines."""
@@ -110,7 +93,7 @@ class HandedOver:
             self._missed.clear()
         if self._several:
             self.degraded, self.known = "", False
-            for counts in (self.prompts, self.reasons, self.tokens, self._done):
+            for counts in (self.prompts, self.reasons, self.tokens):
                 counts.clear()
             raise ValueError("counters rise and fall: several engines seem to answer at this URL; name each of them")
         grown = Counter({key: n for key, now in page.items() if (n := now - (0 if restarted else before[key]))})
@@ -127,49 +110,27 @@ class HandedOver:
                     if source in SOURCES:
                         self.tokens[SOURCES[source]] += count
                     self._computed += {"local_compute": count, "local_cache_hit": -count}.get(source, 0)
-                case "done", peer:
-                    _add(self._done, peer, count)
         loaded: tuple[str, ...] = "prompts", "loaded", "none"
         if any(key[0] == "prompts" for key in page):
-            prompts, reasons = min(self._sent, self._missed.total()), self._missed.most_common(3)
+            prompts, reasons = min(self.sent, self._missed.total()), self._missed.most_common(3)
             why = ", ".join(f"{reason} {count}" for reason, count in reasons)
             why += "".join(f"; {what_to_do(reason)}" for reason, _ in reasons[:1])
         else:  # vLLM's own count says that it computed them
-            loaded, prompts = ("tokens", "external_kv_transfer"), self._sent if self._computed > 0 else 0
+            loaded, prompts = ("tokens", "external_kv_transfer"), self.sent if self._computed > 0 else 0
             why = f"it has no {PROMPTS}, so it runs without KVFerry's connector or with an older one; {NO_REPORT}"
         if grown[loaded]:
-            self._sent, self._computed, self.degraded = 0, 0, ""
+            self.sent, self._computed, self.degraded = 0, 0, ""
             self._missed.clear()
         elif prompts >= (LAST_PROMPTS if page[loaded] else FIRST_PROMPTS):
             self.degraded = f"none of the last {prompts} prompts was handed over, for this reason: {why}"
 
-    def status(self, *, of_d: bool = True) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """For ``/router/status``."""
-        said: dict[str, Any] = {"degraded": self.degraded or None}
-        if of_d:
-            said |= {"known": self.known, "reasons": dict(self.reasons)}
-            said["prompts"] = {result: self.prompts[result] for result in RESULTS}
-            said["tokens"] = {name: self.tokens[name] for name in SOURCES.values()}
-        return said
-
-    def loaded_by_pair(self) -> dict[str, int | None]:
-        """By the URL of P: the prompts that D loaded from it, also those of other routers; None: D has the same name
-        for this P and another one, or may count it among the "other" ones."""
-        loaded, done = self.prompts["loaded"], self._done
-        ranks = max(1, round(done.total() / loaded)) if loaded else 1
-        names, found = Counter(peer for peers in self.pairs.values() for peer in peers), dict[str, int | None]()
-        for url, peers in self.pairs.items():
-            clear = all(names[peer] == 1 and (peer in done or not done["other"]) for peer in peers)
-            found[url] = round(sum(done[peer] for peer in peers) / ranks) if clear else None
-        return found
-
-
-def put_last(kept: dict[str, T], name: str, value: T) -> None:
-    """The first of too many goes."""
-    kept.pop(name, None)
-    kept[name] = value
-    if len(kept) > MAX_PAIRS:
-        del kept[next(iter(kept))]
+        return {
+            "degraded": self.degraded or None, "known": self.known, "reasons": self.reasons,
+            "prompts": {result: self.prompts[result] for result in RESULTS},
+            "tokens": {name: self.tokens[name] for name in SOURCES.values()},
+        }  # fmt: skip
 
 
 def _add(counts: Counter[str], name: str, count: int) -> None:

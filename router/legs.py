@@ -224,7 +224,8 @@ class Legs:
             if self.prefix_reads:
                 asked.sources = self._sources(asked.prefix, seat.engine)
             self.affinity.note(asked.prefix, seat.engine.url)
-            self.metrics.affinity(url, seat.engine.url)
+            followed = "none" if url is None else "followed" if url == seat.engine.url else "given_up"
+            self.metrics.prefix_affinity.labels(followed).inc()
             asked.seats.append(seat)
         return seat
 
@@ -318,13 +319,13 @@ class Legs:
     def _failed(self, engine: Engine, error: Exception) -> None:
         if not isinstance(error, OwnFaultError):
             engine.source = None  # another engine may answer there next
-            self.metrics.failed_legs[engine.role] += 1
+            self.metrics.failed_legs.labels(engine.role).inc()
             self.engines.failed(engine, self.clock())
 
     def _answered(self, asked: ClientRequest, engine: Engine, status: int) -> None:
         request = 0
         if status >= 500:
-            self.metrics.failed_legs[engine.role] += 1
+            self.metrics.failed_legs.labels(engine.role).inc()
             request = asked.digest()
         elif self.prefix_reads and status == 200 and engine.source is None:
             self.start(self._learn_source(asked, engine), asked)
@@ -411,9 +412,8 @@ class Legs:
                     since = began if alone else max(began, asked.prefilled_at or now)
                     self.choice.began(seat.engine, tokens, now - since, now, alone=alone)
                 if decoded.answer.status < 500 or not again:
-                    params = body.get("kv_transfer_params")
-                    if params is not None and decoded.answer.status == 200:
-                        seat.engine.handed_over.sent(asked.seats[-1].engine.url, params)
+                    if "kv_transfer_params" in body and decoded.answer.status == 200:
+                        seat.engine.handed_over.sent += 1
                     asked.loaded()
                     return decoded
                 decoded.close()

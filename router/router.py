@@ -202,7 +202,7 @@ class Router(Legs):
     ) -> web.StreamResponse:
         """D's answer, where D is asked after P. Raises HttpError."""
         how = "decode_only" if params is None else "serial"
-        self.metrics.decode_legs[how if asked.chosen is None else "left_to_d"] += 1
+        self.metrics.decode_legs.labels(how if asked.chosen is None else "left_to_d").inc()
         body = asked.body if params is None else asked.decode_body(params)
         progress = RequestProgress()
         try:
@@ -246,7 +246,7 @@ class Router(Legs):
                     d.result()
                 to_its_end = True
                 return await self._decode(asked, reply, (await self._until(asked, p)).params, tried)
-            self.metrics.decode_legs["at_once"] += 1
+            self.metrics.decode_legs.labels("at_once").inc()
             decoded = d.result()
             if decoded.refused:  # P may be about to answer
                 to_its_end = True

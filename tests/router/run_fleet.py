@@ -26,7 +26,7 @@ from tests.support.bad_clients import Crowd
 from tests.support.engines import ROUTER_PATIENCE, free_port, python_path, vllm_command
 from tests.support.fleet import GROWTH_MIB, SPARE, Process, grown_mib, router_of, under_the_usual_limit
 from tests.support.served import PatientServerGroup, ended_leases, eventually, no_block_held
-from tests.support.server import EngineError, Server
+from tests.support.server import EngineError, Server, metric_sum
 from tests.support.tiny_model import ModelSpec, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ async def crowded(fleet: Fleet, number: int) -> tuple[dict[str, Any], Crowd]:
 
 
 def answered(router: Server) -> int:
-    return int(Process(router, 0).status()["requests"].get("200", 0))
+    return int(metric_sum(router.metrics(), "kvferry_router_requests_total", status="200") or 0)
 
 
 def measure(folder: Path, crowds: int) -> dict[str, Any]:

@@ -246,6 +246,12 @@ class Front(Site):
         for url in urls:
             engines.add(url, Role.DECODE, EngineState.UP)
 
+    def counts(self, name: str) -> dict[str, float]:
+        """A counter of the router's, by its label."""
+        found = self.router.metrics.registry.collect()
+        (samples,) = (family.samples for family in found if family.name == f"kvferry_router_{name}")
+        return {next(iter(one.labels.values())): one.value for one in samples if one.name.endswith("_total")}
+
     def idle(self) -> None:
         """Wait until no task is left, as of a lease that is released."""
         eventually(lambda: not self.router.tasks, "nothing is left")

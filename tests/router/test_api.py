@@ -137,11 +137,8 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
     assert after["kvferry_router_prefix_affinity_total[followed]"] == 2
     assert after["kvferry_router_request_seconds_count"] == after["kvferry_router_first_byte_seconds_bucket"] == 3
     assert after["kvferry_router_in_flight"] == after[busy] == 0
-    assert status["requests"] == {"200": 3, "400": 1} and status["decode_legs"] == {"serial": 3}
-    assert 0 < status["first_byte_seconds"]["p50"] <= status["request_seconds"]["p95"]
     unknown = status["engines"][1].pop("handed_over")
     assert not unknown["known"] and not any(unknown["prompts"].values()) and unknown["degraded"] is None
-    assert status["pairs"] == [{"prefill": front.p[0], "decode": front.d[0], "loaded": 0}]
     assert status["engines"][1] == {
         "url": front.d[0], "role": "decode", "state": "up", "requests": 0, "load": 0.0, "passed_over": False,
     }  # fmt: skip

@@ -24,7 +24,7 @@ from tests.support.bad_clients import Crowd, honest
 from tests.support.engines import ServerGroup, free_port, python_path
 from tests.support.fleet import GROWTH_MIB, SPARE, USUAL_DESCRIPTORS, grown_mib, router_of, under_the_usual_limit
 from tests.support.served import eventually
-from tests.support.server import Server
+from tests.support.server import Server, metric_sum
 
 CROWD = 1000
 FEWEST, MOST = 2, 6
@@ -128,6 +128,7 @@ def test_no_honest_request_is_lost_and_nothing_grows(fleet: Server) -> None:
     log = fleet.log_text()
     assert "Traceback" not in log and "fault of the router" not in log, fleet.log_tail()
     assert len(log) < 200 * len(resident) * CROWD, "a bad client costs a line of the log, no more"
-    status = process.status()
-    assert status["requests"].get("500") is None and not status["failed_legs"]
-    assert not any(engine["requests"] or engine["passed_over"] for engine in status["engines"])
+    samples = fleet.metrics()
+    assert not metric_sum(samples, "kvferry_router_requests_total", status="500")
+    assert not metric_sum(samples, "kvferry_router_failed_legs_total")
+    assert not any(engine["requests"] or engine["passed_over"] for engine in process.status()["engines"])

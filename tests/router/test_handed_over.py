@@ -15,7 +15,6 @@ from kvferry.router.handed_over import (
     FIRST_PROMPTS,
     LAST_PROMPTS,
     MAX_NAMES,
-    MAX_PAIRS,
     Counts,
     HandedOver,
     counts_of,
@@ -28,15 +27,14 @@ from tests.support.served import eventually
 P, Q = "http://p:1", "http://q:1"
 
 
-def page(*prompts: tuple[str, str, int], tokens: tuple[int, int, int] = (0, 0, 0), **done: int) -> str:
-    """Of a D: prompts by result and reason; tokens loaded, computed and found in its cache; hand-overs by peer."""
+def page(*prompts: tuple[str, str, int], tokens: tuple[int, int, int] = (0, 0, 0)) -> str:
+    """Of a D: prompts by result and reason; tokens loaded, computed and found in its cache."""
     of = 'engine="0",model_name="m"'
     lines = [f'vllm:kvferry_prompts_total{{{of},reason="{why}",result="{what}"}} {n}.0' for what, why, n in prompts]
     sources = ("external_kv_transfer", "local_compute", "local_cache_hit")
     lines += [
         f'vllm:prompt_tokens_by_source_total{{{of},source="{s}"}} {n}' for s, n in zip(sources, tokens, strict=True)
     ]
-    lines += [f'vllm:kvferry_peer_handovers_total{{{of},peer="{p}",result="done"}} {n}' for p, n in done.items()]
     return "# TYPE x counter\nx 1\n" + "\n".join(lines) + "\n"
 
 
@@ -49,11 +47,6 @@ def one(first: Counts | None = None) -> HandedOver:
     handed_over = HandedOver()
     handed_over.take(first if first is not None else counts(("loaded", "", 0)))
     return handed_over
-
-
-def send(handed_over: HandedOver, prompts: int = LAST_PROMPTS, p: str = P, engine_id: str = "p-0") -> None:
-    for _ in range(prompts):
-        handed_over.sent(p, {"remote_engine_id": engine_id})
 
 
 def test_growth_counts_since_the_first_look_also_over_a_restart() -> None:
@@ -70,7 +63,7 @@ def test_growth_counts_since_the_first_look_also_over_a_restart() -> None:
 
 def test_a_prompt_that_d_had_already_is_named_and_is_no_miss() -> None:
     d = one()
-    send(d)
+    d.sent += LAST_PROMPTS
     d.take(counts(("loaded", "", 0), ("local", "cached", LAST_PROMPTS), ("local", "ended", 5)))
     assert not d.prompts.total() and d.reasons == {"cached": LAST_PROMPTS, "ended": 5} and not d.degraded
 
@@ -80,7 +73,7 @@ def test_degraded_after_the_last_prompts_and_until_one_is_loaded(loaded: int, fe
     """A D that has loaded none since its start is so after its first ones. Its reason is said as ``check`` says it."""
     before = ("loaded", "", loaded)
     d = one(counts(before))
-    send(d, few)
+    d.sent += few
     d.take(counts(before, ("local", "other_prompt", 1), ("failed", "key", few - 2)))
     assert not d.degraded, "one is missing"
     d.take(counts(before, ("local", "other_prompt", 1), ("failed", "key", few - 1), tokens=(9, 9, 9)))
@@ -89,14 +82,14 @@ def test_degraded_after_the_last_prompts_and_until_one_is_loaded(loaded: int, fe
     after = ("loaded", "", loaded + 1), ("local", "other_prompt", 1)
     d.take(counts(*after, ("failed", "key", few - 1)))
     assert not d.degraded
-    send(d, LAST_PROMPTS - 1)
+    d.sent += LAST_PROMPTS - 1
     d.take(counts(*after, ("failed", "key", few + 3 * LAST_PROMPTS)))
     assert not d.degraded, "others have sent the rest"
 
 
 def test_what_was_missed_before_a_restart_says_nothing_of_the_new_d() -> None:
     d = one(counts(("loaded", "", 9)))
-    send(d)
+    d.sent += LAST_PROMPTS
     d.take(counts(("loaded", "", 9), ("failed", "key", LAST_PROMPTS - 1)))
     d.take(counts(("loaded", "", 0), ("failed", "key", FIRST_PROMPTS - 1)))
     assert not d.degraded
@@ -106,11 +99,11 @@ def test_what_was_missed_before_a_restart_says_nothing_of_the_new_d() -> None:
 
 def test_a_page_of_another_connector_is_judged_by_tokens_and_an_empty_one_is_unknown() -> None:
     d = one(counts_of(""))
-    send(d)
+    d.sent += LAST_PROMPTS
     d.take(counts_of(""))
     assert not d.known and not d.degraded
     d = one(counts())
-    send(d)
+    d.sent += LAST_PROMPTS
     d.take(counts(tokens=(0, 10, 20_000)))
     assert not d.degraded, "its own cache had the prompts"
     d.take(counts(tokens=(0, 30_000, 20_000)))
@@ -123,32 +116,6 @@ def test_a_page_of_another_connector_is_judged_by_tokens_and_an_empty_one_is_unk
     assert d.known and d.tokens["computed"] == 30_000, "nothing is counted twice"
 
 
-def test_pairs_by_the_names_that_d_has_for_a_p() -> None:
-    d = one()
-    send(d, 3, P, "aaaaaaaa-1")
-    send(d, 2, Q, "bbbbbbbb-1")
-    send(d, 1, Q, "cccccccc-2")  # it was started anew
-    d.take(counts(("loaded", "", 5), aaaaaaaa=6, bbbbbbbb=2, cccccccc=2, other=0))
-    assert d.loaded_by_pair() == {P: 3, Q: 2}, "two ranks of D count each"
-    send(d, 1, Q, "dddddddd-2")
-    assert d.loaded_by_pair() == {P: 3, Q: 2}, "nothing was loaded from it"
-    d.take(counts(("loaded", "", 6), aaaaaaaa=6, bbbbbbbb=2, cccccccc=2, other=2))
-    assert d.loaded_by_pair() == {P: 3, Q: None}, "D has names for so many, and it may be one of the others"
-    send(d, 1, Q, "aaaaaaaa-2")
-    assert d.loaded_by_pair() == {P: None, Q: None}, "both have one name"
-
-
-def test_the_last_pairs_are_kept() -> None:
-    d = one()
-    urls = [f"http://p:{number + 1}" for number in range(MAX_PAIRS + 1)]
-    for number, url in enumerate(urls[:-1]):
-        send(d, 1, url, f"{number:08}")
-    send(d, 1, urls[0], "00000000")
-    send(d, 1, urls[-1], "new-name")
-    d.take(counts(("loaded", "", 7), **{"new-name": 7}))
-    assert d.loaded_by_pair() == dict.fromkeys((*urls[2:-1], urls[0]), 0) | {urls[-1]: 7}
-
-
 def test_several_engines_at_one_url_are_not_known() -> None:
     """A counter that falls is of a new start only once in a while."""
     d = one(counts(("loaded", "", 100)))
@@ -158,7 +125,7 @@ def test_several_engines_at_one_url_are_not_known() -> None:
         d.take(counts(("loaded", "", 8 + number)))
     d.take(counts(("loaded", "", 1)))
     assert d.known and d.prompts["loaded"] == 14, "a second start"
-    send(d)
+    d.sent += LAST_PROMPTS
     d.take(counts(("loaded", "", 1), ("failed", "key", LAST_PROMPTS)))
     assert d.degraded
     for loaded in (0, 500, 501):
@@ -176,13 +143,9 @@ def test_an_engine_that_gets_another_role_begins_anew() -> None:
 
 def test_names_are_bounded_and_strange_ones_are_no_label() -> None:
     d = one()
-    for number in range(2 * MAX_PAIRS):
-        send(d, 1, f"http://p:{number + 1}", f"{number:08}")
-        send(d, 1, P, f"x{number:07}")
-    assert len(d.pairs) == len(d.pairs[P]) == MAX_PAIRS
-    reasons = [("failed", "a" * number, 1) for number in range(1, 41)] + [("failed", "NO <b>", 7)]
-    d.take(counts(*reasons, **{f"p{n}": 1 for n in range(3 * MAX_NAMES)}))
-    assert d.prompts["failed"] == 47 and d.reasons["other"] == 7 and "NO <b>" not in d.reasons
+    reasons = [("failed", a + b, 1) for a in "abcdef" for b in "abcdefghijklmnopqrst"] + [("failed", "NO <b>", 7)]
+    d.take(counts(*reasons))
+    assert d.prompts["failed"] == 127 and len(d.reasons) == MAX_NAMES + 1 and "NO <b>" not in d.reasons
     for text in ("vllm:kvferry_prompts_total{ 1", 'vllm:kvferry_prompts_total{result="loaded"} -1'):
         with pytest.raises(ValueError, match=r".*"):
             counts_of(text)
@@ -213,7 +176,6 @@ def test_one_warning_health_metrics_and_status_and_the_end_of_it(caplog: pytest.
         of = f'decode="{front.d[0]}"'
         assert f'kvferry_router_prompts_total{{{of},result="local"}} 20.0' in metrics
         assert f'kvferry_router_prompts_not_loaded_total{{{of},reason="wrong_role"}} 20.0' in metrics
-        assert f'kvferry_router_pair_loaded_total{{{of},prefill="{front.p[0]}"}} 0.0' in metrics
         assert f'kvferry_router_engine_degraded{{role="decode",url="{front.d[0]}"}} 1.0' in metrics
         d.metrics = lambda: page(("loaded", "", 8), ("local", "wrong_role", LAST_PROMPTS))
         eventually(lambda: front.get("/health").json()["status"] == "ok", "the router has looked again")

@@ -213,10 +213,6 @@ def learned(p: Any, d: Any, **options: Any) -> Iterator[Front]:
         yield front
 
 
-def counted(front: Front) -> dict[str, int]:
-    return dict(front.router.metrics.decode_legs)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_d_prefills_a_short_prompt_and_the_answer_is_whole(stream: bool) -> None:
     p, d = prefill_engine(), decode_engine()
@@ -224,10 +220,10 @@ def test_d_prefills_a_short_prompt_and_the_answer_is_whole(stream: bool) -> None
         said = front.ask({"prompt": "x" * 50, "stream": stream})
         assert said.status_code == 200
         assert said.text.endswith("data: [DONE]\n\n") if stream else said.json() == {"text": "from D"}
-        assert counted(front) == {"left_to_d": 1} and not p.seen
+        assert front.counts("decode_legs") == {"left_to_d": 1} and not p.seen
         assert "kv_transfer_params" not in d.seen[0][0]
         front.ask({"prompt": "x" * 50}, **{"X-KVFerry-Check": "1"})
-        assert counted(front) == {"left_to_d": 1, "serial": 1} and len(p.seen) == 1
+        assert front.counts("decode_legs") == {"left_to_d": 1, "serial": 1} and len(p.seen) == 1
 
 
 def test_always_hands_over() -> None:
@@ -236,7 +232,7 @@ def test_always_hands_over() -> None:
         assert front.router.choice is None
         for _ in range(2 * ENOUGH):
             front.ask({"prompt": "x" * 50})
-        assert counted(front) == {"serial": 2 * ENOUGH} and len(p.seen) == 2 * ENOUGH
+        assert front.counts("decode_legs") == {"serial": 2 * ENOUGH} and len(p.seen) == 2 * ENOUGH
 
 
 def test_what_the_router_sees_is_enough_to_choose() -> None:
@@ -246,11 +242,11 @@ def test_what_the_router_sees_is_enough_to_choose() -> None:
     with routed(p.engine, d, always=False) as front:
         for _ in range(ENOUGH):
             front.ask({"prompt": "x" * 50, "stream": True})
-        assert counted(front) == {"serial": ENOUGH}
+        assert front.counts("decode_legs") == {"serial": ENOUGH}
         clock = front.router.clock
         front.router.clock = lambda: clock() + 50  # few requests a second: the stand-ins answer in some milliseconds
         front.ask({"prompt": "x" * 50, "stream": True})
-        assert counted(front) == {"serial": ENOUGH, "left_to_d": 1}
+        assert front.counts("decode_legs") == {"serial": ENOUGH, "left_to_d": 1}
 
 
 def test_a_long_prompt_on_a_busy_d_goes_to_p_unless_d_has_it() -> None:
@@ -261,9 +257,9 @@ def test_a_long_prompt_on_a_busy_d_goes_to_p_unless_d_has_it() -> None:
         ask(front.router.choice, engine, front.router.clock(), 32)
         text = "".join(f"{number:7} " for number in range(4000))
         front.ask({"prompt": text})
-        assert counted(front) == {"serial": 1}
+        assert front.counts("decode_legs") == {"serial": 1}
         front.ask({"prompt": text + "x"})
-        assert counted(front) == {"serial": 1, "left_to_d": 1}
+        assert front.counts("decode_legs") == {"serial": 1, "left_to_d": 1}
 
 
 def test_a_p_that_is_down_and_a_d_that_fails_lose_nothing() -> None:
@@ -272,13 +268,13 @@ def test_a_p_that_is_down_and_a_d_that_fails_lose_nothing() -> None:
         (p,) = front.router.engines.of(Role.PREFILL)
         front.router.engines.failed(p, now=front.router.clock())
         assert front.ask({"prompt": "x" * 50}).json() == {"text": "from D"}
-        assert counted(front) == {"decode_only": 1}
+        assert front.counts("decode_legs") == {"decode_only": 1}
     failing = Scripted(lambda body: JSONResponse({"error": "planted"}, 500))
     for bad in (gone(), failing.engine):
         with learned(prefill_engine(), [bad, d]) as front:
             for _ in range(2):
                 assert front.ask({"prompt": "x" * 50}).json() == {"text": "from D"}
-            assert counted(front) == {"left_to_d": 2}
+            assert front.counts("decode_legs") == {"left_to_d": 2}
             front.idle()
             assert all(not engine.requests for engine in front.router.engines)
     assert failing.engine.seen

@@ -17,8 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.router import legs as router_legs
-from kvferry.router.engines import EngineState, Role, Seat
-from kvferry.router.handed_over import MAX_PAIRS
+from kvferry.router.engines import MAX_SOURCES, EngineState, Role, Seat
 from kvferry.router.http_client import Answer
 from kvferry.router.legs import MAX_BODY_BYTES
 from kvferry.router.request_bodies import without_params
@@ -114,10 +113,10 @@ def test_who_reads_from_whom_is_on_the_status_page_and_in_the_metrics() -> None:
             of = f'reader="{front.p[0]}",source="{front.d[0]}"'
             assert found == [f"{series}{of}}} {requests}.0"] * bool(requests)
         (reader,) = front.router.engines.of(Role.PREFILL)
-        for number in range(2 * MAX_PAIRS):
+        for number in range(2 * MAX_SOURCES):
             reader.reads_from(f"http://gone:{number}")
             reader.reads_from(front.d[0])
-        assert len(reader.read_from) == MAX_PAIRS and reader.read_from[front.d[0]] == 2 + 2 * MAX_PAIRS
+        assert len(reader.read_from) == MAX_SOURCES and reader.read_from[front.d[0]] == 2 + 2 * MAX_SOURCES
         assert "http://gone:0" not in reader.read_from, "those that were named last stay"
 
 

@@ -50,7 +50,8 @@ def test_alerts_ask_for_what_is_counted_and_name_what_to_do():
     assert "alerts.yml" in yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())["rule_files"]
     assert get_args(LocalReason)[-4:] == NO_FAULT
     results, of_router = {result for result, _ in PROMPT_ENDS}, Metrics(EnginePool(["http://p:1"], ["http://d:1"]))
-    of_router.decode_legs.update(("serial", "at_once", "decode_only"))
+    for way in ("serial", "at_once", "decode_only"):
+        of_router.decode_legs.labels(way)
     page_of_router = of_router.text().decode()
     asked_for = {rule["alert"]: rule["expr"] for rule in group["rules"]}
     floored = {name: text for name, text in asked_for.items() if ">= 10" in text}
