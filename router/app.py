@@ -37,8 +37,9 @@ from kvferry.router.request_bodies import (
     without,
 )
 from kvferry.router.router import OF_A_CONNECTION, Reply, Router, error_response, json_response, kept_headers
-from kvferry.router.spans import begin_request, end_request
 
+STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
+TRACE_CONTEXT = ("traceparent", "tracestate")
 BODY_SECONDS = 60.0  # How long a client may take to send its request
 HEAD_SECONDS = 20.0
 """How long a connection may be without a request, or with less than the head of one: seconds in which this process ran,
@@ -227,7 +228,6 @@ class App:
             status, said = 500, "the router failed; its log says why"
             if asked is None or reply is None:
                 return error_response(500, said, http.path)
-            asked.broken = said
             return await reply.fail(500, said)
         finally:
             metrics.in_flight -= taken
@@ -236,7 +236,10 @@ class App:
             first = None if reply is None or reply.first is None else reply.first - began
             metrics.answered(status, first, now - began)
             if asked is not None:
-                end_request(asked.span, None if gone else status, asked.broken)
+                if asked.span is not None:
+                    about: dict[str, Any] = {CANCELLED: True} if gone else {STATUS: status}
+                    about |= {f"kvferry.{name}": text for name, text in asked.by.items()}
+                    asked.span.end(about, asked.broken or (f"HTTP {status}" if status >= 500 else ""))
                 asked.drop()
 
     def _check(self, http: web.BaseRequest) -> None:
@@ -272,7 +275,11 @@ class App:
             given = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
             headers["x-request-id"] = given or uuid.uuid4().hex
             for_d = {name: headers.pop(name) for name in FOR_D & headers.keys()}
-            span = begin_request(self._router.tracer, headers, http.path)
+            span = None
+            if self._router.tracer is not None:
+                about = {"url.path": http.path, "kvferry.request_id": headers["x-request-id"][:256]}
+                span = self._router.tracer.begin("kvferry.request", headers, about)
+                headers = {name: text for name, text in headers.items() if name not in TRACE_CONTEXT} | span.headers
             over = partial(self._count, -len(content))
             asked = ClientRequest(http.path, body, headers, _target(http), span, over, for_d=for_d)
         except BaseException:

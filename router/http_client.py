@@ -122,14 +122,12 @@ class Answer:
 
     def __init__(self, response: aiohttp.ClientResponse, over: Callable[[], object], progress: RequestProgress) -> None:
         self.status, self.headers, self._over, self._progress = response.status, response.headers, over, progress
-        self.broken = ""
-        """Why it broke off; empty where it did not."""
-        self.response = response
+        self.response, self._broken = response, False
 
     @property
     def whole(self) -> bool:
         """All of it was received."""
-        return self.response.content.at_eof() and not self.broken
+        return self.response.content.at_eof() and not self._broken
 
     @property
     def streamed(self) -> bool:
@@ -143,8 +141,8 @@ class Answer:
                 yield piece
                 self._progress.go_on()
         except (aiohttp.ClientError, OSError) as error:
-            self.broken = self._progress.given_up or said(error)
-            raise HttpError(self.broken) from None
+            self._broken = True
+            raise HttpError(self._progress.given_up or said(error)) from None
 
     async def body(self) -> bytes:
         """All of it. Raises HttpError."""

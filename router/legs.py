@@ -32,7 +32,6 @@ from kvferry.router.request_bodies import (
     small_body,
     without_params,
 )
-from kvferry.router.spans import DECODE, PREFILL, LegSpan
 from kvferry.transport.errors import NO_PARAMS
 from kvferry.transport.tracing import OpenSpan, Tracer
 
@@ -85,7 +84,7 @@ class LegTimeouts:
 @dataclass(eq=False)
 class ClientRequest:
     """One completion, chat completion or response of a client, with the headers for both legs. ``comment`` takes what
-    D's server sends before its answer. ``span``: None where nothing is traced. ``chosen``: the D that is to prefill the
+    D's server sends before its answer. ``chosen``: the D that is to prefill the
     prompt. ``alone``: why D got no parameters of a P. It is over when each of its tasks has ended: ``hold`` and
     ``drop``; then ``over`` is called."""
 
@@ -93,10 +92,11 @@ class ClientRequest:
     body: Body
     headers: dict[str, str]
     target: str = ""  # The path as it came, with the query
-    span: OpenSpan | None = None
+    span: OpenSpan | None = None  # None: nothing is traced
     over: Callable[[], None] = lambda: None
     comment: Callable[[Answer, bytes], Awaitable[None]] | None = None
     broken: str = ""  # Why the answer broke off
+    by: dict[str, str] = field(default_factory=dict)  # The engines that answered, and why D got no parameters of a P
     chosen: Engine | None = None
     home: Engine | None = None  # The D that has what the request names; no other is asked
     for_d: dict[str, str] = field(default_factory=dict)  # Headers that are meant for D only
@@ -170,7 +170,6 @@ class Decoded:
     body: bytes | None
     pieces: AsyncIterator[bytes]
     seat: Seat
-    span: LegSpan
     first: bytes = b""
 
     @property
@@ -181,7 +180,6 @@ class Decoded:
     def close(self) -> None:
         self.answer.close()
         self.seat.release()
-        self.span.end()
 
 
 class Legs:
@@ -250,8 +248,8 @@ class Legs:
         engine.source, source = {}, None
         try:
             async with asyncio.timeout(self.timeouts.abandoned_prefill):
-                body, span = small_body(asked.body, {"sources": []}, 1), LegSpan(None, PREFILL, engine)
-                answer = await self._send(asked, engine, body, RequestProgress(), span, COMPLETIONS)
+                body = small_body(asked.body, {"sources": []}, 1)
+                answer = await self._send(asked, engine, body, RequestProgress(), COMPLETIONS)
                 with closing(answer):
                     params = _PREFILLED.decode(await answer.body()).kv_transfer_params or {}
                 if answer.status == 200:
@@ -268,16 +266,15 @@ class Legs:
         return task
 
     async def _ask_prefill(self, asked: ClientRequest, engine: Engine, leg: Body) -> Prefilled:
-        url, span, answer, progress = engine.url, LegSpan(asked.span, PREFILL, engine), None, RequestProgress()
+        url, answer, progress = engine.url, None, RequestProgress()
         tokens, began = engine.load, self.clock()
         try:
             async with asyncio.timeout(self.timeouts.prefill):
-                answer = await self._send(asked, engine, leg, progress, span)
+                answer = await self._send(asked, engine, leg, progress)
                 content = await answer.body()
                 if answer.status == 200 and _ended(content):
                     raise HttpError(ENDS)
         except (HttpError, TimeoutError) as error:
-            span.end(error)
             if isinstance(error, HttpError):
                 self._failed(engine, error)
             else:  # perhaps the prompt is that long
@@ -289,7 +286,6 @@ class Legs:
         finally:
             if answer is not None:
                 answer.close()
-            span.end()
         if answer.status != 200:  # whether a 4xx is the request's fault D says
             asked.alone = f"prefill engine {url} answered {answer.status}"
             if answer.status >= 500:
@@ -350,10 +346,9 @@ class Legs:
         tried: list[Engine] = []
         while (seat := self.engines.take_decode(self.clock(), tried)) is not None:
             tried.append(seat.engine)
-            span = LegSpan(None, DECODE, seat.engine)
             try:
                 async with asyncio.timeout(self.timeouts.abandoned_prefill):
-                    answer = await self._send(asked, seat.engine, body, RequestProgress(), span, COMPLETIONS)
+                    answer = await self._send(asked, seat.engine, body, RequestProgress(), COMPLETIONS)
                 answer.close()
                 if answer.status < 500:
                     return
@@ -422,9 +417,9 @@ class Legs:
             again = False
 
     async def _ask_one_decode(self, asked: ClientRequest, seat: Seat, body: Body, progress: RequestProgress) -> Decoded:
-        answer, span = None, LegSpan(asked.span, DECODE, seat.engine)
+        answer = None
         try:
-            answer = await self._send(asked, seat.engine, body, progress, span)
+            answer = await self._send(asked, seat.engine, body, progress)
             hides = self.prefix_reads and "kv_transfer_params" in body
             pieces = answer.pieces()
             size = int(answer.headers.get("content-length", MAX_BODY_BYTES))
@@ -435,7 +430,7 @@ class Legs:
                     raise HttpError(ENDS)
                 if hides:
                     content = await off_loop(content, partial(without_params, report=asked.checks))
-                return Decoded(seat.engine, answer, content, pieces, seat, span)
+                return Decoded(seat.engine, answer, content, pieces, seat)
             if hides and asked.path == RESPONSES:  # no other stream has D's parameters
                 pieces = shown_pieces(answer)
             first = await anext(pieces, b"")
@@ -455,13 +450,12 @@ class Legs:
                 if not rest or any(_ended(line[5:]) for line in rest.split(b"\n") if line.startswith(b"data:")):
                     progress.answered = False
                     raise HttpError(ENDS)
-        except BaseException as error:
-            span.end(error)
+        except BaseException:
             if answer is not None:
                 answer.close()
             seat.release()
             raise
-        return Decoded(seat.engine, answer, None, pieces, seat, span, first)
+        return Decoded(seat.engine, answer, None, pieces, seat, first)
 
     def gave(self, asked: ClientRequest, decoded: Decoded, tokens: float) -> None:
         """The client has D's whole answer, of about so many tokens, and D has the KV of it."""
@@ -479,14 +473,13 @@ class Legs:
     # --- both
 
     async def _send(
-        self, asked: ClientRequest, engine: Engine, body: Body, progress: RequestProgress, span: LegSpan, path: str = ""
+        self, asked: ClientRequest, engine: Engine, body: Body, progress: RequestProgress, path: str = ""
     ) -> Answer:
         """The head of an engine's answer. It is sent once: an engine that has it computes it. Raises HttpError."""
-        headers = asked.headers | span.headers | (asked.for_d if engine.role is Role.DECODE else {})
+        headers = asked.headers | (asked.for_d if engine.role is Role.DECODE else {})
         how: dict[str, Any] = {"headers": headers, "progress": progress, "connect": self.timeouts.connect}
         progress.tokens = asked.prefix.tokens
-        span.answer = await self.http.send("POST", engine.url, path or asked.target or asked.path, body=body, **how)
-        return span.answer
+        return await self.http.send("POST", engine.url, path or asked.target or asked.path, body=body, **how)
 
     def start(self, work: Coroutine[Any, Any, T], asked: ClientRequest) -> asyncio.Task[T]:
         """Run ``work`` so that it may outlive its request's answer."""

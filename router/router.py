@@ -77,9 +77,11 @@ class Reply:
         stores = asked.path == RESPONSES and decoded.answer.status == 200
         if stores and (found := _RESPONSE_ID.search((decoded.body or decoded.first)[:1024])):
             self._router.homes.note(found[1].decode(), decoded.engine.url)
+        prefill = asked.seats[-1].engine.url if asked.seats else ""
+        by = {"decode": decoded.engine.url, "prefill": prefill, "alone": asked.alone}
+        asked.by = {name: text for name, text in by.items() if text}
         if asked.checks:
-            of = {"decode": decoded.engine.url, "prefill": asked.seats[-1].engine.url if asked.seats else ""}
-            self._own |= {f"x-kvferry-{name}": text for name, text in (of | {"alone": asked.alone}).items() if text}
+            self._own |= {f"x-kvferry-{name}": text for name, text in asked.by.items()}
         try:
             if self._begun is None and decoded.body is not None:
                 self.first = self._router.clock()
@@ -109,9 +111,9 @@ class Reply:
 
     async def fail(self, status: int, message: str, before: bytes = b"") -> web.StreamResponse:
         """An error, in the stream where that has begun."""
+        self._asked.broken = self._asked.broken or message
         if self._begun is None:
             return error_response(status, message, self._asked.path)
-        self._asked.broken = self._asked.broken or message
         error = error_of(status, message, self._asked.path)
         before += b"event: error\n" if "type" in error else b""
         await self._begun.write(before + b"data: " + msgspec.json.encode(error) + b"\n\n")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span as SdkSpan
-    from opentelemetry.trace import SpanKind
 
 TRACEPARENT = "traceparent"
 CLOSE_SECONDS = 2.0
@@ -62,17 +61,11 @@ class RecordedSpan(msgspec.Struct):
 class OpenSpan:
     """A span that has not ended. ``headers``: the trace context of what is sent within it."""
 
-    def __init__(
-        self, tracer: Tracer, name: str, kind: SpanKind, context: Context, attributes: Attributes | None
-    ) -> None:
+    def __init__(self, tracer: Tracer, name: str, context: Context, attributes: Attributes | None) -> None:
+        kind = tracer.trace.SpanKind.SERVER
         self._tracer, self._span = tracer, tracer.native.start_span(name, context, kind, attributes)
-        self._context = tracer.trace.set_span_in_context(self._span)
         self.headers: dict[str, str] = {}
-        tracer.propagator.inject(self.headers, self._context)
-
-    def child(self, name: str, attributes: Attributes | None = None) -> OpenSpan:
-        """Begin the span of a request that this process sends within this span."""
-        return OpenSpan(self._tracer, name, self._tracer.trace.SpanKind.CLIENT, self._context, attributes)
+        tracer.propagator.inject(self.headers, tracer.trace.set_span_in_context(self._span))
 
     def end(self, attributes: Attributes | None = None, error: str = "") -> None:
         """Only the first call counts. ``error``: why what the span stands for failed."""
@@ -111,7 +104,7 @@ class Tracer:
     ) -> OpenSpan:
         """Begin the span of a request that came with these ``headers``: within the span that they name, or of a new
         trace."""
-        return OpenSpan(self, name, self.trace.SpanKind.SERVER, self.propagator.extract(headers or {}), attributes)
+        return OpenSpan(self, name, self.propagator.extract(headers or {}), attributes)
 
     def set_error(self, span: SdkSpan, error: str) -> None:
         """Why what a span stands for failed; empty where it did not."""

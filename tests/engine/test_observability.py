@@ -109,18 +109,16 @@ def one_trace_of_client_router_and_engines(otlp: Receiver, router: Server) -> No
     eventually(lambda: complete_trace(first) and complete_trace(second), "all spans have arrived")
     spans = by_name(otlp, first)
     (client,), (request,) = spans["request"], spans["kvferry.request"]
-    (p_leg,), (d_leg,) = spans["kvferry.prefill"], spans["kvferry.decode"]
     (lease,), (handover,) = spans["kvferry.lease"], spans["kvferry.handover"]
-    parents = [span["parent"] for span in (request, p_leg, d_leg, lease, handover)]
-    assert parents == [client["id"], request["id"], request["id"], p_leg["id"], d_leg["id"]]
-    services = [span["service"] for span in (client, request, p_leg, d_leg, lease, handover)]
-    assert services == ["client", "router", "router", "router", "prefill", "decode"]
+    parents = [span["parent"] for span in (request, lease, handover)]
+    assert parents == [client["id"], request["id"], request["id"]]
+    assert [span["service"] for span in (client, request, lease, handover)] == ["client", "router", "prefill", "decode"]
     engines = {span["service"]: span["parent"] for span in spans["llm_request"]}
-    assert engines == {"prefill": p_leg["id"], "decode": d_leg["id"]}
+    assert engines == dict.fromkeys(("prefill", "decode"), request["id"])
     assert not (lease["error"] or handover["error"]) and handover["attributes"]["kvferry.tokens"] in ("199", "200")
     assert client["begin"] < request["begin"] < lease["begin"] < handover["begin"] < handover["end"] < client["end"]
-    (waited,), (d_leg,) = (by_name(otlp, second)[name] for name in ("kvferry.rendezvous", "kvferry.decode"))
-    assert waited["service"] == "decode" and waited["parent"] == d_leg["id"]
+    (waited,), (request,) = (by_name(otlp, second)[name] for name in ("kvferry.rendezvous", "kvferry.request"))
+    assert waited["service"] == "decode" and waited["parent"] == request["id"]
 
 
 def every_query_of_the_dashboard_has_a_result(prometheus: Prometheus, router: Server, prefill: Server) -> None:
