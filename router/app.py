@@ -51,6 +51,9 @@ MUCH_BYTES = 16 << 20  # Memory of so many bodies, or of answers that wait, is g
 FAULT_SECONDS = 30.0  # For so long ``/health`` names a fault of this machine
 PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
 """What was handed over, and engines, from ``/router/status``."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+OF_PAGE = {"content-type": "text/html; charset=utf-8", "content-security-policy": POLICY}
+OF_METRICS = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
 FOR_D = {"x-data-parallel-rank"}
 """Headers that vLLM's server reads, and that mean one engine: P has other ranks."""
 SESSION, NEW_SESSION = "x-amzn-sagemaker-session-id", "x-amzn-sagemaker-new-session-id"
@@ -62,15 +65,11 @@ trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # It gives memory
 
 @dataclass(frozen=True)
 class Limits:
-    """``requests``: in flight, of all clients together. ``body_bytes``: of one request; ``all_body_bytes``: of all
-    requests in flight, at least those of one. ``unread_bytes``: of all answers, those that wait for their clients.
-    ``idle``: connections without a request."""
-
-    requests: int = 4096
-    body_bytes: int = 64 << 20
-    all_body_bytes: int = 256 << 20
-    unread_bytes: int = 64 << 20
-    idle: int = 4096
+    requests: int = 4096  # In flight, of all clients together
+    body_bytes: int = 64 << 20  # Of one request
+    all_body_bytes: int = 256 << 20  # Of all requests in flight, at least those of one
+    unread_bytes: int = 64 << 20  # Of all answers, those that wait for their clients
+    idle: int = 4096  # Connections without a request
 
 
 class RefusedError(Exception):
@@ -98,9 +97,11 @@ class App:
         before they are closed."""
         self._loops: list[asyncio.Task[None]] = []
         self._pages: dict[str, Callable[[], web.Response]] = {
-            "/": _page, "/health": self._show_health, "/metrics": self._show_metrics,
-            "/router/status": self._show_status,
-        }  # fmt: skip
+            "/": lambda: web.Response(text=PAGE, headers=OF_PAGE),
+            "/health": self._show_health,
+            "/metrics": lambda: web.Response(body=router.metrics.text(), headers=OF_METRICS),
+            "/router/status": lambda: json_response(router.metrics.status() | {"health": self._health_now()}),
+        }
 
     async def bind(self, **where: Any) -> None:
         """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
@@ -375,18 +376,6 @@ class App:
     def _show_health(self) -> web.Response:
         found = self._health_now()
         return json_response(found, 503 if found["status"] == "down" else 200)
-
-    def _show_metrics(self) -> web.Response:
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return web.Response(body=self._router.metrics.text(), headers={"content-type": kind})
-
-    def _show_status(self) -> web.Response:
-        return json_response(self._router.metrics.status() | {"health": self._health_now()})
-
-
-def _page() -> web.Response:
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-    return web.Response(text=PAGE, content_type="text/html", headers={"content-security-policy": policy})
 
 
 _quiet = logging.getLogger("kvferry.router.strangers")

@@ -50,24 +50,21 @@ BEFORE: dict[EngineState, Collection[EngineState]] = {
 
 @dataclass(eq=False)
 class Engine:
-    """One engine. ``requests``: in flight, those whose KV cache it still hands over among them. ``loads``: what it
-    computes, by the role that it had when it took the request: prompt tokens for P, requests for D. ``failed_checks``:
-    in a row. ``passed_over_until``: by the clock of the caller. ``last_taken``: the number of its last request, of
-    all engines' requests. ``refused``: the requests that it answered with 5xx since it last answered one well."""
-
     url: str
     role: Role
     state: EngineState
-    requests: int = 0
+    requests: int = 0  # In flight, those whose KV cache it still hands over among them
     loads: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
-    failed_checks: int = 0
-    passed_over_until: float = 0.0
+    """What it computes, by the role that it had when it took the request: prompt tokens for P, requests for D."""
+    failed_checks: int = 0  # In a row
+    passed_over_until: float = 0.0  # By the clock of the caller
     page: int | None = None  # What its /metrics counted at the last look
     moved_at: float = 0.0  # When that was seen to change
     still_since: float | None = None  # A request that waited since then was given up, and nothing has moved
     patience: float = STILL_SECONDS
-    last_taken: int = 0
+    last_taken: int = 0  # The number of its last request, of all engines' requests
     refused: set[tuple[bool, int]] = field(default_factory=set)
+    """Whether it was a 4xx, and a hash, of each request that it refused since it last answered one well."""
     source: dict[str, Any] | None = None
     """Where other engines can read a prefix from it, as it says; empty where they cannot, None before it was asked."""
     read_from: dict[str, int] = field(default_factory=dict)
@@ -181,19 +178,12 @@ class EnginePool:
     def usable(self, role: Role, now: float, but: Collection[Engine] = ()) -> list[Engine]:
         return [engine for engine in self.of(role) if engine.usable(now) and engine not in but]
 
-    def take_prefill(
-        self, tokens: float, now: float, *, cached_on: str | None = None, cached: float = 0.0,
-        but: Collection[Engine] = (),
-    ) -> Seat | None:  # fmt: skip
-        """The P whose load, with this prompt, is least. ``cached_on`` has the first ``cached`` of its tokens and need
-        not compute them: it takes the prompt unless it has more than that to compute beyond the least loaded P."""
-        best = self.best_prefill(tokens, now, cached_on, cached, but)
-        return None if best is None else Seat(*best, self)
-
     def best_prefill(
-        self, tokens: float, now: float, cached_on: str | None, cached: float, but: Collection[Engine] = ()
+        self, tokens: float, now: float, cached_on: str | None = None, cached: float = 0.0, but: Collection[Engine] = ()
     ) -> tuple[Engine, float] | None:
-        """The P that ``take_prefill`` takes, and the tokens that it has to compute."""
+        """The P whose load, with this prompt, is least, and the tokens that it has to compute. ``cached_on`` has the
+        first ``cached`` of them and need not compute these: it takes the prompt unless it has more than that to compute
+        beyond the least loaded P."""
 
         def own(engine: Engine) -> float:
             return tokens - cached if engine.url == cached_on else tokens

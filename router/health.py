@@ -30,12 +30,9 @@ TOKENS_PER_SECOND = 1000.0
 
 @dataclass(frozen=True)
 class Checks:
-    """``interval``: seconds between two checks of an engine. ``failures``: so many in a row, and the engine is down.
-    ``timeout``: seconds that one check may take."""
-
-    interval: float = 5.0
-    failures: int = 3
-    timeout: float = 5.0
+    interval: float = 5.0  # Seconds between two checks of an engine
+    failures: int = 3  # So many in a row, and the engine is down
+    timeout: float = 5.0  # Seconds that one check may take
 
 
 class HealthChecks:

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -34,7 +34,6 @@ _OWN_FAULTS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EA
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """Seconds, seconds, and tries: a host that is gone is noticed, however long an engine computes in silence."""
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-_timeout = lru_cache(lambda connect: aiohttp.ClientTimeout(total=None, sock_connect=connect))
 
 
 class HttpError(Exception):
@@ -73,18 +72,15 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
 
 @dataclass(eq=False)
 class RequestProgress:
-    """How far one request has come. ``sent``: it has a connection, so that the engine may have it. ``answered``: a byte
-    of the answer was received. ``at``: since when it waits for the next one, by ``time.monotonic``. ``tokens``: of its
-    prompt. ``held``: it does not wait for the engine. ``passed``: perhaps the engine counts nothing of it.
-    ``given_up``: why the router waits no longer."""
+    """How far one request has come."""
 
-    sent: bool = False
-    answered: bool = False
-    at: float = 0.0
-    tokens: float = 0.0
-    held: bool = False
-    passed: bool = False
-    given_up: str = ""
+    sent: bool = False  # It has a connection, so that the engine may have it
+    answered: bool = False  # A byte of the answer was received
+    at: float = 0.0  # Since when it waits for the next one, by ``time.monotonic``
+    tokens: float = 0.0  # Of its prompt
+    held: bool = False  # It does not wait for the engine
+    passed: bool = False  # Perhaps the engine counts nothing of it
+    given_up: str = ""  # Why the router waits no longer
     protocol: _Protocol | None = None
 
     def go_on(self) -> None:
@@ -161,13 +157,12 @@ class Answer:
 
 
 class HttpClient:
-    """Sends requests to any engine. Use it in one event loop. ``own_fault``: what this machine had too little of, and
-    ``own_fault_at`` when, by ``time.monotonic``. ``under_way``: requests with a ``progress``, and their engines."""
+    """Sends requests to any engine. Use it in one event loop."""
 
-    own_fault, own_fault_at = "", -1e9
+    own_fault, own_fault_at = "", -1e9  # What this machine had too little of, and when, by ``time.monotonic``
 
     def __init__(self) -> None:
-        self.under_way: dict[RequestProgress, str] = {}
+        self.under_way: dict[RequestProgress, str] = {}  # Requests with a ``progress``, and their engines
         self.session: aiohttp.ClientSession | None = None
 
     async def send(
@@ -192,7 +187,8 @@ class HttpClient:
             size = sum(map(len, pieces))
             sent["content-length"] = str(size)
             data = b"".join(pieces) if size <= WINDOW_BYTES else _windows(pieces)
-        how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False, "data": data}
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=connect)
+        how: dict[str, Any] = {"headers": sent, "timeout": limit, "allow_redirects": False, "data": data}
         legs[progress], over, progress.at = base, partial(legs.pop, progress, None), time.monotonic()
         try:
             response = await self.session.request(method, URL(base + path, encoded=True), **how)

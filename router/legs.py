@@ -73,36 +73,33 @@ class NoEngineError(HttpError):
 
 @dataclass(frozen=True)
 class LegTimeouts:
-    """Seconds. ``prefill`` bounds the whole prefill leg, ``abandoned_prefill`` the rest of it where the client is gone.
-    D's answer is not bounded: it lasts as long as its connection."""
+    """Seconds. D's answer is not bounded: it lasts as long as its connection."""
 
     connect: float = 3.0
-    prefill: float = 120.0
-    abandoned_prefill: float = 10.0
+    prefill: float = 120.0  # The whole prefill leg
+    abandoned_prefill: float = 10.0  # The rest of it where the client is gone
 
 
 @dataclass(eq=False)
 class ClientRequest:
-    """One completion, chat completion or response of a client, with the headers for both legs. ``comment`` takes what
-    D's server sends before its answer. ``chosen``: the D that is to prefill the
-    prompt. ``alone``: why D got no parameters of a P. It is over when each of its tasks has ended: ``hold`` and
-    ``drop``; then ``over`` is called."""
+    """One completion, chat completion or response of a client. It is over when each of its tasks has ended: ``hold``
+    and ``drop``; then ``over`` is called."""
 
     path: str
     body: Body
-    headers: dict[str, str]
+    headers: dict[str, str]  # For both legs
     target: str = ""  # The path as it came, with the query
     span: OpenSpan | None = None  # None: nothing is traced
     over: Callable[[], None] = lambda: None
-    comment: Callable[[Answer, bytes], Awaitable[None]] | None = None
+    comment: Callable[[Answer, bytes], Awaitable[None]] | None = None  # Takes what D's server sends before its answer
     broken: str = ""  # Why the answer broke off
     by: dict[str, str] = field(default_factory=dict)  # The engines that answered, and why D got no parameters of a P
-    chosen: Engine | None = None
+    chosen: Engine | None = None  # The D that is to prefill the prompt
     home: Engine | None = None  # The D that has what the request names; no other is asked
     for_d: dict[str, str] = field(default_factory=dict)  # Headers that are meant for D only
     prefilled_at: float | None = None  # When P had answered
     refused_by: tuple[Engine, int] | None = None  # The P that answered with this status, a 4xx
-    alone: str = ""
+    alone: str = ""  # Why D got no parameters of a P
     prefix: PromptPrefix = field(init=False)
     seats: list[Seat] = field(default_factory=list)
     sources: dict[str, Any] = field(default_factory=dict)  # Of a prefix, in the parameters of P's leg
@@ -136,11 +133,6 @@ class ClientRequest:
             found.update(piece)
         return found.intdigest()
 
-    def loaded(self) -> None:
-        """D has answered: it has loaded what P handed over, or does without."""
-        for seat in self.seats:
-            seat.handed_over()
-
     def hold(self) -> None:
         self._holders += 1
 
@@ -154,21 +146,18 @@ class ClientRequest:
 
 @dataclass
 class Prefilled:
-    """What P handed over: parameters for D. ``failed``: another P may succeed."""
-
-    params: dict[str, Any] | None = None
-    failed: bool = False
+    params: dict[str, Any] | None = None  # What P handed over, for D
+    failed: bool = False  # Another P may succeed
 
 
 @dataclass
 class Decoded:
-    """D's answer: its head, and its whole ``body``, or where that is None its ``first`` piece and the ``pieces`` that
-    follow. Close it."""
+    """D's answer. Close it."""
 
     engine: Engine
-    answer: Answer
-    body: bytes | None
-    pieces: AsyncIterator[bytes]
+    answer: Answer  # The head
+    body: bytes | None  # All of it, or None:
+    pieces: AsyncIterator[bytes]  # what follows ``first``
     seat: Seat
     first: bytes = b""
 
@@ -204,28 +193,32 @@ class Legs:
 
     def choose(self, asked: ClientRequest) -> bool:
         """Whether a D is to prefill the prompt, which then is ``asked.chosen``. A check is of a hand-over."""
-        if self.choice is not None and not asked.checks:
-            now = self.clock()
-            known = {engine.url for engine in self.engines.usable(Role.PREFILL, now)}
-            best = self.engines.best_prefill(asked.prefix.tokens, now, *self.affinity.find(asked.prefix, known))
-            if best is not None:
-                asked.chosen = self.choice.decode_engine(asked.prefix, *best, now)
+        if self.choice is not None and not asked.checks and (best := self._best_prefill(asked)[1]) is not None:
+            asked.chosen = self.choice.decode_engine(asked.prefix, *best, self.clock())
         return asked.chosen is not None
 
-    def take_prefill(self, asked: ClientRequest, but: Collection[Engine] = ()) -> Seat | None:
-        """A P for this request; None: there is none."""
+    def _best_prefill(
+        self, asked: ClientRequest, but: Collection[Engine] = ()
+    ) -> tuple[str | None, tuple[Engine, float] | None]:
+        """The P that has the prompt's prefix; and the P that is to take it, with the tokens that it has to compute."""
         now = self.clock()
         known = {engine.url for engine in self.engines.usable(Role.PREFILL, now, but)}
         url, cached = self.affinity.find(asked.prefix, known)
-        seat = self.engines.take_prefill(asked.prefix.tokens, now, cached_on=url, cached=cached, but=but)
-        if seat is not None:
-            if self.prefix_reads:
-                asked.sources = self._sources(asked.prefix, seat.engine)
-            self.affinity.note(asked.prefix, seat.engine.url)
-            followed = "none" if url is None else "followed" if url == seat.engine.url else "given_up"
-            self.metrics.prefix_affinity.labels(followed).inc()
-            asked.seats.append(seat)
-        return seat
+        return url, self.engines.best_prefill(asked.prefix.tokens, now, url, cached, but)
+
+    def take_prefill(self, asked: ClientRequest, but: Collection[Engine] = ()) -> Seat | None:
+        """A P for this request; None: there is none."""
+        url, best = self._best_prefill(asked, but)
+        if best is None:
+            return None
+        engine = best[0]
+        if self.prefix_reads:
+            asked.sources = self._sources(asked.prefix, engine)
+        self.affinity.note(asked.prefix, engine.url)
+        followed = "none" if url is None else "followed" if url == engine.url else "given_up"
+        self.metrics.prefix_affinity.labels(followed).inc()
+        asked.seats.append(Seat(*best, self.engines))
+        return asked.seats[-1]
 
     def _sources(self, prefix: PromptPrefix, engine: Engine) -> dict[str, Any]:
         """What an engine is told of others that should have so much more of a prompt than itself that a read pays, the
@@ -276,7 +269,7 @@ class Legs:
                     raise HttpError(ENDS)
         except (HttpError, TimeoutError) as error:
             if isinstance(error, HttpError):
-                self._failed(engine, error)
+                self.failed(engine, error)
             else:  # perhaps the prompt is that long
                 self._answered(asked, engine, 504)
             engine.identity.failed()
@@ -312,7 +305,7 @@ class Legs:
         engine.handed_over.prefilled(params)
         return Prefilled(params)
 
-    def _failed(self, engine: Engine, error: Exception) -> None:
+    def failed(self, engine: Engine, error: Exception) -> None:
         if not isinstance(error, OwnFaultError):
             engine.source = None  # another engine may answer there next
             self.metrics.failed_legs.labels(engine.role).inc()
@@ -393,7 +386,7 @@ class Legs:
                 decoded = await self._ask_one_decode(asked, seat, sent, progress)
             except HttpError as error:
                 progress.given_up = ""
-                self._failed(seat.engine, error)
+                self.failed(seat.engine, error)
                 log.error("%s: decode at %s failed: %s", asked.name, seat.engine.url, why(error))
                 by_name = progress.sent and "transfer_id" in (body.get("kv_transfer_params") or {})
                 again = again and not (progress.answered or isinstance(error, OwnFaultError) or by_name)
@@ -409,7 +402,8 @@ class Legs:
                 if decoded.answer.status < 500 or not again:
                     if "kv_transfer_params" in body and decoded.answer.status == 200:
                         seat.engine.handed_over.sent += 1
-                    asked.loaded()
+                    for each in asked.seats:  # D has loaded what P handed over, or does without
+                        each.handed_over()
                     return decoded
                 decoded.close()
                 log.error("%s: decode at %s answered %d", asked.name, seat.engine.url, decoded.answer.status)
@@ -463,13 +457,6 @@ class Legs:
             hashed = (len(asked.prefix.blocks) + 1) * BLOCK_TOKENS  # of a long prompt only the first blocks are known
             self.on_d.note(asked.prefix, decoded.engine.url, min(asked.prefix.tokens, hashed) + tokens)
 
-    def broke_off(self, asked: ClientRequest, decoded: Decoded, error: HttpError) -> str:
-        """Why an answer ends that D did not end."""
-        self._failed(decoded.engine, error)
-        log.error("%s: decode at %s broke off: %s", asked.name, decoded.engine.url, why(error))
-        asked.broken = f"decode engine {decoded.engine.url} broke off: {why(error)}"
-        return asked.broken
-
     # --- both
 
     async def _send(
@@ -477,9 +464,9 @@ class Legs:
     ) -> Answer:
         """The head of an engine's answer. It is sent once: an engine that has it computes it. Raises HttpError."""
         headers = asked.headers | (asked.for_d if engine.role is Role.DECODE else {})
-        how: dict[str, Any] = {"headers": headers, "progress": progress, "connect": self.timeouts.connect}
-        progress.tokens = asked.prefix.tokens
-        return await self.http.send("POST", engine.url, path or asked.target or asked.path, body=body, **how)
+        path, progress.tokens = path or asked.target or asked.path, asked.prefix.tokens
+        how: dict[str, Any] = {"progress": progress, "connect": self.timeouts.connect}
+        return await self.http.send("POST", engine.url, path, body=body, headers=headers, **how)
 
     def start(self, work: Coroutine[Any, Any, T], asked: ClientRequest) -> asyncio.Task[T]:
         """Run ``work`` so that it may outlive its request's answer."""

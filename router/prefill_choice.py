@@ -79,14 +79,12 @@ class TimeLine:
 
 @dataclass
 class _Known:
-    """Of one engine. ``computing``: a prompt, from its request to the first byte of the answer. Of a D besides,
-    ``loading``: a prompt that P has computed, from P's answer on. ``busy_until``: when it should have computed the
-    prompts that were left to it. ``asked``: when it got its last requests."""
+    """Of one engine; of a P only ``computing``."""
 
-    computing: TimeLine = field(default_factory=TimeLine)
-    loading: TimeLine = field(default_factory=TimeLine)
-    busy_until: float = -inf
-    asked: deque[float] = field(default_factory=lambda: deque(maxlen=ASKED))
+    computing: TimeLine = field(default_factory=TimeLine)  # A prompt, from its request to the first byte of the answer
+    loading: TimeLine = field(default_factory=TimeLine)  # A prompt that P has computed, from P's answer on
+    busy_until: float = -inf  # When it should have computed the prompts that were left to it
+    asked: deque[float] = field(default_factory=lambda: deque(maxlen=ASKED))  # When it got its last requests
 
     def requests_per_second(self, now: float) -> float:
         return len(self.asked) / (now - self.asked[0]) if self.asked and now > self.asked[0] else 0.0

@@ -32,6 +32,7 @@ from kvferry.router.legs import (
     Prefilled,
     ended,
     log,
+    why,
 )
 from kvferry.router.prefix_affinity import BYTES_PER_TOKEN
 from kvferry.router.request_bodies import NOT_JSON, PREFILL_TAG, RESPONSES, can_hand_over, error_of, prefill_body
@@ -102,7 +103,9 @@ class Reply:
             self._router.gave(asked, decoded, events)
             return begun
         except HttpError as error:  # too late for a status: say it in the stream, and end it without [DONE]
-            said = self._router.broke_off(asked, decoded, error)
+            self._router.failed(decoded.engine, error)
+            said = f"decode engine {decoded.engine.url} broke off: {why(error)}"
+            log.error("%s: %s", asked.name, said)
             if not decoded.answer.streamed and self._http.transport is not None:
                 self._http.transport.abort()
             return await self.fail(502, said, b"" if last == b"\n\n" else b"\n\n")
