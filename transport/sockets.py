@@ -35,9 +35,7 @@ _ADMITS = 64
 """Connections accepted by one call, before other sockets are served."""
 _NO_DESCRIPTOR_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
-"""A host that acknowledges or answers nothing for this long counts as gone. Hosts have been seen to stand still for
-seven seconds."""
-
+"""A host that acknowledges or answers nothing for this long counts as gone: hosts stand still for seven seconds."""
 
 READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
 """The events of a socket. ENDED: the peer will send no more bytes; received bytes may still be unread."""
@@ -58,12 +56,11 @@ def tune(sock: socket.socket, silence: float = SILENCE_SECONDS) -> None:
 
 
 class Sockets:
-    """Sockets with a handler each, behind one epoll descriptor."""
+    """Sockets with a handler each, behind one epoll descriptor; ``selectors`` has no ENDED."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._handlers: dict[int, Callable[[], object]] = {}
-        self._events: dict[int, int] = {}
+        self._watched: dict[int, tuple[Callable[[], object], int]] = {}  # the handler, and the events
 
     @property
     def fd(self) -> int:
@@ -74,17 +71,16 @@ class Sockets:
         """Call ``handler`` when any of ``events`` holds for the socket, or when it is broken. It may return
         ``EXHAUSTED``."""
         fd = sock.fileno()
-        watched = self._events.get(fd)
+        watched = self._watched.get(fd)
         if watched is None:
             self._epoll.register(fd, events)
-        elif watched != events:
+        elif watched[1] != events:
             self._epoll.modify(fd, events)
-        self._handlers[fd], self._events[fd] = handler, events
+        self._watched[fd] = handler, events
 
     def mute(self, sock: socket.socket) -> None:
         """Stop watching; the socket stays open."""
-        if self._handlers.pop(sock.fileno(), None) is not None:
-            del self._events[sock.fileno()]
+        if self._watched.pop(sock.fileno(), None) is not None:
             with contextlib.suppress(OSError):
                 self._epoll.unregister(sock.fileno())
 
@@ -98,14 +94,12 @@ class Sockets:
         ready whose handler has not returned ``EXHAUSTED``."""
         more = False
         for fd, _ in self._epoll.poll(seconds):
-            handler = self._handlers.get(fd)
-            if handler is not None:  # an earlier handler of this round may have dropped it
-                more |= handler() is not EXHAUSTED
+            if fd in self._watched:  # an earlier handler of this round may have dropped it
+                more |= self._watched[fd][0]() is not EXHAUSTED
         return more
 
     def close(self) -> None:
-        self._handlers.clear()
-        self._events.clear()
+        self._watched.clear()
         self._epoll.close()
 
 

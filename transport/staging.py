@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from kvferry.transport import cuda
@@ -55,10 +57,8 @@ class SlotPool:
 
     def take(self) -> Slot | None:
         """A slot, the most recently used one first (its bytes may still be in the cache); ``None`` if all are taken."""
-        if self._free:
-            return self._free.pop()
-        if len(self._slots) >= self.capacity:
-            return None
+        if (slot := self.reuse()) is not None or len(self._slots) >= self.capacity:
+            return slot
         self.prepare()
         if self.slab is not None:
             tensor = self.slab[len(self._slots) * self.slot_bytes :][: self.slot_bytes]
@@ -66,6 +66,12 @@ class SlotPool:
             tensor = self._empty(self.slot_bytes)
         self._slots.append(Slot(tensor, len(self._slots)))
         return self._slots[-1]
+
+    def reuse(self) -> Slot | None:
+        """A slot that was used before, if any is free. By any thread."""
+        with contextlib.suppress(IndexError):
+            return self._free.pop()
+        return None
 
     def put(self, slot: Slot) -> None:
         """Put a slot from ``take`` back."""

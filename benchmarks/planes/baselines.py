@@ -22,7 +22,7 @@ import torch
 from benchmarks.planes.endpoints import ArenaEndpoint, Cache, Endpoint, digest, noise
 from benchmarks.planes.points import NIXL_RAW, Config, Form, Point, Side, cache_bytes, num_blocks
 from kvferry.kernels.paged_copy import copy_pages
-from kvferry.transport.planes.tcp_flows import most_flows
+from kvferry.transport.planes.tcp import most_flows
 
 LARGE_DESCRIPTOR = 64 << 20
 RAW_MESSAGE = {"cuda": 32 << 20, "cpu": 4 << 20}

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transport.planes.tcp_flows import MOST_FLOWS
+from kvferry.transport.planes.tcp import MOST_FLOWS
 from kvferry.transport.registry import plane_specs
 
 Ids = NDArray[np.int64]

@@ -102,12 +102,14 @@ def of_live_planes() -> Iterator[list[Decoder]]:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         ours.setblocking(False)
-        channel = TcpRecvChannel(tcp_plane, ours, b"")
+        channel = TcpRecvChannel(tcp_plane, ours, b"", ("", 0), 1)
+        channel.connected(ours)
+        channel.finish((), [None])
         with theirs:
             for tag in (1, 2, 3):
                 channel.expect(tag, 100)
             theirs.send(data[: 64 << 10] or b"\0")
-            channel.on_readable()
+            channel.flows[0].run()
             for message in channel.poll():
                 message.release()
             channel.close()

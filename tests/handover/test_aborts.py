@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan, UnneededLease
-from kvferry.transport.planes import tcp
+from kvferry.transport.planes import tcp_flows
 from tests.handover.scenario import (
     PATIENT,
     SMALL,
@@ -100,7 +100,7 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
 
 def test_while_a_message_is_written_to_pages(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tcp the kernel writes D's pages; from the abort on the rest of the message goes nowhere."""
-    monkeypatch.setattr(tcp, "BYTES_PER_TURN", 100_000)
+    monkeypatch.setattr(tcp_flows, "BYTES_PER_TURN", 100_000)
     p, d = group.pair(plane="tcp", content=2048, **PATIENT)
     plane: Any = d.context.plane("tcp")
     real, turns = plane.progress, 0

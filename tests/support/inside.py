@@ -184,7 +184,7 @@ def report_no_load_early(half: WorkerHalf) -> Callable[[], object]:
 
 def receives(channel: Any) -> bool:
     """Whether a message of a channel of ``tcp`` has begun to arrive."""
-    return getattr(channel, "_arriving", None) is not None
+    return any(flow.arriving is not None for flow in getattr(channel, "flows", ()))
 
 
 def copy_stream_of(copies: Any) -> Any:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.transport.plane import Plane, PlaneContext
-from kvferry.transport.planes.tcp import TcpPlane
-from kvferry.transport.planes.tcp_flows import MOST_FLOWS
+from kvferry.transport.planes.tcp import MOST_FLOWS, TcpPlane
 from kvferry.transport.registry import PlaneSpec, make_plane, plane_specs
 from tests.support.lanes import lanes_of
 

@@ -16,8 +16,7 @@ import torch
 from kvferry.transport.channels import Pieces, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes.tcp import Vector
-from kvferry.transport.planes.tcp_flows import HEADER, KEY_BYTES, TAG_BYTES, Cipher
+from kvferry.transport.planes.tcp_flows import HEADER, KEY_BYTES, TAG_BYTES, Cipher, Vector
 from kvferry.transport.registry import make_plane
 from tests.transport.plane_list import pattern
 from tests.transport.plane_pair import SLOT, Pair, intact
@@ -73,7 +72,7 @@ def tapped(monkeypatch: pytest.MonkeyPatch, change: Callable[[bytearray], None] 
 def test_one_side_is_enough(ends: Any, p: bool, d: bool) -> None:
     both = ends(p=p, d=d)
     sender, receiver = both.join()
-    assert not sender.sends_in_place and receiver.cipher is not None
+    assert not sender.sends_in_place and receiver.encrypted
     for tag in (7, 8, 9):
         send(both, sender, receiver, tag)
         while not (arrived := receiver.poll()):
@@ -88,7 +87,7 @@ def test_one_side_is_enough(ends: Any, p: bool, d: bool) -> None:
 def test_the_wire_has_no_plain_byte(ends: Any, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
     both = ends(p=encrypt, d=False)
     sender, receiver = both.join()
-    both.turn(lambda: sender.sock)
+    both.turn(lambda: sender.open)
     wire = tapped(monkeypatch)
     send(both, sender, receiver, 7)
     both.turn(receiver.poll)
@@ -101,7 +100,7 @@ def test_the_wire_has_no_plain_byte(ends: Any, monkeypatch: pytest.MonkeyPatch, 
 def test_a_changed_byte_is_noticed(ends: Any, monkeypatch: pytest.MonkeyPatch, where: int) -> None:
     both = ends()
     sender, receiver = both.join()
-    both.turn(lambda: sender.sock)
+    both.turn(lambda: sender.open)
 
     def change(data: bytearray) -> None:
         data[where] ^= 1

@@ -19,17 +19,16 @@ from kvferry.transport import staging
 from kvferry.transport.channels import Received, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.planes import tcp_flows
-from kvferry.transport.planes.tcp import TcpAttach, TcpFlows, TcpOffer, TcpRecvChannel, TcpSendChannel
-from kvferry.transport.planes.tcp_flows import (
-    HEADER,
-    Cipher,
-    Flow,
-    FlowsReceiver,
-    FlowsSender,
-    SendFlow,
+from kvferry.transport.planes.tcp import (
+    TcpAttach,
+    TcpFlows,
+    TcpOffer,
+    TcpRecvChannel,
+    TcpSendChannel,
     most_flows,
     most_threads,
 )
+from kvferry.transport.planes.tcp_flows import HEADER, Cipher, Flow, Outgoing, ReceiveFlow, SendFlow
 from kvferry.transport.sockets import HELLO_BYTES
 from tests.transport.plane_list import ENCRYPTED, FLOWS, pattern
 from tests.transport.plane_pair import SLOT, Pair, intact
@@ -43,7 +42,7 @@ class Ends(Pair):
     def __init__(self, name: str = f"tcp{FLOWS}", slots: int = 16) -> None:
         super().__init__(name, slots)
         sender, receiver = self.join()
-        assert isinstance(sender, FlowsSender) and isinstance(receiver, FlowsReceiver)
+        assert isinstance(sender, TcpSendChannel) and isinstance(receiver, TcpRecvChannel)
         self.sender, self.receiver = sender, receiver
         self.turn(lambda: sender.open and len(receiver.flows) == len(sender.flows) == 4)
 
@@ -90,15 +89,15 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 def test_messages_take_all_flows(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Flow] = []
-    let_go = FlowsSender.let_go
+    sent = SendFlow.sent
 
-    def seen(self: FlowsSender, flow: SendFlow, slot: Any, nbytes: int) -> None:
-        used.append(flow)
-        let_go(self, flow, slot, nbytes)
+    def seen(self: SendFlow, message: Outgoing) -> None:
+        used.append(self)
+        sent(self, message)
 
-    monkeypatch.setattr(FlowsSender, "let_go", seen)
+    monkeypatch.setattr(SendFlow, "sent", seen)
     ends.follows(range(100))
-    assert set(used) == set(ends.sender.flows) and len({flow.thread for flow in used}) == 4
+    assert set(used) == set(ends.sender.flows) and all(flow.threaded for flow in used)
     assert not any(flow.left for flow in ends.sender.flows)
 
 
@@ -111,7 +110,7 @@ def test_a_slot_that_comes_back_wakes_p_only_where_one_may_be_waited_for(ends: E
     def sent() -> None:
         """The slot is no more in use, as P sees once it looks; D serves meanwhile."""
         end = time.monotonic() + 60
-        while not plane.threads.waiting:
+        while not plane.threads.told:
             assert time.monotonic() < end, "no flow said that it has sent the slot"
             ends.d.progress()
 
@@ -192,17 +191,24 @@ def test_slots_that_wait_for_a_d_that_reads_nothing_come_back(ends: Ends, first:
     ends.turn(lambda: ends.ended)
 
 
-def test_a_message_that_comes_before_its_announcement_is_not_dropped(ends: Ends) -> None:
+def test_a_message_that_comes_before_its_announcement_is_not_dropped(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D announces what it has asked for after the ask: meanwhile P may have answered."""
     asked: list[int] = []
-    look = ends.receiver.look
-    ends.receiver.look = lambda flow, tag: (asked.append(tag), look(flow, tag))  # type: ignore[assignment]
+    place = ReceiveFlow.place
+
+    def seen(self: ReceiveFlow) -> None:
+        asked.append(len(self.channel.expected))
+        place(self)
+
+    monkeypatch.setattr(ReceiveFlow, "place", seen)
     ends.post(5, announced=False)
-    while not ends.d.threads.waiting:  # type: ignore[attr-defined]  # D's transfer thread is busy
+    while not ends.d.threads.told:  # type: ignore[attr-defined]  # D's transfer thread is busy
         ends.p.progress()
     ends.receiver.expect(5, ends.sender.slot_bytes)
     message = ends.arrived(ends.receiver)
-    assert asked == [5] and message.tag == 5 and intact(message)
+    assert asked == [1] and message.tag == 5 and intact(message)
     message.release()
 
 
@@ -219,7 +225,7 @@ def test_a_flow_that_waits_for_a_slot_for_a_forgotten_message(ends: Ends) -> Non
     pool = ends.d.recv_pool  # type: ignore[attr-defined]
     taken = [pool.take() for _ in range(pool.capacity)]
     ends.post(6)
-    ends.turn(lambda: any(flow.hungry for flow in ends.receiver.flows))
+    ends.turn(lambda: any(flow.starved for flow in ends.receiver.flows))
     ends.receiver.forget(6)
     for slot in taken:
         pool.put(slot)
@@ -271,7 +277,7 @@ def test_a_producer_that_stops_in_the_middle(begun: bytes, monkeypatch: pytest.M
             ends.turn(lambda: ends.receiver.error is not None)
             assert "stopped in the middle" in str(ends.receiver.error)
             return
-        ends.receiver.flows[1].thread.join(0.7)  # three of its waits
+        ends.receiver.flows[1].ended.wait(0.7)  # several of its waits
         ends.turn(lambda: True)
         assert ends.receiver.error is None
         ends.receiver.forget(1)
@@ -285,7 +291,7 @@ def test_a_strangers_connection_joins_no_channel(hello: str) -> None:
         receiver, payload = pair.d.connect(msgspec.msgpack.encode(offer), "127.0.0.1")
         sender, reply = pair.p.accept(payload)
         pair.d.finish(receiver, reply)
-        assert isinstance(sender, FlowsSender) and isinstance(receiver, FlowsReceiver)
+        assert isinstance(sender, TcpSendChannel) and isinstance(receiver, TcpRecvChannel)
         pair.turn(lambda: sender.open and len(receiver.flows) == 4)
         said = {
             "of no maker": bytes(HELLO_BYTES),
@@ -326,9 +332,8 @@ def test_a_changed_byte_is_noticed(where: Any, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("moving", [0, 12])
 @pytest.mark.parametrize("leaver", ["P", "D", "both planes"])
 def test_close_while_messages_move_or_are_due(ends: Ends, leaver: str, moving: int) -> None:
-    for tag in range(moving + 8):  # for the last ones D's flows have slots
+    for tag in range(moving):
         ends.receiver.expect(tag, ends.sender.slot_bytes)
-    ends.turn(lambda: ends.slots_out >= 8)
     for tag in range(moving):
         ends.post(tag, announced=False)
     if leaver == "both planes":
@@ -337,20 +342,6 @@ def test_close_while_messages_move_or_are_due(ends: Ends, leaver: str, moving: i
         return
     (ends.sender if leaver == "P" else ends.receiver).close()
     ends.follow(ends.receiver if leaver == "P" else ends.sender)
-    ends.turn(lambda: ends.ended)
-
-
-def test_a_closed_channel_takes_back_no_word_to_end(ends: Ends) -> None:
-    """A flow that waited for a slot has asked for one just before."""
-    ends.receiver.expect(1, ends.sender.slot_bytes)
-    ends.turn(lambda: ends.slots_out == 1)
-    slot = ends.receiver.slots.get_nowait()  # as a flow in a message
-    assert slot is not None
-    ends.receiver.close()
-    words = ends.receiver.slots.qsize()
-    assert words == 4 and not ends.receiver.supply() and ends.receiver.slots.qsize() == words
-    ends.receiver.take(1, slot, None)
-    ends.follow(ends.sender)
     ends.turn(lambda: ends.ended)
 
 
@@ -388,7 +379,7 @@ def test_a_port_that_is_gone_at_the_second_connection() -> None:
     with closing(Pair(f"tcp{FLOWS}", 16)) as pair:
         receiver, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
         _, reply = pair.p.accept(payload)
-        pair.turn(lambda: receiver.deadline == float("inf"))  # type: ignore[union-attr]
+        pair.turn(lambda: not receiver.incomplete)  # type: ignore[union-attr]
         pair.p.close()
         try:
             pair.d.finish(receiver, reply)
@@ -409,10 +400,10 @@ def test_few_cores_have_few_flows(cores: int, flows: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(staging, "empty_page_locked", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     with closing(Pair("tcp", 16, GPU)) as pair:
         sender, receiver = pair.join()
-        assert isinstance(sender, TcpSendChannel if flows == 1 else FlowsSender)
-        assert isinstance(receiver, TcpRecvChannel if flows == 1 else FlowsReceiver)
+        assert isinstance(sender, TcpSendChannel) and isinstance(receiver, TcpRecvChannel)
         pair.carry(sender, receiver, 1).release()
-        assert flows == 1 or flows == len(sender.flows) == len(receiver.flows)  # type: ignore[union-attr]
+        assert flows == len(sender.flows) == len(receiver.flows)
+        assert sender.threaded == receiver.threaded == (flows > 1)
 
 
 @pytest.mark.parametrize(("p", "d", "flows"), [(4, 2, 2), (2, 4, 2), (4, 1, 1), (1, 4, 1)])
@@ -420,11 +411,10 @@ def test_the_smaller_number_counts(p: int, d: int, flows: int) -> None:
     with closing(Pair("tcp", 16)) as pair:
         pair.p.flows, pair.d.flows = p, d  # type: ignore[attr-defined]
         sender, receiver = pair.join()
-        assert isinstance(sender, FlowsSender if flows > 1 else TcpSendChannel)
+        assert isinstance(sender, TcpSendChannel) and isinstance(receiver, TcpRecvChannel)
         for tag in range(20):
             pair.carry(sender, receiver, tag).release()
-        if isinstance(receiver, FlowsReceiver):
-            assert len(receiver.flows) == flows
+        assert len(sender.flows) == len(receiver.flows) == flows
 
 
 def test_the_threads_of_a_plane_are_bounded() -> None:

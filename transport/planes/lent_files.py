@@ -85,6 +85,15 @@ def connect_unix(plane: str, name: bytes, secret: bytes) -> tuple[socket.socket,
     return sock, channel
 
 
+def connection(pending: PendingConnections | None, channel: bytes) -> socket.socket:
+    """P: the connection of a channel whose hello is sent before its payload. Raises NotConnectedError: it is not here
+    yet."""
+    sock = None if pending is None else pending.take(channel)
+    if sock is None:
+        raise NotConnectedError("the decode rank of this channel never connected, or was refused")
+    return sock
+
+
 def same_user(sock: socket.socket) -> bool:
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
@@ -119,10 +128,7 @@ class Lender:
     def accept(self, channel: bytes) -> LendingChannel:
         """The channel of a D that has connected. Raises NotConnectedError: it is not here yet."""
         self.progress()
-        sock = None if self._pending is None else self._pending.take(channel)
-        if sock is None:
-            raise NotConnectedError("the decode rank of this channel never connected, or was refused")
-        return LendingChannel(self.sockets, sock)
+        return LendingChannel(self.sockets, connection(self._pending, channel))
 
     def progress(self) -> bool:
         moved = self.sockets.progress()

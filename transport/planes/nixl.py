@@ -17,6 +17,7 @@ connection is authenticated.
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import socket
 import struct
@@ -39,7 +40,7 @@ from kvferry.transport.planes.nixl_agent import NixlAgent, NixlRead
 from kvferry.transport.planes.push import windows
 from kvferry.transport.planes.socket_plane import AwaitedSender, ConnectingReceiver, SocketAttach, SocketPlane
 from kvferry.transport.planes.ucx_settings import choose_lanes, nixl_release, refuse_nixl
-from kvferry.transport.sockets import ENDED, READABLE, SECRET_BYTES, WRITABLE, Sockets
+from kvferry.transport.sockets import CHANNEL_BYTES, ENDED, READABLE, SECRET_BYTES, WRITABLE, Sockets
 from kvferry.transport.staging import SlotPool
 from kvferry.transport.wake import Timer
 
@@ -169,11 +170,12 @@ class NixlSendChannel(AwaitedSender):
     words: Words
 
     def __init__(self, plane: NixlPlane, channel_id: bytes, slot_bytes: int) -> None:
-        super().__init__(plane.send_pool, channel_id, slot_bytes, plane.window)
+        super().__init__(plane.send_pool, (channel_id,), slot_bytes, plane.window)
         self._plane = plane
+        self.sock: socket.socket | None = None
 
-    def connected(self, sock: socket.socket) -> None:
-        super().connected(sock)
+    def connected(self, sock: socket.socket, channel_id: bytes) -> None:
+        self.sock = sock
         self.words = Words(self._plane.sockets, self, sock, FREE, self._freed)
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
@@ -226,8 +228,6 @@ class NixlRecvChannel(ConnectingReceiver):
     """D's end. ``source``: P's slots; ``None`` until P has replied. ``ready``: messages that lie in P's slots.
     ``lives_on``: P's process does, for P or we ended the channel in good order."""
 
-    late = "the prefill rank's data port does not answer; is a firewall between?"
-    unreachable = "the prefill rank cannot be reached: %s"
     words: Words
 
     def __init__(self, plane: NixlPlane, sock: socket.socket, hello: bytes) -> None:
@@ -238,8 +238,8 @@ class NixlRecvChannel(ConnectingReceiver):
         self.lives_on = False
         self._plane = plane
 
-    def connected(self) -> None:
-        self.words = Words(self._plane.sockets, self, self.sock, READY, self._announced)
+    def connected(self, sock: socket.socket) -> None:
+        self.words = Words(self._plane.sockets, self, sock, READY, self._announced)
 
     def _announced(self, *fields: int) -> None:
         ready = Ready(*fields)
@@ -392,7 +392,7 @@ class NixlPlane(SocketPlane):
         except TransportError as error:
             raise PlaneUnavailableError(f"nixl: {str(error).removeprefix('nixl: ')}") from None
         sock = self.connect_tcp(host, theirs.port)
-        attach = self.new_attach()
+        attach = SocketAttach(secrets.token_bytes(CHANNEL_BYTES), self.slot_bytes)
         channel = NixlRecvChannel(self, sock, theirs.secret + attach.channel)
         self.channels[channel] = None
         return channel, msgspec.msgpack.encode(attach)

@@ -34,7 +34,14 @@ from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
-from kvferry.transport.planes.lent_files import SOCKET_NAME_BYTES, connect_unix, listen_unix, receive_fds, same_user
+from kvferry.transport.planes.lent_files import (
+    SOCKET_NAME_BYTES,
+    connect_unix,
+    connection,
+    listen_unix,
+    receive_fds,
+    same_user,
+)
 from kvferry.transport.planes.push import PushReceiver, WindowedSender
 from kvferry.transport.planes.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.registry import DEFAULT_SLOT_BYTES, GPU_SLOT_BYTES
@@ -327,7 +334,8 @@ class ShmPlane(SocketPlane):
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, SocketAttach, "shm attach")
-        sock = self.take_connection(attach.channel)
+        self.progress()
+        sock = connection(self.pending, attach.channel)
         slot_bytes = min(self.slot_bytes, attach.slot_bytes)
         num_slots = min(MAX_SLOTS, max(2, self.left_bytes // (2 * slot_bytes)))
         nbytes = slot_bytes * num_slots

@@ -1,16 +1,17 @@
-"""The messages of plane ``tcp``: their form, their encryption, and the channels that move them by several flows.
+"""The flows of plane ``tcp``: a flow is one connection of a channel, and what moves messages over it.
 
 A message: ``HEADER``, its bytes, and a last byte, ``COMPLETE``.
 
-A flow is a connection of a channel that has a thread at either end. One call of that thread sends or receives a whole
-slot, and other threads have the interpreter meanwhile. P puts each message into the flow that has least to do; its tag
-says what it is, so messages of different flows may come in any order. What a flow's thread has to say is a call, which
-the transfer thread makes (``FlowThreads``); everything else of a channel is the transfer thread's.
+The transfer thread moves a channel of one flow. Where there are several, each has a thread at either end, one call of
+which moves a whole slot; other threads have the interpreter meanwhile. All else the transfer thread does (``tell``).
+Messages of different flows may come in any order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import logging
 import os
 import socket
@@ -19,44 +20,138 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transport.channels import Received, Slot
-from kvferry.transport.errors import PlaneUnavailableError
+from kvferry.transport.channels import Pieces, Received, Slot
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.planes.push import Expected
-from kvferry.transport.planes.socket_plane import CONNECT_SECONDS, AwaitedSender, ConnectingReceiver
-from kvferry.transport.sockets import ENDED, EXHAUSTED, SILENCE_SECONDS, Sockets, tune
-from kvferry.transport.wake import Waker, keep_time_exactly
+from kvferry.transport.sockets import ENDED, EXHAUSTED, READABLE, SILENCE_SECONDS, WRITABLE, Sockets
+from kvferry.transport.wake import RateLimitedLog, Waker, keep_time_exactly
 
 if TYPE_CHECKING:
-    import torch
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    from kvferry.transport.planes.tcp import TcpPlane
+    from kvferry.transport.planes.tcp import TcpRecvChannel, TcpSendChannel
 
 logger = logging.getLogger("vllm.kvferry.tcp")
+_limited = RateLimitedLog(logger)
 
-Memory = memoryview | bytes | bytearray
-MOST_FLOWS = 4
-_MOST_THREADS = 64
-_WINDOW = 3
-"""Slots of P for each flow: a GPU packs one, one waits, and one is on the link."""
-_AHEAD = 2
-"""Slots of D for each flow: one that is received, and the next one."""
-_WASTE_BYTES = 256 << 10
+BYTES_PER_TURN = 32 << 20
+"""Bytes that the transfer thread receives on one channel before the other channels are served."""
 
-LATE = f"no connection to the prefill rank's data port in {CONNECT_SECONDS:g} s; is a firewall between?"
-UNREACHABLE = "the prefill rank's data port cannot be reached: %s; is a firewall between?"
 GONE = "tcp: the prefill rank closed the channel or died"
-SILENT = f"tcp: the prefill rank stopped in the middle of a message, {SILENCE_SECONDS} s ago"
-CHANGED = "tcp: an encrypted message is not what the prefill rank sent: it was changed on its way"
-"""Why a channel fails; both forms of a channel fail for the same reasons."""
+
+# --- memory in pieces ---------------------------------------------------------------------------------------------
+
+MAX_PIECES = 1024
+"""IOV_MAX of Linux."""
+
+RECEIVE_BYTES = 256 << 10
+"""Bytes that one call receives at most: during its copy the sender's packets queue up at the socket, and calls of 1 MiB
+are slower over loopback, 3.4 against 4.5 GB/s."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_FLAGS = (socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL, socket.MSG_WAITALL | socket.MSG_NOSIGNAL)
+
+
+class _MsgHdr(ctypes.Structure):
+    _fields_ = [
+        ("msg_name", ctypes.c_void_p),
+        ("msg_namelen", ctypes.c_uint),
+        ("msg_iov", ctypes.c_void_p),
+        ("msg_iovlen", ctypes.c_size_t),
+        ("msg_control", ctypes.c_void_p),
+        ("msg_controllen", ctypes.c_size_t),
+        ("msg_flags", ctypes.c_int),
+    ]
+
+
+for _function in (_libc.sendmsg, _libc.recvmsg):
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+
+
+class Vector:
+    """Pieces of memory that a socket works through from the first byte to the last. Their owner keeps them alive.
+    ``waits``: a call waits for the socket, and moves all. ``short``: the last call moved fewer bytes than it could
+    have: the socket had no more, or takes no more."""
+
+    __slots__ = ("_ends", "_header", "_iov", "_waits", "done", "nbytes", "short")
+
+    def __init__(self, pieces: Pieces, *, waits: bool = False) -> None:
+        addresses, nbytes = pieces
+        self._iov: npt.NDArray[np.uint64] = np.empty((len(addresses), 2), dtype=np.uint64)
+        self._iov[:, 0] = addresses
+        self._iov[:, 1] = nbytes
+        self._ends = np.cumsum(nbytes)
+        self._header = _MsgHdr()
+        self.nbytes = int(self._ends[-1])
+        self.done = 0
+        self.short, self._waits = False, waits
+
+    @property
+    def left(self) -> int:
+        return self.nbytes - self.done
+
+    def send(self, sock: socket.socket) -> int:
+        """Send the bytes that the socket takes now. Raises OSError as ``socket.send`` does: BlockingIOError if full."""
+        return self._call(_libc.sendmsg, sock, self.nbytes)
+
+    def receive(self, sock: socket.socket) -> int:
+        """Receive the bytes that are there; 0 at the end of the stream. Raises OSError as ``socket.recv`` does."""
+        return self._call(_libc.recvmsg, sock, self.nbytes if self._waits else RECEIVE_BYTES)
+
+    def _call(self, function: Any, sock: socket.socket, limit: int) -> int:
+        first = int(np.searchsorted(self._ends, self.done, side="right"))
+        begin = int(self._ends[first - 1]) if first else 0
+        address, nbytes = self._iov[first]
+        skip = np.uint64(self.done - begin)
+        self._iov[first] = address + skip, nbytes - skip  # the piece in which the last call stopped
+        header = self._header
+        header.msg_iov = self._iov.ctypes.data + 16 * first
+        count = min(MAX_PIECES, len(self._iov) - first)
+        if limit < self.left:
+            count = max(1, min(count, int(np.searchsorted(self._ends, self.done + limit)) - first))
+        header.msg_iovlen = count
+        moved = int(function(sock.fileno(), ctypes.addressof(header), _FLAGS[self._waits]))
+        number = ctypes.get_errno()
+        self._iov[first] = address, nbytes
+        if moved < 0:
+            if number == errno.EINTR:
+                return self._call(function, sock, limit)
+            raise OSError(number, os.strerror(number))  # Python makes it a BlockingIOError, ConnectionResetError, ...
+        self.short = moved < int(self._ends[first + count - 1]) - self.done
+        self.done += moved
+        return moved
+
+
+_ZEROS: npt.NDArray[np.uint8] = np.zeros(256 << 10, dtype=np.uint8)
+_WASTE: npt.NDArray[np.uint8] = np.empty(256 << 10, dtype=np.uint8)
+
+
+def nowhere(nbytes: int, buffer: npt.NDArray[np.uint8] = _WASTE) -> Pieces:
+    """Memory for ``nbytes`` received bytes that belong to no message any more: pieces which are all in one buffer."""
+    count = -(-nbytes // buffer.nbytes)
+    sizes = np.full(count, buffer.nbytes, dtype=np.int64)
+    sizes[-1] = nbytes - buffer.nbytes * (count - 1)
+    return Pieces(np.full(count, buffer.ctypes.data, dtype=np.int64), sizes)
+
+
+def together(*parts: Pieces) -> Pieces:
+    """The pieces of all ``parts``, one after the other."""
+    return Pieces(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def whole(of: npt.NDArray[np.uint8]) -> Pieces:
+    """The bytes of an array, as pieces."""
+    return Pieces(np.array([of.ctypes.data]), np.array([of.nbytes]))
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -68,13 +163,39 @@ COMPLETE: npt.NDArray[np.uint8] = np.ones(1, dtype=np.uint8)
 control message about that goes over another socket, and may arrive later."""
 
 
-def misfit(tag: int, nbytes: int, more: int, expected: Expected | None, limit: int) -> str:
-    """Why a message with this header is not what D announced; empty where it may come. ``more``: what encryption adds
-    to it. ``limit``: the bytes of a slot."""
-    if more < nbytes <= limit and (expected is None or expected.nbytes + more == nbytes):
-        return ""
-    wanted = f"expected {expected.nbytes}" if expected else f"limit {limit - more}"
-    return f"tcp: message {tag:#x} has {nbytes - more} bytes, {wanted}"
+class Outgoing:
+    """A message that P sends: the first ``nbytes`` of ``slot``, which becomes free afterwards, or, without a slot,
+    pages. ``paged``: its bytes are still read from pages. ``vector``: what is to be sent, once it has begun."""
+
+    vector: Vector
+
+    def __init__(self, tag: int, nbytes: int, slot: Slot | None = None) -> None:
+        self.tag, self.nbytes, self.slot, self.paged = tag, nbytes, slot, slot is None
+
+    def begin(self, pieces: Pieces, *, waits: bool = False) -> Outgoing:
+        """Its bytes are these, which stay in place until the message was sent or ``stop_reading`` was called."""
+        self._header = np.frombuffer(HEADER.pack(self.tag, int(pieces.nbytes.sum())), dtype=np.uint8)
+        self.vector = Vector(together(whole(self._header), pieces, whole(COMPLETE)), waits=waits)
+        return self
+
+    def stop_reading(self) -> None:
+        """Read no page any more: the unsent rest becomes zeros, also the last byte."""
+        self.paged = False
+        head = max(0, HEADER.size - self.vector.done)
+        rest = nowhere(self.vector.left - head, _ZEROS)
+        self.vector = Vector(together(whole(self._header[HEADER.size - head :]), rest) if head else rest)
+
+
+@dataclass(slots=True)
+class Arriving:
+    """A message whose bytes come in. ``expected``: its announcement; ``None``: D drops it. ``slot``: where it goes to
+    one. ``reported``: the bytes that ``poll`` reports, 0 for a message that had no place."""
+
+    tag: int
+    expected: Expected | None
+    vector: Vector
+    slot: Slot | None
+    reported: int
 
 
 # --- encryption -----------------------------------------------------------------------------------------------------
@@ -125,11 +246,6 @@ class Cipher:
         return self._messages.to_bytes(12, "big")
 
 
-def ciphers_of(keys: Sequence[bytes], flows: int) -> list[Cipher | None]:
-    """One for each flow; without keys none has any."""
-    return [Cipher(key) for key in keys] or [None] * flows
-
-
 def aead() -> type[AESGCM]:
     """Raises PlaneUnavailableError where this machine cannot encrypt."""
     try:
@@ -141,472 +257,368 @@ def aead() -> type[AESGCM]:
     return AESGCM
 
 
-# --- flows ----------------------------------------------------------------------------------------------------------
-
-
-def most_flows(device: torch.device) -> int:
-    """The flows of a channel of this process: several for caches of a GPU, whose messages all go through slots, where
-    the cores suffice for their threads."""
-    cores = len(os.sched_getaffinity(0)) if device.type == "cuda" else 1
-    return MOST_FLOWS if cores >= 8 else 2 if cores >= 4 else 1
-
-
-def most_threads(slots: int) -> int:
-    """The flows that a plane with so many slots each way may have: the channels that have several may hold three
-    quarters of the slots."""
-    return min(_MOST_THREADS, slots // (_WINDOW + 1))
+# --- threads --------------------------------------------------------------------------------------------------------
 
 
 class FlowThreads:
-    """The flows of a plane whose threads run, and what these tell the transfer thread."""
+    """The ``flows`` of a plane whose threads run, and the calls of theirs that the transfer thread is to make.
+    ``short_of_slots``: a channel of P may wait for a slot. The transfer thread sets it before it sleeps."""
 
     def __init__(self, sockets: Sockets) -> None:
         self.flows: set[Flow] = set()
+        self.told: deque[Callable[[], object]] = deque()
         self.short_of_slots = False
-        """Whether a channel of P may wait for a slot. The transfer thread sets it before it sleeps."""
-        self._sockets = sockets
-        self._told: deque[Callable[[], object]] = deque()
-        self._waker: Waker | None = None
-
-    def start(self, flow: Flow) -> bool:
-        """Start a flow's thread. False where the system has no thread or no descriptor for it: the flow's channel has
-        failed, and its connection is closed."""
-        try:
-            if self._waker is None:
-                waker = Waker()
-                try:
-                    self._sockets.watch(waker, self.serve)
-                except OSError:
-                    waker.close()
-                    raise
-                self._waker = waker
-            flow.thread.start()
-        except (OSError, RuntimeError) as error:
-            self._sockets.drop(flow.sock)
-            flow.channel.fail(f"tcp: no thread can be had for a flow: {error}")
-            return False
-        self.flows.add(flow)
-        return True
-
-    @property
-    def waiting(self) -> int:
-        """The calls that wait to be made."""
-        return len(self._told)
+        self._waker = Waker()
+        sockets.watch(self._waker, self.serve)
 
     def tell(self, call: Callable[[], object], *, now: bool = True) -> None:
-        """Have the transfer thread make a call. By any thread; the calls are made in order. ``now`` False: it may sleep
-        on, unless it sleeps ``short_of_slots``. While it runs it takes the interpreter from P's engine."""
-        self._told.append(call)
-        assert self._waker is not None
+        """By any thread; the calls are made in order. ``now`` False: the transfer thread may sleep on, unless it sleeps
+        ``short_of_slots``. While it runs it takes the interpreter from P's engine."""
+        self.told.append(call)
         if now or self.short_of_slots:  # after the call is there: the transfer thread looks in the other order
             self._waker.wake()
 
     def serve(self) -> object:
         """Make the calls of the flows' threads. What they bring is looked at in the same turn."""
-        if self._waker is not None:
-            self._waker.drain()
+        self._waker.drain()
         try:
-            while self._told:
-                self._told.popleft()()
+            while self.told:
+                self.told.popleft()()
         finally:
-            if self._told and self._waker is not None:  # after an error the others are made in the next turn
+            if self.told:  # after an error the others are made in the next turn
                 self._waker.wake()
         return EXHAUSTED
-
-    def ended(self, flow: Flow, why: str) -> None:
-        """A flow's thread has ended, and ``why``, unless it was told to: nobody uses its connection any more."""
-        if why and not flow.channel.closed:
-            flow.channel.fail(why)
-        self.flows.discard(flow)
-        self._sockets.drop(flow.sock)
 
     def close(self, seconds: float = 1.0) -> None:
         """All channels are closed: wait so long at most for their flows to let go of their slots."""
         until = time.monotonic() + seconds
         for flow in self.flows:
-            flow.thread.join(max(0.0, until - time.monotonic()))
+            flow.ended.wait(max(0.0, until - time.monotonic()))
         self.serve()
-        if self._waker is not None:
-            self._waker.close()
+        self._waker.close()
 
 
-class _FlowEnded(Exception):
-    """A flow is at its end; the message says why, and is empty where its channel has told it to end."""
+# --- flows ----------------------------------------------------------------------------------------------------------
 
 
 class Flow(ABC):
-    """One connection ``sock`` of a channel, and the thread that uses it. ``cipher``: of this flow alone."""
+    """One connection ``sock`` of a channel. ``cipher``: of this flow alone."""
 
     peer: str
 
-    def __init__(
-        self, threads: FlowThreads, channel: FlowsSender | FlowsReceiver, sock: socket.socket, cipher: Cipher | None
-    ) -> None:
-        self.sock, self.channel, self.cipher = sock, channel, cipher
-        self._threads = threads
-        sock.setblocking(True)
-        self.thread = threading.Thread(target=self._run, name="kvferry-tcp-flow", daemon=True)
+    def __init__(self, channel: TcpSendChannel | TcpRecvChannel, sock: socket.socket, cipher: Cipher | None) -> None:
+        self.channel, self.sock, self.cipher = channel, sock, cipher
+        self.threaded = channel.threaded
+        self.ending = False
+        self.ended = threading.Event()
+        self._threads, self._sockets = channel.plane.threads, channel.plane.sockets
+        self._words: SimpleQueue[None] = SimpleQueue()  # each lets the thread look whether it may go on
+        sock.setblocking(self.threaded)
 
-    def end(self) -> None:
-        """Let the thread end, whatever it waits for. Idempotent, does not block."""
-        with contextlib.suppress(OSError):  # the connection has ended already
-            self.sock.shutdown(socket.SHUT_RDWR)
+    def start(self) -> None:
+        """Where the system has no thread for the flow, its channel fails."""
+        if self.threaded:
+            try:
+                threading.Thread(target=self.work, name="kvferry-tcp-flow", daemon=True).start()
+            except RuntimeError as error:
+                self.channel.fail(f"tcp: no thread can be had for a flow: {error}")
+                self.release()
+                return
+            self._threads.flows.add(self)
+        self.watch()
 
-    def _run(self) -> None:
+    @abstractmethod
+    def move(self) -> None:
+        """Move what there is. Raises OSError or TransportError: the flow is at its end, but for a BlockingIOError."""
+
+    @abstractmethod
+    def watch(self) -> None:
+        """Have the transfer thread watch the connection."""
+
+    def tell(self, call: Callable[[], object], *, now: bool = True) -> None:
+        """Have the transfer thread make a call: this is that thread where the flow has none."""
+        if self.threaded:
+            self._threads.tell(call, now=now)
+        else:
+            call()
+
+    def run(self) -> None:
+        """Move what can be moved at once, by the transfer thread."""
+        try:
+            with contextlib.suppress(BlockingIOError):
+                self.move()
+        except (OSError, TransportError) as error:
+            self.channel.fail(self._why(error))
+
+    def work(self) -> None:
+        """What the thread does."""
         keep_time_exactly()
         why = ""
         try:
-            self._work()
-        except _FlowEnded as end:
-            why = str(end)
-        except OSError as error:
-            why = f"tcp: the {self.peer} rank is gone: {error.strerror}"
+            while not self.ending:
+                with contextlib.suppress(BlockingIOError):  # nothing came for some time
+                    self.move()
+        except (OSError, TransportError) as error:
+            why = self._why(error)
         except Exception as error:
             logger.exception("kvferry: unexpected error in a flow of tcp")
             why = f"tcp: unexpected error in a flow: {error!r}"
-        self._threads.tell(partial(self._threads.ended, self, why))
+        self.tell(partial(self._over, why))
+        self.ended.set()
 
-    @abstractmethod
-    def _work(self) -> None:
-        """Send or receive until the connection ends, or ``end`` is called."""
+    def end(self) -> None:
+        """Move nothing any more. Idempotent, does not block; slots that a thread uses are free once it has ended."""
+        self.ending = True
+        self._sockets.mute(self.sock)
+        if self.threaded:
+            with contextlib.suppress(OSError):  # the connection has ended already
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self._words.put(None)
+        else:
+            self.release()
 
+    def release(self) -> None:
+        """No thread uses the connection and the slots of this flow: free them. Idempotent."""
+        self._sockets.drop(self.sock)
 
-def _without(parts: Sequence[Memory], done: int) -> list[memoryview]:
-    """Pieces of memory without their first ``done`` bytes."""
-    left = []
-    for part in parts:
-        if done < len(part):
-            left.append(memoryview(part)[done:])
-        done = max(0, done - len(part))
-    return left
+    def _over(self, why: str) -> None:
+        """The thread has ended."""
+        if not self.channel.closed:
+            self.channel.fail(why)
+        self._threads.flows.discard(self)
+        self.release()
+
+    def _why(self, error: Exception) -> str:
+        return f"tcp: the {self.peer} rank is gone: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 class SendFlow(Flow):
-    """P's end. ``left``: bytes that it was given and has not sent."""
+    """P's end. ``todo``: messages in slots that have not begun, ``message``: the one that has. ``left``: bytes of
+    slots that are not sent."""
 
     peer = "decode"
-    channel: FlowsSender
+    channel: TcpSendChannel
 
-    def __init__(self, threads: FlowThreads, channel: FlowsSender, sock: socket.socket, cipher: Cipher | None) -> None:
-        super().__init__(threads, channel, sock, cipher)
-        self._todo: SimpleQueue[tuple[Slot, int, int] | None] = SimpleQueue()
+    def __init__(self, channel: TcpSendChannel, sock: socket.socket, cipher: Cipher | None) -> None:
+        super().__init__(channel, sock, cipher)
         self.left = 0
+        self.message: Outgoing | None = None
+        self.todo: deque[Outgoing] = deque()
+        # At the end of this process the kernel would first deliver the unsent bytes, and a D that takes no bytes at
+        # that time would not notice our death.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
-        self.left += nbytes
-        self._todo.put((slot, nbytes, tag))
+    def watch(self) -> None:
+        events = READABLE if self.threaded or self.message is None else READABLE | WRITABLE
+        self._sockets.watch(self.sock, self._ready, events)
 
-    def take_back(self) -> list[Slot]:
-        """The slots that the thread has not begun to send. It may have one more, which its channel gets."""
-        slots = []
-        with contextlib.suppress(Empty):
-            while True:
-                if (item := self._todo.get_nowait()) is not None:
-                    slots.append(item[0])
-        return slots
+    def send(self, message: Outgoing) -> None:
+        """Send a message in a slot after those before it."""
+        self.left += message.nbytes
+        self.todo.append(message)
+        if self.threaded:
+            self._words.put(None)
+        elif self.message is None:
+            self.run()
 
-    def end(self) -> None:
-        super().end()
-        self._todo.put(None)
+    def run(self) -> None:
+        super().run()
+        if not self.ending:
+            self.watch()
 
-    def _work(self) -> None:
-        while (item := self._todo.get()) is not None:
-            slot, nbytes, tag = item
-            try:
-                self._send(slot, nbytes, tag)
-            finally:
-                self._threads.tell(partial(self.channel.let_go, self, slot, nbytes), now=False)
+    def move(self) -> None:
+        if self.threaded:
+            self._words.get()
+        while message := self.message or self._next():
+            vector = message.vector
+            while vector.left:
+                vector.send(self.sock)
+                if vector.short and not self.threaded:
+                    raise BlockingIOError
+            self.message = None
+            self.tell(partial(self.sent, message), now=False)
 
-    def _send(self, slot: Slot, nbytes: int, tag: int) -> None:
+    def sent(self, message: Outgoing) -> None:
+        """A message has left its slot, or will not."""
+        if message.slot is not None:
+            self.left -= message.nbytes
+            self.channel.free(message.slot.index)
+
+    def release(self) -> None:
+        super().release()
+        if self.message is not None:
+            self.todo.appendleft(self.message)
+            self.message = None
+        while self.todo:
+            self.sent(self.todo.popleft())
+
+    def _next(self) -> Outgoing | None:
+        """Begin the next message in a slot."""
+        if self.ending or not self.todo:
+            return None
+        message = self.message = self.todo.popleft()
+        slot, nbytes = message.slot, message.nbytes
+        assert slot is not None
         if self.cipher is not None:
-            nbytes = self.cipher.seal(slot, nbytes, HEADER.pack(tag, nbytes + TAG_BYTES))
-        parts = _without([HEADER.pack(tag, nbytes), slot.tensor.numpy().data[:nbytes], COMPLETE.data], 0)
-        while parts:
-            parts = _without(parts, self.sock.sendmsg(parts, [], socket.MSG_NOSIGNAL))
+            nbytes = self.cipher.seal(slot, nbytes, HEADER.pack(message.tag, nbytes + TAG_BYTES))
+        return message.begin(Pieces(np.array([slot.address]), np.array([nbytes])), waits=self.threaded)
+
+    def _ready(self) -> object:
+        """The connection takes bytes, or has ended: D sends nothing."""
+        if not self.threaded:
+            self.run()
+        if self.ending:
+            return EXHAUSTED
+        try:
+            data = self.sock.recv(256, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return EXHAUSTED
+        except OSError as error:
+            self.channel.fail(self._why(error))
+        else:
+            did = "sent what it may not" if data else "closed the channel or died"
+            self.channel.fail(f"tcp: the decode rank {did}")
+        return None
 
 
 class ReceiveFlow(Flow):
-    """D's end. ``hungry``: the thread waits for a slot."""
+    """D's end. ``starved``: a header is here, and no slot for its message."""
 
     peer = "prefill"
-    channel: FlowsReceiver
+    channel: TcpRecvChannel
 
-    def __init__(
-        self, threads: FlowThreads, channel: FlowsReceiver, sock: socket.socket, cipher: Cipher | None
-    ) -> None:
-        super().__init__(threads, channel, sock, cipher)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", *_timeval(SILENCE_SECONDS)))
-        self.answers: SimpleQueue[Expected | None] = SimpleQueue()
-        self.hungry = self._ending = False
-        self._header, self._complete = bytearray(HEADER.size), bytearray(1)
-        self._waste = memoryview(bytearray())
+    def __init__(self, channel: TcpRecvChannel, sock: socket.socket, cipher: Cipher | None) -> None:
+        super().__init__(channel, sock, cipher)
+        self.starved = False
+        self.header, self._complete = np.zeros(HEADER.size, dtype=np.uint8), np.zeros(1, dtype=np.uint8)
+        self.arriving: Arriving | None = None
+        self._head = Vector(whole(self.header), waits=self.threaded)
+        self._received_at = 0.0
+        if self.threaded:  # a call must end now and then for ``check`` to see what came
+            seconds = SILENCE_SECONDS / 2
+            timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
-    def end(self) -> None:
-        self._ending = True
-        super().end()
-        self.answers.put(None)
+    def watch(self) -> None:
+        """A thread receives by itself, and without a slot nothing may be received: watch then for the end only."""
+        if self.threaded or self.starved:
+            self._sockets.watch(self.sock, self.channel.gone, ENDED)
+        else:
+            self._sockets.watch(self.sock, self.run)
 
-    def _work(self) -> None:
-        while True:
-            self._fill([self._header], between=True)
-            tag, nbytes = HEADER.unpack(self._header)
-            expected = self.channel.expected.get(tag)
-            if expected is None:  # D may have asked for it, and not have announced it yet
-                if self._ending:  # nobody may answer
-                    raise _FlowEnded
-                self._threads.tell(partial(self.channel.look, self, tag))
-                expected = self.answers.get()
-                if self._ending:
-                    raise _FlowEnded
-            more = 0 if self.cipher is None else TAG_BYTES
-            if why := misfit(tag, nbytes, more, expected, self.channel.most_bytes):
-                raise _FlowEnded(why)
-            if expected is None:
-                self._drop(nbytes)
-            else:
-                self._receive(tag, nbytes, more)
+    def check(self, now: float) -> bool:
+        """Fail where P stopped in the middle of a message. Where a message waited for a slot and a slot is free now, go
+        on. Returns whether it went on."""
+        if self.starved:
+            self.place()
+            return not self.starved
+        in_message = self.arriving is not None or self._head.done
+        if in_message and now > self._received_at + SILENCE_SECONDS:
+            self.channel.fail(f"tcp: the prefill rank stopped in the middle of a message, {SILENCE_SECONDS} s ago")
+        return False
 
-    def _receive(self, tag: int, nbytes: int, more: int) -> None:
-        slot = self._slot()
-        came = None
-        try:
-            self._fill([slot.tensor.numpy().data[:nbytes], self._complete])
-            whole = bool(self._complete[0])
-            if self.cipher is not None and not (whole and self.cipher.open(slot, nbytes, bytes(self._header))):
-                raise _FlowEnded(CHANGED)
-            came = nbytes - more if whole else 0
-        finally:
-            self._threads.tell(partial(self.channel.take, tag, slot, came))
-
-    def _drop(self, nbytes: int) -> None:
-        """Receive a message that D does not want."""
-        self._waste = self._waste or memoryview(bytearray(_WASTE_BYTES))
-        while nbytes:
-            part = min(nbytes, _WASTE_BYTES)
-            self._fill([self._waste[:part]])
-            nbytes -= part
-        self._fill([self._complete])
-        if self.cipher is not None:
-            self.cipher.skip()
-
-    def _slot(self) -> Slot:
-        slots = self.channel.slots
-        try:
-            slot = slots.get_nowait()
-        except Empty:
-            self.hungry = True
-            self._threads.tell(self.channel.supply)
-            slot = slots.get()
-            self.hungry = False
-        if slot is None:
-            raise _FlowEnded
-        return slot
-
-    def _fill(self, parts: Sequence[Memory], *, between: bool = False) -> None:
-        """Fill memory with the bytes that come. ``between``: they are a message's first ones, for which P has time."""
-        left = _without(parts, 0)
-        while left:
+    def place(self) -> None:
+        """By the transfer thread: a header is here. Choose the memory of its message, or be ``starved``."""
+        if not self.ending:
             try:
-                got = self.sock.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:  # nothing came for SILENCE_SECONDS
-                if between and not self._ending:
-                    continue
-                raise _FlowEnded(SILENT) from None
-            if not got:
-                raise _FlowEnded(GONE)
-            left, between = _without(left, got), False
+                self.arriving = self._placed()
+            except TransportError as error:
+                self.channel.fail(str(error))
+            self.starved = self.arriving is None
+        if not self.ending:
+            self._received_at = time.monotonic()
+            self.watch()
+            if self.threaded and not self.starved:
+                self._words.put(None)
 
+    def _placed(self, *, by_thread: bool = False) -> Arriving | None:
+        """``None``: no slot is free. A flow's thread itself takes only a message that is announced, and a slot that was
+        used before; by the transfer thread's next turn D has announced all that it has asked for. A thread writes slots
+        only, for it cannot let go of pages at once, see ``stop_writing``. Raises TransportError: it may not be."""
+        plane = self.channel.plane
+        tag, nbytes = HEADER.unpack(self.header.tobytes())
+        expected = self.channel.expected.get(tag)
+        more = TAG_BYTES if self.cipher is not None else 0
+        if not more < nbytes <= plane.slot_bytes or (expected is not None and expected.nbytes + more != nbytes):
+            wanted = f"expected {expected.nbytes}" if expected else f"limit {plane.slot_bytes - more}"
+            raise TransportError(f"tcp: message {tag:#x} has {nbytes - more} bytes, {wanted}")
+        slot, reported = None, nbytes - more
+        if expected is None:
+            if by_thread:
+                return None
+            pieces = nowhere(nbytes)
+        elif expected.into is not None and self.cipher is None and not self.threaded:
+            try:
+                pieces = expected.into()
+            except Exception:  # the error affects this message only
+                _limited.exception("place", "kvferry: no place for a message")
+                pieces, reported = nowhere(nbytes), 0
+        else:
+            slot = plane.recv_pool.reuse() if by_thread else plane.recv_pool.take()
+            if slot is None:
+                return None
+            pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
+        vector = Vector(together(pieces, whole(self._complete)), waits=self.threaded)
+        return Arriving(tag, expected, vector, slot, reported)
 
-def _timeval(seconds: float) -> tuple[int, int]:
-    return int(seconds), int(seconds % 1 * 1e6)
+    def stop_writing(self, expected: Expected) -> None:
+        """Write nothing to the memory of ``into`` any more; by the transfer thread, as all that writes there."""
+        arriving = self.arriving
+        if arriving is not None and arriving.expected is expected and arriving.slot is None:
+            left = arriving.vector.left - 1
+            arriving.vector = Vector(together(nowhere(left), whole(self._complete))) if left > 0 else arriving.vector
 
+    def move(self) -> None:
+        left = BYTES_PER_TURN
+        while not self.ending:
+            vector = self._head if self.arriving is None else self.arriving.vector
+            if vector.left and left > 0:
+                got = vector.receive(self.sock)
+                if not got:
+                    raise TransportError(GONE)
+                self._received_at = time.monotonic()
+                left -= got
+            elif vector.left:
+                return
+            elif self.arriving is not None:
+                self._finish(self.arriving)
+            elif self.threaded:
+                self.arriving = self._placed(by_thread=True)
+                if self.arriving is None:
+                    self.tell(self.place)
+                    self._words.get()
+            else:
+                self.place()
+                if self.starved:
+                    return
 
-class FlowsSender(AwaitedSender):
-    """P's end of a channel of several flows. ``ciphers``: of each flow, by the id in the hello of its connection."""
+    def _finish(self, arriving: Arriving) -> None:
+        """All bytes of a message are here."""
+        came = bool(self._complete[0])
+        if self.cipher is not None:
+            header = self.header.tobytes()
+            if arriving.slot is None:
+                self.cipher.skip()
+            elif not came or not self.cipher.open(arriving.slot, HEADER.unpack(header)[1], header):
+                raise TransportError(
+                    "tcp: an encrypted message is not what the prefill rank sent: it was changed on its way"
+                )
+        self._head, self.arriving = Vector(whole(self.header), waits=self.threaded), None
+        self.tell(partial(self._take, arriving, came))
 
-    def __init__(
-        self, plane: TcpPlane, channel_id: bytes, slot_bytes: int, ciphers: dict[bytes, Cipher | None]
-    ) -> None:
-        super().__init__(plane.send_pool, channel_id, slot_bytes, _WINDOW * len(ciphers))
-        self._plane, self._ciphers = plane, ciphers
-        self.flows: list[SendFlow] = []
-
-    @property
-    def ids(self) -> tuple[bytes, ...]:
-        return tuple(self._ciphers)
-
-    @property
-    def to_start(self) -> int:
-        """The flows whose threads do not run yet."""
-        return 0 if self.closed or self.error is not None else len(self._ciphers) - len(self.flows)
-
-    def joined(self, channel_id: bytes, sock: socket.socket) -> None:
-        end_with_process(sock)
-        tune(sock)
-        flow = SendFlow(self._plane.threads, self, sock, self._ciphers[channel_id])
-        self.flows.append(flow)
-        if self._plane.threads.start(flow):
-            self._plane.sockets.watch(sock, partial(self._on_readable, sock))
-            if not self.to_start:
-                self.sock = sock  # the channel is open
-
-    def let_go(self, flow: SendFlow, slot: Slot, nbytes: int) -> None:
-        """A flow has sent a slot, or has given up."""
-        flow.left -= nbytes
-        self.free(slot.index)
-
-    def _on_readable(self, sock: socket.socket) -> None:
-        if why := said_by_d(sock):
-            self.fail(why)
-
-    def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
-        min(self.flows, key=lambda flow: flow.left).send(slot, nbytes, tag)
-
-    def _give_up(self) -> None:
-        """A slot that a flow is sending comes back by ``let_go``."""
-        for flow in self.flows:
-            self._plane.sockets.mute(flow.sock)
-            for slot in flow.take_back():
-                self.free(slot.index)
-            flow.end()
-
-    def _close(self) -> None:
-        self._give_up()
-        self._plane.drop(self, None)
-
-
-class FlowsReceiver(ConnectingReceiver):
-    """D's end of a channel of several flows, as many as P's answer says, up to ``wanted``; all receive into slots.
-
-    ``address``: of P's data port. ``slots``: for the messages to come; ``None`` ends a flow."""
-
-    late, unreachable = LATE, UNREACHABLE
-
-    def __init__(
-        self, plane: TcpPlane, sock: socket.socket, hello: bytes, address: tuple[str, int], wanted: int
-    ) -> None:
-        super().__init__(plane, sock, hello)
-        self.wanted, self.most_bytes, self.few_bytes = wanted, plane.slot_bytes, plane.few_bytes
-        self._plane, self._address = plane, address
-        self.flows: list[ReceiveFlow] = []
-        self.slots: SimpleQueue[Slot | None] = SimpleQueue()
-        self._out = 0  # slots in ``slots``, and those that flows have
-        self._gave_up = False
-        self._socks = [sock]
-        self._stand: list[int] = []  # connections that stand, and whose flow has no thread yet
-        self._ciphers: Sequence[Cipher | None] = ()  # by connection, once P has answered
-
-    @property
-    def to_start(self) -> int:
-        """The flows whose threads do not run yet."""
-        return 0 if self.closed or self.error is not None else self.wanted - len(self.flows)
-
-    def finish(self, hellos: Sequence[bytes], ciphers: Sequence[Cipher | None]) -> None:
-        """P has answered: make a connection for each hello. Raises PlaneUnavailableError: there is no way to P."""
-        self._ciphers, self.wanted = ciphers, len(ciphers)
-        for hello in hellos if self.to_start else ():
-            self._socks.append(self._plane.connect_tcp(*self._address))
-            number = len(self._socks) - 1
-            self.dial(self._plane, self._socks[-1], hello, partial(self._on_stands, number))
-        self._start()
-
-    def connected(self) -> None:
-        self._on_stands(0)
-
-    def _on_stands(self, number: int) -> None:
-        self._plane.sockets.watch(self._socks[number], self._gone, ENDED)
-        self._stand.append(number)
-        self._start()
-
-    def _start(self) -> None:
-        while self._ciphers and self._stand and self.to_start:
-            number = self._stand.pop()
-            flow = ReceiveFlow(self._plane.threads, self, self._socks[number], self._ciphers[number])
-            self.flows.append(flow)
-            self._plane.threads.start(flow)
-
-    def _gone(self) -> None:
-        self._plane.threads.serve()  # what has arrived before counts
-        self.fail(GONE)
-
-    # --- slots
-
-    @property
-    def _due(self) -> int:
-        """The slots that messages to come can use now."""
-        if self.closed or self.error is not None:
-            return 0
-        hungry = sum(flow.hungry for flow in self.flows)  # one may wait for a slot for a forgotten message
-        return min(_AHEAD * len(self.flows), max(len(self.expected), hungry))
-
-    @property
-    def starved(self) -> bool:
-        """Whether a slot would be of use."""
-        return self._out < self._due
-
-    def supply(self) -> bool:
-        """Keep the flows supplied with slots. Returns whether any was taken from the pool."""
-        if self._gave_up:  # what lies in ``slots`` now tells the flows to end
-            return False
-        before = self._out
-        while self.starved and (slot := self._plane.recv_pool.take()) is not None:
-            self._out += 1
-            self.slots.put(slot)
-        taken = self._out > before
-        with contextlib.suppress(Empty):
-            while self._out > self._due and (spare := self.slots.get_nowait()) is not None:
-                self._put(spare)
-        return taken
-
-    def _put(self, slot: Slot) -> None:
-        self._out -= 1
-        self._plane.recv_pool.put(slot)
-
-    # --- what the flows tell
-
-    def look(self, flow: ReceiveFlow, tag: int) -> None:
-        """A message comes that was not announced when its header came. All that was asked for is announced by now."""
-        flow.answers.put(self.expected.get(tag))
-
-    def take(self, tag: int, slot: Slot, nbytes: int | None) -> None:
-        """A slot comes back, with a message unless ``nbytes`` is ``None``."""
-        if nbytes is None or self.closed or self.expected.pop(tag, None) is None:  # forgotten meanwhile, or sent twice
-            self._put(slot)
+    def _take(self, arriving: Arriving, came: bool) -> None:
+        """All bytes of a message are here, and they are P's unless ``came`` is false."""
+        channel, slot, tag = self.channel, arriving.slot, arriving.tag
+        release: Callable[[], None] = partial(channel.plane.recv_pool.put, slot) if slot else lambda: None
+        if channel.closed or arriving.expected is None or channel.expected.get(tag) is not arriving.expected:
+            release()  # forgotten meanwhile, or sent twice
             return
-        self._out -= 1
-        self.arrived.append(Received(tag, slot.address, nbytes, partial(self._plane.recv_pool.put, slot)))
+        del channel.expected[tag]
+        nbytes = arriving.reported if came else 0
+        channel.arrived.append(Received(tag, slot.address if slot else 0, nbytes, release, placed=slot is None))
 
-    def _give_up(self) -> None:
-        """A slot into which a flow receives comes back by ``take``."""
-        self.supply()  # takes those back that no flow has
-        self._gave_up = True
-        for sock in self._socks:
-            self._plane.sockets.mute(sock)
-        for flow in self.flows:
-            flow.end()
-            self.slots.put(None)
-
-    def _close(self) -> None:
-        self._give_up()
-        for sock in {*self._socks} - {flow.sock for flow in self.flows}:  # a flow's is closed when its thread has ended
-            self._plane.sockets.drop(sock)
-        self._plane.drop(self, None)
-        self.release_arrived()
-
-
-def said_by_d(sock: socket.socket) -> str:
-    """P: why a channel whose socket is readable fails: D sends nothing, so the stream has ended. Empty where it has
-    not."""
-    try:
-        data = sock.recv(256, socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return ""
-    except OSError as error:
-        return f"tcp: the decode rank is gone: {error.strerror}"
-    return "tcp: the decode rank sent what it may not" if data else "tcp: the decode rank closed the channel or died"
-
-
-def end_with_process(sock: socket.socket) -> None:
-    """P: end the stream at once when this process ends: otherwise the kernel would first deliver the unsent bytes, and
-    a D that takes no bytes at that time would not notice our death."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    def release(self) -> None:
+        super().release()
+        arriving, self.arriving = self.arriving, None
+        if arriving is not None and arriving.slot is not None:
+            self.channel.plane.recv_pool.put(arriving.slot)
