@@ -18,12 +18,15 @@ from kvferry.transport.errors import KVFerryError, UsageError
 
 # Options of ``bench`` and of ``plan``.
 KvDtype = Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")]
-PBlockSize = Annotated[int, typer.Option(help="tokens of a block of P")]
-DBlockSize = Annotated[int, typer.Option(help="tokens of a block of D")]
-PLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in P's pages")]
-DLayout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in D's pages")]
+Tp = Annotated[int, typer.Option(min=1, help="tensor-parallel size")]
+Pp = Annotated[int, typer.Option(min=1, help="pipeline-parallel size")]
+BlockSize = Annotated[int, typer.Option(min=1, max=1 << 16, help="tokens of a block")]
+PlannedBlock = Annotated[
+    int | None, typer.Option(min=1, max=1 << 16, help="tokens of a block; unset: 16, or 64 with an index of attention")
+]
+Layout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in the pages")]
 MODEL = "config.json of the model, its folder, or its name in the cache of Hugging Face"
-Prompts = Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")]
+Prompts = Annotated[list[int] | None, typer.Option(min=1, max=1 << 22, help="tokens of a prompt; may be repeated")]
 OF_A_FLEET = (
     "from", "trace", "p-engines", "d-engines", "ttft", "tpot", "percentile", "step-ms", "step-ms-per-sequence",
     "d-sequences", "p-cache-tokens", "d-cache-tokens",
@@ -211,11 +214,11 @@ def bench(
         typer.Option(help=f"{MODEL}; unset: Llama-3.1-8B", parser=_model_path, metavar="<path>"),
     ] = None,
     kv_dtype: KvDtype = "auto",
-    tp: Annotated[int, typer.Option(help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
-    p_block_size: PBlockSize = 16,
-    d_block_size: DBlockSize = 16,
-    p_layout: PLayout = "NHD",
-    d_layout: DLayout = "NHD",
+    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
+    p_block_size: BlockSize = 16,
+    d_block_size: BlockSize = 16,
+    p_layout: Layout = "NHD",
+    d_layout: Layout = "NHD",
     prompt: Prompts = None,
     plane: Annotated[
         list[str] | None, typer.Option(help="data plane; may be repeated; unset: all that the machine has")
@@ -223,7 +226,7 @@ def bench(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="where the caches are; auto: on GPUs where there are any")
     ] = "auto",
-    rounds: Annotated[int, typer.Option(help="hand-overs of each cell")] = 11,
+    rounds: Annotated[int, typer.Option(min=3, max=1000, help="hand-overs of each cell")] = 11,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")] = None,
 ) -> None:
     """Measure hand-overs between two ranks of this machine, over each data plane, on the caches of a model."""
@@ -238,16 +241,14 @@ def bench(
 def plan(
     model: Annotated[Path, typer.Option(help=MODEL, parser=_model_path, metavar="<path>")],
     prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
-    p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
-    d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,
-    p_pp: Annotated[int, typer.Option(help="pipeline-parallel size of P")] = 1,
-    d_pp: Annotated[int, typer.Option(help="pipeline-parallel size of D")] = 1,
-    p_block_size: Annotated[
-        int | None, typer.Option(help="tokens of a block of P; unset: 16, or 64 with an index of sparse attention")
-    ] = None,
-    d_block_size: Annotated[int | None, typer.Option(help="tokens of a block of D, likewise")] = None,
-    p_layout: PLayout = "NHD",
-    d_layout: DLayout = "NHD",
+    p_tp: Tp = 1,
+    d_tp: Tp = 1,
+    p_pp: Pp = 1,
+    d_pp: Pp = 1,
+    p_block_size: PlannedBlock = None,
+    d_block_size: PlannedBlock = None,
+    p_layout: Layout = "NHD",
+    d_layout: Layout = "NHD",
     kv_dtype: KvDtype = "auto",
     plane: Annotated[
         str | None,

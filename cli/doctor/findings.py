@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -71,27 +72,14 @@ class DoctorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     findings: Sequence[Finding]
 
 
-def _finding(level: Level, what: str, value: str, do: str, expected: str) -> Finding:
+def _finding(level: Level, what: str, value: str, do: str = "", *, expected: str = "") -> Finding:
     """The value in one line of at most ``MAX_VALUE`` characters: the begin and the end of a longer one."""
     line = " ".join(value.splitlines())
     line = line if len(line) <= MAX_VALUE else f"{line[: MAX_VALUE - 105]} ... {line[-100:]}"
     return Finding(level, what, line, expected, do)
 
 
-def ok(what: str, value: str, expected: str = "") -> Finding:
-    return _finding(Level.OK, what, value, "", expected)
-
-
-def note(what: str, value: str, do: str = "", *, expected: str = "") -> Finding:
-    return _finding(Level.NOTE, what, value, do, expected)
-
-
-def warning(what: str, value: str, do: str, *, expected: str = "") -> Finding:
-    return _finding(Level.WARNING, what, value, do, expected)
-
-
-def fault(what: str, value: str, do: str, *, expected: str = "") -> Finding:
-    return _finding(Level.FAULT, what, value, do, expected)
+ok, note, warning, fault = (partial(_finding, level) for level in Level)
 
 
 def _failures(sections: Iterable[DoctorSection], strict: bool) -> list[Finding]:

@@ -3,10 +3,11 @@ may be the fault."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
-import time
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,7 +19,6 @@ from packaging.version import InvalidVersion, Version
 
 from kvferry.cli.doctor.findings import Finding, Machine, fault, note, ok, warning
 from kvferry.transport.host import MOST_FILES
-from kvferry.transport.registry import HOST, best_staging_bytes
 
 MIB = 1 << 20
 
@@ -97,7 +97,7 @@ def python(version: str, versions: str, tested: Sequence[str]) -> Finding:
         return fault("Python", version, "use another Python", expected=versions)
     if tested and ".".join(version.split(".")[:2]) not in tested:
         return note("Python", version, f"the tests run Python {', '.join(tested)}")
-    return ok("Python", version, versions)
+    return ok("Python", version, expected=versions)
 
 
 def package(demand: Demand, version: str | None) -> Finding:
@@ -105,7 +105,7 @@ def package(demand: Demand, version: str | None) -> Finding:
     install = f"pip install '{demand.name}{demand.versions}'"
     if version is not None:
         if satisfies(version, demand.versions):
-            return ok(demand.name, version, demand.versions)
+            return ok(demand.name, version, expected=demand.versions)
         make = warning if demand.extra == "ucx" else fault
         return make(demand.name, version, install, expected=demand.versions)
     if demand.extra == "vllm":
@@ -126,67 +126,31 @@ def broken_torch() -> Finding | None:
     return None
 
 
-# --- limits: files, memory, the clock -------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------------------------
 
 FEWEST_FILES = 4096
 """A rank takes a descriptor for each link, beside those of vLLM."""
 LEAST_SHM_BYTES = 1 << 30
 """vLLM's ranks and NCCL share memory there; Docker's default is 64 MiB."""
-SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
-"""Clock sources whose reading takes a microsecond and more."""
-LATE_SECONDS = 0.1
-SLEEPS, SLEEP_SECONDS = 50, 1e-3
 
 
 def limit_findings(machine: Machine) -> Iterator[Finding]:
-    """All limits."""
-    yield from (open_files(machine), memory(machine), clock_source(machine), lateness(worst_lateness()))
+    yield open_files()
     try:
         stat = os.statvfs(machine.root / "dev/shm")
+        yield shared_memory(stat.f_frsize * stat.f_blocks)
     except OSError as error:
         yield shared_memory(None, error.strerror or "")
-    else:
-        yield shared_memory(stat.f_frsize * stat.f_blocks)
 
 
-def limit(machine: Machine, name: str) -> tuple[float, float] | None:
-    """The soft and the hard limit of that name in ``/proc/self/limits``; ``None`` where there is none."""
-    for line in machine.text("proc/self/limits").splitlines():
-        if line.startswith(name):
-            soft, hard = (float(text.replace("unlimited", "inf")) for text in line[len(name) :].split()[:2])
-            return soft, hard
-    return None
-
-
-def open_files(machine: Machine) -> Finding:
+def open_files() -> Finding:
     """An engine raises its soft limit to the hard limit."""
-    found = limit(machine, "Max open files")
-    if found is None:
-        return note("open files", "unknown: /proc/self/limits cannot be read")
-    soft, hard = found
+    soft, hard = (math.inf if each < 0 else each for each in resource.getrlimit(resource.RLIMIT_NOFILE))
     value = f"{soft:g}, an engine can raise it to {min(hard, max(soft, MOST_FILES)):g}"
     if hard < FEWEST_FILES:
         more = f"raise the hard limit: ulimit -Hn {MOST_FILES}, or LimitNOFILE= of the service"
         return warning("open files", value, more, expected=f"at least {FEWEST_FILES}: one for each link")
     return ok("open files", value)
-
-
-def free_bytes(machine: Machine) -> int | None:
-    """Of host memory; ``None`` where ``/proc/meminfo`` does not say it."""
-    found = re.search(r"^MemAvailable:\s*(\d+)", machine.text("proc/meminfo"), re.MULTILINE)
-    return int(found[1]) << 10 if found else None
-
-
-def memory(machine: Machine) -> Finding:
-    """Host memory that is free, against the staging memory of one rank in both directions."""
-    free, needed = free_bytes(machine), 2 * best_staging_bytes(HOST)
-    if free is None:
-        return note("host memory", "unknown: /proc/meminfo has no MemAvailable")
-    value = f"{free // MIB} MiB free"
-    if free < needed:
-        expected = f"{needed // MIB} MiB for the staging memory of one rank"
-        return warning("host memory", value, "free memory, or lower staging_bytes", expected=expected)
-    return ok("host memory", value)
 
 
 def shared_memory(total: int | None, error: str = "") -> Finding:
@@ -198,31 +162,3 @@ def shared_memory(total: int | None, error: str = "") -> Finding:
         expected = f"{LEAST_SHM_BYTES // MIB} MiB where an engine has several ranks (vLLM and NCCL use it)"
         return warning("/dev/shm", f"{total // MIB} MiB", bigger, expected=expected)
     return ok("/dev/shm", f"{total // MIB} MiB")
-
-
-def clock_source(machine: Machine) -> Finding:
-    """All deadlines go by the monotonic clock, which is read many times in each hand-over."""
-    source = machine.text("sys/devices/system/clocksource/clocksource0/current_clocksource")
-    if source in SLOW_CLOCKS:
-        other = "let the kernel use another: look for `clocksource` in dmesg"
-        return warning("clock", f"{source}, slow to read", other, expected="tsc or that of the hypervisor")
-    return ok("clock", source or "unknown source")
-
-
-def worst_lateness() -> float:
-    """How much longer than asked for the longest of some short sleeps was, in seconds."""
-    worst = 0.0
-    for _ in range(SLEEPS):
-        before = time.monotonic()
-        time.sleep(SLEEP_SECONDS)
-        worst = max(worst, time.monotonic() - before - SLEEP_SECONDS)
-    return worst
-
-
-def lateness(seconds: float) -> Finding:
-    """Whether this process gets a core when it needs one."""
-    value = f"{seconds * 1e3:.1f} ms late at worst in {SLEEPS} sleeps"
-    if seconds > LATE_SECONDS:
-        busy = "other processes use the cores, or the host pauses: leave KVFerry a core of its own"
-        return warning("timers", value, busy)
-    return ok("timers", value)

@@ -30,19 +30,12 @@ PTRACE_SCOPE = "proc/sys/kernel/yama/ptrace_scope"
 CHILD_SECONDS = 20.0
 
 READER = """
-import ctypes, os, sys
+import ctypes, sys
 pid, address = map(int, sys.argv[1:])
-libc = ctypes.CDLL(None, use_errno=True)
-class Vector(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-into = ctypes.create_string_buffer(7)
-ours, theirs = Vector(ctypes.addressof(into), 7), Vector(address, 7)
-try:
-    read = libc.process_vm_readv
-except AttributeError:
-    sys.exit(38)
-read.restype = ctypes.c_ssize_t
-done = read(pid, ctypes.byref(ours), ctypes.c_ulong(1), ctypes.byref(theirs), ctypes.c_ulong(1), ctypes.c_ulong(0))
+libc, into, vector = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(7), ctypes.c_size_t * 2
+ours, theirs = vector(ctypes.addressof(into), 7), vector(address, 7)
+libc.process_vm_readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+done = libc.process_vm_readv(pid, ours, 1, theirs, 1, 0)
 sys.exit(0 if done == 7 and into.raw == b"kvferry" else ctypes.get_errno() or 14)
 """
 

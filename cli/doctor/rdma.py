@@ -4,15 +4,14 @@ permission, or another lane chosen."""
 from __future__ import annotations
 
 import errno
-import math
 import os
+import resource
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cli.doctor.findings import Finding, Machine, note, ok, warning
-from kvferry.cli.doctor.host import limit
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.planes.ucx import load_ucxx
 from kvferry.transport.planes.ucx_settings import RDMA_LANES, nixl_release
@@ -135,9 +134,9 @@ def _obstacle(machine: Machine, what: str) -> Finding | None:
     if lane:
         other = "unset it, or let it name the RDMA transport and device"
         return warning(what, f"another lane is chosen: {lane}", other)
-    pinned = limit(machine, "Max locked memory")
-    if pinned is not None and not math.isinf(pinned[1]):
-        value = f"locked memory is limited to {pinned[1] / 1024:g} KiB"
+    pinned = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if pinned != resource.RLIM_INFINITY:
+        value = f"locked memory is limited to {pinned / 1024:g} KiB"
         expected = "unlimited: RDMA registers the staging memory"
         return warning(what, value, "ulimit -Hl unlimited", expected=expected)
     return None

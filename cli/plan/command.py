@@ -60,7 +60,6 @@ def plan(
         raise ConfigError(f"--plane {plane} has not been measured: give --link, or --calibration with its costs")
     check_positive("--prefill-tokens-per-second", prefill_tokens_per_second)
     prompts = sorted(set(prompt or PROMPTS))
-    check_positive("--prompt", prompts[0])
     plans = [prompt_plan(pair, tokens, costs, rate, prefill_tokens_per_second) for tokens in prompts]
     reads = list(plan_handover(pair, prompts[-1]))
     _print(shape, reads, plans, plane, costs_of)

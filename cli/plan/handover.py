@@ -22,8 +22,6 @@ from kvferry.transport.errors import ConfigError
 
 MAX_PLANNED_RANKS = 1024
 """Bound on the ranks of one engine: each rank of D is planned against each of P that it reads from."""
-MAX_PLANNED_BLOCK = 1 << 16
-"""Bound on the tokens of a block."""
 INDEX_BLOCK = 64
 """Tokens of a block of the index of sparse attention, whose tokens are packed: its kernels for GPUs know no other."""
 
@@ -42,22 +40,16 @@ def rank_geometries(shape: ModelShape, deployment: Deployment, name: str) -> tup
     """The geometry of each rank, stage by stage, as the rank itself would send it to its peers. ``name``: of the
     engine, for errors. Raises ConfigError: vLLM starts no engine of these sizes."""
     tp, pp, block = deployment.tp_size, deployment.pp_size, deployment.block_size
-    if tp < 1:
-        raise ConfigError(f"{name}: TP is {tp}, expected 1 or more")
     if tp > MAX_RANKS or shape.attention_heads % tp:
         raise ConfigError(f"{name}: TP {tp} does not divide the {shape.attention_heads} attention heads of the model")
-    if not 1 <= pp <= shape.num_layers:
+    if pp > shape.num_layers:
         raise ConfigError(f"{name}: PP {pp} is outside 1..{shape.num_layers}; each stage needs one of the layers")
     if tp * pp > MAX_PLANNED_RANKS:
         raise ConfigError(f"{name}: TP {tp} x PP {pp} makes {tp * pp} ranks, at most {MAX_PLANNED_RANKS} are planned")
-    if not 1 <= block <= MAX_PLANNED_BLOCK:
-        raise ConfigError(f"{name}: block size {block} is outside 1..{MAX_PLANNED_BLOCK}")
     if block % INDEX_BLOCK and any(kv.packing for kv in shape.kv):
         raise ConfigError(
             f"{name}: block size {block}, the index of sparse attention needs a multiple of {INDEX_BLOCK}"
         )
-    if deployment.layout not in ("HND", "NHD"):
-        raise ConfigError(f"{name}: layout {deployment.layout!r}, expected HND or NHD")
     return tuple(
         _rank(shape, deployment, tp_rank, pp_rank, layers)
         for pp_rank, layers in enumerate(stage_layers(shape.num_layers, pp))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +19,26 @@ from kvferry.connector.config import Settings
 from kvferry.transport.channels import CPU
 from tests.doctor.planted import NOBODY, as_nobody, is_bad, machine, only
 
-LIMITS = """Limit                     Soft Limit           Hard Limit           Units
-Max open files            {soft}                 {hard}                 files
-Max locked memory         {locked}              {locked}              bytes
-"""
+NO_LIMIT = resource.RLIM_INFINITY
 
 
-def with_limits(tmp_path, soft="1024", hard="524288", locked="unlimited", **files):
-    return machine(tmp_path, {"proc/self/limits": LIMITS.format(soft=soft, hard=hard, locked=locked), **files})
+def limited(monkeypatch, soft=NO_LIMIT, hard=NO_LIMIT):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
 
 
 # --- limits and GPUs ------------------------------------------------------------------------------------------------
 
 
-def test_each_limit_that_is_too_low(tmp_path):
-    assert host.open_files(with_limits(tmp_path)).value == "1024, an engine can raise it to 65536"
-    assert host.open_files(with_limits(tmp_path, "unlimited", "unlimited")).level is Level.OK
-    is_bad(host.open_files(with_limits(tmp_path, "256", "1024")), Level.WARNING, "1024", "4096", "ulimit")
-    assert host.open_files(machine(tmp_path / "empty")).level is Level.NOTE
-    assert host.memory(machine(tmp_path, {"proc/meminfo": "MemAvailable:   9000000 kB\n"})).level is Level.OK
-    is_bad(host.memory(machine(tmp_path, {"proc/meminfo": "MemAvailable: 100000 kB\n"})), Level.WARNING, "97 MiB")
-    assert host.memory(machine(tmp_path, {"proc/meminfo": ""})).level is Level.NOTE
+def test_each_limit_that_is_too_low(monkeypatch):
+    limited(monkeypatch, 1024, 524288)
+    assert host.open_files().value == "1024, an engine can raise it to 65536"
+    limited(monkeypatch)
+    assert host.open_files().level is Level.OK
+    limited(monkeypatch, 256, 1024)
+    is_bad(host.open_files(), Level.WARNING, "1024", "4096", "ulimit")
     is_bad(host.shared_memory(64 << 20), Level.WARNING, "64 MiB", "--shm-size")
     is_bad(host.shared_memory(None, "No such file"), Level.WARNING, "No such file")
     assert host.shared_memory(8 << 30).level is Level.OK
-    name = "sys/devices/system/clocksource/clocksource0/current_clocksource"
-    is_bad(host.clock_source(machine(tmp_path, {name: "hpet\n"})), Level.WARNING, "hpet")
-    assert host.clock_source(machine(tmp_path, {name: "tsc\n"})).level is Level.OK
-    is_bad(host.lateness(0.5), Level.WARNING, "500.0 ms")
-    assert host.lateness(0.001).level is Level.OK
 
 
 @pytest.mark.parametrize(
@@ -83,12 +75,13 @@ WITHOUT_IB = UcxBuild("1.21.0", "/venv/site-packages/libucx/libucp.so", False)
 SYSTEM = {rdma.SYSTEM_UCX: "true"}
 
 
-def verdict(
-    root: Path, build: UcxBuild | None, environ: dict[str, str] | None = None, files=DEVICE, locked="unlimited"
-):
-    text = LIMITS.format(soft=1024, hard=1024, locked=locked)
-    found = rdma.judge(machine(root, {**files, "proc/self/limits": text}, environ), build)
-    return only(found, "RDMA over ucx")
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch):
+    limited(monkeypatch)
+
+
+def verdict(root: Path, build: UcxBuild | None, environ: dict[str, str] | None = None, files=DEVICE):
+    return only(rdma.judge(machine(root, files, environ), build), "RDMA over ucx")
 
 
 def test_the_four_reasons_against_rdma_are_told_apart(tmp_path):
@@ -107,8 +100,7 @@ def test_the_four_reasons_against_rdma_are_told_apart(tmp_path):
 
 def test_rdma_by_nixl(tmp_path):
     """Beside it nothing has to be done for ucx."""
-    files = {**DEVICE, "proc/self/limits": LIMITS.format(soft=1024, hard=1024, locked="unlimited")}
-    nixl, over_nixl = "nixl_cu13 1.5.1", "RDMA over nixl"
+    files, nixl, over_nixl = DEVICE, "nixl_cu13 1.5.1", "RDMA over nixl"
     found = rdma.judge(machine(tmp_path, files), WITHOUT_IB, nixl)
     assert only(found, over_nixl).level is Level.OK and "1.5.1: mlx5_0" in only(found, over_nixl).value
     assert only(found, "RDMA over ucx").level is Level.NOTE
@@ -134,11 +126,12 @@ def test_device_files_without_permission(tmp_path):
     is_bad(rdma.judge(Machine(SYSTEM, tmp_path), WITH_IB)[-1], Level.WARNING, "no permission", "no uverbs file")
 
 
-def test_a_port_that_is_down_no_ucx_and_little_locked_memory(tmp_path):
+def test_a_port_that_is_down_no_ucx_and_little_locked_memory(tmp_path, monkeypatch):
     found = rdma.judge(machine(tmp_path, {**DEVICE, f"{PORT}/state": "1: DOWN\n"}), WITH_IB)
     is_bad(only(found, "mlx5_0"), Level.WARNING, "DOWN", "ACTIVE")
     is_bad(verdict(tmp_path / "1", None), Level.WARNING, "no UCX", "kvferry[ucx]")
-    is_bad(verdict(tmp_path / "2", WITH_IB, SYSTEM, locked="65536"), Level.WARNING, "64 KiB", "unlimited")
+    limited(monkeypatch, 65536, 65536)
+    is_bad(verdict(tmp_path / "2", WITH_IB, SYSTEM), Level.WARNING, "64 KiB", "unlimited")
 
 
 def test_the_transports_of_a_ucx_are_those_of_its_folder(tmp_path):

@@ -121,6 +121,8 @@ def test_the_index_of_sparse_attention_is_shown_with_its_blocks(model: Path) -> 
         (["--plane", "tcp"], "(did you mean 'tcp/gpu' or 'tcp/host'?)"),
         (["--plane", "nixl/gpu"], "--plane nixl/gpu has not been measured: give --link, or --calibration"),
         (["--d-pp", "33"], "D: PP 33 is outside 1..32"),
+        (["--p-tp", "0"], "Invalid value for '--p-tp': "),
+        (["--d-block-size", "0"], "Invalid value for '--d-block-size': "),
         (["--link", "fast"], "--link 'fast' is no rate"),
         (["--prefill-tokens-per-second", "-1"], "--prefill-tokens-per-second is -1"),
         (["--calibration", "config.json"], "config.json: no calibration"),
