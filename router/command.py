@@ -67,7 +67,7 @@ def router(
     fixed = [[url for url in urls if not url.startswith("dns:")] for urls, _ in given]
     if not decode and engines_file is None:
         raise UsageError("no decode engine is named: --decode http://HOST:PORT, or --engines-file")
-    disable_created_metrics()
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     engines, tracer = EnginePool(*fixed), open_tracer(otlp_traces_endpoint)
     app = App(
         Router(engines, LegTimeouts(*timeouts), serial=serial, always=always, prefix_reads=prefix_reads, tracer=tracer),

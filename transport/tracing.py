@@ -14,8 +14,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kvferry.transport.errors import ConfigError, quoted_url
 
 if TYPE_CHECKING:
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
 TRACEPARENT = "traceparent"
 CLOSE_SECONDS = 2.0
 """How long ``Tracer.close`` waits for the last spans to leave."""
+MAX_TEXT = 256
+"""Characters of a text in a span: a peer or a client may have chosen it."""
 _FORM = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-|$)")
 _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
@@ -45,17 +45,6 @@ def sampled_traceparent(headers: Mapping[str, str] | None) -> str:
 def time_of_zero(now: float) -> int:
     """The time of day at 0 of a clock that is at ``now`` seconds: nanoseconds since 1970."""
     return time.time_ns() - int(now * 1e9)
-
-
-class RecordedSpan(msgspec.Struct):
-    """A span that has ended. ``begin`` and ``end``: seconds of the owner's clock. ``error``: why it failed."""
-
-    name: str
-    begin: float
-    end: float
-    attributes: dict[str, Any]
-    children: list[RecordedSpan] = msgspec.field(default_factory=list)
-    error: str = ""
 
 
 class OpenSpan:
@@ -86,18 +75,12 @@ class Tracer:
         self.native = provider.get_tracer("kvferry")
         self.propagator = TraceContextTextMapPropagator()
 
-    def record(self, span: RecordedSpan, traceparent: str, zero: int) -> None:
-        """Make a span and its children, within the span that ``traceparent`` names. ``zero``: ``time_of_zero`` of the
-        clock of their times."""
-        self._record(span, self.propagator.extract({TRACEPARENT: traceparent}), zero)
-
-    def _record(self, span: RecordedSpan, context: Any, zero: int) -> None:
-        began, ended = (zero + int(at * 1e9) for at in (span.begin, span.end))
-        made = self.native.start_span(span.name, context, attributes=span.attributes, start_time=began)
-        self.set_error(made, span.error)
-        for child in span.children:
-            self._record(child, self.trace.set_span_in_context(made), zero)
-        made.end(ended)
+    def record(self, traceparent: str, name: str, begin: int, end: int, attributes: Attributes, error: str) -> None:
+        """Make a span that has ended, within the one that ``traceparent`` names. Times in nanoseconds since 1970."""
+        context = self.propagator.extract({TRACEPARENT: traceparent})
+        span = self.native.start_span(name, context, attributes=attributes, start_time=begin)
+        self.set_error(span, error)
+        span.end(end)
 
     def begin(
         self, name: str, headers: Mapping[str, str] | None = None, attributes: Attributes | None = None
@@ -136,7 +119,7 @@ def open_tracer(endpoint: str | None, identity: Attributes | None = None) -> Tra
         raise ConfigError(f"{_PROTOCOL} is {protocol!r}, expected grpc or http/protobuf")
     try:
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         exporter: Any
@@ -154,6 +137,8 @@ def open_tracer(endpoint: str | None, identity: Attributes | None = None) -> Tra
             "pip install 'kvferry[otel]', or name no endpoint"
         ) from None
     name = os.environ.get("OTEL_SERVICE_NAME") or "kvferry"
-    provider = TracerProvider(resource=Resource.create({"service.name": name, **(identity or {})}))
+    resource = Resource.create({"service.name": name, **(identity or {})})
+    limits = SpanLimits(max_span_attribute_length=MAX_TEXT)
+    provider = TracerProvider(resource=resource, span_limits=limits)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracer(provider)

@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -28,7 +27,6 @@ from kvferry.connector.decode_side.load_state import (
 from kvferry.connector.decode_side.read import ActiveLoad, Reads
 from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.report import FinishedLoad, Results
-from kvferry.connector.decode_side.traces import attempt_span, handover_span
 from kvferry.connector.geometry.compatibility import draft_layers
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
@@ -88,7 +86,7 @@ class Loads:
         except KVFerryError as error:
             self._report_failed(load, Reason("incompatible", str(error)))
             self._release(load, now)
-            self._rank_context.record(load.traceparent, partial(handover_span, load, [], str(error), started))
+            self._trace(load, started, self._rank_context.clock(), str(error))
             return
         sources = self._sources(load, now)
         peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
@@ -98,8 +96,6 @@ class Loads:
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         alone = alone and not load.now
         active_load = ActiveLoad(load, load, Lifetime(LOAD, state, now), started, ids, alone)
-        if load.traceparent:
-            active_load.phases.append((started, state.phase.value))
         self.running[active_load] = None
         self._deadlines.note(active_load, state.deadline)
         self.give(active_load, self._begin_attempt(active_load, sources, now), now)
@@ -151,8 +147,6 @@ class Loads:
             state = active_load.lifetime.state
             if state.deadline < before.deadline:
                 self._deadlines.note(active_load, state.deadline)
-            if active_load.phases and state.phase is not before.phase and before.phase is not LoadPhase.REPORTED:
-                active_load.phases.append((self._rank_context.clock(), state.phase.value))
             for effect in effects:
                 self._perform(active_load, effect, queue, now)
         if active_load.load.now or active_load.joins_after < math.inf:
@@ -240,8 +234,6 @@ class Loads:
         assert reason is not None
         if active_load.joins_after < math.inf:
             self._results.foreseen(active_load.original, math.inf)
-        if active_load.phases:
-            active_load.ended.append(attempt_span(active_load, str(reason), self._rank_context.clock()))
         if reason.kind == "timeout" and reason.blames == "plane":
             # End the links over which the reads moved no bytes in time: the next attempt, or the next load, takes
             # another data plane. A link over which bytes of other reads still come is kept.
@@ -267,8 +259,6 @@ class Loads:
         active_load.alone = False
         active_load.nbytes, active_load.copied_at, active_load.granted_at = 0, 0.0, 0.0
         active_load.joins_after = active_load.begun_at = math.inf
-        if active_load.phases:
-            active_load.phases = [(self._rank_context.clock(), state.phase.value)]
         self._deadlines.note(active_load, state.deadline)
         return self._begin_attempt(active_load, sources, now)
 
@@ -358,7 +348,7 @@ class Loads:
             self._rank_context.stats.streamed(blocks=blocks, milliseconds=milliseconds)
 
     def _record(self, active_load: ActiveLoad) -> None:
-        reason, original = active_load.lifetime.state.reason, active_load.original
+        reason = active_load.lifetime.state.reason
         del self.running[active_load]
         try:
             if reason is None:
@@ -371,14 +361,25 @@ class Loads:
                     else "" if number == 1 else f", attempt {number}",
                     ", from when the prefill engine computed it" if load.step_tokens else "",
                 )  # fmt: skip
-            if active_load.phases:
-                if reason is None:
-                    active_load.ended.append(attempt_span(active_load, "", active_load.ended_at))
-                error = "" if reason is None else str(reason)
-                span = partial(handover_span, original, active_load.ended, error, active_load.ended_at)
-                self._rank_context.record(original.traceparent, span)
+            error = "" if reason is None else str(reason)
+            self._trace(active_load.load, active_load.started, active_load.ended_at, error, active_load)
         finally:
             active_load.reads = []
+
+    def _trace(self, load: Load, begin: float, end: float, error: str, active_load: ActiveLoad | None = None) -> None:
+        """Make the span of a hand-over that has ended, where its request is traced."""
+        if not load.traceparent:
+            return
+        attributes: dict[str, str | int] = {
+            "kvferry.request_id": load.request_id,
+            "kvferry.peer": load.peer.engine_id,
+            "kvferry.tokens": max((stop - start for start, stop in load.tokens), default=0),
+            "kvferry.inside_step": load.now,
+            "kvferry.attempts": 0 if active_load is None else active_load.number,
+        }
+        if active_load is not None:
+            attributes |= {"kvferry.plane": active_load.planes, "kvferry.bytes": active_load.nbytes}
+        self._rank_context.record(load.traceparent, "kvferry.handover", begin, end, attributes, error)
 
     def _release(self, load: Load, now: float) -> None:
         """The request reads no more under any of its leases."""

@@ -38,7 +38,6 @@ from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.report import Results
-from kvferry.connector.decode_side.traces import lookup_span
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire import messages
@@ -260,8 +259,6 @@ class Lookup:
 
     wanted: PromptLookup
     lifetime: Lifetime[LookupState, LookupEvent, LookupEffect]
-    begun_at: float
-    """By ``RankContext.clock``."""
     contact: _Contact | None = None
     number: int = 0
     """Of the open question."""
@@ -314,7 +311,7 @@ class Lookups:
             return
         self.leave(LeftAnswer(wanted.request_id), now)  # an id comes again
         lifetime = Lifetime(LOOKUP, LookupState(retry_at=now), now)
-        lookup = self.open[wanted.request_id] = Lookup(wanted, lifetime, self._rank_context.clock())
+        lookup = self.open[wanted.request_id] = Lookup(wanted, lifetime)
         self.give(lookup, TICK, now)
         if wanted.ended is not None:
             self.leave(wanted.ended, now)
@@ -448,10 +445,6 @@ class Lookups:
             answered = phase is not before and phase in (LookupPhase.FOUND, LookupPhase.ENDED)
             if answered or event.kind is _K.LOST:
                 self.forget_question(lookup)
-            if answered and before is not LookupPhase.FOUND and lookup.wanted.traceparent:
-                error = event.why if event.kind in (_K.FAILED, _K.LOST) else ""
-                span = partial(lookup_span, lookup.wanted, lookup.begun_at, error, self._rank_context.clock())
-                self._rank_context.record(lookup.wanted.traceparent, span)
 
     def forget_question(self, lookup: Lookup) -> None:
         self.by_number.pop(lookup.number, None)

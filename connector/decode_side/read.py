@@ -39,7 +39,6 @@ from kvferry.transport.errors import (
     shortened,
 )
 from kvferry.transport.grant_board import PostedGrant
-from kvferry.transport.tracing import RecordedSpan
 
 UNPACKS_PER_TURN = 4
 """Messages that the thread unpacks before it looks at control messages again."""
@@ -85,10 +84,6 @@ class ActiveLoad(msgspec.Struct, eq=False):
     granted_at: float = 0.0
     """When P had posted the grant that D asked for before."""
     ended_at: float = 0.0
-    phases: list[tuple[float, str]] = msgspec.field(default_factory=list)
-    """The begin of each phase of this attempt, where the request is traced."""
-    ended: list[RecordedSpan] = msgspec.field(default_factory=list)
-    """The attempts that have ended, where the request is traced."""
 
     @property
     def number(self) -> int:

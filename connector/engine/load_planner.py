@@ -211,7 +211,6 @@ class LoadPlanner(EngineFacts):
             elif not self.consumes:
                 self._advance(entry, RequestEvent.NOTHING)
             elif (wanted := params.lookup_of(request.request_id, request.params)) is not None:
-                wanted = replace(wanted, traceparent=request.traceparent)
                 params.check_hosts((request.params or {}).get("remote_host_id"), (wanted.host,), self.host_id)
                 end = now + MAX_PATIENCE * self._timeout
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout, end)
@@ -266,8 +265,7 @@ class LoadPlanner(EngineFacts):
         """Ask the next source. Returns whether there is one."""
         if not awaited.sources:
             return False
-        traceparent = awaited.request.traceparent
-        awaited.wanted = replace(awaited.sources[0], prefix=awaited.digests, traceparent=traceparent)
+        awaited.wanted = replace(awaited.sources[0], prefix=awaited.digests)
         awaited.sources = awaited.sources[1:]
         self._plan.parts.lookups.append(awaited.wanted)
         return True

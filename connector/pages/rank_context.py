@@ -22,15 +22,11 @@ from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import IncompatiblePeerError, ProtocolError
 from kvferry.transport.host import AllowedPeers
 from kvferry.transport.plane import Plane
-from kvferry.transport.tracing import RecordedSpan, Tracer, time_of_zero
+from kvferry.transport.tracing import Attributes, Tracer, time_of_zero
 from kvferry.transport.wake import RateLimitedLog
 
 P_ENGINES = 64
 """P engines of which D remembers what is the same for all hand-overs from them: ranks, and their addresses."""
-
-
-MAX_TEXT = 256
-"""Characters of a text in a span that a peer or a client has chosen."""
 
 
 def _unknown_lease(params: bytes) -> RemoteLease:
@@ -79,16 +75,17 @@ class RankContext:
         self.stats.dropped(reason)
         self.log.warning(reason, "kvferry: control message dropped (%s): %s", reason, detail)
 
-    def record(self, traceparent: str, span: Callable[[], RecordedSpan]) -> None:
-        """Make a span, in times of ``clock``, within the one that ``traceparent`` names, if there are traces. Raises
-        nothing: what is traced goes on without its span."""
-        if self.tracer is None or not traceparent:
+    def record(self, parent: str, name: str, begin: float, end: float, attributes: Attributes, error: str) -> None:
+        """Make a span, in times of ``clock``, within the one that ``parent`` names, where this engine traces.
+        Raises nothing: what is traced goes on without its span."""
+        if self.tracer is None:
             return
         try:
-            self.tracer.record(span(), traceparent, time_of_zero(self.clock()))
+            zero = time_of_zero(self.clock())
+            self.tracer.record(parent, name, zero + int(begin * 1e9), zero + int(end * 1e9), attributes, error)
         except Exception:
             lines = self.log
-            lines.exception("span", "kvferry: unexpected error with a span of %s", traceparent)
+            lines.exception("span", "kvferry: unexpected error with a span of %s", parent)
 
 
 def check_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:

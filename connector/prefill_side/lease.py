@@ -39,13 +39,12 @@ from kvferry.connector.geometry.rank_geometry import KEEPS_ALL
 from kvferry.connector.pages.caches import Ids
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.pages.deadlines import Deadlines
-from kvferry.connector.pages.rank_context import MAX_TEXT, RankContext
+from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
-from kvferry.connector.wire.step_plan import ID_BYTES, LeaseGrant, Prefill
+from kvferry.connector.wire.step_plan import LeaseGrant, Prefill
 from kvferry.transport.fair_table import FairTable
 from kvferry.transport.grant_board import GrantBoard
-from kvferry.transport.tracing import RecordedSpan
 
 PREEMPTED_SECONDS = 5.0
 """How long reads wait for a prompt that the engine has preempted. D holds blocks for them. P's engine may wait for
@@ -339,8 +338,6 @@ class Lease:
     """The begin of the lease by ``RankContext.clock``."""
     traceparent: str = ""
     """As of the ``LeaseGrant``."""
-    sent: list[RecordedSpan] = field(default_factory=list)
-    """The spans of its reads, where the request is traced."""
     lent: bool = False
     """It is of a prefix in blocks that nobody holds, and of no request."""
 
@@ -365,19 +362,6 @@ class Lease:
         state = self.lifetime.state
         readable = state.phase in (_P.COMPUTING, _P.LENT)
         return readable and state.computed >= self.grant.num_tokens and self.intact
-
-    def span(self, reason: str, end: float) -> RecordedSpan:
-        """The span of the lease, which has ended."""
-        attributes = {
-            "kvferry.request_id": self.grant.request_id[:MAX_TEXT],
-            "kvferry.tokens": self.grant.num_tokens,
-            # Regions of one block table share its blocks.
-            "kvferry.blocks": sum(map(len, set(self.block_ids))) // ID_BYTES,
-            "kvferry.end": reason,
-        }
-        error = "" if reason == "released" else f"the lease ended by time ({reason})"
-        begin = min([self.begun_at, *(sent.begin for sent in self.sent)])  # P may send while it computes
-        return RecordedSpan("kvferry.lease", begin, end, attributes, self.sent, error)
 
     def answer(self, read: int, chunks: int = 0, block_ids: tuple[bytes, ...] = ()) -> messages.Grant:
         """The Grant message of a read. Of read 0, with all blocks, it is what D finds on the grant board."""

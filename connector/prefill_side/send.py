@@ -21,7 +21,6 @@ import msgspec
 from kvferry.connector.geometry.spans import MAX_CHUNKS, check_spans
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.computed_steps import PromptBlocks
-from kvferry.connector.pages.rank_context import MAX_TEXT
 from kvferry.connector.prefill_side.lease import Lease
 from kvferry.connector.prefill_side.session import Session
 from kvferry.connector.prefill_side.stream import boxes
@@ -29,7 +28,6 @@ from kvferry.connector.wire import messages
 from kvferry.transport.channels import Copy, SendChannel, Slot
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.fair_table import FairTable
-from kvferry.transport.tracing import RecordedSpan
 from kvferry.transport.wake import RateLimitedLog
 
 _limited = RateLimitedLog(logging.getLogger("vllm.kvferry.send"))
@@ -112,16 +110,6 @@ class OutgoingRead(msgspec.Struct, eq=False):
         channel = self.session.sender
         tag = None if channel is None else channel.reading
         return tag is not None and tag >> 32 == self.ask.read
-
-    def span(self, end: float) -> RecordedSpan:
-        """The span of the read, which P has sent, or has stopped to send."""
-        attributes = {
-            "kvferry.peer": self.session.engine_id[:MAX_TEXT],
-            "kvferry.bytes": self.nbytes,
-            "kvferry.bytes_while_computing": self.early,
-            "kvferry.chunks": self.chunks,
-        }
-        return RecordedSpan("kvferry.send", self.begun_at, end, attributes)
 
 
 class Sends:

@@ -34,7 +34,15 @@ from kvferry.connector.prefill_side.session import Session, Sessions, refusal
 from kvferry.connector.prefill_side.stream import PrefillSteps
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.messages import PREFIX_TOKENS
-from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, pack_ids, unpack_ids
+from kvferry.connector.wire.step_plan import (
+    ID_BYTES,
+    LeaseGrant,
+    Prefill,
+    PrefillChunk,
+    PrefillStop,
+    pack_ids,
+    unpack_ids,
+)
 from kvferry.transport.control.listener import Delivery, Listener
 from kvferry.transport.errors import KVFerryError, ProtocolError
 from kvferry.transport.fair_table import FairTable
@@ -53,8 +61,6 @@ RENEW_SECONDS = 0.02
 """Between two renewals of a lease by the chunks of one read; deadlines are checked as often."""
 SIGN_SECONDS = 2.0
 """How often P repeats the grants of reads that wait for its engine: D's deadlines begin anew with each."""
-MAX_READS = 32
-"""Reads of one lease that have spans of their own. Peers may ask for any number."""
 MAX_READERS = 1024
 """Reads of one prompt that P grants by message before its lease; others wait for the lease."""
 CLOSING_SECONDS = 0.02
@@ -530,7 +536,16 @@ class Producer:
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             self._expired.warning(reason, "kvferry: lease of %s expired: %s", request_id, why)
         if lease.traceparent:
-            self._rank_context.record(lease.traceparent, lambda: lease.span(reason, self._rank_context.clock()))
+            attributes: dict[str, str | int] = {
+                "kvferry.request_id": request_id,
+                "kvferry.tokens": lease.grant.num_tokens,
+                # Regions of one block table share its blocks.
+                "kvferry.blocks": sum(map(len, set(lease.block_ids))) // ID_BYTES,
+                "kvferry.end": reason,
+            }
+            error = "" if reason == "released" else f"the lease ended by time ({reason})"
+            now = self._rank_context.clock()
+            self._rank_context.record(lease.traceparent, "kvferry.lease", lease.begun_at, now, attributes, error)
 
     def _fail(self, read: OutgoingRead, why: str, now: float) -> None:
         """A read cannot be sent: tell D, and send no more of it."""
@@ -567,8 +582,6 @@ class Producer:
             self._sends.forget(read)
             self._rank_context.stats.levels["sending"] -= 1
             self._rank_context.stats.sent(read.early, read.nbytes - read.early)
-            if read.lease.traceparent and len(read.lease.sent) < MAX_READS:
-                read.lease.sent.append(read.span(self._rank_context.clock()))
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:

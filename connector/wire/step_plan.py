@@ -160,8 +160,8 @@ class PromptLookup(_OfRequest, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
     when it knows a prompt of this ``name``. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of
     P's public key; empty where it is that of D. ``ended``: of a request that has ended; D asks so that the lease is
-    released. ``traceparent``: as of ``LeaseGrant``. ``prefix``: D asks how much P has of the prompt with these digests,
-    of which there is no lease and no ``name``."""
+    released. ``prefix``: D asks how much P has of the prompt with these digests, of which there is no lease and no
+    ``name``."""
 
     host: str
     port: int
@@ -169,7 +169,6 @@ class PromptLookup(_OfRequest, frozen=True):
     name: str
     key: str = ""
     ended: LeftAnswer | None = None
-    traceparent: str = ""
     prefix: bytes = b""
 
 

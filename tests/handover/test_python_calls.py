@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import sys
 import threading
@@ -100,7 +99,6 @@ def test_a_hand_over_takes_few_python_calls(group: RankGroup, monkeypatch: pytes
 
 pytest.importorskip("opentelemetry.sdk.trace")
 Traced = tuple[Rank, Rank, Spans, Spans]
-PHASES = ["handshaking", "ready", "moving", "committing"]
 
 
 @pytest.fixture
@@ -141,23 +139,15 @@ def test_both_sides_of_a_hand_over_join_the_trace_of_the_request(traced: Traced)
         "kvferry.request_id": "req-d", "kvferry.tokens": TOKENS, "kvferry.inside_step": False, "kvferry.attempts": 1,
         "kvferry.peer": "engine-p", "kvferry.plane": "tcp", "kvferry.bytes": nbytes,
     }  # fmt: skip
-    (attempt,) = of_d.children(handover)
-    assert attempt.attributes["kvferry.reads"] == 1 and attempt.status.is_unset
-    phases = of_d.children(attempt)
-    assert [span.name for span in phases] == PHASES
-    assert all(first.end_time == then.start_time for first, then in itertools.pairwise(phases))
-    assert attempt.start_time == handover.start_time == phases[0].start_time
-    assert phases[-1].end_time <= attempt.end_time <= handover.end_time
+    assert handover.status.is_unset and handover.start_time < handover.end_time
     assert lease.attributes == {
         "kvferry.request_id": "req-p", "kvferry.tokens": TOKENS, "kvferry.blocks": len(THEIRS),
         "kvferry.end": "released",
     }  # fmt: skip
-    (sent,) = of_p.children(lease)
-    assert sent.attributes["kvferry.bytes"] == nbytes and sent.attributes["kvferry.peer"] == "engine-d"
-    assert lease.start_time <= sent.start_time <= sent.end_time <= lease.end_time
+    assert lease.status.is_unset and lease.start_time < handover.end_time <= lease.end_time
 
 
-def test_each_attempt_has_its_span(traced: Traced) -> None:
+def test_all_attempts_are_one_span(traced: Traced) -> None:
     p, d, _, of_d = traced
     trickle = Trickle(p, 3)
     begin(p, d)
@@ -166,11 +156,7 @@ def test_each_attempt_has_its_span(traced: Traced) -> None:
     trickle.turns = float("inf")
     assert ended(p, d)
     handover = only(of_d, "kvferry.handover")
-    first, second = of_d.children(handover)
     assert handover.attributes["kvferry.attempts"] == 2 and handover.attributes["kvferry.plane"] == "shm"
-    assert not first.status.is_ok and "peer_lost: " in first.status.description
-    assert [span.attributes["kvferry.attempt"] for span in (first, second)] == [1, 2]
-    assert [span.name for span in of_d.children(second)] == PHASES and second.status.is_unset
     assert handover.status.is_unset, "the hand-over did not fail"
 
 

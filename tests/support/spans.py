@@ -33,15 +33,6 @@ class Spans:
         """The spans of this name that have ended."""
         return [span for span in self._exporter.get_finished_spans() if span.name == name]
 
-    def children(self, span: Any) -> list[Any]:
-        """In the order in which they began."""
-        found = [
-            each
-            for each in self._exporter.get_finished_spans()
-            if each.parent is not None and each.parent.span_id == span.context.span_id
-        ]
-        return sorted(found, key=lambda each: each.start_time or 0)
-
     def __len__(self) -> int:
         return len(self._exporter.get_finished_spans())
 

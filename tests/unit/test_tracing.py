@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("opentelemetry.sdk.trace")
 from kvferry.transport import tracing
 from kvferry.transport.errors import ConfigError
-from kvferry.transport.tracing import RecordedSpan, open_tracer, sampled_traceparent
+from kvferry.transport.tracing import open_tracer, sampled_traceparent
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans, receiver
 
 HTTP = "http/protobuf"
@@ -42,11 +42,11 @@ def test_spans_reach_a_receiver_and_the_last_ones_at_the_close(monkeypatch):
     with receiver() as received:
         tracer = open_tracer(received.url, {"service.instance.id": "engine-p"})
         assert tracer is not None
-        tracer.record(RecordedSpan("top", 1.0, 4.0, {"n": 1}), SAMPLED, 10**18)
+        tracer.record(SAMPLED, "top", 10**18, 10**18 + 1, {"n": "1" * 300}, "")
         tracer.close()
         (span,) = received.spans()
     assert (span["service"], span["instance"], span["scope"]) == ("prefill", "engine-p", "kvferry")
-    assert (span["trace"], span["parent"], span["attributes"]) == (TRACE_ID, PARENT_ID, {"n": "1"})
+    assert (span["trace"], span["parent"], span["attributes"]) == (TRACE_ID, PARENT_ID, {"n": "1" * 256})
 
 
 def test_without_an_endpoint_nothing_is_imported(monkeypatch):
