@@ -114,11 +114,11 @@ class App:
     async def start(self) -> None:
         """Accept connections, once the engines are known."""
         await self._membership.look()
-        self._loops.append(asyncio.ensure_future(self._membership.watch()))
+        loops = [self._membership.watch(), self._watch_idle()]
         if self._health is not None:
             await self._health.round()
-            self._loops.append(asyncio.ensure_future(self._health.watch()))
-        self._loops.append(asyncio.ensure_future(self._watch_idle()))
+            loops += [self._health.watch(), self._health.watch_requests()]
+        self._loops = [asyncio.ensure_future(loop) for loop in loops]
         await self._listeners.start_serving()
 
     async def stop(self) -> None:
@@ -173,7 +173,15 @@ class App:
         if connection in self.idle:
             self.idle[connection] = inf  # its place among the others stays until all of the request is read
         try:
-            response = await self._answer(request)
+            page = self._pages.get(request.path)
+            if page is None and not request.path.startswith("/router/"):
+                response = await self._ask(request)
+            elif page is None:
+                response = error_response(404, f"the router has no {request.path[:200]}; see docs/routers.md")
+            elif request.method not in ("GET", "HEAD"):
+                response = error_response(405, f"{request.path} takes GET, HEAD", allow="GET, HEAD")
+            else:
+                response = page()
             await response.prepare(request)
             await response.write_eof()
             return response
@@ -181,16 +189,6 @@ class App:
             if request.transport is not None:
                 self.idle.pop(connection, None)
                 self.idle[connection] = HEAD_SECONDS
-
-    async def _answer(self, http: web.BaseRequest) -> web.StreamResponse:
-        page = self._pages.get(http.path)
-        if page is not None:
-            if http.method not in ("GET", "HEAD"):
-                return error_response(405, f"{http.path} takes GET, HEAD", allow="GET, HEAD")
-            return page()
-        if http.path.startswith("/router/"):
-            return error_response(404, f"the router has no {http.path[:200]}; see docs/routers.md")
-        return await self._ask(http)
 
     # --- what engines answer
 
@@ -310,7 +308,6 @@ class App:
                 refused.append(error)
                 raise
             progress.go_on()
-            router.metrics.waiting[progress] = router.clock()
 
         name = http.path.split("/")[3] if http.path.startswith(f"{RESPONSES}/") else ""
         home = router.homes.find(router.engines, name, http.headers.get(SESSION, ""))
@@ -321,10 +318,7 @@ class App:
         try:
             how: dict[str, Any] = {"headers": _headers(http, OF_A_HOP), "connect": router.timeouts.connect}
             sent = body() if http.body_exists else None
-            if sent is None:
-                router.metrics.waiting[progress] = router.clock()
             answer = await router.http.send(http.method, url, _target(http), body=sent, progress=progress, **how)
-            router.metrics.waiting.pop(progress, None)
             router.homes.note(answer.headers.get(NEW_SESSION, "").partition(";")[0], url)
             given, pieces = kept_headers(answer), answer.pieces()
             if "location" in given:  # the client asks the router again
@@ -351,7 +345,6 @@ class App:
                 raise refused[0] from None
             return error_response(503 if isinstance(error, OwnFaultError) else 502, said, http.path)
         finally:
-            router.metrics.waiting.pop(progress, None)
             if answer is not None:
                 answer.close()
             seat.release()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import logging
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvferry.router.handed_over import HandedOver
-from kvferry.router.identities import Identity
 from kvferry.transport.errors import UsageError, quoted, quoted_url
 
+log = logging.getLogger("kvferry.router")
 MAX_ENGINES = 1024
 MAX_SOURCES = 32  # Of one engine, the last ones
 REFUSALS = 3
@@ -27,6 +28,12 @@ STILL_SECONDS, MOST_STILL_SECONDS = 5.0, 60.0
 """An engine whose counters stand still for so long while a request waits is given up, and at most the second one where
 it was seen to go on after a longer time than the first."""
 LEFT_OUT_SECONDS = 30.0  # Such an engine, or one that refuses what others answer, is tried again after so long
+IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
+IDENTITY_ALSO = ("remote_key", "remote_host_id", "tp_size", "pp_size", "dcp_size", "transfer_mode")
+"""What D needs to ask P for a prompt that P has not finished, and what goes with it where P's answer has it."""
+CALM_ANSWERS = 20
+"""Where P's identity changes twice within so many answers, several engines answer at its URL: it is asked serially
+until so many in a row are of one."""
 _HOST = re.compile(r"(?=.{1,253}$)[^.]{1,63}(\.[^.]{1,63})*\.?")
 
 
@@ -48,14 +55,48 @@ BEFORE: dict[EngineState, Collection[EngineState]] = {
 """For each state, those that it can follow."""
 
 
+class Identity:
+    """What D is told of a P before it has answered; None: P is asked serially. ``url``: of P."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._known: dict[str, Any] | None = None
+        self._several, self._unchanged = False, CALM_ANSWERS
+
+    def get(self) -> dict[str, Any] | None:
+        return None if self._several else self._known
+
+    def learn(self, params: dict[str, Any] | None) -> None:
+        """P's answer had these ``kv_transfer_params``."""
+        before, self._known = self._known, identity_of(params)
+        changed, calm = before not in (None, self._known), self._unchanged >= CALM_ANSWERS
+        if changed and not calm and not self._several:
+            log.warning("several engines answer at %s: it is asked serially", self._url)
+        self._several = not calm and (changed or self._several)
+        self._unchanged = 0 if changed else self._unchanged + 1
+
+    def failed(self) -> None:
+        """P failed: another engine may answer at its URL next."""
+        self._known = None
+
+
+def identity_of(params: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What D needs to ask this P at once; None where P does not offer it."""
+    if params is None or params.get("transfer_mode") != "push":
+        return None
+    engine, host, port = (params.get(name) for name in IDENTITY)
+    if not (isinstance(engine, str) and engine and isinstance(host, str) and host and isinstance(port, int) and port):
+        return None
+    return {name: params[name] for name in IDENTITY + IDENTITY_ALSO if params.get(name) is not None}
+
+
 @dataclass(eq=False)
 class Engine:
     url: str
     role: Role
     state: EngineState
     requests: int = 0  # In flight, those whose KV cache it still hands over among them
-    loads: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
-    """What it computes, by the role that it had when it took the request: prompt tokens for P, requests for D."""
+    load: float = 0.0  # What it computes: prompt tokens for P, requests for D
     failed_checks: int = 0  # In a row
     passed_over_until: float = 0.0  # By the clock of the caller
     page: int | None = None  # What its /metrics counted at the last look
@@ -75,10 +116,6 @@ class Engine:
     def __post_init__(self) -> None:
         self.identity = Identity(self.url)
 
-    @property
-    def load(self) -> float:
-        return self.loads[self.role]
-
     def reads_from(self, url: str) -> None:
         self.read_from[url] = self.read_from.pop(url, 0) + 1
         if len(self.read_from) > MAX_SOURCES:
@@ -93,17 +130,17 @@ class Seat:
 
     def __init__(self, engine: Engine, weight: float, engines: EnginePool) -> None:
         self.engine = engine
-        self._role, self._weight, self._engines = engine.role, weight, engines
+        self._weight, self._engines = weight, engines
         self._computing = self._handing_over = True
         engine.requests += 1
         engine.last_taken = next(engines.taken)
-        engine.loads[engine.role] += weight
+        engine.load += weight
 
     def computed(self) -> None:
         """The engine computes no longer for the request; it may still hand its KV cache over."""
         if self._computing:
             self._computing = False
-            self.engine.loads[self._role] -= self._weight
+            self.engine.load -= self._weight
             self._release_if_over()
 
     def handed_over(self) -> None:
@@ -149,17 +186,17 @@ class EnginePool:
     # --- which engines there are
 
     def add(self, url: str, role: Role, state: EngineState = EngineState.JOINING) -> Engine:
-        """A new engine; or a known one, with this role from now on, that gets requests again if it was leaving. Raises
-        UsageError: ``url`` is none, or there are too many engines."""
+        """A new engine, also where the one at this URL had another role; or the known one, which gets requests again if
+        it was leaving. Raises UsageError: ``url`` is none, or there are too many engines."""
         url = engine_url(url)
         engine = self._engines.get(url)
-        if engine is not None:
-            if engine.role is not role:
-                engine.role, engine.handed_over = role, HandedOver()
+        if engine is not None and engine.role is role:
             self.move(engine, EngineState.JOINING)
-        elif len(self._engines) >= MAX_ENGINES:
+        elif engine is None and len(self._engines) >= MAX_ENGINES:
             raise UsageError(f"{url} is one engine too many: at most {MAX_ENGINES} fit; remove one first")
         else:
+            if engine is not None and engine.state is not EngineState.LEAVING:
+                state = engine.state
             engine = self._engines[url] = Engine(url, role, state)
         return engine
 

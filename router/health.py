@@ -48,14 +48,11 @@ class HealthChecks:
 
     async def watch(self) -> None:
         """For ever."""
-        await asyncio.gather(self._watch_health(), self._watch_requests())
-
-    async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(self._checks.interval)
             await self.round(self._checks.failures)
 
-    async def _watch_requests(self) -> None:
+    async def watch_requests(self) -> None:
         """Look at engines that let requests wait, and give up those of one that stands still."""
         while True:
             began = time.monotonic()

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 from xxhash import xxh3_64
 
-from kvferry.router.engines import Engine, EnginePool, EngineState, Role, Seat
+from kvferry.router.engines import Engine, EnginePool, EngineState, Role, Seat, identity_of
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
-from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefill_choice import PrefillChoice
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, PrefixAffinity, PromptPrefix, prompt_prefix
@@ -186,7 +185,7 @@ class Legs:
         self.prefix_reads = prefix_reads
         self.choice = None if always else PrefillChoice(engines)
         self.http = HttpClient()
-        self.metrics = Metrics(engines, self.clock)
+        self.metrics = Metrics(engines, self.clock, self.http.under_way)
         self.tasks: set[asyncio.Task[Any]] = set()
 
     # --- P
@@ -225,16 +224,15 @@ class Legs:
         best one first. One that leaves has its cache still."""
         had = (self.on_d, Role.DECODE), (self.affinity, Role.PREFILL)
         cached = max(affinity.find(prefix, {engine.url})[1] for affinity, _ in had)
-        found: list[tuple[float, str, dict[str, Any]]] = []
+        found: list[tuple[float, dict[str, Any]]] = []
         for affinity, role in had:
             there = [each for each in self.engines.of(role) if each.usable(self.clock()) or each.state is _LEAVING]
             others = {each.url: each.source for each in there if each.source and each is not engine}
             url, tokens = affinity.find(prefix, set(others))
-            if url is not None and tokens >= cached + WORTH_READING and (source := others[url]):
-                found.append((tokens, url, source))
+            if url is not None and tokens >= cached + WORTH_READING:
+                found.append((-tokens, others[url]))
                 engine.reads_from(url)
-        found.sort(key=lambda each: -each[0])
-        return {"sources": [source for _, _, source in found]} if found else {}
+        return {"sources": [source for _, source in sorted(found, key=lambda each: each[0])]} if found else {}
 
     async def _learn_source(self, asked: ClientRequest, engine: Engine) -> None:
         """Where other engines can read from one that has just answered. It is asked once, and again after a failure."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from kvferry.router.engines import EnginePool
+from kvferry.router.http_client import RequestProgress
 
 PREFIX = "kvferry_router_"
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -30,11 +31,11 @@ OF_ENGINES: tuple[tuple[str, Any, str, str], ...] = (
 class Metrics:
     """Counts of one router."""
 
-    def __init__(self, engines: EnginePool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engines, self._clock = engines, clock
+    def __init__(
+        self, engines: EnginePool, clock: Callable[[], float] = time.monotonic, legs: Iterable[RequestProgress] = ()
+    ) -> None:
+        self._engines, self._clock, self._legs = engines, clock, legs
         self.in_flight = 0  # Requests of clients
-        self.waiting: dict[object, float] = {}
-        """Requests without a byte of an answer, and since when by ``clock``; the oldest first."""
         self.registry = CollectorRegistry()
 
         def series(make: Any, name: str, meaning: str, *labels: str, **how: Any) -> Any:
@@ -48,7 +49,7 @@ class Metrics:
         self._first_byte = series(Histogram, "first_byte_seconds", seconds[0], buckets=BUCKETS)
         self._whole = series(Histogram, "request_seconds", seconds[1], buckets=BUCKETS)
         series(Gauge, "in_flight", "Requests of clients in flight").set_function(lambda: self.in_flight)
-        oldest = series(Gauge, "oldest_waiting_seconds", "Age of the oldest request without a byte of an answer")
+        oldest = series(Gauge, "oldest_waiting_seconds", "Of the oldest leg without a byte of its answer")
         oldest.set_function(self.oldest_waiting)
         self.registry.register(self)
 
@@ -61,7 +62,7 @@ class Metrics:
 
     def oldest_waiting(self) -> float:
         now = self._clock()
-        return round(now - next(iter(self.waiting.values()), now), 1)
+        return round(max((now - leg.at for leg in self._legs if not (leg.answered or leg.held)), default=0.0), 1)
 
     def status(self) -> dict[str, Any]:
         """For the status page."""

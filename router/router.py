@@ -20,9 +20,8 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from kvferry.router.engines import Engine, EnginePool, Role, Seat
+from kvferry.router.engines import Engine, EnginePool, Role, Seat, identity_of
 from kvferry.router.http_client import Answer, HttpError, OwnFaultError, RequestProgress
-from kvferry.router.identities import identity_of
 from kvferry.router.legs import (
     MAX_NAME_CHARS,
     ClientRequest,
@@ -92,7 +91,6 @@ class Reply:
             if decoded.body is not None:
                 return await self.fail(decoded.answer.status, decoded.body.decode(errors="replace"))
             piece, self.first, events = decoded.first, self._router.clock(), 0
-            self._router.metrics.waiting.pop(asked, None)
             while not decoded.answer.whole:
                 events += piece.count(b"data: ")
                 await self.comment(decoded.answer, piece)
@@ -164,7 +162,6 @@ class Router(Legs):
             before = msgspec.json.decode(bytes(asked.body.get("previous_response_id", b'""')), type=str)
             asked.home = self.homes.find(self.engines, before)
         try:
-            self.metrics.waiting[asked] = self.clock()
             tried: list[Engine] = []
             if can_hand_over(asked.body, asked.path) and self.choose(asked):
                 return await self._decode(asked, reply, None)
@@ -182,8 +179,6 @@ class Router(Legs):
             return await self._decode(asked, reply, None)
         except HttpError as error:
             return await reply.fail(503 if isinstance(error, NoEngineError | OwnFaultError) else 502, str(error))
-        finally:
-            self.metrics.waiting.pop(asked, None)
 
     async def _answer_by(self, asked: ClientRequest, reply: Reply, seat: Seat) -> web.StreamResponse | None:
         """The answer where this P computes the prompt; None where it fails and another P may not."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from benchmarks.engines.shaped_link import LinkBytes
-from kvferry.router.identities import identity_of
+from kvferry.router.engines import identity_of
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup
 from tests.support.pd_client import events

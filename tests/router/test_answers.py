@@ -83,6 +83,7 @@ def test_p_computes_no_prompt_that_d_will_not_ask_for(left: bool) -> None:
             before, path = len(p.seen), "/v1/chat/completions" if "messages" in body else "/v1/completions"
             assert front.ask(body, path).status_code == 200
             assert len(p.seen) == before + (not left), body
+            assert left or not p.seen[-1][0].keys() & {"max_completion_tokens", "stream_options"}
             assert d.seen[-1][0] == body | ({} if left else {"kv_transfer_params": PARAMS})
 
 

@@ -27,6 +27,7 @@ from kvferry.router.handed_over import (
     counts_of,
 )
 from kvferry.router.health import Checks
+from kvferry.router.http_client import RequestProgress
 from kvferry.router.metrics import Metrics
 from kvferry.transport.errors import NO_REPORT, what_to_do
 from tests.router.stand_ins import PARAMS, decode_engine, prefill_engine, routed, served
@@ -315,13 +316,15 @@ def drawn_of(found: Response, profile: Path) -> str:
         return drawn(url, profile)
 
 
-def test_its_data_say_which_engine_is_passed_over() -> None:
+def test_its_data_say_which_engine_is_passed_over_and_which_leg_is_the_oldest() -> None:
     pool, now = EnginePool([P_URL], cool_down=5), [10.0]
     pool.failed(next(iter(pool)), 10.0)
     shown = []
     for now[0] in (10.0, 14.9, 15.0):
         shown += [Metrics(pool, lambda: now[0]).status()["engines"][0]["passed_over"]]
     assert shown == [True, True, False]
+    legs = RequestProgress(at=3.0), RequestProgress(at=1.0, answered=True), RequestProgress(at=2.0, held=True)
+    assert Metrics(pool, lambda: now[0], legs).oldest_waiting() == 12.0, "of those that wait for an engine"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

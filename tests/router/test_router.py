@@ -12,9 +12,9 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from kvferry.router import legs, router
+from kvferry.router.engines import CALM_ANSWERS, IDENTITY, Identity
 from kvferry.router.health import Checks
-from kvferry.router.identities import CALM_ANSWERS, IDENTITY, Identity
-from kvferry.router.request_bodies import PREFILL_TAG, prefill_body
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.router.stand_ins import (
     PARAMS,
     PATIENT,
@@ -44,13 +44,6 @@ def test_the_two_legs() -> None:
     assert to_d == body | {"kv_transfer_params": PARAMS}  # verbatim, and the client's own are gone
     assert p_headers["x-request-id"] == d_headers["x-request-id"] == response.headers["x-request-id"]
     assert p_headers["authorization"] == d_headers["authorization"] == "Bearer k"
-
-
-def test_prefill_body_adds_no_chat_key_and_leaves_the_original() -> None:
-    body = {"messages": [], "stream": True, "stream_options": {"include_usage": True}}
-    leg = prefill_body(body)
-    assert "max_completion_tokens" not in leg and "stream_options" not in leg and leg["stream"] is False
-    assert body["stream"] is True
 
 
 def test_streams_piece_by_piece() -> None:

@@ -21,7 +21,7 @@ from kvferry.connector.decode_side import load
 from kvferry.connector.engine import planning
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import PROMPT_ENDS
-from kvferry.router.identities import identity_of
+from kvferry.router.engines import identity_of
 from kvferry.transport.control.key_file import make_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import TO_DO
