@@ -20,7 +20,7 @@ help:
 	@echo "make test-ray      Ray Serve's prefill and decode application over two Ray nodes on this machine"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make walk          10,000 hand-overs whose legs are sent at once, at random, under vLLM's scheduler (COUNT=..., SEED=...)"
-	@echo "make explore       property tests with examples drawn anew for SECONDS_TO_RUN=600 (SEED=... repeats a round)"
+	@echo "make explore       property tests with examples drawn anew (a failure says how to repeat it; SEED=...)"
 	@echo "make simulate      1,000,000 hand-overs of 100 P and 100 D engines in virtual time (COUNT=..., SEED=...)"
 	@echo "make faults        seeded faults between real P and D processes for SECONDS_TO_RUN=600 (SEED=..., COUNT=...)"
 	@echo "make soak          engines under aborts, kills and restarts: nothing grows (SECONDS_TO_RUN=900, SEED=...)"
@@ -107,7 +107,7 @@ walk: install
 	  --json $(RESULTS)/walks.json
 
 explore: install
-	$(BIN)/python tests/explore.py --seconds $(or $(SECONDS_TO_RUN),600) $(if $(SEED),--seed $(SEED))
+	$(PYTEST) --quiet -m hypothesis --hypothesis-profile explore $(if $(SEED),--hypothesis-seed $(SEED))
 
 simulate: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/simulation/run.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \

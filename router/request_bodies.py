@@ -25,7 +25,7 @@ _CHANGES = re.compile(
     r"resume|scale_elastic_ep|shutdown_weight_transfer_engine|sleep|start_(draft_)?weight_update|st(art|op)_profile|"
     r"unload_lora_adapter|update_weight_version|update_weights|wake_up|weight_checker)(?![\w.-])"
 )
-"""Parts of paths by which vLLM's server changes an engine. ``tests/vllm/test_paths.py`` compares them with it."""
+"""Parts of paths by which vLLM's server changes an engine. ``tests/vllm/test_wiring.py`` compares them with it."""
 SMALL_BYTES, WINDOW_BYTES = 64 << 10, 1 << 20
 """Bodies above the first size are taken apart off the event loop; above the second they are sent in pieces, and have to
 be JSON by the standard."""

@@ -34,7 +34,7 @@ LONGEST_FIRST = (
     "tests/docs/test_commands.py",
     "tests/faults/test_fault_proxy.py",
     "tests/simulation/test_simulation.py",
-    "tests/kernels/test_kv_postprocess_triton.py",
+    "tests/kernels/test_kv_postprocess.py",
     "tests/examples/test_engine_neutral.py",
     "tests/transport/test_nixl_hosts.py",
     "tests/doctor/test_self_test.py",

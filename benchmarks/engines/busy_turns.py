@@ -24,8 +24,7 @@ from benchmarks.engines.engine_pair import (
     unsteady,
 )
 from benchmarks.harness import pages, report
-from tests.support.fragment import in_sequence
-from tests.support.kv_bytes import compare
+from tests.support.kv_bytes import compare, in_sequence
 from tests.support.pd_client import METRICS, stream
 from tests.support.server import EngineError, Server, metric_sum
 

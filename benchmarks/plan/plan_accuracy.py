@@ -31,7 +31,7 @@ from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handov
 from kvferry.cli.plan.model import uniform_shape
 from kvferry.cli.plan.time_model import PlaneCosts, finish_seconds, work_of
 from kvferry.connector.config import Settings
-from tests.support.rank_process import RemoteRank, remote_peer
+from tests.support.pair import RemoteRank, remote_peer
 from tests.support.ranks import Rank, load_plan
 
 LAYERS, HEADS, CONTENT = 16, 8, 64

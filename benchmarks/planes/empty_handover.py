@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from benchmarks.harness import report
 from kvferry.connector.config import Settings
-from tests.support.rank_process import RemoteRank, remote_peer
+from tests.support.pair import RemoteRank, remote_peer
 from tests.support.ranks import Rank, load_plan
 
 PLANES = ("cma", "shm", "tcp", "ucx", "zmq", "nixl")

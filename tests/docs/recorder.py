@@ -1,14 +1,13 @@
-"""Stands in for a program that a page of the documentation calls: notes the call, and runs what can be run here.
+"""Stands in for a program that a page of the documentation calls: notes the call. Only curl is run.
 
 A link with the program's name points to this file. ``$KVFERRY_RECORDER`` names a file of JSON: where calls are noted,
-the folder of the repository, addresses of stand-ins, what is run, and the socket of the one who runs it.
+the folder of the repository, and addresses of stand-ins.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,7 @@ def main() -> int:
     if program == "sudo":
         os.execvp(arguments[0], arguments)
     environment = {name: value for name, value in os.environ.items() if name not in told["environment"]}
-    runs = [program, *arguments[:1]] in told["run"] and "--peer" not in arguments
-    call = {
-        "program": program, "arguments": arguments, "folder": os.getcwd(), "environment": environment,
-        "was_run": runs or program == "curl",
-    }  # fmt: skip
+    call = {"program": program, "arguments": arguments, "folder": os.getcwd(), "environment": environment}
     with open(told["calls"], "a") as calls:  # one write of one line: calls in the background do not mix
         calls.write(json.dumps(call) + "\n")
     if program == "git":
@@ -41,17 +36,6 @@ def main() -> int:
         for shown, real in told["addresses"].items():
             arguments = [argument.replace(shown, real) for argument in arguments]
         os.execv(told["curl"], ["curl", "--fail", *arguments])
-    elif runs:
-        order = {
-            "args": ["kvferry.cli.main", *arguments, *told["added"].get(arguments[0], [])],
-            "cwd": os.getcwd(),
-            "environ": dict(os.environ),
-        }
-        with socket.socket(socket.AF_UNIX) as runner:
-            runner.connect(told["runner"])
-            socket.send_fds(runner, [json.dumps(order).encode()], [0, 1, 2])
-            status = int(runner.recv(16) or 1)
-        return 0 if (arguments[0], status) == ("doctor", 1) else status  # a machine that is not fit is no wrong command
     return 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from kvferry.connector.vllm import cache_kinds
-from tests.ranks import table
+from tests.ranks import matrix as table
 from tests.support import families
 from tests.vllm.test_families_vllm import KINDS
 
@@ -28,7 +28,7 @@ COLUMNS = {
         f"{CASES}::test_a_prompt_that_begins_alike_loads_only_the_rest",
         f"{STEPS}::test_a_prefix_hit_loads_only_the_rest",
     ),
-    "both legs at once": (f"{CASES}::test_both_legs_at_once", "tests/vllm/test_streamed_steps.py::"),
+    "both legs at once": (f"{CASES}::test_both_legs_at_once", "tests/vllm/test_rendezvous.py::"),
 }
 """By column the test that has families as its parameters, and the one of Llama's. Without a name: all of the file."""
 SPECS = {

@@ -16,7 +16,7 @@ from kvferry.cli.doctor import command, peer, planes
 from kvferry.cli.doctor.findings import DoctorSection, Finding, Level, fault, ok, warning
 from kvferry.cli.main import GONE, app
 from tests.doctor.planted import is_bad
-from tests.support.rank_process import RemoteRank
+from tests.support.pair import RemoteRank
 
 QUICK = ["doctor", "--no-self-test"]
 FLAG = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}

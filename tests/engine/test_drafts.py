@@ -55,7 +55,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 @contextmanager
 def started(folder: Path, model: Path, *drafts: dict[str, Any]) -> Iterator[list[Server]]:
     """Engines with these ways to draft."""
-    arguments = ["--worker-extension-cls", "tests.support.kv_drafts.KVDrafts", "--num-gpu-blocks-override", str(BLOCKS)]
+    arguments = ["--worker-extension-cls", "tests.support.kv_bytes.KVDrafts", "--num-gpu-blocks-override", str(BLOCKS)]
     with PatientServerGroup(folder / "logs") as group:
         for number, config in enumerate(drafts):
             drafting = ["--speculative-config", json.dumps({**config, "num_speculative_tokens": DRAFTS})]

@@ -53,7 +53,7 @@ def shared(running: SharedEngines) -> Iterator[SharedEngines]:
 
 def arguments(*more: str) -> list[str]:
     """Of an engine whose KV is digested per head: for comparisons between different numbers of ranks."""
-    return ["--worker-extension-cls", "tests.support.kv_heads.KVHeads", *more]
+    return ["--worker-extension-cls", "tests.support.kv_bytes.KVHeads", *more]
 
 
 def beside(shared: SharedEngines, name: str, *more: str, **options: Any) -> Server:

@@ -29,7 +29,7 @@ MOST_ATTEMPTS = 40
 def test_family(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     model = family.build(tmp_path / "model")
-    extension = ("--worker-extension-cls", "tests.support.kv_failing.KVFailing")
+    extension = ("--worker-extension-cls", "tests.support.kv_bytes.KVFailing")
     options: dict[str, Any] = {
         "dtype": family.dtype, "block_size": BLOCK, "arguments": (*family.arguments, *extension), "kv_bytes": False,
         "extra": {"step_hold_seconds": 1.0},

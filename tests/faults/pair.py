@@ -16,8 +16,7 @@ import msgspec
 
 from kvferry.connector.wire.step_plan import PeerEngine
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
-from tests.support.pair import LEASE, PATIENCE, TIMES, RankPair
-from tests.support.rank_process import RemoteRank
+from tests.support.pair import LEASE, PATIENCE, TIMES, RankPair, RemoteRank
 from tests.transport.test_planes_hosts import listening_ports
 
 WHOLE_STREAM = (Kind.TRUNCATE, Kind.DELAY, Kind.STALL)

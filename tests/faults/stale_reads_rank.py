@@ -19,9 +19,8 @@ from kvferry.connector.wire.step_plan import LeaseGrant, PeerEngine, StepPlan, p
 from kvferry.transport.channels import ByteRanges, Copy
 from kvferry.transport.planes import cma
 from tests.support.inside import consumer_of, thread_of
-from tests.support.ranks import Rank, load_plan, peer
+from tests.support.ranks import Rank, Timed, load_plan, peer
 from tests.support.remote import tell
-from tests.support.timed import Timed
 
 POOL, BLOCKS, BLOCK_SIZE = 24, 7, 16
 """Blocks of P's cache and of D's, blocks of one prompt, tokens of one block."""

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.pair import OURS, THEIRS, TIMES, TOKENS, RankPair
-from tests.support.rank_process import remote_peer
+from tests.support.pair import OURS, THEIRS, TIMES, TOKENS, RankPair, remote_peer
 
 PLANES = {"cpu": "cma", "cuda": "cuda_ipc"}
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,19 +7,13 @@ import random
 import socket
 import ssl
 import struct
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import zmq
-
 from kvferry.connector.wire import messages
-from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.keys import Keys, greeting, new_secret
 from kvferry.transport.control.stream import ADMITTED
-from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes.zmq import CREDIT, ZmqPlane, ZmqRecvChannel
 from kvferry.transport.sockets import CHANNEL_BYTES, SECRET_BYTES
 from tests.fuzz.honest import Mutator
 
@@ -200,51 +194,3 @@ class KeyHolder:
     def close(self) -> None:
         for peer in self._peers:
             peer.close()
-
-
-class ZmqKeyHolder:
-    """A D that attaches ``zmq`` and sends mutated credits over its channel."""
-
-    BATCH = 50
-
-    def __init__(self, rng: random.Random, port: int, keys: Keys, hello: messages.Hello) -> None:
-        self._rng, self._port, self._hello, self._key = rng, port, hello, keys.fingerprint
-        self._plane = ZmqPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
-        self._dialer = Dialer(keys, max_message_bytes=messages.MAX_REPLY_BYTES)
-        self._mutator = Mutator(rng, [b"h", CREDIT.pack(b"c", 5)], "")
-        self.inputs = 0
-
-    def throw(self) -> None:
-        """``BATCH`` messages over a new channel, by a session of its own."""
-        connection = self._dialer.connect("127.0.0.1", self._port, key=self._key, timeout=_SECONDS)
-        connection.send(messages.encode(self._hello))
-        channel, payload = self._plane.connect(b"", "127.0.0.1")
-        connection.send(messages.encode(messages.Attach(plane="zmq", payload=payload)))
-        replies: list[list[bytes]] = []
-        self._until(lambda: replies.extend(connection.receive()) or len(replies) == 2)
-        attached = messages.decode_reply(replies[1])
-        assert isinstance(attached, messages.Attached) and isinstance(channel, ZmqRecvChannel), attached
-        self._plane.finish(channel, attached.payload)
-        channel.end.socket.sndtimeo = int(_SECONDS * 1000)  # the first one waits for the connection
-        for _ in range(self.BATCH):
-            frames = [self._mutator.next() for _ in range(self._rng.choice((1, 1, 1, 1, 2, 3, 40)))]
-            try:
-                channel.end.socket.send_multipart(frames)
-            except zmq.Again:  # P has ended the channel, and nobody takes the message
-                break
-            channel.end.socket.sndtimeo = 0
-            self.inputs += 1
-        self._until(lambda: channel.progress() and channel.error is not None)  # P ends it at the first one
-        channel.close()
-        connection.close()
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + _SECONDS
-        while not condition():
-            assert time.monotonic() < end, "P does not answer"
-            self._dialer.progress()
-            time.sleep(0.001)
-
-    def close(self) -> None:
-        self._dialer.close()
-        self._plane.close()

@@ -17,7 +17,7 @@ from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine
 from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
-from tests.fuzz.attackers import KeyHolder, Stranger, ZmqKeyHolder, unix_names
+from tests.fuzz.attackers import KeyHolder, Stranger, unix_names
 from tests.fuzz.honest import TOKEN, Honest
 from tests.fuzz.in_process import TIMES, Outcome
 from tests.support.fault_proxy import FaultProxy
@@ -50,7 +50,7 @@ def targets() -> list[Target]:
     kinds = [
         ("control port", "shm", "control", False), ("control port, with the key", "shm", "control", True),
         ("tcp data port", "tcp", "data", False), ("zmq data port", "zmq", "data", False),
-        ("zmq data port, with the key", "zmq", "data", True), ("shm socket", "shm", "socket", False),
+        ("shm socket", "shm", "socket", False),
     ]  # fmt: skip
     return [
         Target(f"{name} of {side}", plane, which, side, key)
@@ -97,8 +97,6 @@ class Pair(RankPair):
     def attacker(self, target: Target, rng: random.Random, honest: Honest, keys: Keys) -> Any:
         if not target.key:
             return Stranger(rng, self.port_of(target), self.recorded, keys if target.which == "control" else None)
-        if target.which == "data":
-            return ZmqKeyHolder(rng, self.control(target), keys, honest.hello)
         token = self.sides[target.side].grant("attacked", THEIRS, TOKENS)  # so that some messages concern a lease
         corpus = [[f.replace(TOKEN, token) for f in messages.encode(request)] for request in honest.requests]
         return KeyHolder(rng, self.control(target), keys, corpus)

@@ -72,7 +72,7 @@ def test_faults_are_seen(run: Callable[[bytes], None], seen: str) -> None:
 
 def test_ports() -> None:
     """P's; D's are the same in other processes, and in the whole run."""
-    names = ["control port", "control port, with the key", "zmq data port, with the key", "shm socket"]
+    names = ["control port", "control port, with the key", "zmq data port", "shm socket"]
     chosen = [target for target in ports.targets() if target.name in [f"{name} of P" for name in names]]
     found = ports.fuzz(SEED, 250 * len(chosen), math.inf, chosen)
     assert {name: outcome.failures for name, outcome in found.items()} == {target.name: {} for target in chosen}

@@ -22,8 +22,7 @@ import torch
 
 from tests.gpu.gpu_forms import Case, Form, cases
 from tests.support.engines import ServerGroup
-from tests.support.fragment import in_sequence, scatter
-from tests.support.kv_bytes import prompt_digest
+from tests.support.kv_bytes import in_sequence, prompt_digest, scatter
 from tests.support.served import (
     LONG_SECONDS,
     at_once,
@@ -84,7 +83,7 @@ class SharedEngines:
 def start(group: ServerGroup, form: Form, models: Path) -> Server:
     spec = MODELS[form.heads]
     arguments = [
-        "--worker-extension-cls", "tests.support.kv_heads.KVHeads",
+        "--worker-extension-cls", "tests.support.kv_bytes.KVHeads",
         "--attention-backend", form.attention, "--num-gpu-blocks-override", str(form.blocks),
         "--tensor-parallel-size", str(form.tensor), "--pipeline-parallel-size", str(form.pipeline),
         "--max-num-seqs", str(form.blocks // 5), "--disable-custom-all-reduce",

@@ -174,7 +174,7 @@ def telling(server: Server) -> str:
 
 
 def start(group: ServerGroup, name: str, form: Form, model: Path, drafts: Mapping[str, Any]) -> Server:
-    arguments = ["--worker-extension-cls", "tests.support.kv_drafts.KVDrafts", "--max-num-seqs", str(AT_ONCE)]
+    arguments = ["--worker-extension-cls", "tests.support.kv_bytes.KVDrafts", "--max-num-seqs", str(AT_ONCE)]
     arguments += [*form.arguments, *([] if ON_CPU else ["-cc.mode=none", "-cc.cudagraph_mode=FULL_DECODE_ONLY"])]
     if drafts and form.drafts:
         arguments += ["--speculative-config", json.dumps({**drafts, "num_speculative_tokens": DRAFTS})]

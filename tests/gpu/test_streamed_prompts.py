@@ -9,8 +9,7 @@ import torch
 
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import PATIENT, RankGroup
-from tests.support.ranks import wait
-from tests.support.timed import Timed
+from tests.support.ranks import Timed, wait
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -13,11 +13,10 @@ from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.shm import ShmPlane
 from tests.support.inside import leases_of
-from tests.support.rank_process import RemoteRank
-from tests.support.ranks import Rank, grant, load_plan, peer, wait
-from tests.support.timed import Timed
+from tests.support.pair import RemoteRank
+from tests.support.ranks import Rank, Timed, grant, load_plan, peer, wait
 from tests.transport.control_ends import Dialed
-from tests.transport.plane_list import PULL, PUSH, host_planes
+from tests.transport.plane_pair import PULL, PUSH, host_planes
 
 TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 """A prompt, and its blocks on P and on D."""

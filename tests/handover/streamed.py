@@ -11,7 +11,7 @@ from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import OURS, PATIENT, THEIRS, TOKENS, Pair, RankGroup
 from tests.support.inside import prompts_of, sends_of
 from tests.support.ranks import Rank, left_in_tables, wait
-from tests.transport.plane_list import PUSH, host_planes
+from tests.transport.plane_pair import PUSH, host_planes
 
 STEP = 40
 ELSEWHERE = [20, 21, 24, 22, 28, 27, 30]

@@ -41,10 +41,19 @@ from tests.handover.scenario import (
     wipe,
 )
 from tests.handover.streamed import all_ended
-from tests.support.clocks import put_forward
 from tests.support.inside import board_of, leases_of, sends_of, sessions_of
-from tests.support.ranks import Rank, grant, let_time_pass, load_plan, on_its_thread, peer, reason_of, wait
-from tests.support.timed import Timed
+from tests.support.ranks import (
+    Rank,
+    Timed,
+    grant,
+    let_time_pass,
+    load_plan,
+    on_its_thread,
+    peer,
+    put_forward,
+    reason_of,
+    wait,
+)
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])

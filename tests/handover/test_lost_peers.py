@@ -28,7 +28,7 @@ from tests.handover.scenario import (
 )
 from tests.support.engines import free_port
 from tests.support.inside import sends_of
-from tests.support.rank_process import RemoteRank, remote_peer
+from tests.support.pair import RemoteRank, remote_peer
 from tests.support.ranks import Rank, let_time_pass, load_plan, no_failed_link, peer, reason_of, wait
 
 QUICK: dict[str, Any] = {"transfer_timeout_seconds": 3.0, "handshake_timeout_seconds": 6.0, "lease_seconds": 4.0}

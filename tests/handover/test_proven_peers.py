@@ -41,7 +41,7 @@ from tests.handover.scenario import (
 )
 from tests.handover.test_lost_peers import far_and_near
 from tests.support.fork_server import Program, fork_server
-from tests.support.rank_process import RemoteRank, remote_peer
+from tests.support.pair import RemoteRank, remote_peer
 from tests.support.ranks import Rank, grant, load_plan, on_its_thread, wait
 from tests.transport.test_planes_hosts import listening_ports, our_address
 

@@ -38,10 +38,9 @@ from tests.handover.scenario import (
     leased,
     load_from,
 )
-from tests.support.clocks import hold_up, put_forward
 from tests.support.inside import leases_of, listener_of, plans_of, sends_of
-from tests.support.rank_process import remote_peer
-from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
+from tests.support.pair import remote_peer
+from tests.support.ranks import Rank, grant, hold_up, let_time_pass, load_plan, peer, put_forward, wait
 
 AVOIDED = avoided_seconds(120.0)
 """How long D avoids a plane with these settings."""

@@ -36,7 +36,7 @@ from tests.handover.scenario import (
     wipe,
 )
 from tests.support.engines import free_port
-from tests.support.rank_process import remote_peer
+from tests.support.pair import remote_peer
 from tests.support.ranks import Rank, load_plan, peer, standing, wait
 
 PLANES = ["cma", "shm", "tcp"]

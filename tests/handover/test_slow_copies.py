@@ -37,7 +37,7 @@ from tests.handover.scenario import (
 from tests.handover.slow_copies import SlowCopies, install
 from tests.support.inside import leases_of
 from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, standing, wait
-from tests.transport.plane_list import PUSH, host_planes
+from tests.transport.plane_pair import PUSH, host_planes
 
 PLANES = host_planes(PUSH)
 WIDE = {"layers": 8, **SMALL}

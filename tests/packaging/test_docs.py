@@ -1,10 +1,11 @@
-"""README.md and docs/: pages that are short, links that lead somewhere, tables and quotations that are true."""
+"""README.md and docs/: short pages, links that lead somewhere, true tables and quotations, promises, a whole site."""
 
 from __future__ import annotations
 
 import ast
 import re
 import runpy
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from markdown_it import MarkdownIt
 
 from kvferry.connector.wire.metrics import FAILURE_KINDS, PROMPT_ENDS
 from kvferry.connector.wire.series import PREFIX, SERIES
@@ -177,3 +180,132 @@ def test_make_targets_that_are_named_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
     codes = "\n".join(code for page in PAGES for code in CODE.findall(read(page)))
     assert {"demo", "test"} <= set(re.findall(r"\bmake ([a-z][\w-]*)", codes)) <= targets
+
+
+PAGE = (ROOT / "docs" / "promises.md").read_text()
+NAMED = re.compile(r"`((?:tests|benchmarks)/[\w/.*]*)(?:::(\w+))?`")
+NOTE = re.compile(r"(?<![\w`])\(([a-z])\)")
+
+
+def table_of(heading: str) -> list[list[str]]:
+    """The cells of the first table behind a heading, without its own heading."""
+    lines = [line for line in PAGE.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@cache
+def names_in(file: Path) -> frozenset[str]:
+    return frozenset(node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
+
+
+def missing_tests(text: str) -> list[str]:
+    """The tests, files and folders in a text that do not exist."""
+    return [
+        f"{name}::{test}"
+        for name, test in NAMED.findall(text)
+        if not list(ROOT.glob(name)) or (test and test not in names_in(ROOT / name))
+    ]
+
+
+def test_every_promise_has_tests() -> None:
+    promises = table_of("Promises")
+    assert len(promises) > 50
+    for promise, tests, *planted in promises:
+        assert promise and NAMED.search(tests) and len(planted) == 1, promise
+
+
+def test_every_fault_has_a_row_and_every_cell_says_something() -> None:
+    rows = table_of("Faults")
+    assert [row[0] for row in rows] == [f"F{number}" for number in range(1, 26)]
+    for row in rows:
+        assert len(row) == 6 and all(NAMED.search(cell) or NOTE.search(cell) for cell in row[2:]), row[0]
+        assert NAMED.search(row[2]), f"{row[0]}: a fault in host memory has a test"
+    notes = set(NOTE.findall(" ".join(cell for row in rows for cell in row)))
+    assert notes == set(re.findall(r"^- \(([a-z])\) ", PAGE, re.MULTILINE))
+
+
+def test_tests_that_are_named_exist() -> None:
+    assert missing_tests(PAGE) == []
+    planted = "`tests/packaging/test_none.py` `tests/none/` `tests/packaging/test_docs.py::test_none`"
+    assert len(missing_tests(planted)) == 3
+
+
+CONFIG = ROOT / "mkdocs.yml"
+SITE_PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"([^\"]+)\"|<link\b(?![^>]*canonical)[^>]*href=\"([^\"]+)\""
+)
+
+
+def build(config: Path, target: Path) -> str:
+    """What a strict build says where it fails; empty where it ended well. Not with --quiet, which hides warnings also
+    from --strict."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(target)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=800)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    assert build(CONFIG, target) == ""
+    return target
+
+
+def test_nothing_is_fetched_from_another_host_and_pictures_are_shown(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(SITE_PAGES)
+    fetched = {page: ["".join(found) for found in FETCHED.findall(page.read_text())] for page in pages}
+    assert all(fetched.values())
+    assert [url for urls in fetched.values() for url in urls if re.match(r"(?:\w+:)?//", url)] == []
+    for style in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import )['\"]?(?:https?:)?//", style.read_text()), style
+    shown = [url for url in fetched[site / "docs" / "benchmarks.html"] if url.endswith(".svg")]
+    assert shown and all((site / "docs" / url).is_file() for url in shown)
+
+
+@pytest.mark.parametrize("page", [page for page in SITE_PAGES if page != "docs/api.md"])
+def test_a_page_reads_as_it_does_in_the_repository(page: str, site: Path) -> None:
+    """MkDocs' Markdown is not CommonMark: a list right behind a line of text is none for it."""
+    expected = MarkdownIt("commonmark").enable("table").render((ROOT / page).read_text())
+    path = site / ("index.html" if page == "README.md" else Path(page).with_suffix(".html"))
+    shown = path.read_text().split('itemprop="articleBody">')[1].split("<footer>")[0]
+    for tag in ("li", "tr", "td", "pre", "code", "h1", "h2", "h3", "img", "ol", "ul", "strong"):
+        assert len(re.findall(f"<{tag}[ >]", shown)) == len(re.findall(f"<{tag}[ >]", expected)), tag
+
+
+def test_the_reference_has_each_name_with_its_members(site: Path) -> None:
+    page = (site / "docs" / "api.html").read_text()
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    half = "kvferry.connector.engine.scheduler.SchedulerHalf"
+    names += [f"{half}.take_plan", f"{half}.set_ranks", f"{half}.clock"]  # its own, of a base class, a field
+    assert [name for name in names if f'id="{name}"' not in page] == []
+    assert "Tokens of a block, on all ranks together" in page  # the comment behind a field
+
+
+def small_site(folder: Path, text: str, *nav: str) -> str:
+    """The warnings of a site of three pages, by our settings and our hook."""
+    docs = folder / "docs"
+    docs.mkdir()
+    (folder / "README.md").write_text("# All\n\n[page](docs/page.md)\n")
+    (docs / "page.md").write_text(f"# Page\n\n{text}\n")
+    (docs / "settings.md").write_text("# Settings\n")
+    (docs / "site.css").touch()
+    (docs / "site_files.py").write_text((ROOT / "docs" / "site_files.py").read_text())
+    (folder / "benchmarks" / "results").mkdir(parents=True)
+    (folder / "benchmarks" / "one.json").write_text("{}")
+    config = yaml.safe_load(CONFIG.read_text()) | {"nav": ["README.md", "docs/page.md", *nav]}
+    (folder / "mkdocs.yml").write_text(yaml.safe_dump(config))
+    return build(folder / "mkdocs.yml", folder / "site")
+
+
+def test_a_file_that_a_page_links_is_part_of_the_site(tmp_path: Path) -> None:
+    assert small_site(tmp_path, "[a](../benchmarks/one.json) [b](settings.md#settings)", "docs/settings.md") == ""
+    assert (tmp_path / "site" / "benchmarks" / "one.json").exists()
+
+
+def test_dead_links_and_pages_without_a_place_are_errors(tmp_path: Path) -> None:
+    dead = ("none.md", "settings.md#none", "../benchmarks/results", "/settings.md", "none.png")
+    said = small_site(tmp_path, " ".join(f"[a]({link})" for link in dead))
+    assert "strict mode" in said and "docs/settings.md" in said
+    assert [link for link in dead if f"'{link}'" not in said] == []

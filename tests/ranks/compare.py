@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.ranks.pairing import Pairing, Rank
-from tests.ranks.rank_processes import PROCESSES, RankProcesses, Seen
+from tests.ranks.rank_host import PROCESSES, RankProcesses, Seen
 
 Taken = tuple[str, int, int]  # (kind, layer, head), global
 Read = tuple[Rank, Taken, list[int]]  # (P rank, what, tokens) of something that a D rank asked for

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.rank_processes import RankProcesses
+from tests.ranks.rank_host import RankProcesses
 
 
 @pytest.fixture(scope="session")

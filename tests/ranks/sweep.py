@@ -19,10 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from tests.ranks.compare import check
-from tests.ranks.matrix import GPU_PLANES, PLANES, cells
+from tests.ranks.matrix import GPU_PLANES, PLANES, cells, save
 from tests.ranks.pairing import Pairing, draw, parse
-from tests.ranks.rank_processes import RankProcesses
-from tests.ranks.table import save
+from tests.ranks.rank_host import RankProcesses
 
 
 def drawn(seed: int, count: int, planes: tuple[str, ...]) -> list[Pairing]:

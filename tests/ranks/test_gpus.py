@@ -11,7 +11,7 @@ import torch
 from tests.ranks.compare import check, compare
 from tests.ranks.matrix import GPU_PLANES
 from tests.ranks.pairing import Form, Model, Pairing
-from tests.ranks.rank_processes import RankProcesses
+from tests.ranks.rank_host import RankProcesses
 from tests.ranks.sweep import drawn
 from tests.support.apart import need_namespaces
 from tests.support.remote import RemoteApart

@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from tests.ranks.compare import check
-from tests.ranks.matrix import PARALLEL, PLANES, TABLES, cells, one_for_each_place
+from tests.ranks.matrix import FORMS, PARALLEL, PLANES, TABLES, cells, load, one_for_each_place, render
 from tests.ranks.pairing import Form, Model, Pairing, parse
-from tests.ranks.rank_processes import RankProcesses
+from tests.ranks.rank_host import RankProcesses
 from tests.ranks.sweep import drawn
-from tests.ranks.table import FORMS, load, render
 
 CELLS = cells()
 

@@ -22,8 +22,8 @@ from kvferry.router.http_client import Answer
 from kvferry.router.legs import MAX_BODY_BYTES
 from kvferry.router.request_bodies import without_params
 from tests.router.stand_ins import COMPLETIONS, PARAMS, PLAIN, Engine, prefill_engine, routed, served
-from tests.support.lines import LineCount
 from tests.support.served import eventually
+from tests.support.turns import LineCount
 
 TURN = 2000
 """Bytes of one turn of a user: some blocks of the router's affinity."""

@@ -39,9 +39,8 @@ from kvferry.connector.wire.step_plan import (
 )
 from kvferry.transport.errors import ProtocolError
 from tests.simulation.memory import BLOCK_TOKENS, Form
-from tests.simulation.network import Network
+from tests.simulation.network import Network, Violation
 from tests.simulation.node import TURN_SECONDS, Node
-from tests.simulation.timeline import Violation
 
 STANDS_AFTER_SECONDS = 60e-6
 """When the engine first looks whether a load inside a step stands."""

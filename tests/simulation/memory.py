@@ -22,7 +22,7 @@ from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.copies import Copies, DeviceEvent, WaitPolicy
 from kvferry.transport.channels import CPU, Copy
-from tests.simulation.timeline import Timeline, Violation
+from tests.simulation.network import Timeline, Violation
 
 BLOCK_TOKENS, CONTENT = 16, 16
 """Tokens in a block; elements of 8 bytes per head and token. A block of one head is just long enough to be sent in

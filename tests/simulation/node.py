@@ -22,9 +22,8 @@ from kvferry.connector.wire.step_plan import LOST, Load, LookupResult, RankAddre
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
-from tests.simulation.network import WAKER_FD, Network, SimDialer, SimListener
+from tests.simulation.network import WAKER_FD, Network, SimDialer, SimListener, Violation
 from tests.simulation.planes import PlacePlane, PullPlane, PushPlane, SimPlane
-from tests.simulation.timeline import Violation
 from tests.support.inside import (
     board_of,
     consumer_of,

@@ -28,7 +28,7 @@ import torch  # noqa: E402
 
 from benchmarks.harness import report  # noqa: E402
 from tests.simulation.fleet import Fleet  # noqa: E402
-from tests.simulation.timeline import Violation  # noqa: E402
+from tests.simulation.network import Violation  # noqa: E402
 
 COLUMNS: Mapping[str, str] = {
     "outcomes": "requests of D",

@@ -12,9 +12,8 @@ from kvferry.connector.wire.messages import IDLE_LINK_SECONDS
 from kvferry.connector.wire.metrics import Figures, add, no_figures
 from tests.simulation.engines import Engine
 from tests.simulation.memory import Form
-from tests.simulation.network import Network, Odds
-from tests.simulation.timeline import ErrorLog, Timeline, Violation
-from tests.support.timed import Timed
+from tests.simulation.network import ErrorLog, Network, Odds, Timeline, Violation
+from tests.support.ranks import Timed
 
 SETTINGS = Timed(
     lease_seconds=2.0,

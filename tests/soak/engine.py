@@ -20,9 +20,8 @@ import torch
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from tests.support.inside import consumer_of, leases_of, producer_of, sends_of, sessions_of, thread_of
-from tests.support.ranks import Rank, labels, left_in_tables, let_time_pass
+from tests.support.ranks import Rank, Timed, labels, left_in_tables, let_time_pass
 from tests.support.remote import tell
-from tests.support.timed import Timed
 from tests.support.turns import Usage
 
 MAX_TOKENS = 320

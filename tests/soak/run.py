@@ -4,7 +4,7 @@
 
 For each plane one P and one D live for the whole run. Beside them, one P and one D of one plane after the other are
 killed and started again on the same port. Hand-overs go over the planes in turn. The run fails where a load is reported
-with other bytes, twice or not at all, where a block is missing at the end, or where a process grows (``flatness.py``).
+with other bytes, twice or not at all, where a block is missing at the end, or where a process grows (``driver.py``).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / ".typing"))
 
 from benchmarks.harness import report  # noqa: E402
-from tests.soak import flatness  # noqa: E402
+from tests.soak import driver  # noqa: E402
 from tests.soak.driver import PLANES, Soak  # noqa: E402
 from tests.support.pair import run_parser  # noqa: E402
 
 
-def verdicts(soak: Soak) -> list[flatness.Verdict]:
+def verdicts(soak: Soak) -> list[driver.Verdict]:
     found = []
     for engine in soak.lasting:
         samples = [sample for sample in soak.samples.get(engine.name, ()) if sample["at"] <= soak.lasted]
-        found += flatness.judge(engine.name, samples, soak.lasted, soak.restarts)
+        found += driver.judge(engine.name, samples, soak.lasted, soak.restarts)
     return found
 
 
@@ -69,7 +69,7 @@ def main() -> int:
     found = document(soak)
     for plane, outcomes in found["outcomes"].items():
         print(f"{plane}: {', '.join(f'{count} {name}' for name, count in outcomes.items())}")
-    print(flatness.table(verdicts(soak)))
+    print(driver.table(verdicts(soak)))
     for name, value in found["figures"].items():
         print(f"{name:<28} {value:g}")
     for failure in failures(soak):

@@ -19,17 +19,25 @@ Both say how many tokens were digested: a comparison of anything but all of them
 ids of those tokens, by which the two sides are matched: P may have been given all of the prompt, or, because a state
 cannot be wound back, all but its last token. Tokens are digested one after the other, whatever the block size and
 however a block is packed inside. ``blocks`` is the request's block table, per KV cache group. Axes: [B,H,N,C] per
-layer, [B,...] for states.
-"""
+layer, [B,...] for states."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import random
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+
+from tests.support.server import EngineError, Server
 
 
 @dataclass(frozen=True)
@@ -343,3 +351,126 @@ def cached_layer(group: int, spec: Any, name: str, layer: Any) -> Cached:
     elif "ChunkedLocal" in type(spec).__name__:
         kind, span = "chunk", spec.attention_chunk_size
     return Cached(group, spec.block_size, tensors[:1], places, kind, span)
+
+
+class KVHeads(KVBytes):
+    """``layers`` of a record are named ``LAYER#HEAD``; each rank has those of its own layers and heads."""
+
+    def kv_corrupt(self, count: str = "1", rank: str = "") -> dict[str, Any]:
+        """As ``KVBytes.kv_corrupt``, on one rank of the engine if it is named."""
+        return super().kv_corrupt(count) if rank in ("", str(self._kvb_rank)) else {}
+
+    def kv_save_records(self, folder: str) -> dict[str, Any]:
+        """``kv_records`` into a file ``dpD-rankN.json``: of several data-parallel ranks vLLM passes one answer on."""
+        replica = self.vllm_config.parallel_config.data_parallel_index  # type: ignore[attr-defined]
+        (Path(folder) / f"dp{replica}-rank{self._kvb_rank}.json").write_text(json.dumps(self.kv_records()))
+        return {}
+
+    @property
+    def _kvb_rank(self) -> int:
+        """Counted through all pipeline stages."""
+        return int(self.rank)  # type: ignore[attr-defined]
+
+    def _kvb_record(self, when: str, request_id: str, seen: Any, tokens: int) -> None:
+        super()._kvb_record(when, request_id, seen, tokens)
+        in_stage = self._kvb_rank % self.vllm_config.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
+        heads = {}
+        for name, layer in self._kvb_layers().items():
+            rows = layer.content(seen.blocks[layer.group], tokens)
+            first = in_stage * rows.shape[0]
+            for number, head in enumerate(rows):
+                heads[f"{name}#{first + number}"] = digest(head)
+        self._kvb_records[-1]["layers"] = heads
+
+
+class KVDrafts(KVBytes):
+    """Records are made when a step has drafted; also what it has drafted."""
+
+    _kvd_drafted: list[list[int]]
+    _kvd_step: Any = None
+
+    def kv_watch(self) -> dict[str, Any]:
+        told = super().kv_watch()
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if "_kvd_drafted" not in self.__dict__:
+            self._kvd_drafted = []
+            sample, take = runner.sample_tokens, runner.take_draft_token_ids
+
+            def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+                result = sample(*args, **kwargs)
+                super(KVDrafts, self)._kvb_after(self._kvd_step)
+                return result
+
+            def take_draft_token_ids() -> Any:
+                drafts = take()
+                if drafts is not None:
+                    self._kvd_drafted += [list(ids) for ids in drafts.draft_token_ids]
+                return drafts
+
+            runner.sample_tokens, runner.take_draft_token_ids = sample_tokens, take_draft_token_ids
+        return told
+
+    def drafted(self) -> list[list[int]]:
+        found, self._kvd_drafted = self._kvd_drafted, []
+        return found
+
+    def _kvb_after(self, step: Any) -> None:
+        self._kvd_step = step
+
+
+class KVFailing(KVBytes):
+    def kv_fail_inside(self) -> list[int]:
+        """Loads beside the steps are as ever."""
+        from kvferry.connector.decode_side.read import Reads
+
+        if "_planted" in self.__dict__:
+            self.__dict__.pop("_planted").stop()
+            return []
+        begin = Reads.begin_pull
+
+        def begin_pull(reads: Any, read: Any, *args: Any) -> Any:
+            if read.active_load.load.now:
+                raise RuntimeError("planted")
+            return begin(reads, read, *args)
+
+        self._planted = mock.patch.object(Reads, "begin_pull", begin_pull)
+        self._planted.start()
+        return []
+
+
+OUTPUTS = (0.5, 1.5, 3.0, 6.0)
+"""Blocks that a request decodes, of four kinds that run side by side."""
+
+
+def block_count(engine: Server) -> int:
+    """Of the engine's block pool."""
+    for name, labels in engine.metrics():
+        if name == "vllm:cache_config_info":
+            return int(dict(labels)["num_gpu_blocks"])
+    raise EngineError(f"{engine.name}: no vllm:cache_config_info among its metrics")
+
+
+def in_sequence(block_ids: Sequence[int]) -> float:
+    """The share of a table's blocks that lie right behind the one before: 1 for fresh tables, near 0 for scattered."""
+    steps = [after - before for before, after in pairwise(block_ids)]
+    return steps.count(1) / max(1, len(steps))
+
+
+def scatter(engine: Server, block_tokens: int, beside: int, vocabulary: int, turns: float = 1.5, seed: int = 0) -> None:
+    """Send prompts of one to three blocks, ``beside`` at a time, of mixed length and with answers of mixed length.
+
+    It ends when the blocks of the whole pool went through them ``turns`` times.
+    """
+    rng = random.Random(seed)
+    left = turns * block_count(engine)
+
+    def batch(blocks: float) -> dict[str, Any]:
+        lengths = [rng.randrange(block_tokens, 3 * block_tokens) for _ in range(beside // len(OUTPUTS))]
+        prompts = [[rng.randrange(2, vocabulary) for _ in range(length)] for length in lengths]
+        options = {"max_tokens": int(blocks * block_tokens), "ignore_eos": True, "temperature": 0}
+        return {"model": "model", "prompt": prompts, **options}
+
+    with ThreadPoolExecutor(len(OUTPUTS)) as pool:
+        while left > 0:
+            list(pool.map(lambda body: engine.post("/v1/completions", body), map(batch, OUTPUTS)))
+            left -= beside * (2 + sum(OUTPUTS) / len(OUTPUTS))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ from kvferry.connector.wire.step_plan import (
     StepResults,
     pack_ids,
 )
-from tests.support.clocks import put_forward
 from tests.support.inside import (
+    clock_of,
     consumer_of,
     early_asks,
     early_votes,
@@ -39,9 +41,64 @@ from tests.support.inside import (
     producer_of,
     prompts_of,
     sends_of,
+    set_clock,
     thread_of,
 )
-from tests.support.lanes import lanes_of
+
+LANES = "cuda,tcp" if torch.cuda.is_available() else "tcp"
+"""``UCX_TLS`` for NIXL: with a GPU it demands CUDA's copies, for host memory too; without one UCX warns of them on
+stdout."""
+
+
+@contextmanager
+def lanes_of(plane: str) -> Iterator[None]:
+    """The plane ``nixl`` goes over TCP here, unless ``UCX_TLS`` names other lanes."""
+    before = os.environ.get("UCX_TLS")
+    if plane == "nixl":
+        os.environ["UCX_TLS"] = before or LANES
+    try:
+        yield
+    finally:
+        if plane == "nixl" and before is None:
+            del os.environ["UCX_TLS"]
+
+
+class Timed(Settings, frozen=True, kw_only=True):
+    """As ``Settings``, with the properties of the same names as fields."""
+
+    lease_cap_seconds: float = 600.0
+    ask_hold_seconds: float = 10.0
+    handshake_timeout_seconds: float = 10.0
+    transfer_timeout_seconds: float = 30.0
+
+
+class _Later:
+    """A clock that is ahead of another."""
+
+    def __init__(self, clock: Any, seconds: float) -> None:
+        self.inner, self._seconds = clock, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def turn(self) -> float:
+        return float(self.inner.turn()) + self._seconds
+
+
+def _of(transfer_thread: Any) -> Any:
+    clock: Any = clock_of(transfer_thread)
+    return clock.inner if isinstance(clock, _Later) else clock
+
+
+def put_forward(transfer_thread: Any, seconds: float) -> None:
+    """It is ``seconds`` later for the transfer thread than it would be; a lease ends at a chosen moment."""
+    set_clock(transfer_thread, _Later(_of(transfer_thread), seconds))
+
+
+def hold_up(transfer_thread: Any, seconds: float) -> None:
+    """The host lets the transfer thread's thread stand still for so long, as far as its clock says."""
+    _of(transfer_thread).clock = lambda: time.monotonic() + seconds
+    transfer_thread.wake()
 
 
 def labels(layers: Sequence[int], heads: Sequence[int], tokens: int, content: int) -> torch.Tensor:

@@ -5,14 +5,39 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tests.support.inside import ident_of, thread_of
-from tests.support.lines import LineCount
 from tests.support.ranks import Rank
+
+
+class LineCount:
+    """Counts the lines of Python in the functions that this thread calls meanwhile; with ``folders`` those of files
+    below these."""
+
+    def __init__(self, *folders: str) -> None:
+        self.count, self._before = 0, sys.gettrace()
+        self._folders = folders or ("",)
+
+    def __enter__(self) -> LineCount:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(self._folders):
+            return None
+        self.count += event == "line"
+        return self._trace
+
 
 MOST_TURN_SECONDS = 0.05
 """A peer must not hold the thread of the others for longer, in time of the processor."""

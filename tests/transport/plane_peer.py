@@ -1,18 +1,11 @@
-"""One process of the plane tests: serves a plane as the transfer thread does and obeys JSON lines on stdin.
-
-``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES DEVICE [HOST [NAMESPACE]]``. Every command is answered by one JSON
-line.
-"""
+"""One process of the plane tests: serves a plane as the transfer thread does. Its methods are orders of the test."""
 
 from __future__ import annotations
 
-import base64
 import ctypes
-import json
 import os
 import resource
 import select
-import sys
 import zlib
 from collections import Counter, deque
 from functools import partial
@@ -25,11 +18,10 @@ from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, 
 from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.registry import plane_spec
+from tests.support.pair import enter
 from tests.support.turns import resident_bytes
-from tests.transport.plane_list import pattern, plane_of
+from tests.transport.plane_pair import pattern, plane_of
 
-HOST = sys.argv[5] if len(sys.argv) > 5 else "127.0.0.1"
-"""The address of this process."""
 MEMORY_BYTES = 20 << 20
 """Of a process whose plane pulls: several turns of any plane."""
 P_BYTES, D_BYTES = 1, 2
@@ -64,14 +56,18 @@ class Read(PageRead):
         return Copy(done=True, on_stream=True)
 
 
-class Peer:
-    """Its ``do_`` methods are the commands. ``good``: tags of the messages that have come, by channel of D."""
+class PlanePeer:
+    """``good``: tags of the messages that have come, by channel of D. ``host``: the address of this process."""
 
-    def __init__(self, name: str, slot_bytes: int, staging_bytes: int, device: torch.device, memory_bytes: int) -> None:
-        self.memory = torch.from_numpy(pattern(P_BYTES, memory_bytes).copy()).to(device)
-        ranges = ((self.memory.data_ptr(), memory_bytes),)
+    def __init__(self, name: str, slot_bytes: int, staging_bytes: int, on: str, host: str, namespace: str) -> None:
+        if namespace:
+            enter(namespace)
+        device = torch.device(*((on,) if on == "cpu" else (on, 0)))
+        memory_bytes = MEMORY_BYTES if plane_spec(name.partition("-")[0]).load().pulls else 0
+        self.own = torch.from_numpy(pattern(P_BYTES, memory_bytes).copy()).to(device)
+        ranges = ((self.own.data_ptr(), memory_bytes),)
         memory = PlaneMemory(device, ranges if memory_bytes else ())
-        self.plane = plane_of(name, PlaneContext(HOST, slot_bytes, staging_bytes, memory))
+        self.plane = plane_of(name, PlaneContext(host, slot_bytes, staging_bytes, memory))
         self.channels: dict[str, Any] = {}
         self.to_send: dict[str, deque[tuple[int, int]]] = {}
         self.sent: Counter[str] = Counter()
@@ -80,57 +76,58 @@ class Peer:
         self.bad: list[str] = []
         self.taken: list[tuple[SendChannel, Slot]] = []
         self.held: list[Received] = []
-        self.hold = False
+        self.holds = False
         self.theirs: dict[str, int] = {}
         self.copies: list[Copy] = []
 
     # --- planes and channels
 
-    def do_offer(self) -> str:
-        return base64.b64encode(self.plane.offer()).decode()
+    def offer(self) -> bytes:
+        return self.plane.offer()
 
-    def do_connect(self, id: str, offer: str, host: str = "127.0.0.1") -> str:
-        self.channels[id], payload = self.plane.connect(base64.b64decode(offer), host)
+    def connect(self, id: str, offer: bytes, host: str = "127.0.0.1") -> bytes:
+        self.channels[id], payload = self.plane.connect(offer, host)
         self.good[id] = []
-        return base64.b64encode(payload).decode()
+        return payload
 
-    def do_accept(self, id: str, payload: str) -> str:
-        self.channels[id], reply = self.plane.accept(base64.b64decode(payload))
+    def accept(self, id: str, payload: bytes) -> bytes:
+        self.channels[id], reply = self.plane.accept(payload)
         self.to_send[id] = deque()
-        return base64.b64encode(reply).decode()
+        return reply
 
-    def do_finish(self, id: str, reply: str) -> None:
-        self.plane.finish(self.channels[id], base64.b64decode(reply))
+    def finish(self, id: str, reply: bytes) -> None:
+        self.plane.finish(self.channels[id], reply)
 
-    def do_close(self, id: str) -> None:
-        self.channels[id].close()
-        self.channels[id].close()
+    def close(self, id: str = "") -> None:
+        """Of a channel; of nothing where the test has ended."""
+        for _ in range(2 if id else 0):
+            self.channels[id].close()
 
-    def do_close_plane(self) -> None:
+    def close_plane(self) -> None:
         self.plane.close()
         self.plane.close()
 
-    def do_forget_channel(self, id: str) -> None:
+    def forget_channel(self, id: str) -> None:
         self.channels.pop(id)
 
-    def do_reset(self) -> None:
+    def reset(self) -> None:
         """Close all channels and start over, for the next test."""
-        self.do_hold(False)
-        self.do_give_back()
+        self.hold(on=False)
+        self.give_back()
         for channel in self.channels.values():
             channel.close()
         tables = (self.channels, self.to_send, self.sent, self.refused, self.good, self.bad, self.theirs, self.copies)
         for table in tables:
             table.clear()
-        self.memory.copy_(torch.from_numpy(pattern(P_BYTES, self.memory.numel()).copy()))
+        self.own.copy_(torch.from_numpy(pattern(P_BYTES, self.own.numel()).copy()))
 
-    def do_garbage(self, as_offer: list[str], as_attach: list[str]) -> list[str]:
+    def garbage(self, as_offer: list[bytes], as_attach: list[bytes]) -> list[str]:
         """What each malformed payload raises; anything but our own errors ends the process."""
         names = []
         connect = partial(self.plane.connect, host="127.0.0.1")
         for call, payload in [(connect, each) for each in as_offer] + [(self.plane.accept, each) for each in as_attach]:
             try:
-                call(base64.b64decode(payload))
+                call(payload)
                 names.append("accepted")
             except KVFerryError as error:
                 assert "\n" not in str(error)
@@ -139,73 +136,73 @@ class Peer:
 
     # --- messages
 
-    def do_slot_bytes(self, id: str) -> int:
+    def slot_bytes(self, id: str) -> int:
         return int(self.channels[id].slot_bytes)
 
-    def do_send(self, id: str, messages: list[tuple[int, int]]) -> None:
+    def send(self, id: str, messages: list[tuple[int, int]]) -> None:
         self.to_send[id].extend(messages)
 
-    def do_expect(self, id: str, messages: list[tuple[int, int]]) -> None:
+    def expect(self, id: str, messages: list[tuple[int, int]]) -> None:
         for tag, nbytes in messages:
             self.channels[id].expect(tag, nbytes)
 
-    def do_forget(self, id: str, tags: list[int]) -> None:
+    def forget(self, id: str, tags: list[int]) -> None:
         for tag in tags:
             self.channels[id].forget(tag)
 
-    def do_hold(self, on: bool) -> None:
+    def hold(self, on: bool) -> None:
         """Whether messages are kept instead of released."""
-        self.hold = on
+        self.holds = on
         while self.held and not on:
             self.held.pop(0).release()
 
-    def do_acquire(self, id: str) -> bool:
+    def acquire(self, id: str) -> bool:
         slot = self.channels[id].acquire()
         if slot is not None:
             self.taken.append((self.channels[id], slot))
         return slot is not None
 
-    def do_give_back(self) -> None:
+    def give_back(self) -> None:
         while self.taken:
             channel, slot = self.taken.pop()
             channel.give_back(slot)
 
     # --- reads
 
-    def do_memory(self) -> tuple[int, int]:
+    def memory(self) -> tuple[int, int]:
         """Where our memory is, and how large."""
-        return self.memory.data_ptr(), self.memory.numel()
+        return self.own.data_ptr(), self.own.numel()
 
-    def do_translate(self, id: str, address: int, nbytes: int) -> None:
+    def translate(self, id: str, address: int, nbytes: int) -> None:
         self.theirs[id] = self.channels[id].translate(address, nbytes)
 
-    def do_fill(self) -> None:
+    def fill(self) -> None:
         """What D has before it reads."""
-        self.memory.copy_(torch.from_numpy(pattern(D_BYTES, self.memory.numel()).copy()))
+        self.own.copy_(torch.from_numpy(pattern(D_BYTES, self.own.numel()).copy()))
 
-    def do_read(self, id: str, dst: list[int], src: list[int], nbytes: list[int]) -> int:
+    def read(self, id: str, dst: list[int], src: list[int], nbytes: list[int]) -> int:
         """Begin to read; the number of the copy."""
         columns = [np.array(column, dtype=np.int64) for column in (dst, src, nbytes)]
-        self.copies.append(self.channels[id].read(Read(self.memory, self.theirs[id], *columns)))
+        self.copies.append(self.channels[id].read(Read(self.own, self.theirs[id], *columns)))
         return len(self.copies) - 1
 
-    def do_cancel(self, id: str, copy: int) -> None:
+    def cancel(self, id: str, copy: int) -> None:
         self.channels[id].cancel(self.copies[copy])
 
-    def do_differing(self, dst: list[int], src: list[int], nbytes: list[int]) -> int:
+    def differing(self, dst: list[int], src: list[int], nbytes: list[int]) -> int:
         """How many bytes of our memory are neither what D had there before, nor where ranges were read P's."""
-        size = self.memory.numel()
+        size = self.own.numel()
         wanted, theirs = pattern(D_BYTES, size).copy(), pattern(P_BYTES, size)
         for to, of, count in zip(dst, src, nbytes, strict=True):
             wanted[to : to + count] = theirs[of : of + count]
-        return int((self.memory.cpu().numpy() != wanted).sum())
+        return int((self.own.cpu().numpy() != wanted).sum())
 
-    def do_checksum(self) -> int:
-        return zlib.crc32(self.memory.cpu().numpy().data)
+    def checksum(self) -> int:
+        return zlib.crc32(self.own.cpu().numpy().data)
 
     # --- the transfer thread's part
 
-    def do_status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         channels = self.channels.items()
         moving = [*getattr(self.plane, "transfers", ()), *getattr(self.plane, "fetches", ())]  # of ucx, and of nixl
@@ -252,49 +249,16 @@ class Peer:
             self.good[id].append(message.tag)
         else:
             self.bad.append(f"{id}: message {message.tag} differs")
-        if self.hold:
+        if self.holds:
             self.held.append(message)
         else:
             message.release()
 
-    def serve(self) -> None:
-        os.set_blocking(0, False)
-        buffered = b""
-        while True:
-            moved = self.step()
-            try:
-                data = os.read(0, 1 << 20)
-                if not data:
-                    return
-            except BlockingIOError:
-                data = b""
-            *lines, buffered = (buffered + data).split(b"\n")
-            for line in lines:
-                self.obey(json.loads(line))
-            if not moved and not data and self.plane.arm():
-                poll = select.poll()
-                poll.register(0, select.POLLIN)
-                for fd, events in self.plane.pollables():
-                    poll.register(fd, events)
-                poll.poll(100)
-
-    def obey(self, command: dict[str, Any]) -> None:
-        try:
-            answer = {"ok": getattr(self, "do_" + command.pop("do"))(**command)}
-        except KVFerryError as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=ANSWERS, flush=True)
-
-
-if __name__ == "__main__":
-    ANSWERS = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # UCX logs to stdout; that must not look like an answer
-    if len(sys.argv) > 6:
-        from tests.support.rank_process import enter
-
-        enter(sys.argv[6])
-    device = torch.device(*((sys.argv[4],) if sys.argv[4] == "cpu" else (sys.argv[4], 0)))
-    pulls = plane_spec(sys.argv[1].partition("-")[0]).load().pulls
-    peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), device, MEMORY_BYTES if pulls else 0)
-    print(json.dumps({"ready": os.getpid()}), file=ANSWERS, flush=True)
-    peer.serve()
+    def idle(self) -> float:
+        """A turn of the transfer thread; where nothing moves, wait for the plane or an order."""
+        if not self.step() and self.plane.arm():
+            poll = select.poll()
+            for fd, events in ((0, select.POLLIN), *self.plane.pollables()):
+                poll.register(fd, events)
+            poll.poll(100)
+        return 0.0

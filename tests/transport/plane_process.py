@@ -1,20 +1,16 @@
-"""Planes in processes of their own, driven by JSON lines: what a test can kill, stop and start again."""
+"""Planes in processes of their own: what a test can kill, stop and start again."""
 
 from __future__ import annotations
 
-import base64
-import json
 import random
-import select
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.support.fork_server import fork_server
+from tests.support.remote import Remote
 
 SLOT = 256 << 10
 STAGING = 4 << 20
@@ -22,31 +18,19 @@ MESSAGE = 250_000
 """Bytes of a message that nearly fills a slot; encrypted it is longer."""
 
 
-class Peer:
+class Peer(Remote):
     """A child process that serves a plane."""
 
-    def __init__(self, plane: str, device: str = "cpu", *where: str) -> None:
-        """``where``: its address, and the network namespace of ``ip netns`` that has it."""
-        script = Path(__file__).with_name("plane_peer.py")
-        self.process = fork_server().start(str(script), plane, str(SLOT), str(STAGING), device, *where)
-        self._answer()
+    def __init__(self, plane: str, device: str = "cpu", host: str = "127.0.0.1", namespace: str = "") -> None:
+        """``host``: its address; ``namespace``: the network namespace of ``ip netns`` that has it."""
+        super().__init__(
+            "tests.transport.plane_peer:PlanePeer", name=plane, slot_bytes=SLOT, staging_bytes=STAGING, on=device,
+            host=host, namespace=namespace,
+        )  # fmt: skip
+        self.answer()
 
     def __call__(self, do: str, **arguments: Any) -> Any:
-        answer = self.raw(do, **arguments)
-        assert "error" not in answer, answer["error"]
-        return answer["ok"]
-
-    def raw(self, do: str, **arguments: Any) -> Any:
-        self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        ready, _, _ = select.select([self.process.stdout], [], [], 600)
-        assert ready, "the peer does not answer"
-        line = self.process.stdout.readline()
-        assert line, f"the peer died with status {self.process.wait()}"
-        return json.loads(line)
+        return self.call(do, **arguments)
 
     def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 600) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
@@ -61,12 +45,6 @@ class Peer:
         """The error of a channel, once it has one; and not by a heartbeat."""
         error: str = self.until(lambda s: s["errors"][id] is not None, seconds=20)["errors"][id]
         return error
-
-    def close(self, id: str) -> None:
-        self("close", id=id)
-
-    def kill(self) -> None:
-        self.process.close()
 
 
 def rest(*peers: Peer) -> bool:
@@ -97,7 +75,7 @@ class Peers:
     def collect(self, failed: bool) -> None:
         for peer in self.used:
             if failed or peer.process.poll() is not None:
-                peer.kill()
+                peer.close()
             else:
                 peer("reset")
                 self.idle.append(peer)
@@ -122,7 +100,7 @@ def end(pool: dict[str, Peers]) -> None:
     """End all of them."""
     for shared in pool.values():
         for peer in shared.idle:
-            peer.kill()
+            peer.close()
     pool.clear()
 
 
@@ -143,21 +121,20 @@ def carry(p: Peer, d: Peer, tags: Iterable[int], nbytes: int = MESSAGE, id: str 
     d.until(all_good(tags, id))
 
 
-def damaged(payload: bytes) -> list[str]:
-    """Payloads that are none, in base 64."""
+def damaged(payload: bytes) -> list[bytes]:
+    """Payloads that are none."""
     rng = random.Random(2)
     wrong: tuple[Any, ...] = ({}, [], None, {"address": 1}, {"name": "x" * 1000})
     made = [b"", b"\x00", b"\x81" * 50_000, rng.randbytes(300), bytes(70_000), payload[:-1], payload + b"\0"]
     made += [msgspec.msgpack.encode(x) for x in wrong]
     made += [payload[: rng.randrange(len(payload))] for _ in range(20) if payload]
-    return [base64.b64encode(x).decode() for x in made if x != payload]
+    return [x for x in made if x != payload]
 
 
-def flipped(payload: bytes) -> list[str]:
+def flipped(payload: bytes) -> list[bytes]:
     """The payload with one bit of each byte changed. One bit of a random name or a number cannot be told from another
     one: such a payload may be accepted, and leads nowhere."""
-    made = [payload[:i] + bytes([payload[i] ^ 0x80]) + payload[i + 1 :] for i in range(len(payload))]
-    return [base64.b64encode(x).decode() for x in made]
+    return [payload[:i] + bytes([payload[i] ^ 0x80]) + payload[i + 1 :] for i in range(len(payload))]
 
 
 REFUSALS = {

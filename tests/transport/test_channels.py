@@ -21,8 +21,7 @@ from kvferry.transport.channels import CPU, Pieces
 from kvferry.transport.errors import TransportError
 from kvferry.transport.wake import FAILED_LINES, HELD_UP_SECONDS, LimitedLines, RateLimitedLog, RunningClock, Waker
 from tests.support.fork_server import fork_server
-from tests.transport.plane_list import pattern
-from tests.transport.plane_pair import PLANES, Pair
+from tests.transport.plane_pair import PLANES, Pair, pattern
 
 ROOT = Path(__file__).parents[2]
 NBYTES = 50_000

@@ -1,4 +1,4 @@
-"""Keys: only admitted peers get in, traffic is encrypted, and every mismatch is one clear line on both sides."""
+"""Who comes in at the control port: admitted keys from a file that nobody else may read, no strangers, no garbage."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import contextlib
 import hashlib
 import logging
 import math
+import os
+import random
+import re
 import secrets
 import socket
 import ssl
+import stat
+import struct
+import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import pairwise
 
@@ -21,17 +28,46 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+from typer.testing import CliRunner
 from zmq.utils import z85
 
+from kvferry.cli.main import app
+from kvferry.transport.control import key_file
 from kvferry.transport.control import keys as control_keys
 from kvferry.transport.control import listener as control_listener
-from kvferry.transport.control.keys import Keys
+from kvferry.transport.control.key_file import default_key_file, make_key_file, read_key_file, shared_key
+from kvferry.transport.control.keys import WHO_LISTENS, Keys, new_secret
+from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog
-from tests.fuzz.attackers import client_hello
-from tests.support.fault_proxy import FaultProxy
-from tests.transport.control_ends import KEYS, MESSAGE, Dialed, arrived, exchanged, listening, new_keys, until
-from tests.transport.control_strangers import GREETING, closed_by_peer, impostor, raw, server_of
+from tests.doctor.planted import NOBODY, as_nobody
+from tests.fuzz.attackers import HTTP, client_hello
+from tests.support.fault_proxy import Fault, FaultProxy, Kind
+from tests.support.fork_server import fork_server
+from tests.transport.control_ends import (
+    KEYS,
+    LIMIT,
+    MESSAGE,
+    Dialed,
+    arrived,
+    exchanged,
+    gone,
+    listening,
+    new_keys,
+    until,
+)
+from tests.transport.control_strangers import (
+    GREETING,
+    closed_by_peer,
+    holder,
+    impostor,
+    message,
+    raw,
+    say,
+    served,
+    server_of,
+    total,
+)
 
 OTHERS = new_keys()
 ADMITS_BOTH = Keys(KEYS.secret, [OTHERS.public])
@@ -312,3 +348,291 @@ def test_the_certificate_of_a_key_stays_the_same():
     (same,) = Keys(z85.decode(z85_key).hex().upper()).by_certificate
     assert certificate == same
     assert hashlib.sha256(certificate).hexdigest() == "db2deeca9c65c2ff8b04939f4f009489bb671a6edd16ea6f25383678fc3a218c"
+
+
+HELLO = client_hello(KEYS.of_d)
+GARBAGE = {
+    "http": HTTP, "tls": HELLO, "ones": b"\xff" * 10_000, "greeting-http": GREETING + HTTP,
+    "greeting-message": GREETING + message() * 100, "hello-http": GREETING + HELLO + HTTP,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_dropped_and_counted(listener, good, data):
+    served(listener, good)
+    with raw(listener, data) as peer:
+        assert closed_by_peer(listener, peer)
+    assert until(lambda: total(listener) >= 1) and set(listener.dropped) == {"handshake"}
+    served(listener, good)
+
+
+def test_a_stranger_is_told_which_key_it_does_not_know(listener):
+    with raw(listener, bytes(len(GREETING))) as peer:
+        assert peer.recv(100, socket.MSG_WAITALL) == ANSWER + KEYS.fingerprint.encode()
+
+
+def test_who_asks_whose_port_it_is_is_counted_and_no_line(listener, caplog):
+    with caplog.at_level(logging.WARNING), raw(listener, WHO_LISTENS) as peer:
+        assert closed_by_peer(listener, peer) and until(lambda: listener.dropped == {"handshake": 1})
+    assert not caplog.records
+
+
+def test_the_log_is_limited_in_rate(listener, good, caplog, monkeypatch):
+    """Its own clock stands: 50 connections may take longer than the time between two lines."""
+    monkeypatch.setattr(
+        control_listener, "log", RateLimitedLog(logging.getLogger("vllm.kvferry.transport"), clock=lambda: 0.0)
+    )
+    served(listener, good)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(50):
+            with raw(listener, HTTP) as peer:
+                closed_by_peer(listener, peer)
+        assert until(lambda: total(listener) >= 50)
+    assert listener.dropped["handshake"] == 50
+    lines = [line for record in caplog.records if str(listener.port) in (line := record.getMessage())]
+    assert len(lines) == 1 and "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("head", [(0, 0, LIMIT + 1), (255, 255, 0xFFFF_FFFF), (1, 0, LIMIT)])
+def test_a_message_that_is_too_large_ends_its_connection_at_its_head(listener, good, head):
+    served(listener, good)
+    with holder(listener, message() + struct.pack(">BBI", *head)) as peer:
+        assert closed_by_peer(listener, peer) and listener.dropped == {"oversize": 1}
+    served(listener, good)
+
+
+def test_a_message_is_whole_however_it_is_cut(listener):
+    sent = [[b"kvferry", b"\0\5", b"x"], [b"", b"", bytes(range(256)) * 200], [b"kvferry", b"\0\5", b""]]
+    data, found, source = b"".join(message(*frames) for frames in sent), [], random.Random(0)
+    with holder(listener) as peer:
+        while data:
+            size = source.choice([1, 2, 5, 7, 300, 20_000])
+            found += say(listener, peer, data[:size])
+            data = data[size:]
+        assert until(lambda: found.extend(listener.receive()) or len(found) == 3)
+    assert [frames for _, frames, _ in found] == sent
+
+
+@pytest.mark.parametrize("at", [0, 2, 4, 40], ids=["type", "version", "length", "content"])
+@pytest.mark.parametrize("upwards", [True, False], ids=["to P", "to D"])
+def test_a_damaged_byte_of_a_tls_record(listener, connect, upwards, at):
+    """It ends its connection, and no process."""
+    proxy = FaultProxy("127.0.0.3")
+    proxy.open(listener.port, "127.0.0.1")
+    first = connect(listener.port, proxy.address)
+    with contextlib.closing(proxy):
+        assert exchanged(listener, first)
+        proxy.arm(Fault(Kind.CORRUPT, listener.port, upwards, at=at))
+
+        def lost():
+            for identity, frames, _ in listener.receive():
+                assert frames == MESSAGE
+                listener.send(identity, MESSAGE)
+            assert all(frames == MESSAGE for frames in first.receive())
+            first.send(MESSAGE)  # a record whose length was changed waits for more bytes
+            return first.lost
+
+        assert until(lost) and proxy.struck
+        first.close()
+        assert gone(listener) and exchanged(listener, connect(listener.port, proxy.address))
+
+
+FLOOD = """
+import collections, socket, struct, sys
+from contextlib import suppress
+port, address, said, kept = int(sys.argv[1]), sys.argv[2], bytes.fromhex(sys.argv[3]), collections.deque()
+while True:
+    with suppress(OSError):
+        kept.append(socket.socket())
+        kept[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no port waits for a minute
+        kept[-1].bind((address, 0))
+        kept[-1].connect(("127.0.0.1", port))
+        kept[-1].sendall(said)
+    if len(kept) == 300:
+        print(flush=True)
+    elif len(kept) > 300:
+        kept.popleft().close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("127.0.0.2", GREETING[:9]), ("127.0.0.1", HTTP)],
+    ids=["half-greetings", "garbage-of-the-same-address"],
+)
+def test_a_flood_of_connections_shuts_out_nobody(listener, address, said):
+    with fork_server().start("-c", FLOOD, str(listener.port), address, said.hex()) as flood:
+        flood.stdout.readline()
+        for _ in range(20):
+            end = Dialed(listener.port)
+            served(listener, end)
+            end.close()
+            assert gone(listener)
+        assert flood.poll() is None
+
+
+def test_peers_are_bounded(connect):
+    with contextlib.closing(listening(max_peers=3)) as listener:
+        first, *_ = ends = [connect(listener.port) for _ in range(3)]
+        for end in ends:
+            served(listener, end)
+        more = [connect(listener.port) for _ in range(5)]
+        for end in more:
+            end.send(MESSAGE)
+        assert until(lambda: (listener.receive(), all(end.lost for end in more))[1])
+        assert all("as many peers as it takes" in end.reason for end in more) and listener.peers == 3
+        assert all(not end.failure for end in more), "they have reached it"
+        assert until(lambda: listener.dropped == {"peers": 5}), "counted once each has its answer"
+        first.close()
+        assert gone(listener, 2)
+        served(listener, connect(listener.port))
+
+
+SECRET = new_secret()
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_processes_that_start_at_once_agree_on_one_key(runtime):
+    script = "from kvferry.transport.control.key_file import shared_key; print(shared_key())"
+    environment = {"XDG_RUNTIME_DIR": str(runtime)}
+    with ThreadPoolExecutor(8) as pool:
+        started = pool.map(lambda _: fork_server().run("-c", script, environment=environment, timeout=800), range(8))
+        runs = list(started)
+    assert len({run.stdout.strip() for run in runs}) == 1 and len(runs[0].stdout.strip()) == 64, runs[0].stderr
+    assert [path.name for path in runtime.iterdir()] == ["kvferry.key"], "no draft is left"
+    assert stat.S_IMODE((runtime / "kvferry.key").stat().st_mode) == 0o600
+
+
+def refused(path, *words):
+    with pytest.raises(ConfigError) as error:
+        read_key_file(path)
+    text = str(error.value)
+    assert "\n" not in text and str(path) in text and SECRET not in text
+    assert all(word in text for word in words)
+
+
+CONTENTS = (b"", SECRET[:20].encode(), b"\n" * 65, b"%" * 64, SECRET.encode() + b"x", bytes(99))
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [(content, 0o600, ("contains no key", f"{len(content)} bytes")) for content in CONTENTS]
+    + [(SECRET.encode(), mode, (f"{mode:04o}", "0600")) for mode in (0o640, 0o604, 0o660, 0o644)],
+    ids=map(str, range(10)),
+)
+def test_a_file_without_a_key_or_that_others_may_read(tmp_path, content, mode, words):
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, 0, NOBODY)  # a group that this process is not in
+    refused(path, *words)
+
+
+def test_a_folder_a_fifo_and_no_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(tmp_path / "folder", "regular file")
+    refused(tmp_path / "fifo", "regular file")
+    refused(tmp_path / "loop", "cannot be used")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        read_key_file(tmp_path / "dangling")
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A Secret as the kubelet mounts it: the key is a link into a folder that another link names."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "..2026_11_26").mkdir()
+    make_key_file(tmp_path / "..2026_11_26" / "key")
+    (tmp_path / "..data").symlink_to("..2026_11_26")
+    (tmp_path / "key").symlink_to("..data/key")
+    return tmp_path / "key"
+
+
+def test_links_of_this_user_lead_to_the_key(secret):
+    assert read_key_file(secret) == secret.read_text().strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
+@pytest.mark.parametrize(
+    ("mode", "group", "words"),
+    [(0o440, 0, None), (0o640, 0, None), (0o440, NOBODY, ("0440",)), (0o444, 0, ("0444",)), (0o460, 0, ("0460",))],
+    ids=["fsGroup", "default", "other-group", "all", "group-writes"],
+)
+def test_a_kubernetes_secret_of_root_for_another_user(secret, mode, group, words):
+    """``fsGroup`` is a group of the engine: of this process it is root's."""
+    secret.chmod(mode)
+    os.chown(secret, 0, group)
+    for folder in secret.parents[:-2]:  # all below the system's folder of temporary files
+        folder.chmod(0o755)
+    text = secret.read_text().strip()
+    with as_nobody():
+        if words is None:
+            assert read_key_file(secret) == text
+        elif mode & 0o004 or group == 0:
+            refused(secret, *words)
+        else:  # the kernel refuses
+            refused(secret, "Permission denied")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
+def test_files_and_links_of_another_user_are_refused(secret):
+    os.chown(secret, NOBODY, NOBODY)
+    refused(secret, f"belongs to user {NOBODY}; expected 0, who runs this engine, or root")
+    os.chown(secret, 0, 0)
+    os.chown(secret, NOBODY, NOBODY, follow_symlinks=False)
+    refused(secret, f"is a symbolic link of user {NOBODY}; expected 0")
+
+
+def test_a_host_without_a_runtime_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative/path")
+    monkeypatch.setattr(key_file, "is_private", lambda path: "run" not in path.parts and is_private(path))
+    own = tmp_path / f"kvferry-{os.geteuid()}"
+    assert default_key_file() == own / "kvferry.key" and stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"key_file: {own} is not a directory that only user"):
+        shared_key()
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"remove it, or set key_file"):
+        shared_key()
+
+
+is_private = key_file.is_private
+
+
+def test_a_runtime_directory_that_others_may_write_is_passed_over(runtime, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("tmp")))
+    runtime.chmod(0o777)
+    assert default_key_file().parent != runtime
+
+
+def test_keygen(tmp_path):
+    def keygen(path):
+        return CliRunner().invoke(app, ["keygen", str(path)])
+
+    done = keygen(tmp_path / "key")
+    secret = read_key_file(tmp_path / "key")
+    keys = Keys(secret)
+    assert done.exit_code == 0 and f"\n    {keys.public}  {keys.fingerprint}\n" in done.stdout
+    assert secret not in done.stdout and all(re.fullmatch("[0-9a-f]{64}", key) for key in (secret, keys.public))
+    assert "KVFERRY_KEY_FILE=" in done.stdout and "KVFERRY_PEER_KEYS" in done.stdout
+    again = keygen(tmp_path / "key")
+    assert again.exit_code == 1 and "exists already, and nothing was changed" in again.stderr
+    assert f"{keys.public}, fingerprint {keys.fingerprint}" in again.stderr
+    nowhere = keygen(tmp_path / "no" / "key")
+    assert nowhere.exit_code == 2 and "cannot be written" in nowhere.stderr and "Traceback" not in nowhere.stderr
+    assert read_key_file(tmp_path / "key") == secret
+    for file in ("", ".", "/"):
+        done = keygen(file)
+        assert done.exit_code == 2 and done.stderr == "kvferry: FILE is empty or a folder; name a file\n"

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.transport.host import is_ours
 from tests.support.engines import free_port
-from tests.support.lanes import LANES
+from tests.support.ranks import LANES
 
 ELSEWHERE = "198.51.100.7"  # for documentation (RFC 5737): no host has it
 

@@ -18,7 +18,7 @@ from kvferry.transport.planes.nixl import FREE, MOST_UNSENT, READY, NixlPlane
 from kvferry.transport.planes.ucx_settings import choose_lanes
 from kvferry.transport.registry import make_plane, plane_spec
 from tests.support.fork_server import fork_server
-from tests.support.lanes import LANES
+from tests.support.ranks import LANES
 from tests.transport.control_ends import KEYS
 from tests.transport.plane_pair import SLOT, Pair
 from tests.transport.test_planes_hosts import PORTS, listening_addresses

@@ -54,7 +54,7 @@ class Peers(Hosts):
 
     def close(self) -> None:
         for peer in self.peers.values():
-            peer.kill()
+            peer.close()
         super().close()
 
 
@@ -74,11 +74,11 @@ def test_a_link_that_swallows_everything(both: Peers, restarts: bool) -> None:
     """D's READs stay under way, and keep their slots; the others go on. When the link is back they come back."""
     both.moving()
     both.down()
-    both.peers["d"].close("a")  # as D does when no life sign has come
+    both.peers["d"]("close", id="a")  # as D does when no life sign has come
     if restarts:
         both.restart_p()
     else:
-        both.peers["p"].close("a")
+        both.peers["p"]("close", id="a")
     both.up()
     both.carries()
     for peer in both.peers.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 import time
 from collections.abc import Iterator
@@ -143,7 +142,7 @@ def test_sigkill_of_the_peer(peers: Peers, victim: str, moment: str) -> None:
     error = survivor.broken()
     assert error.startswith("TransportError") and "\n" not in error
     survivor("hold", on=False)
-    survivor.close("a")
+    survivor("close", id="a")
     # The survivor serves its other channel, with all of its slots.
     carry(*((bystander, d) if victim == "producer" else (p, bystander)), AFTERWARDS, id="b")
     survivor.until(lambda s: s["retired"] == 0 and not s["bad"])
@@ -157,9 +156,9 @@ def test_close_in_the_middle_gives_all_slots_back(peers: Peers) -> None:
         announce(p, d, [(round * 1000 + i, MESSAGE) for i in range(100)], id)
         d.until(lambda s, i=id: len(s["good"][i]) >= 5)  # type: ignore[misc]
         leaver, other = (p, d) if round % 2 else (d, p)
-        leaver.close(id)
+        leaver("close", id=id)
         other.broken(id)
-        other.close(id)
+        other("close", id=id)
     for peer in (p, d):
         peer.until(lambda s: s["retired"] == 0)
     join(p, d, "last")
@@ -174,7 +173,7 @@ def test_plane_closes_twice_with_traffic(peers: Peers) -> None:
     d.broken()
     d("close_plane")
     for peer in (p, d):
-        peer.process.stdin.close()
+        peer.connection.close()
         assert peer.process.wait(60) == 0
 
 
@@ -186,7 +185,7 @@ def test_files_and_memory_stay_flat(peers: Peers) -> None:
             join(p, d, f"n{n}")
             carry(p, d, [n * 10, n * 10 + 1], PART, f"n{n}")
             for peer in (p, d) if n % 2 else (d, p):
-                peer.close(f"n{n}")
+                peer("close", id=f"n{n}")
                 peer("forget_channel", id=f"n{n}")
         time.sleep(0.3)
         return [p("status"), d("status")]
@@ -206,9 +205,9 @@ def test_no_core_is_burnt_while_idle(peers: Peers) -> None:
 
 def test_malformed_payloads_are_refused(peers: Peers) -> None:
     p, d = peers.start(), peers.start()
-    offer = base64.b64decode(p("offer"))
-    attach = base64.b64decode(d("connect", id="a", offer=base64.b64encode(offer).decode()))
-    d("finish", id="a", reply=p("accept", id="a", payload=base64.b64encode(attach).decode()))
+    offer = p("offer")
+    attach = d("connect", id="a", offer=offer)
+    d("finish", id="a", reply=p("accept", id="a", payload=attach))
     for change, allowed in ((damaged, REFUSALS), (flipped, REFUSALS | {"accepted"})):
         names = d("garbage", as_offer=change(offer), as_attach=[])
         names += p("garbage", as_offer=[], as_attach=change(attach))

@@ -5,7 +5,6 @@ Reads of GPUs are skipped on a machine without one.
 
 from __future__ import annotations
 
-import base64
 import random
 import time
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.transport.plane_list import PULL, planes_by_memory
+from tests.support.remote import RemoteError
+from tests.transport.plane_pair import PULL, planes_by_memory
 from tests.transport.plane_peer import BLOCK_BYTES, MEMORY_BYTES
 from tests.transport.plane_process import REFUSALS, Peer, Peers, damaged, end, flipped, join, lend, rest
 
@@ -120,9 +120,10 @@ def test_several_reads_at_once_over_several_channels(peers: Peers) -> None:
 def test_memory_that_is_not_p_s_is_an_error_of_the_copy(peers: Peers) -> None:
     p, d = attached(peers)
     address, nbytes = p("memory")
-    refused = d.raw("translate", id="a", address=address + (1 << 46), nbytes=nbytes)
-    if "error" in refused:
-        assert refused["error"].startswith("TransportError") and "\n" not in refused["error"]
+    try:
+        d("translate", id="a", address=address + (1 << 46), nbytes=nbytes)
+    except RemoteError as error:
+        assert "errors.TransportError: " in str(error).splitlines()[-1]
     else:
         (copy,) = finished(d, d("read", id="a", **blocks(8, 4)))
         assert copy["error"] and copy["peer_lost"] and "\n" not in copy["error"]
@@ -143,7 +144,7 @@ def test_sigkill_of_the_producer(peers: Peers, moment: str) -> None:
     p.kill()
     error = d.broken()
     assert error.startswith("TransportError") and "\n" not in error
-    d.close("a")
+    d("close", id="a")
     finished(d, *copies)
     assert reads(d, blocks(12, 1000), "b")
 
@@ -167,7 +168,7 @@ def test_a_restarted_peer_is_a_new_one(peers: Peers) -> None:
         assert reads(d, blocks(1, 100), life)
         p.kill()
         d.broken(life)
-        d.close(life)
+        d("close", id=life)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
@@ -193,7 +194,7 @@ def test_plane_closes_twice_with_reads_under_way(peers: Peers) -> None:
     assert all(d("status")["copies"][copy]["done"] for copy in copies)
     p("close_plane")
     for peer in (d, p):
-        peer.process.stdin.close()
+        peer.connection.close()
         assert peer.process.wait(60) == 0
 
 
@@ -226,7 +227,7 @@ def test_no_core_is_burnt_while_idle(peers: Peers) -> None:
 
 def test_malformed_offers_are_refused(peers: Peers) -> None:
     p, d = peers.start(), peers.start()
-    offer = base64.b64decode(p("offer"))
+    offer = p("offer")
     for change, allowed in ((damaged, REFUSALS), (flipped, REFUSALS | {"accepted"})):
         names = d("garbage", as_offer=change(offer), as_attach=[])
         assert set(names) <= allowed, names

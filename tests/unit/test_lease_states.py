@@ -15,7 +15,7 @@ from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.prefill_side import lease as ls
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
-from tests.support.timed import Timed
+from tests.support.ranks import Timed
 
 PHASE, K = ls.LeasePhase, ls.LeaseEventKind
 STOP, FREE = ls.LeaseEffect.STOP, ls.LeaseEffect.FREE

@@ -34,7 +34,7 @@ from kvferry.connector.step_loads.load_ledger import LoadLedger
 from kvferry.connector.wire.metrics import FAILURE_KINDS, FailureKind
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, RankAddress
 from kvferry.transport.channels import Copy, RecvChannel
-from tests.support.timed import Timed
+from tests.support.ranks import Timed
 
 PHASE, K, E = LoadPhase, LoadEventKind, LoadEffect
 END = 100.0

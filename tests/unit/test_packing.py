@@ -23,7 +23,7 @@ from kvferry.connector.geometry.view import CacheView
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.copies import Copies
 from kvferry.transport.errors import IncompatiblePeerError
-from tests.unit.whole_plan import plan_all
+from tests.unit.labelled_model import plan_all
 
 ITEM = 4
 GEOMETRY = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(3,), regions=())

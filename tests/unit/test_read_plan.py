@@ -33,9 +33,8 @@ from kvferry.connector.geometry.token_sharding import (
 )
 from kvferry.connector.geometry.topology import MAX_HEADS, MAX_RANKS, TpKVTopology
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError, RatioError
-from tests.support.lines import LineCount
-from tests.unit.labelled_model import CONTENT, LABEL_TOKENS, MODEL, OURS, Model, edit
-from tests.unit.whole_plan import plan_all
+from tests.support.turns import LineCount
+from tests.unit.labelled_model import CONTENT, LABEL_TOKENS, MODEL, OURS, Model, edit, plan_all
 
 head_interval = TpKVTopology.head_interval
 sizes = st.integers(1, 9)

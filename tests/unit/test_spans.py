@@ -30,7 +30,7 @@ from kvferry.connector.geometry.spans import (
 from kvferry.kernels.paged_copy import Pages
 from kvferry.transport.channels import ByteRanges
 from kvferry.transport.errors import GeometryError
-from tests.support.lines import LineCount
+from tests.support.turns import LineCount
 from tests.unit.labelled_model import OURS
 
 GOOD = Span(0, 0, 2, 0, 4, 10, 90)

@@ -60,8 +60,8 @@ from kvferry.connector.engine.params import from_p2p, wants_load, wants_prefill
 from kvferry.connector.vllm import from_vllm
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
-from tests.support.clocks import put_forward
 from tests.support.inside import request_phase, scheduler_half, thread_of, worker_half
+from tests.support.ranks import put_forward
 from tests.support.tiny_model import ModelSpec, build_model
 from tests.vllm.labelled import BLOCK, CONTENT, HEAD_SIZE, HEADS, LAYERS, labels, next_token
 

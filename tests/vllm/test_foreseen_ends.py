@@ -18,8 +18,8 @@ from kvferry.connector.step_loads.step_outcome import StepOutcome
 from tests.support.inside import consumer_of, producer_of, worker_half
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, loaded, run, settle
+from tests.vllm.test_rendezvous import IDS, STEP, begin, holds
 from tests.vllm.test_step_loads import add
-from tests.vllm.test_streamed_steps import IDS, STEP, begin, holds
 
 pytestmark = pytest.mark.vllm
 ONE_PROCESS = pytest.mark.parametrize("one_process", [True, False])

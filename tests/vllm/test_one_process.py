@@ -30,11 +30,11 @@ from kvferry.transport.wake import ShortSwitchInterval
 from tests.handover.slow_copies import install
 from tests.support.fork_server import ROOT
 from tests.support.inside import steps_of
-from tests.support.lines import LineCount
+from tests.support.turns import LineCount
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, eventually, loaded, run, settle, tiny_model
+from tests.vllm.test_rendezvous import begin, loads_all
 from tests.vllm.test_step_loads import POLICIES, add
-from tests.vllm.test_streamed_steps import begin, ends_well
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(300, 9)
@@ -105,7 +105,7 @@ def test_an_idle_engine_waits_for_p_before_it_schedules(
         d.step()
         count += 1
     assert count == steps
-    ends_well(p, d, leg, request_id)
+    loads_all(p, d, leg, request_id)
 
 
 def test_where_nothing_is_asked_before_an_output_its_step_carries_the_reports(
@@ -117,7 +117,7 @@ def test_where_nothing_is_asked_before_an_output_its_step_carries_the_reports(
     leg, request_id = begin(p, d, reads_early=False)
     d.step()
     p.finish(leg)
-    ends_well(p, d, leg, request_id)
+    loads_all(p, d, leg, request_id)
 
 
 def test_figures_come_with_the_report(group: EngineGroup) -> None:

@@ -1,23 +1,28 @@
-"""Both legs of a request sent at once: D's engine waits without blocks until P tells of the prompt, by name."""
+"""Both legs at once under vLLM's scheduler: D waits for P by name, tokens leave as P computes; recorded routers."""
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import time
+import uuid
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from kvferry.connector.decode_side import lookup
 from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
+from kvferry.connector.prefill_side import lease
 from kvferry.connector.wire import messages
-from tests.support.inside import consumer_of, producer_of, replies_of, scheduler_half
+from tests.support.inside import board_of, consumer_of, leases_of, producer_of, prompts_of, replies_of, scheduler_half
 from tests.support.turns import TurnLines
-from tests.vllm.labelled import prompt
-from tests.vllm.stepped import PREFILL, Engine, EngineGroup, Lines, eventually, loaded, run, settle
+from tests.vllm.labelled import labels, prompt
+from tests.vllm.stepped import PATIENT, PREFILL, Engine, EngineGroup, Lines, Pair, eventually, loaded, run, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(300)
@@ -140,8 +145,6 @@ def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) 
 
 
 # --- names --------------------------------------------------------------------------------------------------------
-
-
 def test_two_prompts_of_one_name(group: EngineGroup, lines: Lines) -> None:
     """The first keeps the name. The second can be asked for by its request id."""
     p, d, params = legs(group)
@@ -182,8 +185,6 @@ def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines
 
 
 # --- requests that end --------------------------------------------------------------------------------------------
-
-
 def abort_and_wait(p: Engine, d: Engine, request_id: str) -> None:
     """Abort a request of D whose prompt P does not know; and let the time pass after which D does not ask for it."""
     d.abort(request_id)
@@ -281,8 +282,6 @@ def test_a_request_that_loads_nothing_releases_the_lease(group: EngineGroup, how
 
 
 # --- patience -----------------------------------------------------------------------------------------------------
-
-
 def test_a_p_that_aborts_lets_d_prefill_at_once(group: EngineGroup, lines: Lines) -> None:
     p, d, params = legs(group, max_batched=128)
     leg = p.add(IDS, TO_P)
@@ -347,8 +346,6 @@ def test_a_p_whose_engine_stands_still_vouches_for_nothing(group: EngineGroup, l
 
 
 # --- a P that cannot be asked -------------------------------------------------------------------------------------
-
-
 def test_a_p_that_ends(group: EngineGroup, lines: Lines) -> None:
     p, d, params = legs(group)
     request_id = asked(d, params, p)
@@ -409,3 +406,215 @@ def test_parameters_that_cannot_be_used(
 ) -> None:
     p, d, plain = legs(group, extra=extra)
     prefills_locally(p, d, d.add(IDS, plain | params, max_tokens=4), lines, why)
+
+
+STEP = 128
+NAME = "one-name-for-both-legs"
+AHEAD = pytest.mark.parametrize("ahead", [0, 1])
+
+
+def holds(d: Engine, request_id: str, start: int, stop: int) -> bool:
+    """Whether D's blocks hold these tokens, as P has computed them."""
+    tables = d.block_tables(request_id)
+    if len(tables[0]) * d.block < stop:
+        return False
+    wanted = [labels(worker.heads, 0, IDS[:stop], 0)[:, :, start:stop] for worker in d.workers]
+    return all(
+        torch.equal(worker.kv(tables, start, stop), of_rank) for worker, of_rank in zip(d.workers, wanted, strict=True)
+    )
+
+
+def begin(p: Engine, d: Engine, *, reads_early: bool = True) -> tuple[str, str]:
+    """Both legs, up to the first step of P, whose tokens D has if it reads so early."""
+    leg = p.add(IDS, PREFILL | {"transfer_id": NAME})
+    request_id = d.add(IDS, p.named(transfer_id=NAME), max_tokens=8)
+    p.step()
+    if reads_early:
+        run([d], lambda: holds(d, request_id, 0, STEP))
+    return leg, request_id
+
+
+def loads_all(p: Engine, d: Engine, leg: str, request_id: str) -> None:
+    assert loaded(p, d, request_id).external == len(IDS)
+    p.finish(leg)
+    settle(p, d)
+    assert not d.failed
+
+
+@AHEAD
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("plane", ["tcp", "shm"])
+def test_the_tokens_of_each_step_leave_before_the_next_step(
+    group: EngineGroup, plane: str, runner: str, ahead: int
+) -> None:
+    p, d = group.pair(extra={"plane": plane}, max_batched=STEP, ahead=ahead, runner=runner)
+    leg, request_id = begin(p, d)
+    assert p.answers[leg].finish is None and not holds(d, request_id, STEP, 2 * STEP)
+    p.step()
+    run([d], lambda: holds(d, request_id, 0, 2 * STEP))
+    assert p.answers[leg].finish is None and not p.leases
+    loads_all(p, d, leg, request_id)
+
+
+@AHEAD
+def test_p_preempts_the_request_and_others_get_its_blocks(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    monkeypatch.setattr(lease, "PREEMPTED_SECONDS", 600.0)
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, ahead=ahead)
+    leg, request_id = begin(p, d)
+    p.preempt(leg)
+    others = [p.add(prompt(250, seed=seed), max_tokens=2, priority=-1) for seed in (5, 6)]
+    while not all(p.answers[other].finish for other in others) and p.status(leg) is not None:
+        p.step()
+    loads_all(p, d, leg, request_id)
+    assert d.computed[request_id] <= 8, "D has computed none of the prompt"
+
+
+def test_p_aborts_the_request(group: EngineGroup) -> None:
+    """D computes the prompt by itself."""
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP)
+    leg, request_id = begin(p, d)
+    p.abort(leg)
+    assert d.finish(request_id, beside=[p]).finish == "length" and d.computed[request_id] >= len(IDS)
+    settle(p, d)
+
+
+def test_a_forward_that_raises_posts_no_grant(group: EngineGroup) -> None:
+    """The V1 model runner ends the connector's step in a ``finally``, and P's engine ends later than that."""
+    p, _ = group.pair(extra={"plane": "cma"}, runner="v1", max_batched=512)
+
+    def breaks() -> None:
+        raise MemoryError("planted")
+
+    p.device = breaks
+    p.add(IDS, PREFILL | {"transfer_id": NAME})
+    with pytest.raises(MemoryError, match="planted"):
+        p.step()
+    producer = producer_of(p)
+
+    def seen() -> bool:
+        """The step has ended for KVFerry, one way or the other."""
+        board, prompts = board_of(producer), list(prompts_of(producer).values())
+        return bool(board.posted or (prompts and prompts[0].blocks is not None and prompts[0].blocks.lost))
+
+    eventually(seen)
+    assert not board_of(producer).posted
+
+
+REQUEST_ID = "9c5b1ab8-c8ee-11f0-8de9-0242ac120002"
+"""X-Request-Id of both legs: a UUID of version 1."""
+IDENTITY = {
+    "remote_engine_id": True, "remote_host": True, "remote_port": True, "tp_size": True, "transfer_mode": True,
+    "pp_size": False, "dcp_size": False,
+}  # fmt: skip
+"""What llm-d keeps of P's answer, and whether it must be there."""
+ENDPOINTS = ["cmpl-{}-0-89abcdef", "chatcmpl-{}-89abcdef"]
+"""vLLM's request ids, by ``X-Request-Id``."""
+
+
+def through_go(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left of JSON that a Go program has read and written: each number was a float of 64 bits."""
+
+    def number(text: str) -> int | float:
+        value = float(text)
+        return int(value) if value.is_integer() and abs(value) < 1e21 else value
+
+    read: dict[str, Any] = json.loads(json.dumps(params), parse_int=number, parse_float=number)
+    return dict(sorted(read.items()))
+
+
+def llm_d_prefill(transfer_id: str) -> dict[str, Any]:
+    return PREFILL | {"transfer_id": transfer_id}
+
+
+def llm_d_identity(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What llm-d keeps of P's answer; it would go on to send one leg after the other if anything was missing."""
+    assert answer["transfer_mode"] == "push"
+    kept = {name: answer[name] for name, required in IDENTITY.items() if required or name in answer}
+    assert all(isinstance(value, str | int | float) and not isinstance(value, bool) for value in kept.values())
+    return through_go(kept)
+
+
+def llm_d_decode(identity: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
+    own = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": REQUEST_ID}
+    return {**identity, **own, "transfer_id": transfer_id}
+
+
+def new_transfer_id() -> str:
+    return f"xfer-{uuid.uuid4()}"
+
+
+def ask_p(p: Engine, params: dict[str, Any], ids: list[int] = IDS, **options: Any) -> dict[str, Any]:
+    """One leg of P; the ``kv_transfer_params`` of its answer, as JSON has them."""
+    return dict(json.loads(json.dumps(p.prefill(ids, params, **options))))
+
+
+@pytest.fixture
+def pair(group: EngineGroup) -> Pair:
+    return group.pair(max_batched=128)
+
+
+def learn(p: Engine, d: Engine) -> dict[str, Any]:
+    """What llm-d knows of P after its first request, whose legs it sends one after the other."""
+    other, first = prompt(100, 9), new_transfer_id()
+    answer = ask_p(p, llm_d_prefill(first), other)
+    leg = d.add(other, through_go(answer) | {"transfer_id": first})
+    loaded(p, d, leg)  # a serial leg of D has the transfer_id beside P's answer
+    settle(p, d)
+    return llm_d_identity(answer)
+
+
+@pytest.mark.parametrize("first", ["P", "D"])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_llm_d_sends_both_legs_at_once(pair: Pair, endpoint: str, first: str) -> None:
+    p, d = pair
+    identity, name = learn(p, d), new_transfer_id()
+    p_id, d_id = endpoint.format(REQUEST_ID), endpoint.format(REQUEST_ID)[:-8] + "01234567"
+    if first == "P":
+        p.add(IDS, llm_d_prefill(name), request_id=p_id)
+        p.step()
+    d.add(IDS, llm_d_decode(identity, name), max_tokens=4, request_id=d_id)
+    d.step()
+    if first == "D":
+        assert d.phase(d_id) is RequestPhase.AWAITED and d.free_blocks == d.baseline
+        p.add(IDS, llm_d_prefill(name), request_id=p_id)
+    ends_well(p, d, d_id)
+
+
+def test_llm_d_sends_d_again_where_another_p_has_answered(group: EngineGroup, pair: Pair) -> None:
+    """P was restarted: the identity that llm-d keeps is of its last life."""
+    p, d = pair
+    other, name = group.engine(0), new_transfer_id()
+    stale = learn(p, d)
+    told = d.add(IDS, llm_d_decode(stale, name), max_tokens=4, request_id=f"cmpl-{REQUEST_ID}-0-89abcdef")
+    d.step()
+    answer = ask_p(other, llm_d_prefill(name))
+    assert llm_d_identity(answer) != stale
+    d.abort(told)
+    again = d.add(IDS, through_go(answer) | {"transfer_id": name}, request_id=f"cmpl-{REQUEST_ID}-0-01234567")
+    ends_well(other, d, again)
+    settle(p)
+
+
+def test_llm_d_tries_p_again_under_a_new_name(pair: Pair) -> None:
+    """The failed attempt may still end on P: D takes the lease of the attempt that it was told of."""
+    p, d = pair
+    learn(p, d)
+    failed, name = new_transfer_id(), new_transfer_id()
+    left = ask_p(p, llm_d_prefill(failed), request_id=f"cmpl-{REQUEST_ID}-0-89abcdef")
+    answer = ask_p(p, llm_d_prefill(name), request_id=f"cmpl-{REQUEST_ID}-0-01234567")
+    leg = d.add(IDS, through_go(answer) | {"transfer_id": name}, max_tokens=4)
+    loaded(p, d, leg)
+    eventually(lambda: [token.hex() for token in leases_of(p)] == [left["remote_request_id"]])
+    p.let_time_pass(PATIENT["lease_seconds"])
+    settle(p, d)
+
+
+# --- Dynamo -------------------------------------------------------------------------------------------------------
+def test_dynamos_form_under_the_name_that_it_knows(group: EngineGroup) -> None:
+    """Its request ids have no prefix of vLLM's, and D's is P's."""
+    known: dict[str, Any] = {"connector": "NixlConnector", "module": "kvferry.connector.vllm.as_nixl"}
+    p, d = (group.engine(origin, **known) for origin in (0, 1))
+    answer = ask_p(p, PREFILL, request_id=REQUEST_ID, min_tokens=1)
+    ends_well(p, d, d.add(IDS, answer, max_tokens=4, request_id=REQUEST_ID))

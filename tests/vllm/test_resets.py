@@ -13,7 +13,7 @@ from kvferry.connector.wire import metrics
 from tests.support.inside import leases_of, scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import Engine, EngineGroup, Lines, Pair, eventually, loaded, run, settle
-from tests.vllm.test_streamed_steps import IDS, STEP, begin
+from tests.vllm.test_rendezvous import IDS, STEP, begin
 
 pytestmark = pytest.mark.vllm
 AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"])

@@ -1,13 +1,17 @@
-"""Channels of plane ``tcp`` with several flows; that they work as every channel does is in test_planes.py."""
+"""Plane ``tcp``: one flow and several, encrypted or not; every byte in its place, strangers kept out."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import secrets
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,23 +19,35 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.transport import staging
-from kvferry.transport.channels import Received, Slot
+from kvferry.transport import sockets, staging
+from kvferry.transport.channels import CPU, Pieces, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
-from kvferry.transport.planes import tcp_flows
+from kvferry.transport.plane import PlaneContext
+from kvferry.transport.planes import tcp, tcp_flows
 from kvferry.transport.planes.tcp import (
     TcpAttach,
     TcpFlows,
     TcpOffer,
+    TcpPlane,
     TcpRecvChannel,
     TcpSendChannel,
     most_flows,
     most_threads,
 )
-from kvferry.transport.planes.tcp_flows import HEADER, Cipher, Flow, Outgoing, ReceiveFlow, SendFlow
-from kvferry.transport.sockets import HELLO_BYTES
-from tests.transport.plane_list import ENCRYPTED, FLOWS, pattern
-from tests.transport.plane_pair import SLOT, Pair, intact
+from kvferry.transport.planes.tcp_flows import (
+    HEADER,
+    KEY_BYTES,
+    TAG_BYTES,
+    Cipher,
+    Flow,
+    Outgoing,
+    ReceiveFlow,
+    SendFlow,
+    Vector,
+)
+from kvferry.transport.registry import make_plane
+from kvferry.transport.sockets import HELLO_BYTES, MAX_UNAUTHENTICATED, SILENCE_SECONDS
+from tests.transport.plane_pair import ENCRYPTED, FLOWS, SLOT, Pair, intact, pattern
 
 GPU = torch.device("cuda", 0)
 
@@ -390,8 +406,6 @@ def test_a_port_that_is_gone_at_the_second_connection() -> None:
 
 
 # --- how many -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("cores", "flows"), [(1, 1), (2, 1), (3, 1), (4, 2), (7, 2), (8, 4), (64, 4)])
 def test_few_cores_have_few_flows(cores: int, flows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
@@ -447,3 +461,354 @@ def test_without_a_thread_the_channel_fails(monkeypatch: pytest.MonkeyPatch) -> 
             end.close()
         monkeypatch.undo()
         pair.carry(*pair.join(), tag=1).release()
+
+
+LARGE = 4 << 20
+
+
+class Memory:
+    """Scattered pieces of one block of bytes, and what they hold in order."""
+
+    def __init__(self, nbytes: int, piece: int, seed: int, *, fill: bool = False) -> None:
+        rng = np.random.default_rng(seed)
+        cuts = np.unique(np.concatenate([[0, nbytes], rng.integers(1, nbytes, max(0, nbytes // piece - 1))]))
+        self.nbytes = np.diff(cuts).astype(np.int64)
+        order = rng.permutation(len(self.nbytes))
+        gaps = np.cumsum(self.nbytes[order] + 64) - self.nbytes[order]  # 64 bytes between two pieces, kept clear
+        self.bytes = np.zeros(int((self.nbytes + 64).sum()) + 64, dtype=np.uint8)
+        self.starts = np.empty(len(order), dtype=np.int64)
+        self.starts[order] = gaps
+        if fill:  # never with 0
+            for start, size in zip(self.starts, self.nbytes, strict=True):
+                self.bytes[start : start + size] = rng.integers(1, 256, size, dtype=np.uint8)
+
+    @property
+    def pieces(self) -> Pieces:
+        return Pieces(self.bytes.ctypes.data + self.starts, self.nbytes)
+
+    def read(self) -> np.ndarray:
+        return np.concatenate([self.bytes[s : s + n] for s, n in zip(self.starts, self.nbytes, strict=True)])
+
+
+class PieceEnds(Pair):
+    """Both ends of one channel, in one process."""
+
+    sender: TcpSendChannel
+    receiver: TcpRecvChannel
+    p: TcpPlane
+    d: TcpPlane
+
+    def __init__(self) -> None:
+        super().__init__("tcp", 4, CPU, LARGE)
+        self.sender, self.receiver = self.join()  # type: ignore[assignment]
+        self.turn(lambda: self.sender.ready)
+
+    def arrival(self) -> Received:
+        return self.arrived(self.receiver)
+
+    def begin(self, memory: Memory, target: Memory | None, tag: int = 1) -> None:
+        """P sends what is in one memory, and D wants it in another one, or anywhere."""
+        self.receiver.expect(tag, int(memory.nbytes.sum()), None if target is None else lambda: target.pieces)
+        self.turn(lambda: self.sender.ready)
+        assert self.sender.send_pieces(lambda: memory.pieces, tag)
+
+    def send_half(self, memory: Memory, target: Memory) -> None:
+        """Begin a message that the sockets cannot hold: D does not read."""
+        self.begin(memory, target)
+        for _ in range(50):
+            self.p.progress()
+        assert self.sender.reading == 1
+
+    def follows(self) -> None:
+        """The next message is whole."""
+        source, target = Memory(90_000, 4000, 3, fill=True), Memory(90_000, 4000, 4)
+        self.begin(source, target, 9)
+        assert self.arrival().tag == 9
+        assert np.array_equal(target.read(), source.read())
+
+
+@pytest.fixture
+def piece_ends() -> Iterator[PieceEnds]:
+    with closing(PieceEnds()) as piece_ends:
+        yield piece_ends
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_001, LARGE])
+@pytest.mark.parametrize("piece", [7, 2048, 1 << 20])
+def test_every_byte_lands_in_its_place(piece_ends: PieceEnds, nbytes: int, piece: int) -> None:
+    source, target = Memory(nbytes, max(piece, nbytes // 5000), 1, fill=True), Memory(nbytes, piece, 2)
+    piece_ends.begin(source, target, 5)
+    message = piece_ends.arrival()
+    assert (message.tag, message.nbytes, message.placed) == (5, nbytes, True)
+    assert np.array_equal(target.read(), source.read())
+    assert int((target.bytes == 0).sum()) == len(target.bytes) - nbytes, "something was written between the pieces"
+    assert piece_ends.sender.reading is None
+
+
+@pytest.mark.parametrize("when", ["before it came", "in the middle", "forgotten"])
+def test_pages_that_d_let_go_are_not_written(piece_ends: PieceEnds, when: str) -> None:
+    source, target = Memory(LARGE, 8192, 1, fill=True), Memory(LARGE, 8192, 2)
+    if when == "before it came":
+        piece_ends.receiver.expect(1, LARGE, lambda: target.pieces)
+        piece_ends.receiver.stop_writing(1)
+        piece_ends.sender.send_pieces(lambda: source.pieces, 1)
+    else:
+        piece_ends.send_half(source, target)
+        piece_ends.turn(lambda: bool(target.bytes.any()))
+        assert piece_ends.receiver.flows[0].arriving, "it must be caught in the middle"
+        (piece_ends.receiver.forget if when == "forgotten" else piece_ends.receiver.stop_writing)(1)
+        target.bytes[:] = 0
+    if when != "forgotten":  # which is not reported
+        message = piece_ends.arrival()
+        assert (message.tag, message.nbytes) == (1, LARGE)
+    piece_ends.follows()
+    assert not target.bytes.any()
+
+
+def test_pages_that_p_let_go_are_not_read(piece_ends: PieceEnds) -> None:
+    source, target = Memory(LARGE, 8192, 1, fill=True), Memory(LARGE, 8192, 2)
+    wanted = source.read()
+    piece_ends.send_half(source, target)
+    piece_ends.sender.stop_reading()
+    assert piece_ends.sender.reading is None
+    source.bytes[:] = 77  # they are another's now
+    assert piece_ends.arrival().nbytes == 0, "the stream goes on, and says that this is not the message"
+    came = target.read()
+    first_zero = int(np.argmin(came))
+    assert 0 < first_zero < LARGE and not came[first_zero:].any(), "zeros from where it was let go"
+    assert np.array_equal(came[:first_zero], wanted[:first_zero])
+    piece_ends.follows()
+
+
+@pytest.mark.parametrize("sent", [0, 5])
+def test_a_message_let_go_before_its_header_was_sent(
+    piece_ends: PieceEnds, sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = Memory(50_000, 8192, 1, fill=True), Memory(50_000, 8192, 2)
+
+    def full(vector: Vector, sock: socket.socket) -> int:
+        if sent and not vector.done:
+            vector.done += sock.send(HEADER.pack(1, 50_000)[:sent])
+            return sent
+        raise BlockingIOError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Vector, "send", full)
+        piece_ends.begin(source, target)
+    piece_ends.sender.stop_reading()
+    message = piece_ends.arrival()
+    assert (message.tag, message.nbytes) == (1, 0) and not target.read().any()
+    piece_ends.follows()
+
+
+def test_a_message_without_a_place_is_reported_empty(piece_ends: PieceEnds) -> None:
+    def nowhere() -> Pieces:
+        raise RuntimeError("planted")
+
+    source = Memory(90_000, 4000, 1)
+    piece_ends.receiver.expect(1, 90_000, nowhere)
+    piece_ends.sender.send_pieces(lambda: source.pieces, 1)
+    message = piece_ends.arrival()
+    assert (message.tag, message.nbytes) == (1, 0)
+    piece_ends.follows()
+
+
+def test_a_producer_that_stops_in_the_middle_of_pieces(piece_ends: PieceEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not one that sends nothing between two messages."""
+    piece_ends.follows()
+    now, seconds = time.monotonic, 0.0
+    for module in (tcp, tcp_flows):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now() + seconds))
+    seconds = 2 * SILENCE_SECONDS
+    piece_ends.d.progress()
+    assert piece_ends.receiver.error is None
+    source, target = Memory(LARGE, 8192, 1), Memory(LARGE, 8192, 2)
+    piece_ends.send_half(source, target)
+    for _ in range(2000):
+        piece_ends.d.progress()
+    assert piece_ends.receiver.error is None and piece_ends.receiver.flows[0].arriving, "not at once"
+    seconds = 4 * SILENCE_SECONDS
+    piece_ends.d.progress()
+    assert "stopped in the middle" in str(piece_ends.receiver.error)
+
+
+@pytest.mark.parametrize("said", [b"", b"x", b"x" * 48], ids=["nothing", "half a hello", "a wrong hello"])
+def test_strangers_do_not_keep_others_out(piece_ends: PieceEnds, said: bytes) -> None:
+    """Twice as many as there are places come from D's own address, between D's connection and its hello."""
+    offer = msgspec.msgpack.decode(piece_ends.p.offer(), type=tcp.TcpOffer)
+    pending = piece_ends.p.pending
+    assert pending is not None
+    receiver, payload = piece_ends.d.connect(piece_ends.p.offer(), "127.0.0.1")
+    sender, _ = piece_ends.p.accept(payload)
+    assert isinstance(sender, TcpSendChannel)
+    with ExitStack() as stack:
+        for _ in range(2 * MAX_UNAUTHENTICATED):
+            stack.enter_context(socket.create_connection(("127.0.0.1", offer.port))).sendall(said)
+            piece_ends.p.progress()
+        assert len(pending.strangers) <= MAX_UNAUTHENTICATED
+        piece_ends.turn(lambda: sender.ready)
+    assert receiver.error is None and sender.error is None
+
+
+def test_a_stranger_is_shown_out(piece_ends: PieceEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its word; or at its deadline, where that is too short."""
+    offer = msgspec.msgpack.decode(piece_ends.p.offer(), type=tcp.TcpOffer)
+    for hello in (b"x" * 48, offer.secret + b"y" * 15, b"GET / HTTP/1.1\r\n\r\n"):
+        if len(hello) < 48:
+            monkeypatch.setattr(sockets, "HELLO_SECONDS", 0.5)
+        with socket.create_connection(("127.0.0.1", offer.port)) as stranger:
+            stranger.sendall(hello)
+            piece_ends.turn(lambda stranger=stranger: select.select([stranger], [], [], 0.01)[0])  # type: ignore[misc]
+    piece_ends.follows()
+
+
+def test_a_connection_that_does_not_come() -> None:
+    with closing(Pair("tcp", 4, CPU)) as pair, socket.socket() as deaf, ExitStack() as fillers:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)  # it takes no connection: its queue is full
+        for _ in range(3):
+            filler = fillers.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        real = msgspec.msgpack.decode(pair.p.offer(), type=tcp.TcpOffer)
+        theirs = msgspec.structs.replace(real, port=deaf.getsockname()[1])
+        receiver: Any
+        receiver, payload = pair.d.connect(msgspec.msgpack.encode(theirs), "127.0.0.1")
+        sender: Any = pair.p.accept(payload)[0]
+        receiver.deadline = sender.deadline = 0.0
+        pair.turn(lambda: receiver.error is not None and sender.error is not None)
+        assert "firewall" in str(receiver.error) and "did not come" in str(sender.error)
+
+
+def test_a_connection_that_comes_after_its_deadline_is_joined_to_no_channel() -> None:
+    """P would watch it for a channel that has failed, and never sleep."""
+    with closing(Pair("tcp", 4, CPU)) as pair:
+        receiver: Any
+        receiver, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
+        sender: Any = pair.p.accept(payload)[0]
+        sender.deadline = 0.0
+        pair.p.progress()
+        assert "did not come" in str(sender.error)
+        pair.turn(lambda: not receiver.incomplete)
+        for _ in range(20):
+            pair.p.progress()
+            time.sleep(1e-3)
+        assert not sender.flows and sender.missing
+
+
+CONTEXT = PlaneContext("127.0.0.1", SLOT, 8 * SLOT)
+BYTES = 5000
+PAGES: list[torch.Tensor] = []
+"""What the messages of this module lie in."""
+
+
+@pytest.fixture
+def encrypted() -> Iterator[Callable[..., Pair]]:
+    with ExitStack() as stack:
+
+        def make(*, p: bool = True, d: bool = True) -> Pair:
+            return stack.enter_context(closing(Pair("tcp", 8, p={"encrypt": p}, d={"encrypt": d})))
+
+        yield make
+
+
+def send(both: Pair, sender: SendChannel, receiver: RecvChannel, tag: int) -> None:
+    """Begin a message that P sends from its pages and that D wants in its own, both in two pieces."""
+    data = torch.from_numpy(pattern(tag, BYTES))
+    into = torch.zeros(BYTES, dtype=torch.uint8)
+
+    def halves(of: torch.Tensor) -> Callable[[], Pieces]:
+        return lambda: Pieces(of.data_ptr() + np.array([0, 3000]), np.array([3000, BYTES - 3000]))
+
+    PAGES.extend((data, into))
+    receiver.expect(tag, BYTES, halves(into))
+    both.turn(lambda: sender.send_pieces(halves(data), tag))
+
+
+def tapped(monkeypatch: pytest.MonkeyPatch, change: Callable[[bytearray], None] = lambda data: None) -> bytearray:
+    """All bytes that P sends from now on, after ``change``, which gets a whole message."""
+    seen = bytearray()
+
+    def send(self: Vector, sock: Any) -> int:
+        data = bytearray(b"".join(ctypes.string_at(int(address), int(nbytes)) for address, nbytes in self._iov))
+        change(data)
+        seen.extend(data)
+        self.done = self.nbytes
+        assert sock.send(data) == len(data), "it fits into the socket's buffer"
+        return len(data)
+
+    monkeypatch.setattr(Vector, "send", send)
+    return seen
+
+
+@pytest.mark.parametrize(("p", "d"), [(True, True), (True, False), (False, True)])
+def test_one_side_is_enough(encrypted: Any, p: bool, d: bool) -> None:
+    both = encrypted(p=p, d=d)
+    sender, receiver = both.join()
+    assert not sender.sends_in_place and receiver.encrypted
+    for tag in (7, 8, 9):
+        send(both, sender, receiver, tag)
+        while not (arrived := receiver.poll()):
+            both.d.progress()
+        [message] = arrived
+        assert (message.tag, message.nbytes, message.placed) == (tag, BYTES, False) and intact(message)
+        message.release()
+    assert sender.error is None and receiver.error is None
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_the_wire_has_no_plain_byte(encrypted: Any, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
+    both = encrypted(p=encrypt, d=False)
+    sender, receiver = both.join()
+    both.turn(lambda: sender.open)
+    wire = tapped(monkeypatch)
+    send(both, sender, receiver, 7)
+    both.turn(receiver.poll)
+    plain = pattern(7, BYTES).tobytes()
+    found = any(plain[at : at + 16] in wire for at in range(0, BYTES - 16, 16))
+    assert found is not encrypt, "without the setting the bytes are plain, so this test can see them"
+
+
+@pytest.mark.parametrize("where", [0, HEADER.size, HEADER.size + 1000, HEADER.size + BYTES, -2, -1])
+def test_a_changed_byte_of_pieces_is_noticed(encrypted: Any, monkeypatch: pytest.MonkeyPatch, where: int) -> None:
+    both = encrypted()
+    sender, receiver = both.join()
+    both.turn(lambda: sender.open)
+
+    def change(data: bytearray) -> None:
+        data[where] ^= 1
+
+    tapped(monkeypatch, change)
+    send(both, sender, receiver, 7)
+    if where == 0:  # the tag of another message, which D does not want: what comes next does not fit any more
+        monkeypatch.undo()  # the next message is good, and D has dropped this one
+        send(both, sender, receiver, 9)
+        both.turn(lambda: receiver.error or receiver.poll())
+        assert receiver.error is None
+        return
+    both.turn(lambda: receiver.error)
+    assert "was changed on its way" in str(receiver.error) and not receiver.poll()
+
+
+def test_a_message_in_another_ones_place_is_noticed() -> None:
+    slots = [Slot(torch.from_numpy(np.append(pattern(n, 64), np.zeros(TAG_BYTES, np.uint8))), n) for n in (1, 2)]
+    p, d = (Cipher(key) for key in [secrets.token_bytes(KEY_BYTES)] * 2)
+    header = HEADER.pack(1, 64 + TAG_BYTES)
+    sizes = [p.seal(slot, 64, header) for slot in slots]
+    assert sizes == [80, 80]
+    assert not d.open(slots[1], 80, header), "the second message came first"
+
+
+def test_a_wrong_key_is_refused(encrypted: Any) -> None:
+    both = encrypted()
+    receiver, _ = both.d.connect(both.p.offer(), "127.0.0.1")
+    for reply in (b"", b"k" * 31):
+        with pytest.raises(ProtocolError, match="key"):
+            both.d.finish(receiver, reply)
+
+
+def test_planes_that_cannot_encrypt_are_left_out() -> None:
+    with pytest.raises(PlaneUnavailableError, match="does not encrypt"):
+        make_plane("ucx", replace(CONTEXT, encrypt=True))
+    for name in ("shm", "cma", "tcp", "zmq"):
+        make_plane(name, replace(CONTEXT, encrypt=True)).close()
