@@ -204,10 +204,7 @@ def test_cookies_and_lists_of_headers() -> None:
 
 
 def test_cors_is_the_engines_to_decide() -> None:
-    raw = RawEngine(
-        "D",
-        b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK",
-    )
+    raw = RawEngine("D", b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK")
     with routed([], raw) as front:
         headers = {"origin": "http://x", "access-control-request-method": "POST"}
         answer = front.request("OPTIONS", "/v1/chat/completions", headers=headers)
@@ -289,6 +286,7 @@ def test_a_d_that_fails_in_a_stream_ends_it_with_an_error_of_its_own(begun: str)
     raw = RawEngine("D", chunk(begun.encode() + (b"\n\n" if begun[0] == ":" else b"")))
     with routed([], raw) as front:
         *before, error, end = front.ask({"prompt": "x", "stream": True}).text.split("\n\n")
+        assert front.counts("failed_legs") == {"decode": 1}
     assert before[0] == begun and end == ""
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
 

@@ -127,7 +127,8 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
             next(lines)
             during, busy = samples(front), f"kvferry_router_engine_requests[decode][{front.d[0]}]"
             assert during["kvferry_router_in_flight"] == during[busy] == 1
-            assert during[f"kvferry_router_engine_load[prefill][{front.p[0]}]"] == 0
+            of_p = [f"kvferry_router_engine_{name}[prefill][{front.p[0]}]" for name in ("load", "requests")]
+            assert during[of_p[0]] == during[of_p[1]] == 0, "D has loaded what it handed over"
             go_on.set()
             assert list(lines)
         after = samples(front)

@@ -176,11 +176,9 @@ def test_one_warning_health_metrics_and_status_and_the_end_of_it(caplog: pytest.
         assert front.get("/health").json()["status"] == "ok"
         d.metrics = lambda: page(("loaded", "", 7), ("local", "wrong_role", LAST_PROMPTS))
         eventually(lambda: front.get("/health").json()["status"] == "degraded", "the router has looked")
-        health_now, status = front.get("/health"), front.get("/router/status").json()
+        said, status = front.get("/health"), front.get("/router/status").json()
         metrics = front.get("/metrics").text
-        assert (
-            health_now.status_code == 200 and what_to_do("wrong_role") in health_now.json()["handed_over"][front.d[0]]
-        )
+        assert said.status_code == 200 and what_to_do("wrong_role") in said.json()["handed_over"][front.d[0]]
         assert status["engines"][1]["handed_over"]["prompts"] == {"loaded": 0, "local": LAST_PROMPTS, "failed": 0}
         of = f'decode="{front.d[0]}"'
         assert f'kvferry_router_prompts_total{{{of},result="local"}} 20.0' in metrics
@@ -190,8 +188,8 @@ def test_one_warning_health_metrics_and_status_and_the_end_of_it(caplog: pytest.
         eventually(lambda: front.get("/health").json()["status"] == "ok", "the router has looked again")
         assert "handed_over" not in front.get("/health").json()
         eventually(lambda: "handed over again" in caplog.text, "the end is logged")
-    said = [line for line in caplog.messages if f"decode engine {front.d[0]}: " in line]
-    assert len(said) == 2 and f"wrong_role 20; {what_to_do('wrong_role')}" in said[0] and "over again" in said[1]
+    logged = [line for line in caplog.messages if f"decode engine {front.d[0]}: " in line]
+    assert len(logged) == 2 and f"wrong_role 20; {what_to_do('wrong_role')}" in logged[0] and "over again" in logged[1]
 
 
 def test_a_p_that_hands_nothing_over(caplog: pytest.LogCaptureFixture) -> None:
