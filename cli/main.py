@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -106,11 +106,10 @@ def _model_path(text: str) -> Path:
 
 
 def _public_key(file: Path) -> str:
-    try:
+    with suppress(KVFerryError, OSError):
         keys = Keys(read_key_file(file))
         return f"its public key is {keys.public}, fingerprint {keys.fingerprint}"
-    except (KVFerryError, OSError):
-        return "name another file"
+    return "name another file"
 
 
 @app.command()

@@ -118,7 +118,6 @@ class PairRank:
         self.worker.register(self.caches)
 
     def address(self) -> RankAddress | None:
-        """Where D finds this rank."""
         return self.worker.address
 
     def fill(self, salt: int) -> None:
@@ -129,12 +128,10 @@ class PairRank:
             cache[self.blocks] = paged.transpose(1, 2).to(cache.device)
 
     def clear(self) -> None:
-        """D: forget what it has loaded."""
         for cache in self.caches.values():
             cache.zero_()
 
     def grant(self, prompt: Prompt) -> None:
-        """P: lease a prompt."""
         self.worker.post(StepPlan(leases=(LeaseGrant(*prompt, (self._ids(prompt.tokens),)),)))
         self.worker.take_results()
 
@@ -208,18 +205,16 @@ class RankProcess:
         theirs.close()
 
     def ask(self, do: str, deadline: float, *arguments: Any) -> Any:
-        """Send an order and wait for its answer until ``deadline`` (``time.monotonic``). Raises PairError: no answer in
-        time, the process has ended, or it answers with an error."""
+        """The answer to an order, by ``deadline`` (``time.monotonic``). Raises PairError: it is an error, or none came
+        in time, or the process has ended."""
         self.order(do, *arguments)
         return self.answer(deadline)
 
     def order(self, do: str, *arguments: Any) -> None:
-        """Send an order; ``answer`` takes its answer."""
         with suppress(OSError):  # ``answer`` reports the end
             self._orders.send((do, arguments))
 
     def answer(self, deadline: float) -> Any:
-        """The next answer. Raises PairError as ``ask`` does."""
         if not self._orders.poll(max(0.0, deadline - time.monotonic())):
             raise PairError("no answer in time: the process hangs, or the machine is overloaded")
         try:
@@ -232,18 +227,14 @@ class RankProcess:
         return answer
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.join()
         self._orders.close()
 
 
 class RankPair:
-    """Two processes that hand prompts over from the first to the second, with a key made for them. Each method may
-    raise PairError; ``close`` is then the only call that may follow, or ``start`` with new processes.
-
-    ``host``: the address that control ports and planes listen on. ``kind``: of the ranks.
-    """
+    """Two processes that hand prompts over from the first to the second, with a key made for them; ``host``: where they
+    listen. Each method may raise PairError; only ``close`` may follow, and then ``start`` with new processes."""
 
     def __init__(self, host: str, kind: type[PairRank] = PairRank) -> None:
         self._host, self._kind = host, kind
@@ -274,7 +265,6 @@ class RankPair:
         p.answer(deadline)
 
     def hand_over(self, tokens: int, deadline: float) -> Moved:
-        """Hand the first ``tokens`` of the prompt over."""
         p, d = self._ranks
         self._serial += 1
         prompt = Prompt(f"pair {self._serial}", secrets.token_bytes(16), tokens)
@@ -293,7 +283,6 @@ class RankPair:
             rank.ask("close", deadline)
 
     def close(self) -> None:
-        """End the processes."""
         while self._ranks:
             self._ranks.pop().close()
 

@@ -101,29 +101,21 @@ def _cached_config(name: str) -> Path:
     )
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Raises ConfigError: ``write_file`` would fail after the work."""
-    for path in filter(None, paths):
-        if path.is_dir():
-            raise _unwritable(path, os.strerror(errno.EISDIR))
-        if not path.parent.is_dir():
-            raise _unwritable(path, os.strerror(errno.ENOENT))
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise _unwritable(path, os.strerror(errno.EACCES))
-
-
-def write_file(path: Path | None, content: bytes) -> None:
-    """Raises ConfigError: the file cannot be written. Without a path nothing is written."""
-    try:
-        if path is not None:
-            path.write_bytes(content)
-    except OSError as error:
-        raise _unwritable(path, error.strerror) from None
+def check_writable(path: Path | None) -> None:
+    """Raises ConfigError: ``write_json`` would fail after the work."""
+    if path is not None:
+        found = errno.ENOENT if not path.parent.is_dir() else errno.EISDIR if path.is_dir() else 0
+        if found or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise _unwritable(path, os.strerror(found or errno.EACCES))
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """As ``write_file``."""
-    write_file(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    """Raises ConfigError: the file cannot be written. Without a path nothing is written."""
+    try:
+        if path is not None:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from None
 
 
 def _unwritable(path: Path | None, why: str | None) -> ConfigError:

@@ -141,7 +141,7 @@ def predicted(plane: str, case: Case, costs: PlaneCosts) -> tuple[float, float]:
     """Median and 95th percentile of the seconds of a case."""
     work = work_of(planned(plane, case), costs)
     ends = [finish_seconds(work, costs, n, case.at_once) for n in range(1, case.at_once + 1)]
-    return statistics.median(ends), float(np.percentile(ends, 95)) * costs.p95_ratio_of(case.at_once)
+    return statistics.median(ends), float(np.percentile(ends, 95)) * (1 + (costs.p95_ratio - 1) / case.at_once**0.5)
 
 
 def repeat(rounds: list[list[float]]) -> dict[str, float]:

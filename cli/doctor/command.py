@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -33,7 +35,7 @@ def doctor(
 
     Raises UsageError, ConfigError: an option is not usable. Nothing was looked at.
     """
-    address, chosen, machine = _address(peer), parse_config(config), Machine()
+    address, chosen, machine = parse_address(peer) if peer else None, parse_config(config), Machine()
     if model is not None and address is None:
         raise UsageError("--model is compared with that of an engine: give --peer HOST:PORT, too")
     content = None if model is None else read_model_config(model)
@@ -55,23 +57,13 @@ def doctor(
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-def _address(text: str) -> tuple[str, int] | None:
-    try:
-        return parse_address(text) if text else None
-    except UsageError as error:
-        raise UsageError(f"--peer: {error}") from None
-
-
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises UsageError: it is of another form; one line."""
-    host, colon, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not bare or (":" in bare and not bracketed) or "/" in host or not port.isascii():
-        raise UsageError(f"{text!r} is no address of a control port; expected HOST:PORT, such as 10.0.0.1:5600")
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{text!r} has the port {port!r}; expected a number from 1 to 65535")
-    return bare, int(port)
+    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises UsageError; one line."""
+    with suppress(ValueError):
+        parts = urlsplit(f"//{text}")
+        if parts.hostname and parts.port and parts.netloc == text and "@" not in text:
+            return parts.hostname, parts.port
+    raise UsageError(f"--peer: {text!r} is no control port; expected HOST:PORT with a port from 1 to 65535")
 
 
 def parse_config(text: str | None) -> dict[str, Any] | None:

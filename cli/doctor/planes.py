@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -151,39 +152,24 @@ def self_test(
 ) -> Iterator[Finding]:  # fmt: skip
     """A known pattern from one process to another over each plane, every byte checked, with its rate. A process that
     crashes, or that does not answer in time, is a fault of that plane only. ``host``: what the planes listen on."""
-    pair = RankPair(host, kind)
-    try:
+    with closing(RankPair(host, kind)) as pair:
         for plane in planes:
-            what = str(plane)
+            what, deadline, wrong, moved = str(plane), time.monotonic() + seconds, 0, []
             try:
-                wrong, nbytes, rates = _hand_over(pair, plane, form, rounds, time.monotonic() + seconds)
+                pair.start(plane.name, plane.device, form, form, deadline)
+                for _ in range(rounds + 1):
+                    pair.fill(deadline)
+                    moved.append(pair.hand_over(form.tokens, deadline))
+                    wrong += pair.differing(form.tokens, deadline)
+                pair.stop(deadline)
             except PairError as error:
                 pair.close()  # the next plane gets new processes
                 yield fault(what, f"the hand-over failed: {error}", _REPORT, expected="every byte within the time")
                 continue
+            nbytes = moved[0].nbytes
             if wrong:
                 value, do = f"{wrong} of {nbytes} bytes arrived wrong", f"do not use this plane; {_REPORT}"
                 yield fault(what, value, do, expected="the bytes that were sent")
             else:
-                rate = f"{statistics.median(rates):.2f} GB/s"
-                yield ok(what, f"{rate}; each of {nbytes >> 20} MiB is right, in {len(rates)} hand-overs")
-    finally:
-        pair.close()
-
-
-def _hand_over(
-    pair: RankPair, plane: PlaneOnDevice, form: CacheForm, rounds: int, deadline: float
-) -> tuple[int, int, list[float]]:
-    """Returns the wrong bytes of all rounds, the bytes of one hand-over, and the rates in GB/s."""
-    pair.start(plane.name, plane.device, form, form, deadline)
-    wrong, nbytes, rates = 0, 0, []
-    for number in range(rounds + 1):
-        if number:
-            pair.fill(deadline)
-        moved = pair.hand_over(form.tokens, deadline)
-        wrong += pair.differing(form.tokens, deadline)
-        nbytes = moved.nbytes
-        if number:
-            rates.append(nbytes / moved.seconds / 1e9)
-    pair.stop(deadline)
-    return wrong, nbytes, rates
+                rate = statistics.median(nbytes / each.seconds / 1e9 for each in moved[1:])
+                yield ok(what, f"{rate:.2f} GB/s; each of {nbytes >> 20} MiB is right, in {rounds} hand-overs")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.cli.doctor.findings import Finding, Machine, note, ok, warning
+from kvferry.cli.doctor.findings import Finding, Level, Machine, note, ok, warning
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.planes.ucx import load_ucxx
 from kvferry.transport.planes.ucx_settings import RDMA_LANES, nixl_release
@@ -68,42 +68,38 @@ def judge(machine: Machine, build: UcxBuild | None, nixl: str = "") -> list[Find
     installed."""
     devices = machine.names("sys/class/infiniband")
     found = [ok("UCX", f"{build.version}, {build.source}")] if build is not None else []
-    found += [_device(machine, name) for name in devices]
+    ports = [_device(machine, name) for name in devices]
+    found += ports
     over_ucx = _over_ucx(machine, build, devices)
     if not devices:
         return [*found, over_ucx]
-    over_nixl = _over_nixl(machine, nixl, devices)
+    over_nixl = _over_nixl(machine, nixl, ports)
     if not over_nixl.do and over_ucx.do:
         over_ucx = note("RDMA over ucx", over_ucx.value, "nothing to do: nixl has RDMA")
     return [*found, over_nixl, over_ucx]
 
 
-def _states(machine: Machine, name: str) -> dict[str, str]:
-    """The state of each port of a device."""
-    folder = f"sys/class/infiniband/{name}/ports"
-    return {
-        port: machine.text(f"{folder}/{port}/state").partition(": ")[2] or "unknown" for port in machine.names(folder)
-    }
-
-
 def _device(machine: Machine, name: str) -> Finding:
     """One device, by its ports."""
-    folder, states = f"sys/class/infiniband/{name}/ports", _states(machine, name)
-    ports = [f"port {port} {state} ({machine.text(f'{folder}/{port}/link_layer')})" for port, state in states.items()]
-    if "ACTIVE" not in states.values():
-        start = "connect it, or start its driver and subnet manager"
-        return warning(name, ", ".join(ports) or "no port", start, expected="ACTIVE")
-    return ok(name, ", ".join(ports))
+    folder = f"sys/class/infiniband/{name}/ports"
+    states = {port: machine.text(f"{folder}/{port}/state").partition(": ")[2] for port in machine.names(folder)}
+    ports = ", ".join(
+        f"port {port} {state or 'unknown'} ({machine.text(f'{folder}/{port}/link_layer')})"
+        for port, state in states.items()
+    )
+    if "ACTIVE" in states.values():
+        return ok(name, ports)
+    return warning(name, ports or "no port", "connect it, or start its driver and subnet manager", expected="ACTIVE")
 
 
-def _over_nixl(machine: Machine, nixl: str, devices: list[str]) -> Finding:
-    what = "RDMA over nixl"
+def _over_nixl(machine: Machine, nixl: str, ports: list[Finding]) -> Finding:
+    what, devices = "RDMA over nixl", ", ".join(found.what for found in ports)
+    up = ", ".join(found.what for found in ports if found.level is Level.OK)
     if not nixl:
-        return warning(what, f"NIXL is not installed, and {', '.join(devices)} is there", _BY_NIXL)
-    up = [name for name in devices if "ACTIVE" in _states(machine, name).values()]
+        return warning(what, f"NIXL is not installed, and {devices} is there", _BY_NIXL)
     if not up:
-        return warning(what, f"no RDMA port of {', '.join(devices)} is up", "connect it, or start its subnet manager")
-    return _obstacle(machine, what) or ok(what, f"{nixl}: {', '.join(up)} can be used")
+        return warning(what, f"no RDMA port of {devices} is up", "connect it, or start its subnet manager")
+    return _obstacle(machine, what) or ok(what, f"{nixl}: {up} can be used")
 
 
 def _over_ucx(machine: Machine, build: UcxBuild | None, devices: list[str]) -> Finding:
@@ -126,12 +122,10 @@ def _over_ucx(machine: Machine, build: UcxBuild | None, devices: list[str]) -> F
 
 def _obstacle(machine: Machine, what: str) -> Finding | None:
     """What keeps any UCX from the RDMA devices; ``None`` where nothing does."""
-    refused = no_permission(machine)
-    if refused:
+    if refused := no_permission(machine):
         allow = "start the container with --device /dev/infiniband, or add the user to the group of these files"
         return warning(what, f"no permission: {refused}", allow)
-    lane = chosen_lane(machine.environ)
-    if lane:
+    if lane := chosen_lane(machine.environ):
         other = "unset it, or let it name the RDMA transport and device"
         return warning(what, f"another lane is chosen: {lane}", other)
     pinned = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]

@@ -15,7 +15,7 @@ from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.engine_types import BlockTable
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
-from kvferry.connector.geometry.recurrent_state import Section, sections, whole_page
+from kvferry.connector.geometry.recurrent_state import sections, whole_page
 from kvferry.connector.geometry.spans import cut_span, span_tokens
 from kvferry.connector.geometry.topology import MAX_RANKS, TpKVTopology
 from kvferry.transport.errors import ConfigError
@@ -78,25 +78,17 @@ def _rank(shape: ModelShape, deployment: Deployment, tp_rank: int, pp_rank: int,
             packing=kv.packing, tile_tokens=INDEX_BLOCK if kv.packing else 1,
         )  # fmt: skip
         regions.append(region)
-    states = () if shape.state is None else shape.state.layers
-    for section in _sections(shape, tp):
-        held = tuple(f"model.layers.{layer}.mixer" for layer in layers if layer in states)
-        regions.append(section.region(held, *TpKVTopology.head_interval(tp_rank, tp, section.total_heads)))
+    if (state := shape.state) is not None:  # as ``from_vllm`` divides it
+        arrays, groups = state.arrays(tp), frozenset({state.groups})
+        whole = whole_page(sum(prod(array.shape) * array.item for array in arrays), tp, state.family)
+        held = tuple(f"model.layers.{layer}.mixer" for layer in layers if layer in state.layers)
+        for section in sections(state.family, arrays, tp, dim_first=False, group_counts=groups) or (whole,):
+            regions.append(section.region(held, *TpKVTopology.head_interval(tp_rank, tp, section.total_heads)))
     return RankGeometry(
         tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=deployment.pp_size,
         head_counts=tuple(sorted({region.total_heads for region in regions})),
         regions=tuple(region for region in regions if region.layers),
     )  # fmt: skip
-
-
-def _sections(shape: ModelShape, tp_size: int) -> tuple[Section, ...]:
-    """Of the state of each recurrent layer, as ``from_vllm`` divides it."""
-    state = shape.state
-    if state is None:
-        return ()
-    arrays = state.arrays(tp_size)
-    found = sections(state.family, arrays, tp_size, dim_first=False, group_counts=frozenset({state.groups}))
-    return found or (whole_page(sum(prod(array.shape) * array.item for array in arrays), tp_size, state.family),)
 
 
 # --- reads ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from math import ceil, exp, inf, log, sqrt
+from math import ceil, exp, inf, log
 from typing import Annotated
 
 import msgspec
@@ -64,10 +64,6 @@ class PlaneCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def turns(self, read: PlannedRead) -> int:
         """The turns of a read."""
         return read.messages or (max(1, ceil(read.nbytes / self.turn_bytes)) if self.turn_bytes else 1)
-
-    def p95_ratio_of(self, at_once: int) -> float:
-        """The 95th percentile over the median of the time of ``at_once`` hand-overs together."""
-        return 1 + (self.p95_ratio - 1) / sqrt(at_once)
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

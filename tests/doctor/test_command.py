@@ -99,7 +99,7 @@ def test_without_pytorch_it_says_so(tmp_path, error):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--peer", "nowhere"], "expected HOST:PORT"), (["--peer", "a:99999"], "65535"),
+        (["--peer", "nowhere"], "expected HOST:PORT"), (["--peer", "a:99999"], "1 to 65535"),
         (["--config", "x.json"], "give the JSON itself, not a file"), (["--config", "[1]"], "expected a JSON object"),
         (["--config", "[" * 100000], "--config: no JSON"), (["--perr", "a:1"], "No such option: --perr"),
         (["--config", ""], "--config is empty"), (["--config", " "], "--config is empty"),
