@@ -166,7 +166,7 @@ def test_a_port_of_something_else(answer):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", "host:", "host:x", "host:0", "host:65536", ":5", "::1:5600", "http://h:1", "h:²"]
+    "text", ["", "host", "host:x", "host:0", "host:65536", ":5", "::1:5600", "http://h:1", "h:1/x", "a@h:1", "h:²"]
 )
 def test_texts_that_are_no_address(text):
     with pytest.raises(UsageError) as caught:
