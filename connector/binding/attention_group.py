@@ -1,10 +1,8 @@
 """Attention layers by what they need: their specs, their backends, and groups that agree in both.
 
 Axes ``[L, B, H, N, C]``. Duck-typed: a layer is anything with ``get_kv_cache_spec(config)`` and
-``get_attn_backend()``; one with ``kv_sharing_target_layer_name`` keeps no cache and uses that layer's.
-
-A block id numbers a manager block. An attention kernel may address that block as several kernel blocks of fewer
-tokens each.
+``get_attn_backend()``; one with ``kv_sharing_target_layer_name`` keeps no cache and uses that layer's. A block id
+numbers a manager block, which an attention kernel may address as several kernel blocks of fewer tokens each.
 """
 
 from __future__ import annotations
@@ -21,17 +19,15 @@ from kvferry.transport.errors import GeometryError, did_you_mean
 
 
 def layers_of(source: Any, layer_names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The attention layers by name, of these names. ``source``: a mapping of layers, or a config as vLLM's, with
-    ``compilation_config.static_forward_context``."""
+    """The attention layers by name, of these names. ``source``: a mapping of layers, or a config as vLLM's."""
     context = source if isinstance(source, Mapping) else source.compilation_config.static_forward_context
     names = context.keys() if layer_names is None else layer_names
     return {name: context[name] for name in names if hasattr(context.get(name), "get_kv_cache_spec")}
 
 
 def get_kv_cache_spec(source: Any, config: Any = None) -> dict[str, Any]:
-    """The spec of every layer that keeps a cache of its own, by name; its backend may have adjusted it. Blocks of a
-    backend that takes exact sizes only are aligned to whole kernel blocks, unless it sets another alignment.
-    ``source``: see ``layers_of``. ``config``: the argument for the layers; ``source`` itself where it is a config."""
+    """The spec of every layer that keeps a cache of its own, by name, as its backend adjusts it. ``source``: see
+    ``layers_of``. ``config``: the argument for the layers; ``source`` itself where it is a config."""
     config = source if config is None and not isinstance(source, Mapping) else config
     specs: dict[str, Any] = {}
     for name, layer in layers_of(source).items():
@@ -43,6 +39,7 @@ def get_kv_cache_spec(source: Any, config: Any = None) -> dict[str, Any]:
 
 
 def _customized(backend: Any, spec: Any) -> Any:
+    """Aligns blocks to whole kernel blocks where the backend takes exact sizes only and sets no other alignment."""
     customize = getattr(backend, "customize_spec", None)
     spec = spec if customize is None else customize(spec)
     if getattr(spec, "block_stride_alignment", 0) is not None:
@@ -61,23 +58,14 @@ def get_shared_kv_cache_layers(source: Any) -> dict[str, str]:
     return {name: target for name, layer in layers if (target := getattr(layer, "kv_sharing_target_layer_name", None))}
 
 
-def get_current_attn_backends(source: Any, layer_names: Iterable[str] | None = None) -> list[type]:
-    """The distinct attention backends of these layers (all of them where ``None``), in order of their first layer. An
-    engine may make the same class, by module and qualified name, once per layer: the result has the last one, as in
-    vLLM. Raises GeometryError: none of the names is an attention layer; there is no default backend as vLLM's."""
-    seen: dict[tuple[str, str], type] = {}
-    for layer in layers_of(source, layer_names).values():
-        backend = layer.get_attn_backend()
-        seen[_class_name(backend)] = backend
-    if not seen:
+def get_current_attn_backend(source: Any, layer_names: Iterable[str] | None = None) -> type:
+    """The backend of the first of these layers (of all where ``None``). Raises GeometryError: there is none."""
+    backends: list[type] = [layer.get_attn_backend() for layer in layers_of(source, layer_names).values()]
+    if not backends:
         wanted = "any" if layer_names is None else ", ".join(map(repr, layer_names))
         raise GeometryError(f"no attention layer among {wanted} layers, expected at least one")
-    return list(seen.values())
-
-
-def get_current_attn_backend(source: Any, layer_names: Iterable[str] | None = None) -> type:
-    """The first of ``get_current_attn_backends``."""
-    return get_current_attn_backends(source, layer_names)[0]
+    # An engine may make the same class once per layer: the last one is taken, as in vLLM.
+    return next(each for each in reversed(backends) if _class_name(each) == _class_name(backends[0]))
 
 
 def _class_name(backend: Any) -> tuple[str, str]:
@@ -86,8 +74,7 @@ def _class_name(backend: Any) -> tuple[str, str]:
 
 
 def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> str | None:
-    """The name of the KV cache layout that a connector asks the engine for; ``None`` for any. ``connector``: its class,
-    with ``get_required_kvcache_layout(config)``; ``None`` for no connector."""
+    """The name of the KV cache layout that a connector's class asks for; ``None`` for any, or for no connector."""
     ask = getattr(connector, "get_required_kvcache_layout", None)
     layout = None if ask is None else ask(config)
     return None if layout is None else str(layout)
@@ -96,10 +83,8 @@ def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> 
 def select_common_block_size(
     kv_manager_block_size: int, backends: Sequence[Any], kv_cache_specs: Sequence[Any] | None = None
 ) -> int:
-    """The greatest kernel block size, in tokens, that all backends take and that divides the manager block. Raises
-    GeometryError: no such size; names the sizes that each backend takes. ``backends``: each with
-    ``get_supported_kernel_block_sizes(spec)``: exact sizes (an ``int``), or a ``MultipleOf`` (anything with ``base``).
-    ``kv_cache_specs``: one per backend, the argument for it."""
+    """The greatest kernel block size, in tokens, that divides the manager block and that all backends take: each size
+    of ``get_supported_kernel_block_sizes(spec)`` is exact (``int``) or a ``MultipleOf``. Raises GeometryError: none."""
     if kv_manager_block_size < 1:
         raise GeometryError(f"manager block of {kv_manager_block_size} tokens, expected at least 1")
     specs = list(kv_cache_specs or [None] * len(backends))
@@ -118,15 +103,10 @@ def select_common_block_size(
 
 
 def _takes(supported: Sequence[Any], size: int) -> bool:
-    taken = False
     for one in supported:
-        if isinstance(one, int):
-            taken |= size == one
-        elif hasattr(one, "base"):
-            taken |= size % one.base == 0
-        else:
+        if not isinstance(one, int) and not hasattr(one, "base"):
             raise GeometryError(f"supported kernel block size {one!r} is neither a number of tokens nor a MultipleOf")
-    return taken
+    return any(size == one if isinstance(one, int) else size % one.base == 0 for one in supported)
 
 
 def _name(backend: Any) -> str:
@@ -135,17 +115,16 @@ def _name(backend: Any) -> str:
 
 
 def prepare_kernel_block_sizes(kv_cache_config: Any, attn_groups: Sequence[Sequence[Any]]) -> list[int]:
-    """Tokens of a kernel block, per KV cache group that has a cache. Blocks of attention groups are split to the sizes
-    that their backends take. Other caches (Mamba state) stay whole. Packed caches stay whole too, because other layers'
-    pages lie between their blocks. Encoder-only groups have no cache and no entry. Raises GeometryError: a group whose
-    backends have no size in common, or whose spec is of no known kind. ``kv_cache_config``: with ``kv_cache_groups``
-    and ``kv_cache_tensors``. ``attn_groups``: ``AttentionGroup`` objects, per KV cache group."""
+    """Tokens of a kernel block, per KV cache group that has a cache: blocks of attention groups are split to sizes that
+    their backends take, others (Mamba state) stay whole. ``attn_groups``: ``AttentionGroup``s, per KV cache group.
+    Raises GeometryError: backends that have no size in common, a spec of no known kind."""
+    places = kv_cache_config.kv_cache_tensors
+    # Other layers' pages lie between the blocks of these.
+    packed = {name for place in places if place.block_stride > place.layer_stride for name in place.layers}
     sizes: list[int] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        specs = getattr(spec, "kv_cache_specs", None)
-        if specs is not None:
-            spec = next(iter(specs.values()))
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        spec = group.kv_cache_spec if specs is None else next(iter(specs.values()))
         if is_encoder_only(spec):
             continue
         whole = int(group.kv_cache_spec.block_size)
@@ -153,46 +132,33 @@ def prepare_kernel_block_sizes(kv_cache_config: Any, attn_groups: Sequence[Seque
             sizes.append(int(spec.block_size))
         elif not is_attention(spec):
             raise GeometryError(f"group {number}: a KV cache spec of type {type(spec).__name__} is of no known kind")
-        elif _packed(kv_cache_config, group):
+        elif not packed.isdisjoint(group.layer_names):
             sizes.append(whole)
+        elif number >= len(attn_groups):
+            raise GeometryError(f"group {number} has no attention groups, {len(attn_groups)} were given")
         else:
-            if number >= len(attn_groups):
-                raise GeometryError(f"group {number} has no attention groups, {len(attn_groups)} were given")
             mine = attn_groups[number]
             sizes.append(select_common_block_size(whole, [g.backend for g in mine], [g.kv_cache_spec for g in mine]))
     return sizes
 
 
-def _packed(kv_cache_config: Any, group: Any) -> bool:
-    """Whether other layers' pages lie between the blocks of the group."""
-    names = set(group.layer_names)
-    return any(
-        tensor.block_stride > tensor.layer_stride
-        for tensor in kv_cache_config.kv_cache_tensors
-        if not names.isdisjoint(tensor.layers)
-    )
-
-
 @dataclass(eq=False)
 class AttentionGroup:
-    """Layers of one KV cache group that agree in backend and spec. ``kernel_block_size`` is set where the backend needs
-    smaller blocks than its group is split into. Kernel block j of manager block b is then number
-    ``b * kernel_block_stride + j``. While the stride is 0 it is the number of kernel blocks in a manager block; binding
-    a packed cache sets it."""
+    """Layers of one KV cache group that agree in backend and spec."""
 
     backend: Any  # The class of their attention backend
     layer_names: list[str]  # Changed where a layer joins
     kv_cache_spec: Any  # ``AttentionSpec``, or the engine's own
     kv_cache_group_id: int  # The number of the KV cache group
-    kernel_block_size: int | None = None
+    kernel_block_size: int | None = None  # Tokens, where the backend needs smaller blocks than the group is split into
     kernel_block_stride: int = 0
+    """Kernel block j of manager block b is ``b * stride + j``. 0 until a packed cache is bound: as many as b has."""
     metadata_builders: list[Any] = field(default_factory=list)  # One for each micro-batch
 
     def create_metadata_builders(
         self, config: Any, device: torch.device, kernel_block_size: int | None = None, num_metadata_builders: int = 1
     ) -> None:
-        """Make the backend's builders, one per micro-batch, with the spec of a kernel block. Raises GeometryError: the
-        backend takes no block size that divides ``kernel_block_size``."""
+        """Make the backend's builders, one per micro-batch, with the spec of a kernel block."""
         spec = self.kv_cache_spec
         if kernel_block_size is not None:
             if is_attention(spec):
@@ -209,23 +175,17 @@ class AttentionGroup:
             raise GeometryError(f"metadata builder {ubatch_id} of {len(self.metadata_builders)}, create them first")
         return self.metadata_builders[ubatch_id]
 
-    @property
-    def _blocks_per_page(self) -> int:
-        return int(self.kv_cache_spec.block_size) // (self.kernel_block_size or int(self.kv_cache_spec.block_size))
-
     def map_to_kernel_block_table(self, block_table: torch.Tensor) -> torch.Tensor:
         """A table of manager block ids ``[rows, columns]`` as one of kernel block ids, in token order."""
         if self.kernel_block_size is None:
             return block_table
-        count = self._blocks_per_page
+        count = int(self.kv_cache_spec.block_size) // self.kernel_block_size
         within = torch.arange(count, dtype=block_table.dtype, device=block_table.device)
         return (block_table.unsqueeze(-1) * (self.kernel_block_stride or count) + within).flatten(1)
 
     def map_kv_cache_to_kernel_blocks(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """A packed compressed cache ``[B, 1, N, C]`` of manager blocks as kernel blocks; sets the stride. The view
-        reaches over the other layers' pages in between, which no kernel block of this group numbers. Raises
-        GeometryError: a cache that is written token by token through manager blocks, or blocks that are no whole number
-        of kernel blocks apart."""
+        """A packed compressed cache ``[B, 1, N, C]`` of manager blocks as kernel blocks and what lies between
+        them; sets the stride. Raises GeometryError: a state for each token, or blocks not whole kernel blocks apart."""
         if self.kernel_block_size is None:
             return kv_cache
         spec = self.kv_cache_spec
@@ -256,34 +216,23 @@ def attention_groups(
     kv_cache_config: Any, source: Any, active_layer_names: Container[str] | None = None,
     backends: Mapping[str, Any] | None = None,
 ) -> list[list[AttentionGroup]]:  # fmt: skip
-    """The attention groups of each KV cache group: layers that agree in backend, spec and query heads. Raises
-    GeometryError: a layer of a group is not among the layers. ``source``: see ``layers_of``. ``active_layer_names``:
-    layers to take; ``None`` for all. ``backends``: by layer name, in place of the layer's own backend."""
+    """The attention groups of each KV cache group: layers that agree in backend, spec and query heads. ``source``: see
+    ``layers_of``. ``backends``: by layer name, in place of the layer's own. Raises GeometryError: an unknown layer."""
     context = layers_of(source)
     every: list[list[AttentionGroup]] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         found: dict[tuple[tuple[str, str], Any, int], AttentionGroup] = {}
-        names: Sequence[str] = group.layer_names if getattr(group.kv_cache_spec, "has_layer_views", True) else ()
-        for name in names:
+        for name in group.layer_names if getattr(group.kv_cache_spec, "has_layer_views", True) else ():
             if active_layer_names is not None and name not in active_layer_names:
                 continue
             if name not in context:
-                raise GeometryError(
-                    f"layer {name!r} of group {number} is no attention layer{did_you_mean(name, context)}"
-                )
+                meant = did_you_mean(name, context)
+                raise GeometryError(f"layer {name!r} of group {number} is no attention layer{meant}")
             backend = (backends or {}).get(name) or context[name].get_attn_backend()
-            spec = _spec_of(group.kv_cache_spec, name, context)
+            home = getattr(context[name], "kv_sharing_target_layer_name", None) or name
+            own = name in getattr(group.kv_cache_spec, "kv_cache_specs", {})
+            spec = layer_spec(group.kv_cache_spec, name if own else home)
             key = (_class_name(backend), spec, int(getattr(context[name], "num_heads", 0)))
-            if key in found:
-                found[key].layer_names.append(name)
-            else:
-                found[key] = AttentionGroup(backend, [name], spec, number)
+            found.setdefault(key, AttentionGroup(backend, [], spec, number)).layer_names.append(name)
         every.append(list(found.values()))
     return every
-
-
-def _spec_of(group_spec: Any, name: str, context: Mapping[str, Any]) -> Any:
-    """A layer that shares a cache has that layer's spec."""
-    target = getattr(context[name], "kv_sharing_target_layer_name", None)
-    specs = getattr(group_spec, "kv_cache_specs", {})
-    return layer_spec(group_spec, target if target and name not in specs else name)

@@ -1,15 +1,13 @@
 """Attention backends made ready once, and the attention metadata of each step.
 
-``init_attn_backend`` runs once: it groups the layers, picks kernel block sizes, and makes each backend's metadata
-builders. ``build_attn_metadata`` runs in every step: it describes the batch once per KV cache group, and each builder
-turns this description into what its layers' kernels read. Duck-typed: a builder is anything with
-``build(common_prefix_len, common_attn_metadata)``.
+A step's batch is described once per KV cache group, and each builder turns this description into what its layers'
+kernels read. Duck-typed: a builder is anything with ``build(common_prefix_len, common_attn_metadata)``.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -38,11 +36,10 @@ class AttentionCGSupport(enum.Enum):
 
 @dataclass(frozen=True)
 class AttentionCGSupportInfo:
-    """The least support among backends, and the class name of the first backend that has it; ``None`` where all
-    backends have ``ALWAYS``. A backend's own enum may stand for ours: the values are compared."""
+    """The least support among backends."""
 
-    min_cg_support: Any = AttentionCGSupport.ALWAYS
-    min_cg_attn_backend: str | None = None
+    min_cg_support: Any = AttentionCGSupport.ALWAYS  # A backend's own enum may stand for ours: the values are compared
+    min_cg_attn_backend: str | None = None  # The class name of the first backend that has it, unless all have ALWAYS
 
 
 @dataclass
@@ -71,8 +68,7 @@ class CommonAttentionMetadata:
     is_prefilling: torch.Tensor | None = None  # [R], whether a request still has prompt tokens to compute
     seq_lens_cpu_upper_bound: torch.Tensor | None = None  # [R]
     req_idx: Any = None  # the number of each row's request in the engine's table; [R]
-    mm_req_doc_ranges: Mapping[int, list[tuple[int, int]]] | None = None
-    """By request, the ranges (first, last) of token positions that see each other both ways."""
+    mm_req_doc_ranges: Mapping[int, list[tuple[int, int]]] | None = None  # (first, last) that see each other both ways
     rswa_prefix_lens: torch.Tensor | None = None  # [R], tokens that a sliding window never leaves behind
     replayssm_decode_base_cpu: torch.Tensor | None = None  # [R], of Mamba2: computed tokens at the last full write
     _token_to_req_indices_cache: torch.Tensor | None = None  # the request of each token, once a builder computed it
@@ -83,24 +79,17 @@ def init_attn_backend(
     draft_layer_names: Container[str] | None = None, *, config: Any = None,
     fast_prefill_backend: Callable[[Any], Any] | None = None,
 ) -> tuple[list[list[AttentionGroup]], AttentionCGSupportInfo, list[int]]:  # fmt: skip
-    """Group the layers, pick kernel block sizes, make the metadata builders.
-
-    Returns the attention groups of each KV cache group; the least CUDA graph support; tokens of a kernel block per KV
-    cache group that has a cache. Layers that share another layer's cache join its KV cache group in
-    ``kv_cache_config``. The first builder that has a workspace (``_get_workspace_buffer``) gives it to all later ones
-    that take one (``set_workspace_buffer``). Raises ConfigError: ``config`` asks for fast prefill and
-    ``fast_prefill_backend`` is ``None``; GeometryError: an unknown layer, a target in no group, or backends that have
-    no block size in common.
+    """The attention groups of each KV cache group, with their builders; the least CUDA graph support; tokens of a
+    kernel block per KV cache group that has a cache (the others come last in ``kv_cache_config``). Layers that share a
+    cache join its group. Raises ConfigError: fast prefill without its backend; GeometryError: an unknown layer, a
+    target in no group, or backends that have no block size in common.
 
     Args:
-        kv_cache_config: with ``kv_cache_groups`` and ``kv_cache_tensors``; groups without a cache come last.
-        source: the layers, see ``layers_of``. A layer's backend has ``get_builder_cls()``.
+        source: the layers, see ``layers_of``.
         active_layer_names: layers to take; ``None`` for all.
         draft_layer_names: layers of a draft model, which fast prefill leaves alone.
-        config: given to the builders, as ``device`` is; ``source`` itself where it is a config. Its
-            ``parallel_config``, where it has one, decides the number of builders: one per micro-batch.
-        fast_prefill_backend: makes the backend of a layer that computes only the tokens whose logits are needed, of the
-            last layers in a row that share a cache. ``None``: no layer does.
+        config: given to the builders, one per micro-batch of its ``parallel_config``; ``source`` where it is a config.
+        fast_prefill_backend: makes the backend of a layer that computes only the tokens whose logits are needed.
     """
     config = source if config is None and not isinstance(source, Mapping) else config
     wants_fast_prefill = getattr(getattr(config, "cache_config", None), "kv_sharing_fast_prefill", False)
@@ -113,7 +102,12 @@ def init_attn_backend(
     backends = {}
     if fast_prefill_backend is not None:
         layers = layers_of(source)
-        for name in _fast_prefill_layers(layers, draft_layer_names or ()):
+        for name in reversed(layers):  # The last in a row that share a cache
+            target = getattr(layers[name], "kv_sharing_target_layer_name", "")
+            if target == "" or name in (draft_layer_names or ()):
+                continue  # Layers of no attention, such as Mamba's, do not end the row
+            if target is None:
+                break
             backends[name] = fast_prefill_backend(layers[name].get_attn_backend())
     groups = attention_groups(kv_cache_config, source, active_layer_names, backends)
     sizes = prepare_kernel_block_sizes(kv_cache_config, groups)
@@ -122,29 +116,14 @@ def init_attn_backend(
     for number, each in enumerate(groups):
         for group in each:
             group.create_metadata_builders(config, device, sizes[number] if number < len(sizes) else None, count)
-    _share_workspace(groups)
-    return groups, _least_cg_support(groups, config), sizes
-
-
-def _fast_prefill_layers(layers: dict[str, Any], draft_layer_names: Container[str]) -> Iterator[str]:
-    """The last layers in a row that share a cache. Layers of no attention, such as Mamba's, do not end the row."""
-    for name in reversed(layers):
-        target = getattr(layers[name], "kv_sharing_target_layer_name", "")
-        if target == "" or name in draft_layer_names:
-            continue
-        if target is None:
-            return
-        yield name
-
-
-def _share_workspace(groups: Sequence[Sequence[AttentionGroup]]) -> None:
-    workspace = None
+    workspace = None  # Of the first builder that has one, for all later ones that take one
     for builder in (builder for each in groups for group in each for builder in group.metadata_builders):
         if workspace is None:
             if hasattr(builder, "_get_workspace_buffer"):
                 workspace = builder._get_workspace_buffer()
         elif hasattr(builder, "set_workspace_buffer"):
             builder.set_workspace_buffer(workspace)
+    return groups, _least_cg_support(groups, config), sizes
 
 
 def _least_cg_support(groups: Sequence[Sequence[AttentionGroup]], config: Any) -> AttentionCGSupportInfo:
@@ -170,23 +149,18 @@ def build_attn_metadata(
     ubatch_idx: int = 0, fast_prefill: Any = None, req_idx: Any = None, *,
     common_metadata_type: Any = CommonAttentionMetadata,
 ) -> dict[str, Any]:  # fmt: skip
-    """The metadata of every layer for one step, by layer name. Layers of an attention group share one object. Raises
-    GeometryError: fewer attention groups, block tables, slot mappings, sequence lengths or builders than needed; a
-    field that ``common_metadata_type`` lacks, or that ``model_specific_attn_metadata`` gives once more.
+    """The metadata of every layer for one step, by layer name; layers of an attention group share one object. What is
+    not below is a field of ``CommonAttentionMetadata``. Raises GeometryError: fewer groups, tables, lengths or builders
+    than needed; a field that ``common_metadata_type`` lacks, or that the model's metadata gives once more.
 
     Args:
-        num_reqs: R. Tensors of sequence lengths may have more rows; the rest is cut off.
-        num_tokens: T, padding included.
-        query_start_loc_gpu: see ``CommonAttentionMetadata.query_start_loc``; the other tensors go by their names there.
         block_tables: per KV cache group, ``[R, blocks]``, of manager block ids.
         slot_mappings: per KV cache group, ``[T]``.
-        model_specific_attn_metadata: with ``get_extra_common_attn_kwargs(group_number, num_reqs)``, more fields of the
+        model_specific_attn_metadata: has ``get_extra_common_attn_kwargs(group_number, num_reqs)``, more fields of the
             batch, and ``get_extra_attn_kwargs(builder, num_reqs)``, more arguments of ``build``.
-        for_cudagraph_capture: whether a CUDA graph is captured: ``build_for_cudagraph_capture`` is called where a
-            builder has it.
         causal: for all groups, or by group number; groups that the mapping leaves out are causal.
         ubatch_idx: the micro-batch, which decides the builder.
-        fast_prefill: with ``logits_indices_padded``, ``num_logits_indices`` and ``max_logits_per_req``.
+        fast_prefill: with the batch's three fields of logits.
         common_metadata_type: the dataclass that builders get; vLLM's own, for builders of vLLM's.
     """
     groups = len(kv_cache_config.kv_cache_groups)
@@ -230,8 +204,14 @@ def build_attn_metadata(
             if reuses and key in reusable:
                 metadata = builder.update_block_table(reusable[key], common.block_table_tensor, common.slot_mapping)
             else:
+                table, mine = group.map_to_kernel_block_table(common.block_table_tensor), common
+                if table is not common.block_table_tensor:
+                    mine = replace(common, block_table_tensor=table)
                 extra = {} if capture or model is None else model.get_extra_attn_kwargs(builder, num_reqs)
-                metadata = _build(group, builder, common, capture, extra)
+                if capture and hasattr(builder, "build_for_cudagraph_capture"):
+                    metadata = builder.build_for_cudagraph_capture(mine)
+                else:
+                    metadata = builder.build(0, mine, **extra)
                 if reuses:
                     reusable[key] = metadata
             built.update(dict.fromkeys(group.layer_names, metadata))
@@ -246,18 +226,10 @@ def _common(kind: Any, batch: Mapping[str, Any], extra: Mapping[str, Any], fast_
         raise GeometryError(f"model_specific_attn_metadata gives {', '.join(sorted(twice))}, which the batch has")
     every = {**batch, **extra}
     if fast_prefill is not None:
-        names = ("logits_indices_padded", "num_logits_indices", "max_logits_per_req")
-        every.update((name, getattr(fast_prefill, name)) for name in names)
+        for name in ("logits_indices_padded", "num_logits_indices", "max_logits_per_req"):
+            every[name] = getattr(fast_prefill, name)
     known = {each.name for each in fields(kind)}
     lacking = sorted(name for name, value in every.items() if name not in known and value is not None)
     if lacking:
         raise GeometryError(f"{kind.__name__} has no field {', '.join(lacking)}, which this step needs")
     return kind(**{name: value for name, value in every.items() if name in known})
-
-
-def _build(group: Any, builder: Any, common: Any, capture: bool, extra: Mapping[str, Any]) -> Any:
-    table = group.map_to_kernel_block_table(common.block_table_tensor)
-    if table is not common.block_table_tensor:
-        common = replace(common, block_table_tensor=table)
-    build = getattr(builder, "build_for_cudagraph_capture", None) if capture else None
-    return builder.build(0, common, **extra) if build is None else build(common)

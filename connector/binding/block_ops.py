@@ -1,6 +1,6 @@
-"""Operations on whole blocks of bound KV caches: zero them, copy them between a device and a host buffer.
+"""Operations on whole blocks of bound KV caches ``[B, H, N, C]``: zero them, copy them between device and host.
 
-Axes ``[L, B, H, N, C]``; a layer's cache is ``[B, H, N, C]``. Blocks that a request newly owns are zeroed where a state
+Blocks that a request newly owns are zeroed where a state
 is read before it is written whole, or where a block may be read under another dtype than the dtype it was written in.
 """
 
@@ -26,44 +26,40 @@ class KVBlockZeroer:
     """Where every block of the bound caches lies; made once, after the caches are bound.
 
     A block is several segments where an axis lies outside of B and where it is split into kernel blocks. A segment
-    spans all from its block's first byte to its last: where layers are interleaved inside a head (BHLNC) that is other
-    layers' content too, for the block is theirs no less. Raises GeometryError: an unknown layer, or a cache whose
-    blocks are no multiple of ``num_blocks``.
-
-    Args:
-        device: caches on other devices are left alone.
-        attn_groups_iter: ``AttentionGroup`` objects; those of no attention spec (Mamba) are left alone.
-        kernel_block_sizes: tokens, per KV cache group; groups beyond its end are left alone.
-        static_forward_context: the layers by name, with ``kv_cache`` bound.
-        num_blocks: manager blocks, what ids of ``zero_block_ids`` number.
-        runner_only_attn_layers: layers to leave alone; their cache is another layer's, or none.
+    spans all from its block's first byte to its last, also other layers' content where they are interleaved (BHLNC),
+    for the block is theirs no less. Left alone: caches on other devices, groups of no attention (Mamba) or without
+    tokens of a kernel block in ``kernel_block_sizes``, and ``runner_only_attn_layers``. ``num_blocks``: manager blocks.
+    Raises GeometryError: an unknown layer, or a cache whose blocks are no multiple of ``num_blocks``.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        attn_groups_iter: Iterable[Any],
-        kernel_block_sizes: Sequence[int],
-        static_forward_context: Mapping[str, Any],
-        num_blocks: int,
+        self, device: torch.device, attn_groups_iter: Iterable[Any], kernel_block_sizes: Sequence[int],
+        static_forward_context: Mapping[str, Any], num_blocks: int,
         runner_only_attn_layers: Container[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._device = device
         self._num_blocks = num_blocks
         sizes: dict[tuple[int, int], int] = {}
-        for name, group in _layers(attn_groups_iter, kernel_block_sizes, runner_only_attn_layers or ()):
-            if name not in static_forward_context:
-                raise GeometryError(f"no layer {name!r} to zero blocks of{did_you_mean(name, static_forward_context)}")
-            cache = static_forward_context[name].kv_cache
-            if not isinstance(cache, torch.Tensor):
+        for group in attn_groups_iter:
+            if not is_attention(group.kv_cache_spec) or group.kv_cache_group_id >= len(kernel_block_sizes):
                 continue
-            if group.kernel_block_stride:
-                cache = group.map_kv_cache_to_manager_blocks(cache, num_blocks)
-            if cache.device.type != device.type:
-                continue
-            for address, stride, size in _segments(name, cache, num_blocks):
-                # Layers overlay each other in packed layouts: the widest page wins.
-                sizes[address, stride] = max(size, sizes.get((address, stride), 0))
+            kernel, whole = kernel_block_sizes[group.kv_cache_group_id], group.kv_cache_spec.block_size
+            if whole % kernel:
+                raise GeometryError(f"kernel blocks of {kernel} tokens do not divide a manager block of {whole}")
+            for name in group.layer_names:
+                if name in (runner_only_attn_layers or ()):
+                    continue
+                if name not in static_forward_context:
+                    close = did_you_mean(name, static_forward_context)
+                    raise GeometryError(f"no layer {name!r} to zero blocks of{close}")
+                cache = static_forward_context[name].kv_cache
+                if not isinstance(cache, torch.Tensor) or cache.device.type != device.type:
+                    continue
+                if group.kernel_block_stride:
+                    cache = group.map_kv_cache_to_manager_blocks(cache, num_blocks)
+                for address, stride, size in _segments(name, cache, num_blocks):
+                    # Layers overlay each other in packed layouts: the widest page wins.
+                    sizes[address, stride] = max(size, sizes.get((address, stride), 0))
         self.segments = Segments(
             np.array([address for address, _ in sizes], dtype=np.int64),
             np.array([stride for _, stride in sizes], dtype=np.int64),
@@ -72,8 +68,7 @@ class KVBlockZeroer:
         """Of one block, in bytes."""
 
     def zero_block_ids(self, block_ids: Sequence[int]) -> None:
-        """Zero these manager blocks, in one kernel launch on the current stream. Raises GeometryError: an id out of
-        range; nothing is zeroed."""
+        """Zero manager blocks, in one launch on the current stream. Raises GeometryError, first: an id out of range."""
         ids = np.asarray(block_ids, dtype=np.int64)
         bad = ids[(ids < 0) | (ids >= self._num_blocks)]
         if bad.size:
@@ -84,18 +79,6 @@ class KVBlockZeroer:
         """Compile the kernel before the first request, on block 0, whose content is lost."""
         if num_kv_blocks > 0:
             self.zero_block_ids([0])
-
-
-def _layers(
-    groups: Iterable[Any], kernel_block_sizes: Sequence[int], left_alone: Container[str]
-) -> Iterator[tuple[str, Any]]:
-    for group in groups:
-        if not is_attention(group.kv_cache_spec) or group.kv_cache_group_id >= len(kernel_block_sizes):
-            continue
-        kernel, whole = kernel_block_sizes[group.kv_cache_group_id], group.kv_cache_spec.block_size
-        if whole % kernel:
-            raise GeometryError(f"kernel blocks of {kernel} tokens do not divide a manager block of {whole}")
-        yield from ((name, group) for name in group.layer_names if name not in left_alone)
 
 
 def _segments(name: str, cache: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, int]]:
@@ -117,8 +100,7 @@ def _make_src_and_dst_indices(
     src_block_ids: Sequence[int], dst_block_ids: Sequence[int], src_device: torch.device | str,
     dst_device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Block ids as index tensors on the devices of their caches, int64 ``[len(src_block_ids)]`` and
-    ``[len(dst_block_ids)]``. Both are complete on return."""
+    """Block ids as index tensors on the devices of their caches, int64 ``[blocks]`` each, complete on return."""
     return _indices(src_block_ids, src_device), _indices(dst_block_ids, dst_device)
 
 
@@ -134,11 +116,9 @@ def copy_kv_blocks(
     src_kv_caches: Mapping[str, torch.Tensor], dst_kv_caches: Mapping[str, torch.Tensor], src_block_ids: Sequence[int],
     dst_block_ids: Sequence[int], direction: Literal["h2d", "d2h"],
 ) -> None:  # fmt: skip
-    """Copy block ``src_block_ids[i]`` of every layer to ``dst_block_ids[i]``. Done on return for ``d2h`` (device to
-    host); for ``h2d`` it is ordered on the current stream of the device. Caches are ``[B, ...]``, by layer name; the
-    destination may have more layers. Strides may differ, shape of a block and dtype may not. Raises GeometryError:
-    lists of unequal length, an id out of range or named twice as a destination, a layer that is missing or of another
-    form; nothing is copied."""
+    """Copy block ``src_block_ids[i]`` of every layer ``[B, ...]`` to ``dst_block_ids[i]``: done on return for ``d2h``
+    (device to host), ordered on the device's current stream for ``h2d``. The destination may have more layers and other
+    strides. Raises GeometryError, before: unequal lists, a bad id, a missing layer, another dtype or block shape."""
     if direction not in ("h2d", "d2h"):
         raise GeometryError(f"direction {direction!r} is unknown{did_you_mean(str(direction), ('h2d', 'd2h'))}")
     if len(src_block_ids) != len(dst_block_ids):
@@ -151,11 +131,9 @@ def copy_kv_blocks(
         if name not in dst_kv_caches:
             raise GeometryError(f"layer {name!r} has no destination{did_you_mean(name, dst_kv_caches)}")
         target = dst_kv_caches[name]
-        if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
-            raise GeometryError(
-                f"layer {name!r}: blocks of {list(target.shape[1:])} {target.dtype} cannot take "
-                f"{list(source.shape[1:])} {source.dtype}"
-            )
+        form, taken = (f"{list(cache.shape[1:])} {cache.dtype}" for cache in (source, target))
+        if form != taken:
+            raise GeometryError(f"layer {name!r}: blocks of {taken} cannot take {form}")
         _check_ids(name, src_block_ids, source.shape[0])
         _check_ids(name, dst_block_ids, target.shape[0])
     devices = (next(iter(caches.values())).device for caches in (src_kv_caches, dst_kv_caches))

@@ -3,8 +3,8 @@
 L layers, B blocks, H KV heads (or slots that a backend packs them into), N states in a block (one per token, unless
 compressed), C content bytes of one (head, state), K and V together.
 
-For engines other than vLLM. The names and the fields are those of vLLM's ``kv_cache_interface``, and everything that
-takes a spec asks for attributes, never for a class, so vLLM's own objects pass too.
+Names and fields are those of vLLM's ``kv_cache_interface``. A spec is asked for attributes, never for its class, so
+vLLM's own objects pass too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -47,20 +47,6 @@ class MultipleOf:
     base: int  # Tokens
 
 
-class CacheSpec(Protocol):
-    """What is asked of every spec. Attention specs have ``num_kv_heads`` and ``dtype`` besides."""
-
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def state_content_size_bytes(self) -> int: ...
-    @property
-    def page_size_bytes(self) -> int: ...
-    def get_num_kernel_states(self, kernel_block_size: int) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """One attention layer's cache."""
@@ -73,8 +59,7 @@ class AttentionSpec:
     page_size_padded: int | None = None  # Bytes of a page with padding at its end
     num_head_slots: int | None = None  # H, where a backend packs heads in its own way
     state_content_bytes: int | None = None  # C, likewise
-    tokens_per_state: int | Fraction = 1
-    """Tokens that one stored state stands for, a fraction where a token has several."""
+    tokens_per_state: int | Fraction = 1  # Tokens that a stored state stands for, a fraction where one has several
     block_stride_alignment: int | None = None  # Bytes
     encoder_only: bool = False  # The layer keeps no cache
 
@@ -93,15 +78,12 @@ class AttentionSpec:
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one layer's part of a manager block, padding included. Raises GeometryError: the padded size is less
-        than the content."""
-        states = self.get_num_kernel_states(self.block_size)
-        content = self.num_heads * states * self.state_content_size_bytes
-        if self.page_size_padded is None:
-            return content
-        if self.page_size_padded < content:
-            raise GeometryError(f"page_size_padded {self.page_size_padded} is less than the page's {content} bytes")
-        return self.page_size_padded
+        """Of one layer's part of a manager block, with padding. Raises GeometryError: that is less than the content."""
+        content = self.num_heads * self.get_num_kernel_states(self.block_size) * self.state_content_size_bytes
+        padded = content if self.page_size_padded is None else self.page_size_padded
+        if padded < content:
+            raise GeometryError(f"page_size_padded {padded} is less than the page's {content} bytes")
+        return padded
 
     def get_num_kernel_states(self, kernel_block_size: int) -> int:
         """N of a kernel block of that many tokens."""
@@ -121,22 +103,16 @@ class UniformTypeKVCacheSpecs:
     """The specs of a group whose layers share a block table but not one size, by layer name."""
 
     block_size: int
-    kv_cache_specs: Mapping[str, CacheSpec]
-
-    @property
-    def page_size_bytes(self) -> int:
-        return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
+    kv_cache_specs: Mapping[str, Any]
 
 
 @dataclass
 class KVCacheTensor:
-    """Where layers of one shape lie: the page of ``layers[l]`` for block b starts
-    ``offset + l * layer_stride + b * block_stride`` bytes into the allocation of ``size`` bytes, which all tensors of a
-    config share."""
+    """Layers of one shape; the page of layer l and block b is at ``offset + l * layer_stride + b * block_stride``."""
 
-    size: int
+    size: int  # Bytes of the allocation, which all tensors of a config share
     layers: list[str]
-    layer_stride: int
+    layer_stride: int  # Bytes, as those below
     block_stride: int
     offset: int = 0
 
@@ -151,16 +127,15 @@ class KVCacheGroupSpec:
 
 @dataclass
 class KVCacheConfig:
-    """``kv_cache_groups`` of layers, their places (``kv_cache_tensors``) in one allocation of ``num_blocks`` blocks.
-    Groups may overlay each other: a block belongs to one group at a time."""
+    """Groups of layers, and their places in one allocation. Groups may overlay: a block belongs to one at a time."""
 
-    num_blocks: int
-    kv_cache_tensors: list[KVCacheTensor] = field(default_factory=list)
-    kv_cache_groups: list[KVCacheGroupSpec] = field(default_factory=list)
+    num_blocks: int  # Of the allocation
+    kv_cache_tensors: list[KVCacheTensor] = field(default_factory=list)  # The places
+    kv_cache_groups: list[KVCacheGroupSpec] = field(default_factory=list)  # The groups
 
 
 def is_attention(spec: object) -> bool:
-    """Whether the spec is an attention layer's, with a state per token; not so the state of a Mamba layer."""
+    """Whether the spec is an attention layer's; not so a Mamba layer's."""
     return hasattr(spec, "num_kv_heads")
 
 
@@ -181,14 +156,12 @@ def layer_spec(group_spec: Any, layer_name: str) -> Any:
 
 
 def stride_order_of(layout: Any) -> tuple[int, ...]:
-    """The stride order of a layout: the enum's member (ours, vLLM's), its name, or a permutation of the five axes.
-    Raises GeometryError: an unknown name, or no permutation."""
+    """Of the enum's member (ours, vLLM's), its name, or a permutation of the axes. Raises GeometryError: neither."""
     if isinstance(layout, str):
         known = KVCacheLayout.__members__
         if layout not in known:
-            raise GeometryError(
-                f"layout {layout!r} is unknown{did_you_mean(layout, known)}; known are {', '.join(known)}"
-            )
+            close = did_you_mean(layout, known)
+            raise GeometryError(f"layout {layout!r} is unknown{close}; known are {', '.join(known)}")
         return known[layout].stride_order
     order = tuple(getattr(layout, "stride_order", layout))
     if sorted(order) != [L, B, H, N, C]:
@@ -196,9 +169,8 @@ def stride_order_of(layout: Any) -> tuple[int, ...]:
     return order
 
 
-def kernel_shape(spec: CacheSpec, num_blocks: int, num_layers: int, kernel_block_size: int | None = None) -> Shape:
-    """``[L, B, H, N, C]`` with C in bytes, B and N of kernel blocks. Raises GeometryError: the kernel block does not
-    divide the manager block."""
+def kernel_shape(spec: Any, num_blocks: int, num_layers: int, kernel_block_size: int | None = None) -> Shape:
+    """``[L, B, H, N, C]`` with C in bytes, B and N of kernel blocks. Raises GeometryError: no whole kernel blocks."""
     tokens = spec.block_size if kernel_block_size is None else kernel_block_size
     if tokens < 1 or spec.block_size % tokens:
         raise GeometryError(f"kernel blocks of {tokens} tokens do not divide a manager block of {spec.block_size}")
@@ -210,10 +182,8 @@ def layout_strides(
     shape: Shape, stride_order: Sequence[int], *, page_bytes: int | None = None, layer_stride: int | None = None,
     block_stride: int | None = None,
 ) -> Shape:  # fmt: skip
-    """Byte strides over ``[L, B, H, N, C]``, dense but for ``layer_stride`` and ``block_stride`` of L and B, where
-    placement decides them. Raises GeometryError: padding in a layout whose pages are not whole. ``shape``: with C in
-    bytes. ``stride_order``: outermost axis first. ``page_bytes``: of a page with its padding; axes outside of a page
-    must be L, B, or of size one."""
+    """Byte strides over ``[L, B, H, N, C]``; ``stride_order`` has the outermost axis first. Dense but for L and B where
+    given, and for pages padded to ``page_bytes``. Raises GeometryError: padded pages that this order has not whole."""
     order = tuple(stride_order)
     page_end = max(order.index(L), order.index(B)) + 1
     if page_bytes is not None and math.prod(shape[axis] for axis in order[:page_end]) != shape[L] * shape[B]:
@@ -222,8 +192,7 @@ def layout_strides(
             f"got stride order {order} with shape {list(shape)}"
         )
     given = {L: layer_stride, B: block_stride}
-    strides = [0] * 5
-    reach = 1
+    strides, reach = [0] * 5, 1
     for place in reversed(range(5)):
         axis = order[place]
         if page_bytes is not None and place == page_end - 1:
@@ -236,15 +205,19 @@ def layout_strides(
 def get_kv_cache_config_from_groups(
     kv_cache_groups: Iterable[KVCacheGroupSpec], num_blocks: int, layout: Any
 ) -> KVCacheConfig:
-    """Place the layers of every group in one allocation; each group starts at byte 0. With B outermost a block holds
-    the pages of all layers of a group side by side; else each layer has a region. Raises GeometryError: pages of
-    several sizes in a layout that cannot express them, or no blocks."""
+    """Place the layers of every group in one allocation, from byte 0: with B outermost, a block holds the pages of all
+    layers of a group; else each layer has a region. Raises GeometryError: no blocks, or sizes that the layout lacks."""
     groups, order = list(kv_cache_groups), stride_order_of(layout)
     if num_blocks < 1:
         raise GeometryError(f"num_blocks {num_blocks}, expected at least 1")
     by_layer = [{name: layer_spec(g.kv_cache_spec, name) for name in g.layer_names} for g in groups]
     block_outermost = order[0] == B
-    _check_page_sizes({s.page_size_bytes for specs in by_layer for s in specs.values()}, order, len(groups))
+    sizes = sorted({spec.page_size_bytes for specs in by_layer for spec in specs.values()})
+    if len(sizes) > 1 and ({order[0], order[1]} != {L, B} or (len(groups) > 1 and order[0] == L)):
+        raise GeometryError(
+            f"pages of several sizes ({', '.join(map(str, sizes))} bytes) cannot be laid out in stride order "
+            f"{order}; take BLHNC or BLNHC"
+        )
     block_bytes = max((sum(map(_padded_page, specs.values())) for specs in by_layer), default=0)
     if block_outermost:
         pages = max((sum(spec.page_size_bytes for spec in specs.values()) for specs in by_layer), default=0)
@@ -268,16 +241,6 @@ def get_kv_cache_config_from_groups(
             tensors.append(KVCacheTensor(block_bytes * num_blocks, names, layer_stride, block_stride, offset))
             offset += len(names) * (spec.page_size_bytes if block_outermost else layer_stride)
     return KVCacheConfig(num_blocks, tensors, groups)
-
-
-def _check_page_sizes(sizes: set[int], order: Sequence[int], num_groups: int) -> None:
-    if len(sizes) < 2:
-        return
-    if {order[0], order[1]} != {L, B} or (num_groups > 1 and order[0] == L):
-        raise GeometryError(
-            f"pages of several sizes ({', '.join(map(str, sorted(sizes)))} bytes) cannot be laid out in stride order "
-            f"{tuple(order)}; take BLHNC or BLNHC"
-        )
 
 
 def _alignment(spec: Any) -> int:

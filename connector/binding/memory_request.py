@@ -9,13 +9,9 @@ from kvferry.transport.errors import ConfigError
 
 
 def request_memory(init_snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> int:
-    """The bytes that an engine may allocate on its device, checked against the bytes that are free. The engine's share
-    is ``total_memory * gpu_memory_utilization``, rounded up to a whole byte. Weights that another process holds on this
-    device count towards the share: they are subtracted from it. Raises ConfigError: a value out of range, external
-    weights as large as the share, or less memory free than asked for. ``init_snapshot``: the device before the engine
-    allocated: ``total_memory`` and ``free_memory`` in bytes; its ``device_`` or ``device`` names the device in errors.
-    ``cache_config``: with ``gpu_memory_utilization``, a fraction greater than 0 and at most 1.
-    ``external_weight_memory``: bytes of weights that another process holds for this engine."""
+    """The bytes that an engine may allocate: ``total_memory * gpu_memory_utilization`` of the device, rounded up, less
+    the bytes of weights that another process holds on it for this engine. ``init_snapshot``: before the engine
+    allocated. Raises ConfigError: a value out of range, weights as large as the share, or less memory free."""
     total, free = int(init_snapshot.total_memory), int(init_snapshot.free_memory)
     fraction = float(cache_config.gpu_memory_utilization)
     if not 0 < fraction <= 1:

@@ -14,19 +14,13 @@ from kvferry.transport.errors import EmbeddingError
 
 
 def sanity_check_mm_encoder_outputs(mm_embeddings: Any, expected_num_items: int) -> None:
-    """Check that an encoder returned one ``[num_embeds, d]`` tensor per item. Raises EmbeddingError: another type,
-    another number of items, or an item that is no 2-D tensor. ``mm_embeddings``: a list or tuple of 2-D tensors, or one
-    3-D tensor ``[num_items, num_embeds, d]``. ``expected_num_items``: the items that the encoder was given."""
+    """Check that an encoder returned ``[num_embeds, d]`` per item, or one tensor ``[num_items, num_embeds, d]``. Raises
+    EmbeddingError: another type, another number of items, or an item that is no 2-D tensor."""
+    expected = "expected a list or tuple of 2-D tensors, or one tensor [num_items, num_embeds, d]"
     if not isinstance(mm_embeddings, (list, tuple, torch.Tensor)):
-        raise EmbeddingError(
-            f"the encoder returned a {type(mm_embeddings).__name__}, "
-            "expected a list or tuple of 2-D tensors, or one 3-D tensor"
-        )
+        raise EmbeddingError(f"the encoder returned a {type(mm_embeddings).__name__}, {expected}")
     if isinstance(mm_embeddings, torch.Tensor) and mm_embeddings.ndim != 3:
-        raise EmbeddingError(
-            f"the encoder returned one tensor of shape {list(mm_embeddings.shape)}, "
-            "expected [num_items, num_embeds, d], or a list of 2-D tensors"
-        )
+        raise EmbeddingError(f"the encoder returned one tensor of shape {list(mm_embeddings.shape)}, {expected}")
     if len(mm_embeddings) != expected_num_items:
         raise EmbeddingError(f"the encoder returned {len(mm_embeddings)} items, expected {expected_num_items}")
     for number, item in enumerate(mm_embeddings):
@@ -37,11 +31,8 @@ def sanity_check_mm_encoder_outputs(mm_embeddings: Any, expected_num_items: int)
 
 
 def scatter_mm_placeholders(embeds: torch.Tensor, is_embed: torch.Tensor | None) -> torch.Tensor:
-    """Put embeddings at their placeholder tokens; NaN at the tokens that take none. Raises EmbeddingError: ``embeds``
-    or ``is_embed`` has another form, or the numbers of embeddings and marks differ. ``embeds``: ``[E, d]``, of a
-    floating-point or complex dtype. ``is_embed``: bool ``[P]``, with E true elements. ``None``: every token takes an
-    embedding. Returns ``[P, d]`` of the dtype and on the device of ``embeds``; ``embeds`` itself where ``is_embed`` is
-    ``None``."""
+    """Put embeddings ``[E, d]`` at their placeholder tokens ``[P, d]``, NaN at those that take none. ``None``: all take
+    one. Raises EmbeddingError: another form, a dtype without NaN, or other numbers of embeddings and marks."""
     if is_embed is None:
         return embeds
     _check_matrix("embeds", embeds)
@@ -56,10 +47,8 @@ def scatter_mm_placeholders(embeds: torch.Tensor, is_embed: torch.Tensor | None)
 
 
 def gather_mm_placeholders(placeholders: torch.Tensor, is_embed: torch.Tensor | None) -> torch.Tensor:
-    """Take the embeddings back from their placeholder tokens: the inverse of ``scatter_mm_placeholders``. Raises
-    EmbeddingError: ``placeholders`` or ``is_embed`` has another form, or their lengths differ. ``placeholders``:
-    ``[P, d]``, of any dtype. ``is_embed``: bool ``[P]``, with E true elements. ``None``: every token has an embedding.
-    Returns ``[E, d]``, a copy; ``placeholders`` itself where ``is_embed`` is ``None``."""
+    """The inverse of ``scatter_mm_placeholders``: ``[P, d]`` of any dtype to a copy ``[E, d]``, or itself where
+    ``is_embed`` is ``None``. Raises EmbeddingError: another form, or lengths that differ."""
     if is_embed is None:
         return placeholders
     _check_matrix("placeholders", placeholders)

@@ -8,13 +8,9 @@ from kvferry.transport.errors import ConfigError
 
 
 def is_residual_scattered_for_sp(config: Any, num_input_tokens: int) -> bool:
-    """Whether each tensor-parallel rank holds its own tokens' part of the residual, in place of the whole residual. The
-    compiler's sequence-parallelism pass scatters it, so a pipeline stage then sends and receives 1 / TP of it. The pass
-    needs a graph that is compiled whole, and a number of tokens that TP divides. Raises ConfigError: sequence
-    parallelism is on, and the graph is split or TP does not divide the tokens. ``config``: with
-    ``compilation_config.pass_config.enable_sp``, ``compilation_config.splitting_ops``,
-    ``compilation_config.use_inductor_graph_partition`` and ``parallel_config.tensor_parallel_size``.
-    ``num_input_tokens``: tokens of the step, padding included."""
+    """Whether each tensor-parallel rank holds only its tokens' part of the residual, as the compiler's pass scatters
+    it: a pipeline stage then sends 1 / TP of it. ``num_input_tokens``: of the step, with padding. Raises ConfigError:
+    sequence parallelism is on, and the graph is not compiled whole or TP does not divide the tokens."""
     compilation = config.compilation_config
     ranks = config.parallel_config.tensor_parallel_size
     if ranks < 1:

@@ -42,10 +42,7 @@ from kvferry.connector.binding.kv_spec import (
     layer_spec,
 )
 from kvferry.connector.binding.memory_request import request_memory
-from kvferry.connector.binding.mm_placeholders import (
-    gather_mm_placeholders,
-    scatter_mm_placeholders,
-)
+from kvferry.connector.binding.mm_placeholders import gather_mm_placeholders, scatter_mm_placeholders
 from kvferry.connector.binding.sequence_parallel import is_residual_scattered_for_sp
 from kvferry.connector.geometry.token_sharding import (
     ALL_TOKENS,
@@ -130,9 +127,8 @@ def scattered(ranks: int, splitting_ops: list[str], tokens: int) -> bool:
     passes = SimpleNamespace(enable_sp=True)
     compilation = SimpleNamespace(pass_config=passes, splitting_ops=splitting_ops, use_inductor_graph_partition=False)
     parallel = SimpleNamespace(tensor_parallel_size=ranks)
-    return is_residual_scattered_for_sp(
-        SimpleNamespace(compilation_config=compilation, parallel_config=parallel), tokens
-    )
+    whole = SimpleNamespace(compilation_config=compilation, parallel_config=parallel)
+    return is_residual_scattered_for_sp(whole, tokens)
 
 
 class Builder:
@@ -309,6 +305,10 @@ def test_sharing_layers_join_their_targets_once() -> None:
     for _ in range(2):
         groups, _, _ = init_attn_backend(cache_config, layers, CPU)
         assert groups[1][0].layer_names == ["b.0", "s.9"] == cache_config.kv_cache_groups[1].layer_names
+    several = KVCacheGroupSpec(["b.0", "s.9"], UniformTypeKVCacheSpecs(32, {"b.0": spec(block=32)}))
+    assert attention_groups(KVCacheConfig(BLOCKS, [], [several]), layers)[0][0].layer_names == ["b.0", "s.9"]
+    layers["z.9"] = Layer()  # It keeps a cache, so the layers before it are not the last that share one
+    init_attn_backend(cache_config, layers, CPU, fast_prefill_backend=pytest.fail)
 
 
 def test_init_binds_kernel_blocks_of_packed_compressed_caches() -> None:

@@ -266,8 +266,8 @@ def test_get_current_attn_backend() -> None:
         layers: dict[str, Any] = {f"layers.{n}": FakeAttention(None, random_backend(draw)) for n in range(5)}
         config = vllm_config(layers=layers | {"x": object()})
         names = draw.choice([None, draw.sample(list(layers), 2)])
-        for name in ("get_current_attn_backends", "get_current_attn_backend"):
-            assert getattr(attention_group, name)(config, names) == getattr(transfer, name)(config, names)
+        wanted = transfer.get_current_attn_backend(config, names)
+        assert attention_group.get_current_attn_backend(config, names) is wanted
         assert attention_group.get_current_attn_backend(layers) is transfer.get_current_attn_backend(config)
 
 
