@@ -112,9 +112,8 @@ def translate_pages(
 
 
 def pages_of(layout: PageLayout, block_ids: Int64s, span: Span, shard: TokenShard = ALL_TOKENS) -> Pages:
-    """A peer's pages as one side of a copy of ``span``, in which each row of a layer is a layer. ``shard``: which
-    tokens the peer holds. Raises GeometryError: block ids or layers outside its caches, or too few blocks for the
-    span."""
+    """A peer's pages as one side of a copy of ``span``, in which each row of a layer is a layer. ``shard``: the peer's.
+    Raises GeometryError: block ids or layers outside its caches, or too few blocks for the span."""
     if span.layer + span.num_layers > len(layout.bases):
         raise GeometryError(f"the peer describes {len(layout.bases)} layers, {span.layer + span.num_layers} are needed")
     if first_outside(block_ids, layout.num_pages) is not None:

@@ -16,9 +16,8 @@ LayerIndex = dict[tuple[str, str, str], tuple[int, int]]  # (region, place in it
 
 
 def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True, convert: bool = False) -> None:
-    """Check that KV can pass between two ranks; layouts, block sizes and parallel sizes may differ. Raises
-    IncompatiblePeerError: names the field and both values; GeometryError: a geometry contradicts itself. ``local``:
-    ours. ``consumer``: whether we are D. ``convert``: whether D converts elements."""
+    """Check that KV can pass between two ranks; layouts, block sizes and parallel sizes may differ. ``consumer``: we
+    are D. Raises IncompatiblePeerError: names the field and both values; GeometryError: a geometry that cannot be."""
     for geometry in (local, remote):
         check_geometry(geometry)
     needs, has = (local, remote) if consumer else (remote, local)

@@ -142,10 +142,9 @@ def layer_cache_dtype(
     spec: Any, names: Sequence[str], layers: Mapping[str, Any], cache_dtype: str, *, fnuz: bool = False
 ) -> CacheDtype | None:
     """The cache dtype of the layers ``names`` of one of vLLM's specs; ``None`` for states: their elements differ in
-    kind. The source are the layers, once the model is loaded: quantisation may exclude some, checkpoints contain scales
-    of their own, and vLLM allocates fp8 caches as bytes. Raises ConfigError: K or V of a layer has more than one scale.
-    ``layers``: vLLM's attention layers, by name; a missing one has ``cache_dtype`` (``--kv-cache-dtype``) and no
-    scales. ``fnuz``: whether e4m3 is the fnuz variant of AMD's MI300."""
+    kind. ``layers``: once the model is loaded, for quantisation may exclude some, checkpoints have scales, and vLLM
+    allocates fp8 caches as bytes; a missing one has ``cache_dtype`` and no scales. ``fnuz``: whether e4m3 is the
+    variant of AMD's MI300. Raises ConfigError: K or V of a layer has more than one scale."""
     if not hasattr(spec, "head_size"):
         return None
     names_of = {str(getattr(layers.get(name), "kv_cache_dtype", cache_dtype)) for name in names} or {cache_dtype}

@@ -75,18 +75,16 @@ class ScheduledTokens:
 
 @dataclass(frozen=True, slots=True)
 class CacheDtype:
-    """The meaning of a layer group's cache elements: their ``dtype`` by torch's name; how many elements of each (head,
-    token) are ``keys``, the others are values; the ``scales`` of K and V by layer."""
+    """The meaning of a layer group's cache elements."""
 
-    dtype: str
-    keys: int | None = None
-    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    dtype: str  # By torch's name
+    keys: int | None = None  # The first elements of each (head, token) that are keys, the others are values
+    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # Of K and V, by layer
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one ``kind`` and head count under one block table, as ``RegionGeometry``. Raises GeometryError: no kind
-    has this name."""
+    """Layers of one ``kind`` and head count under one block table. Raises GeometryError: no kind has this name."""
 
     kind: CacheKind
     layers: tuple[str, ...]  # Names of the layers of this rank

@@ -57,9 +57,8 @@ def model_identity(
     weights: str | None = None,
 ) -> dict[str, str]:  # fmt: skip
     """The facts of a model that are set. ``text_config``: of its language model, often ``hf_config`` itself.
-    ``quantization``: the engine's name for that of the weights. ``max_model_len``: tokens of the longest sequence that
-    the engine admits; only longrope depends on it. ``tag``: ``model_tag`` of the settings. ``weights``: as
-    ``weights_fact`` has it."""
+    ``quantization``: the engine's name for that of the weights. ``max_model_len``: tokens that the engine admits; only
+    longrope depends on it. ``tag``: the setting ``model_tag``. ``weights``: ``weights_fact``."""
     facts: dict[str, Any] = {
         "architectures": ",".join(getattr(hf_config, "architectures", None) or ()),
         "head_dim": _head_dim(text_config),

@@ -33,23 +33,21 @@ NO_DRAFTS: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A region as its peers see it (``geometry``), and where it lies in memory (``view``). ``table``: the number of the
-    block table that maps its tokens to blocks."""
+    """A region and its block table."""
 
-    table: int
-    geometry: RegionGeometry
-    view: CacheView
+    table: int  # The number of the block table that maps its tokens to blocks
+    geometry: RegionGeometry  # As its peers see it
+    view: CacheView  # Where it lies in memory
 
 
 def regions(
     groups: Sequence[LayerGroup], kv_caches: Mapping[str, TensorLike], info: RankInfo, num_blocks: int | None = None,
     places: ElementOrder | None = None, drafts: Mapping[str, str] = NO_DRAFTS,
 ) -> list[Region]:  # fmt: skip
-    """The regions of one rank, in the order of ``groups``. Raises GeometryError: a cache is missing, has a form that is
-    not carried, or has another number of heads than the rank should hold; names the layer. ``groups``: of the engine,
-    with the layers of this rank. ``kv_caches``: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``. ``num_blocks``:
-    manager blocks, where known. ``places``: called for one layer of each packed group. ``drafts``: the layers of a
-    model that drafts, and its name as ``RegionGeometry.draft``; states and rings count as those of the model itself."""
+    """The regions of one rank, in the order of ``groups``. ``kv_caches``: by layer name, ``[B, H, N, C]`` or
+    ``[B, N, C]``. ``num_blocks``: manager blocks. ``places``: called for one layer of each packed group. ``drafts``:
+    layers of a model that drafts, and its name; states and rings count as the model's own. Raises GeometryError: a
+    cache is missing, is not carried in this form, or has other heads than the rank should hold; names the layer."""
     found = []
     for group in groups:
         for tensors in _alike(group, kv_caches, drafts):

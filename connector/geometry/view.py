@@ -86,11 +86,10 @@ class CacheView:
 
 
 def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int | None = None) -> CacheView:
-    """The view of layers with the same form. Raises GeometryError: no layer; a tensor without this form, whose elements
-    overlap, or that differs from the first one; a block count or ``page_tokens`` that does not fit. Names the layer.
-    ``tensors``: by layer name, ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``. C is contiguous and counts elements; the
-    other strides are free. ``page_tokens``: of a manager block; a multiple of N. ``num_pages``: manager blocks, where
-    known. It tells a split manager block from a state that stands for several tokens: the shapes are the same."""
+    """The view of layers of one form: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``, C contiguous, other strides free.
+    ``page_tokens``: of a manager block; a multiple of N. ``num_pages``: manager blocks, which tell a split manager
+    block from a state of several tokens: the shapes are the same. Raises GeometryError: no layer; another form, or one
+    that overlaps or differs from the first; a block count or ``page_tokens`` that does not fit. Names the layer."""
     if not tensors:
         raise GeometryError("a layer group has no layers, expected at least one")
     names = tuple(tensors)
