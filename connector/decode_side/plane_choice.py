@@ -122,7 +122,7 @@ class PlaneChoice:
         seconds = avoided_seconds(self._rank_context.settings.handover_timeout_seconds)
         warn(text, peer, " and ".join(self.avoid), plane, seconds, _listed(self.avoid))
         for broken in self.avoid:
-            self._rank_context.stats.plane_changed(broken)
+            self._rank_context.stats.count("num_plane_changes", broken)
 
     def _cannot_use(self, plane: Plane, address: str, *, converts: bool) -> str:
         """Why D does not choose a plane; empty where D may choose it."""

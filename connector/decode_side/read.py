@@ -601,7 +601,7 @@ class Reads:
     def _answered(self, read: SourceRead, ok: bool, now: float) -> LoadEvent | None:
         event = read.answered(ok, now)
         if event is not None and not ok:
-            self._rank_context.stats.total("stale_reads")
+            self._rank_context.stats.count("num_stale_reads")
         return event
 
     def stop(self, read: SourceRead, now: float) -> LoadEvent | None:

@@ -426,7 +426,7 @@ class HeldBlocks(dict[str, int]):
         """``clock``: seconds, never going back."""
         super().__init__()
         self._clock, self._since = clock, clock()
-        self._block_seconds = 0.0  # until ``_since``, since the last ``take_block_ms``
+        self._block_seconds = 0.0  # until ``_since``, since the last ``take_block_us``
         self.blocks = 0
 
     def begin(self, request_id: str, blocks: int) -> None:
@@ -441,12 +441,12 @@ class HeldBlocks(dict[str, int]):
         for request_id in request_ids:
             self.blocks -= self.pop(request_id, 0)
 
-    def take_block_ms(self) -> int:
-        """The sum over the blocks of the whole milliseconds for which they were held since the last call; what is left
-        of a millisecond counts at the next call."""
+    def take_block_us(self) -> int:
+        """The sum over the blocks of the whole microseconds for which they were held since the last call; what is left
+        of one counts at the next call."""
         self._pass_time()
-        whole = int(self._block_seconds * 1e3)
-        self._block_seconds -= whole / 1e3
+        whole = int(self._block_seconds * 1e6)
+        self._block_seconds -= whole / 1e6
         return whole
 
     def _pass_time(self) -> None:

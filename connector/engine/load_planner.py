@@ -400,7 +400,7 @@ class LoadPlanner(EngineFacts):
         if before is RequestPhase.AWAITED and after is not before and (awaited := entry.awaited) is not None:
             if awaited.digests:
                 waited = self.settings.prefix_wait_seconds - (awaited.deadline - self.clock())
-                self._stats.total("prefix_wait_us", round(waited * 1e6))
+                self._stats.count("prefix_wait_seconds", by=round(waited * 1e6))
             if after is not RequestPhase.OFFERED and (awaited.digests or not entry.is_prefix):
                 leases = () if entry.is_prefix else params.possible_digests(awaited.request)
                 self._plan.leave(LeftAnswer(entry.request_id, leases))
@@ -599,7 +599,7 @@ class LoadPlanner(EngineFacts):
         if entry.is_prefix and result != "plain":
             self._stats.prefix(result, reason)
             if result != "local":
-                self._stats.total("prefix_read" if result == "loaded" else "prefix_wasted", entry.tokens)
+                self._stats.count(f"prefix_tokens_{'read' if result == 'loaded' else 'wasted'}", by=entry.tokens)
         else:
             self._stats.prompt(result, reason)
         end = end or LoadEnd()

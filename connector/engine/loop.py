@@ -216,7 +216,7 @@ class TransferThread:
         calls_no_poller = busy or self._work_posted
         self._next_look = min(self._next_look, now + BUSY_SECONDS) if calls_no_poller else self._next_tick
         if self._time.late:
-            self.rank_context.stats.total("thread_delay_us", round(self._time.late * 1e6))
+            self.rank_context.stats.count("thread_delay_seconds", by=round(self._time.late * 1e6))
             text = "kvferry: the transfer thread was held up for %.1f s; is the host overloaded, or paused?"
             self._log.warning("held up", text, self._time.late)
         return busy

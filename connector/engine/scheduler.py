@@ -108,8 +108,8 @@ class SchedulerHalf(LeasePlanner, LoadPlanner):
         levels["leases"], levels["lease_blocks"] = len(self._held), self._held.blocks
         for level, phase in REQUEST_LEVELS.items():
             levels[level] = self._phases[phase]
-        if block_ms := self._held.take_block_ms():
-            self._stats.total("lease_block_ms", block_ms)
+        if microseconds := self._held.take_block_us():
+            self._stats.count("lease_block_seconds", by=microseconds)
         return self._stats
 
     def take_stats(self) -> Figures | None:

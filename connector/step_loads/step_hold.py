@@ -79,7 +79,7 @@ class StepHold:
 
     def _count_wait(self, before: float) -> None:
         """Count the time since ``before``, for which the engine's thread has waited for loads inside a step."""
-        self._stats.total("step_wait_us", round((perf_counter() - before) * 1e6))
+        self._stats.count("step_wait_seconds", by=round((perf_counter() - before) * 1e6))
 
     def _go_on(self, outcome: StepOutcome, late: tuple[str, ...]) -> None:
         """Go on with a step without the loads of the requests ``late``, which fail."""

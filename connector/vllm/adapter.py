@@ -141,7 +141,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 look_up=self._look_up,
             )
             if fits and not recovers:
-                self._scheduler.stats.total("missing_hooks")
+                self._scheduler.stats.count("num_missing_hooks")
             self._engine_id = str(transfer.engine_id)
             for variable, why in unknown_variables().items():
                 logger.warning("kvferry: %s: %s; remove it, or correct its name", variable, why)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvferry.connector.wire import metrics
-from kvferry.connector.wire.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, Samples, Total
+from kvferry.connector.wire.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, Samples
 from kvferry.connector.wire.series import PREFIX, SERIES, STAGES
 
 
@@ -44,42 +43,17 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there
         return cast(Figures, self.data)
 
 
-_COUNTS = {
-    "failed": "num_failed_handovers",
-    "retried": "num_retries",
-    "planes_changed": "num_plane_changes",
-    "sent": "bytes_sent",
-    "dropped": "num_dropped_messages",
-}
-"""By the figures' counts, the series that has them by label."""
-_TOTALS: dict[Total, tuple[str, float]] = {
-    "stale_reads": ("num_stale_reads", 1),
-    "step_wait_us": ("step_wait_seconds", 1e6),
-    "thread_delay_us": ("thread_delay_seconds", 1e6),
-    "lease_block_ms": ("lease_block_seconds", 1e3),
-    "missing_hooks": ("num_missing_hooks", 1),
-    "prefix_read": ("prefix_tokens_read", 1),
-    "prefix_wasted": ("prefix_tokens_wasted", 1),
-    "prefix_wait_us": ("prefix_wait_seconds", 1e6),
-}
-"""By count, its series, and how many of the count make one there."""
+_LABELS = {series.name: len(series.labels) for series in SERIES}
 _LEVELS = {"leases": ("leases",), "lease_blocks": ("lease_blocks",), "sending": ("reads_sending",)} | {
     stage: ("requests", stage) for stage in STAGES
 }
 """By level, its gauge, with the value of its label."""
 
 
-def _without_created(kind: Any) -> Any:
-    """A type of metric without series of the times at which its series were made, which are as many again. Ray's types
-    have none, nor has a page of several processes."""
-
-    class Metric(kind):  # type: ignore[misc]
-        def collect(self) -> Iterator[Any]:
-            for family in super().collect():
-                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-                yield family
-
-    return Metric
+def _values(labels: str, number: int) -> list[str]:
+    """Of so many labels; the last of two may be empty."""
+    values = labels.split(" ", number - 1) if number else []
+    return values + [""] * (number - len(values))
 
 
 class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -98,8 +72,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._children: dict[tuple[str, int, tuple[str, ...]], Any] = {}
         self._peers: dict[int, set[str]] = {}
-        kinds = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
-        makers = {name: _without_created(kind) for name, kind in kinds.items()}
+        makers = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._metrics: dict[str, Any] = {}
         for series in SERIES:
@@ -120,24 +93,10 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         figures, child = cast(Figures, {**metrics.no_figures(), **transfer_stats_data}), self._child
         for plane, samples in figures["finished"].items():
             self._observe(plane, samples, engine_idx)
-        for kind, name in _COUNTS.items():
-            for label, count in figures[kind].items():  # type: ignore[literal-required]
-                child(name, engine_idx, label).inc(count)
-        for counts, name in ((figures["prompts"], "prompts"), (figures["prefixes"], "prefix_reads")):
-            for end, count in counts.items():
-                result, _, reason = end.partition(" ")
-                child(name, engine_idx, result, reason).inc(count)
-        for end, count in figures["leases"].items():
-            if end == "released":
-                child("num_released_leases", engine_idx).inc(count)
-            else:
-                child("num_expired_leases", engine_idx, end).inc(count)
-        if figures["streamed"]:
-            child("num_streamed_handovers", engine_idx).inc(figures["streamed"].get("loads", 0))
-            child("streamed_block_seconds", engine_idx).inc(figures["streamed"].get("block_ms", 0) / 1e3)
-        for total, (name, unit) in _TOTALS.items():
-            if count := figures["totals"].get(total, 0):
-                child(name, engine_idx).inc(count / unit)
+        for name, counts in figures["counts"].items():
+            unit = 1e6 if name.endswith("_seconds") else 1
+            for labels, count in counts.items():
+                child(name, engine_idx, *_values(labels, _LABELS[name])).inc(count / unit)
         for peer, counts in figures["peers"].items():
             self._count_peer(peer, counts, engine_idx)
         for level, value in metrics.levels(figures).items():

@@ -2,12 +2,14 @@
 engine exports of them.
 
 The figures are a plain dictionary, ``Figures``, because vLLM sends them from workers to the process that logs. Adding
-two ``Figures`` is associative and exact: times are whole microseconds. Each D rank that took part counts a hand-over.
+two ``Figures`` is associative and exact: times are whole microseconds, also those of series in seconds. Each D rank
+that took part counts a hand-over.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Literal, TypedDict, get_args
 
@@ -16,7 +18,7 @@ import numpy as np
 MAX_SAMPLES = 4096
 """Hand-overs kept one by one between two collections. Only the sums of further hand-overs are kept."""
 MAX_REASONS = 64
-"""Different keys of one counter. Further keys are counted as "other", so that no peer can make memory grow."""
+"""Different labels of one series. Further ones are counted as "other", so that no peer can make memory grow."""
 MAX_PEERS = 32
 """P engines that are counted by name. Further ones are counted as "other"."""
 
@@ -36,29 +38,8 @@ class Figures(TypedDict):
 
     finished: dict[str, Samples]
     """Finished hand-overs on D, by plane."""
-    failed: dict[str, int]
-    """Hand-overs on D, by ``FailureKind``."""
-    retried: dict[str, int]
-    """Attempts on D that failed and that another attempt followed, by ``FailureKind``."""
-    planes_changed: dict[str, int]
-    """Links on D that took another data plane because one broke, by the name of the plane that broke."""
-    leases: dict[str, int]
-    """Leases that ended on P: "released", "expired" (no renewal came), "cap" (renewed up to the cap) or "reset" (P's
-    engine was paused, or its caches were reset)."""
-    sent: dict[str, int]
-    """Bytes that P has sent of prompts, by moment: while P "computes" the prompt, or when it is "leased"."""
-    dropped: dict[str, int]
-    """Control messages and connections that were not served, by reason."""
-    streamed: dict[str, int]
-    """Hand-overs on D of prompts that P still computed: "loads", and "block_ms", the sum over their blocks of the
-    milliseconds for which D held them until the load ended."""
-    prompts: dict[str, int]
-    """What became of prompts on D, once for each request of the engine: by result and reason, as ``PROMPT_ENDS``."""
-    prefixes: dict[str, int]
-    """What became of requests that name sources of a prefix, and on P of prefixes that were lent: by result and reason,
-    as ``PREFIX_ENDS``."""
-    totals: dict[str, int]
-    """What has no label, by ``Total``."""
+    counts: dict[str, dict[str, int]]
+    """By series of ``series.SERIES``, and by its labels, with a space between them."""
     peers: dict[str, dict[str, int]]
     """Hand-overs on D by P engine, and of each by ``PEER_COUNTS``."""
     levels: dict[str, dict[str, int]]
@@ -107,28 +88,11 @@ LEASE_ENDS = ("released", "expired", "cap", "reset")
 SENT_WHEN = ("computes", "leased")
 PeerCount = Literal["done", "retried", "failed", "bytes", "microseconds"]
 PEER_RESULTS: tuple[PeerCount, ...] = ("done", "retried", "failed")
-Total = Literal[
-    "stale_reads", "step_wait_us", "thread_delay_us", "lease_block_ms", "missing_hooks", "prefix_read", "prefix_wasted",
-    "prefix_wait_us",
-]  # fmt: skip
-"""``stale_reads``: reads on D that were complete, of which the lease had ended. ``step_wait_us``: for how long the
-engine's thread has waited for loads inside steps. ``thread_delay_us``: for how long the transfer thread could not run.
-``lease_block_ms``: the sum over P's blocks of the milliseconds for which leases held them. ``missing_hooks``: engines
-whose scheduler could not be wrapped. ``prefix_read``: tokens of prefixes from other engines; ``prefix_wasted``: of
-those whose read failed. ``prefix_wait_us``: for how long requests waited for the answers of sources."""
 OTHER = "other"
-
-_Counter = Literal[
-    "failed", "retried", "planes_changed", "leases", "sent", "dropped", "streamed", "prompts", "prefixes", "totals"
-]
-_COUNTERS: tuple[_Counter, ...] = get_args(_Counter)
 
 
 def no_figures() -> Figures:
-    return Figures(
-        finished={}, failed={}, retried={}, planes_changed={}, leases={}, sent={}, dropped={}, streamed={},
-        prompts={}, prefixes={}, totals={}, peers={}, levels={},
-    )  # fmt: skip
+    return Figures(finished={}, counts={}, peers={}, levels={})
 
 
 def is_empty(figures: Figures) -> bool:
@@ -139,9 +103,9 @@ def add(into: Figures, other: Figures) -> Figures:
     """Add ``other`` to ``into``, which is returned; ``other`` is left as it is."""
     for plane, samples in other["finished"].items():
         _extend(into["finished"].setdefault(plane, _no_samples()), samples)
-    for name in _COUNTERS:
-        for reason, count in other[name].items():
-            _count(into[name], reason, count)
+    for series, counts in other["counts"].items():
+        for labels, count in counts.items():
+            _count(into, series, labels, count)
     for peer, counts in other["peers"].items():
         _count_peer(into["peers"], peer, counts)
     for source, levels in other["levels"].items():
@@ -160,10 +124,11 @@ def levels(figures: Figures) -> dict[str, int]:
 
 def reduce(figures: Figures) -> dict[str, int | float]:
     """A few representative numbers for vLLM's log line. 1 MB is 2**20 bytes."""
+    counts: defaultdict[str, dict[str, int]] = defaultdict(dict, figures["counts"])
     prompts: dict[str, int | float] = {
-        f"Prompts {end.replace(' ', ': ')}": n for end, n in sorted(figures["prompts"].items())
+        f"Prompts {end.replace(' ', ': ')}": n for end, n in sorted(counts["prompts"].items())
     }
-    if figures["prompts"].keys() == {PLAIN} and not any(value for name, value in figures.items() if name != "prompts"):
+    if figures == {**no_figures(), "counts": {"prompts": {PLAIN: counts["prompts"].get(PLAIN)}}}:
         return prompts
     all_samples = figures["finished"].values()
     times = [t for samples in all_samples for t in samples["microseconds"]]
@@ -179,23 +144,24 @@ def reduce(figures: Figures) -> dict[str, int | float]:
             "Throughput (MB/s)": round(nbytes / 2**20 / (microseconds / 1e6), 3) if microseconds else 0,
             "Avg tokens per hand-over": round(tokens / count, 1),
         }
-    line["Num failed hand-overs"] = sum(figures["failed"].values())
-    line |= {f"Failed ({kind})": n for kind, n in sorted(figures["failed"].items())}
+    failed, expired, sent = (counts[name] for name in ("num_failed_handovers", "num_expired_leases", "bytes_sent"))
+    line["Num failed hand-overs"] = sum(failed.values())
+    line |= {f"Failed ({kind})": n for kind, n in sorted(failed.items())}
     line |= prompts
-    line |= {f"Prefixes {end.replace(' ', ': ')}": n for end, n in sorted(figures["prefixes"].items())}
-    line["Num retries"] = sum(figures["retried"].values())
-    line["Num plane changes"] = sum(figures["planes_changed"].values())
-    line["Num leases released"] = figures["leases"].get("released", 0)
-    line["Num leases expired"] = sum(n for end, n in figures["leases"].items() if end != "released")
-    if sent := sum(figures["sent"].values()):
-        line["MB sent"] = round(sent / 2**20, 3)
-        line["Sent while computing (%)"] = round(100 * figures["sent"].get("computes", 0) / sent, 1)
-    if figures["streamed"]:
-        line["Num streamed hand-overs"] = figures["streamed"].get("loads", 0)
-        line["Block seconds before their end"] = round(figures["streamed"].get("block_ms", 0) / 1e3, 3)
-    line["Num dropped messages"] = sum(figures["dropped"].values())
-    if stale := figures["totals"].get("stale_reads", 0):
-        line["Num stale reads"] = stale
+    line |= {f"Prefixes {end.replace(' ', ': ')}": n for end, n in sorted(counts["prefix_reads"].items())}
+    line["Num retries"] = sum(counts["num_retries"].values())
+    line["Num plane changes"] = sum(counts["num_plane_changes"].values())
+    line["Num leases released"] = sum(counts["num_released_leases"].values())
+    line["Num leases expired"] = sum(expired.values())
+    if nbytes := sum(sent.values()):
+        line["MB sent"] = round(nbytes / 2**20, 3)
+        line["Sent while computing (%)"] = round(100 * sent.get("computes", 0) / nbytes, 1)
+    if streamed := counts["num_streamed_handovers"]:
+        line["Num streamed hand-overs"] = sum(streamed.values())
+        line["Block seconds before their end"] = round(sum(counts["streamed_block_seconds"].values()) / 1e6, 3)
+    line["Num dropped messages"] = sum(counts["num_dropped_messages"].values())
+    if stale := counts["num_stale_reads"]:
+        line["Num stale reads"] = sum(stale.values())
     line |= {f"{_LEVEL_WORDS.get(name, name)} now": value for name, value in sorted(levels(figures).items()) if value}
     return line
 
@@ -234,53 +200,50 @@ class HandoverStats:
 
     def streamed(self, *, blocks: int, milliseconds: float) -> None:
         """Count a hand-over of a prompt that P still computed, which has ended, and held D's blocks for this time."""
-        self._add("streamed", "loads")
-        self._add("streamed", "block_ms", round(blocks * milliseconds))
+        self.count("num_streamed_handovers")
+        self.count("streamed_block_seconds", by=round(blocks * milliseconds * 1e3))
 
     def failed(self, kind: FailureKind, peer: str | None = None) -> None:
         """Count a hand-over that failed, or an error of this rank: then without ``peer``."""
-        self._add("failed", kind)
+        self.count("num_failed_handovers", kind)
         if peer is not None:
             self._add_peer(peer, "failed")
 
     def retried(self, kind: FailureKind, peer: str = OTHER) -> None:
         """Count an attempt that failed, and that another attempt follows. ``peer``: of the one that failed."""
-        self._add("retried", kind)
+        self.count("num_retries", kind)
         self._add_peer(peer, "retried")
 
     def prompt(self, result: PromptResult, reason: PromptReason = "") -> None:
         """Count what became of a prompt. The pair is one of ``PROMPT_ENDS``."""
-        self._add("prompts", f"{result} {reason}".rstrip())
+        self.count("prompts", f"{result} {reason}".rstrip())
 
     def prefix(self, result: PrefixResult, reason: PromptReason | LentEnd = "") -> None:
         """Count what became of the prefix of a request, or of one that was lent. The pair is one of ``PREFIX_ENDS``."""
-        self._add("prefixes", f"{result} {reason}".rstrip())
-
-    def total(self, name: Total, by: int = 1) -> None:
-        """Add to a count without a label."""
-        self._add("totals", name, by)
-
-    def plane_changed(self, broken: str) -> None:
-        """Count a link that takes another data plane because ``broken`` broke."""
-        self._add("planes_changed", broken)
+        self.count("prefix_reads", f"{result} {reason}".rstrip())
 
     def lease_ended(self, reason: str) -> None:
         """Count a lease that has ended. ``reason``: one of ``LEASE_ENDS``."""
-        self._add("leases", reason)
+        if reason == "released":
+            self.count("num_released_leases")
+        else:
+            self.count("num_expired_leases", reason)
 
     def sent(self, early: int, leased: int) -> None:
         """Count the bytes that P has sent of a read: ``early``, while P computed the prompt, and under its lease."""
         for when, nbytes in zip(SENT_WHEN, (early, leased), strict=True):
             if nbytes:
-                self._add("sent", when, nbytes)
+                self.count("bytes_sent", when, nbytes)
 
     def dropped(self, reason: str, count: int = 1) -> None:
         """Count messages that were not served. ``reason`` is a constant of this program, never a peer's text."""
-        self._add("dropped", reason, count)
+        self.count("num_dropped_messages", reason, count)
 
-    def _add(self, counter: _Counter, reason: str, by: int = 1) -> None:
+    def count(self, series: str, labels: str = "", by: int = 1) -> None:
+        """Add to a series of ``series.SERIES``; to one in seconds, microseconds. ``labels``: their values, with a space
+        between them."""
         with self._lock:
-            _count(self._figures[counter], reason, by)
+            _count(self._figures, series, labels, by)
 
     def _add_peer(self, peer: str, result: PeerCount) -> None:
         with self._lock:
@@ -293,7 +256,7 @@ class HandoverStats:
             seen = self._seen.setdefault(source, {})
             for reason, total in list(totals.items()):
                 if total > seen.get(reason, 0):
-                    _count(self._figures["dropped"], reason, total - seen.get(reason, 0))
+                    _count(self._figures, "num_dropped_messages", reason, total - seen.get(reason, 0))
                     seen[reason] = total
 
     def new_life(self) -> None:
@@ -349,10 +312,11 @@ def _extend(into: Samples, other: Samples) -> None:
     into["rest"] = [sum(parts) for parts in zip(into["rest"], other["rest"], over, strict=True)]
 
 
-def _count(counts: dict[str, int], reason: str, by: int = 1) -> None:
-    if reason not in counts and len(counts) >= MAX_REASONS:
-        reason = OTHER
-    counts[reason] = counts.get(reason, 0) + by
+def _count(figures: Figures, series: str, labels: str, by: int) -> None:
+    counts = figures["counts"].setdefault(series, {})
+    if labels not in counts and len(counts) >= MAX_REASONS:
+        labels = OTHER
+    counts[labels] = counts.get(labels, 0) + by
 
 
 def _count_peer(peers: dict[str, dict[str, int]], peer: str, new: Mapping[str, int]) -> None:

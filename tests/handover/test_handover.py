@@ -247,7 +247,7 @@ def test_memory_that_cannot_be_read_is_a_broken_plane(p: Rank, d: Rank, monkeypa
 
     monkeypatch.setattr(cma, "read_memory", breaks_once)
     begin(p, d)
-    assert ended(p, d) and d.figures()["retried"] == {"peer_lost": 1} and len(calls) > 3
+    assert ended(p, d) and d.counts("num_retries") == {"peer_lost": 1} and len(calls) > 3
     monkeypatch.undo()
     another_works(p, d, "then")
 

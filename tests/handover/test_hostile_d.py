@@ -22,7 +22,6 @@ from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.prefill_side import lease, send, serve, session
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.metrics import no_figures
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.transport.control.listener import Delivery
 from kvferry.transport.errors import GeometryError, ProtocolError
@@ -304,7 +303,7 @@ def test_a_read_is_asked_for_once(pair: Pair, raw: RawD, over: bool) -> None:
 
 def retried_once(p: Rank, d: Rank) -> bool:
     begin(p, d)
-    return ended(p, d) and d.figures()["retried"] == {"peer_lost": 1}
+    return ended(p, d) and d.counts("num_retries") == {"peer_lost": 1}
 
 
 def test_a_d_that_p_has_forgotten_greets_again(shm: Pair) -> None:
@@ -449,8 +448,7 @@ def test_a_plane_that_breaks_does_not_stop_the_others(pair: Pair, monkeypatch: P
     for rank in pair:
         monkeypatch.setattr(rank.context.plane("tcp"), "progress", breaks)
     another_works(p, d)
-    stats = d.context.stats
-    assert wait(lambda: (stats.take() or no_figures())["failed"].get("internal", 0) > 0, [p, d]), "it is looked at"
+    assert wait(lambda: "internal" in d.counts("num_failed_handovers"), [p, d]), "it is looked at"
 
 
 @pytest.mark.parametrize("shard", [TokenShard(512, 0, 1), TokenShard(2, 1, 16)])
@@ -669,6 +667,6 @@ def test_the_boards_of_dead_producers_are_unmapped(
             p.kill()
             assert wait(lambda: not len(links), [d])
         assert wait(lambda: not boards() - before, [d])
-        assert d.figures()["retried"] == ({"data": 2} if again else {})
+        assert d.counts("num_retries") == ({"data": 2} if again else {})
     finally:
         gc.enable()

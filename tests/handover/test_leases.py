@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from kvferry.connector.decode_side import link
 from kvferry.connector.prefill_side import serve
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.metrics import no_figures
 from kvferry.connector.wire.step_plan import StepPlan
 from kvferry.transport import grant_board
 from kvferry.transport.wake import RateLimitedLog
@@ -69,7 +68,7 @@ def test_a_lease_that_p_s_engine_ends_is_read_no_more(group: RankGroup, plane: s
     for gate in gates:
         gate.open()
     assert wait(lambda: d.failed == {"req-d"} and all_ended(p), [p, d])
-    assert p.figures()["leases"] == {"reset": 1}
+    assert p.lease_ends() == {"reset": 1}
 
 
 def test_the_chunks_of_a_read_renew_its_lease(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,7 @@ def test_the_chunks_of_a_read_renew_its_lease(group: RankGroup, monkeypatch: pyt
     p.producer.pump = slowly
     begin(p, d)
     assert ended(p, d) and moves > 4
-    assert p.figures()["leases"] == {"released": 1}
+    assert p.lease_ends() == {"released": 1}
 
 
 def test_a_late_ask_is_refused(group: RankGroup) -> None:
@@ -199,7 +198,7 @@ def test_a_release_that_cannot_be_sent_costs_nothing_else(
         d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS))
         assert wait(lambda: d.received == {"req-d"} and p[1].sent == {"req-p"}, [*p, d])
     assert not d.failed and not p[0].sent and asked[-2:] == [0, 1] and not keeper.kept
-    assert wait(lambda: "release not sent" in (d.context.stats.take() or no_figures())["dropped"], [d])
+    assert wait(lambda: "release not sent" in d.counts("num_dropped_messages"), [d])
     assert wait(lambda: "release was not sent" in caplog.text)  # the line follows the figure
     (line,) = [line for line in caplog.messages if "release was not sent" in line]
     assert "planted" in line

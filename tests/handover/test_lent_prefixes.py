@@ -68,7 +68,7 @@ def test_a_prefix_is_read_and_nothing_of_it_is_left(group: RankGroup, plane: str
         assert torch.equal(d.read(OURS, tokens), d.wanted(tokens))
         assert wait(lambda: nothing_lent(p))
     assert not p.sent, "P's engine hears nothing of it"
-    assert p.figures()["prefixes"] == {"lent read": 2}
+    assert p.counts("prefix_reads") == {"lent read": 2}
 
 
 @pytest.mark.parametrize("form", [(1, 2), (2, 1)], ids=str)
@@ -104,7 +104,7 @@ def test_a_block_is_reused_in_mid_read(group: RankGroup, plane: str, monkeypatch
     load([p], [d])
     assert wait(lambda: "req-d" in d.received, [p, d])
     assert d.failed == {"req-d"} and reason_of(d) == "expired"
-    assert wait(lambda: nothing_lent(p)) and p.figures()["prefixes"] == {"lent reused": 1}
+    assert wait(lambda: nothing_lent(p)) and p.counts("prefix_reads") == {"lent reused": 1}
 
 
 def test_a_block_is_reused_before_the_read(group: RankGroup) -> None:
@@ -125,7 +125,7 @@ def test_a_reader_that_dies_holds_nothing_up(group: RankGroup) -> None:
     raw.send(messages.LendPrefix(token=b"t" * 16, digests=DIGESTS))
     assert wait(lambda: bool(prompts_of(p)))
     let_time_pass(p, 31.0)
-    assert wait(lambda: nothing_lent(p)) and p.figures()["prefixes"] == {"lent expired": 1}
+    assert wait(lambda: nothing_lent(p)) and p.counts("prefix_reads") == {"lent expired": 1}
     raw.send(messages.LendPrefix(token=b"t" * 16, digests=DIGESTS))
     raw.settled()
     assert nothing_lent(p), "its token is over"
@@ -140,7 +140,7 @@ def test_the_peers_of_one_host_share_its_places(group: RankGroup, monkeypatch: p
         raw = group.raw(p, d)
         raw.send(messages.LendPrefix(token=token, digests=DIGESTS))
         raw.settled()
-    assert p.thread.prefixes.lent.keys() == {b"1" * 16} and p.figures()["prefixes"] == {"lent gone": 1}
+    assert p.thread.prefixes.lent.keys() == {b"1" * 16} and p.counts("prefix_reads") == {"lent gone": 1}
 
 
 def test_what_p_answers(group: RankGroup) -> None:

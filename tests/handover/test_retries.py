@@ -49,7 +49,8 @@ AVOIDED = avoided_seconds(120.0)
 def changes(d: Rank) -> tuple[dict[str, int], dict[str, int], list[str]]:
     """Failures that an attempt followed, planes that were left, planes that were used."""
     found = d.figures()
-    return found["retried"], found["planes_changed"], list(found["finished"])
+    retried, changed = (found["counts"].get(f"num_{what}", {}) for what in ("retries", "plane_changes"))
+    return retried, changed, list(found["finished"])
 
 
 @pytest.mark.parametrize(("broken", "then"), [("tcp", "shm"), ("shm", "tcp")])
@@ -65,7 +66,7 @@ def test_a_plane_that_breaks_is_left_for_the_next(
     trickle.go_on()
     assert ended(p, d) and reports.ok == [True]
     assert changes(d) == ({"peer_lost": 1}, {broken: 1}, [then])
-    assert p.figures()["leases"] == {"released": 1}
+    assert p.lease_ends() == {"released": 1}
     (changed,) = [line for line in caplog.messages if "is changed from" in line]
     assert f"from {broken} to {then} for {AVOIDED:g} s: {broken}: " in changed
     assert wait(lambda: "req-d done" in caplog.text)  # the line follows the report
@@ -173,7 +174,8 @@ def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
     let_time_pass(d, 3601)
     assert not ended(p, d), "released, though the read was not over"
     found = d.figures()
-    assert (found["failed"], found["retried"], reports.ok) == ({"timeout": 1}, {}, [False])
+    assert found["counts"]["num_failed_handovers"] == {"timeout": 1} and "num_retries" not in found["counts"]
+    assert reports.ok == [False]
     trickle.go_on()
     another_works(p, d)
 
@@ -193,7 +195,9 @@ def test_a_load_ends_between_attempts(group: RankGroup, monkeypatch: pytest.Monk
     else:
         let_time_pass(d, 121)
     assert not ended(p, d) and load_of(d) is None
-    assert reports.ok == [False] and list(d.figures()["failed"]) == ["cancelled" if how == "cancelled" else "peer_lost"]
+    assert reports.ok == [False] and list(d.counts("num_failed_handovers")) == [
+        "cancelled" if how == "cancelled" else "peer_lost"
+    ]
     monkeypatch.undo()
     trickle.go_on()
     another_works(p, d)
@@ -319,7 +323,7 @@ def test_a_killed_p_is_followed_by_the_other_one(group: RankGroup) -> None:
     collect.open()
     assert wait(lambda: d.received == {"req-d"} and other.sent == {"req-other"}, [other, d])
     assert has_all(d) and not d.failed and reports.ok == [True]
-    assert not d.consumer.renewals.kept and other.figures()["leases"] == {"released": 1}
+    assert not d.consumer.renewals.kept and other.lease_ends() == {"released": 1}
 
 
 @pytest.mark.parametrize("error", [False, True])
@@ -340,9 +344,9 @@ def test_without_a_failure_both_leases_are_released_once(
     d.worker.post(both(token, peer([p]), second, peer([other])))
     ps: list[Rank] = [other] if error else [p, other]
     assert wait(lambda: d.received == {"req-d"} and all(rank.sent for rank in ps), [p, d, other])
-    assert not d.failed and all(rank.figures()["leases"] == {"released": 1} for rank in ps)
+    assert not d.failed and all(rank.lease_ends() == {"released": 1} for rank in ps)
     if error:
-        assert set(keeper.kept) == {token} and d.figures()["failed"] == {"internal": 1}
+        assert set(keeper.kept) == {token} and d.counts("num_failed_handovers") == {"internal": 1}
 
 
 @pytest.mark.parametrize("how", ["over", "no link", "no address", "a strange rank"])
@@ -363,4 +367,4 @@ def test_a_first_attempt_that_cannot_begin_is_followed_by_the_other_p(
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert not d.failed and not d.consumer.renewals.kept
     reason = {"over": "expired", "no link": "peer_lost"}.get(how, "incompatible")
-    assert d.figures()["retried"] == {reason: 1}
+    assert d.counts("num_retries") == {reason: 1}

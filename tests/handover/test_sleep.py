@@ -125,7 +125,7 @@ def test_weights_that_change_end_leases_and_links(p: Rank, d: Rank, changed: str
     if changed == "both":
         another_works(p, d, "anew")
     else:
-        assert not loads(p, d, "new", leased(p, "new")) and "incompatible" in d.figures()["failed"]
+        assert not loads(p, d, "new", leased(p, "new")) and "incompatible" in d.counts("num_failed_handovers")
     assert not loads(p, d, "late", token)
 
 
@@ -135,7 +135,7 @@ def test_weights_that_change_while_the_engine_sleeps(p: Rank, d: Rank) -> None:
     p.worker.unregister()
     p.worker.change_model(OTHER)
     p.worker.restore()
-    assert not loads(p, d, "new", leased(p, "new")) and "incompatible" in d.figures()["failed"]
+    assert not loads(p, d, "new", leased(p, "new")) and "incompatible" in d.counts("num_failed_handovers")
     d.worker.change_model(OTHER)
     another_works(p, d, "anew")
 

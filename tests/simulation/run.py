@@ -59,6 +59,7 @@ def simulate(seed: int, count: int, engines: int, shown: bool = False) -> dict[s
     except Violation as error:
         violation = str(error)
     figures = fleet.world.figures()
+    released = sum(figures["counts"].get("num_released_leases", {}).values())
     return {
         "seed": seed,
         "violation": violation,
@@ -68,9 +69,9 @@ def simulate(seed: int, count: int, engines: int, shown: bool = False) -> dict[s
         "packets": fleet.network.packets,
         "digest": fleet.digest,
         "outcomes": dict(fleet.world.outcomes),
-        "failures": dict(figures["failed"]),
-        "retries": dict(figures["retried"]),
-        "leases": dict(figures["leases"]),
+        "failures": figures["counts"].get("num_failed_handovers", {}),
+        "retries": figures["counts"].get("num_retries", {}),
+        "leases": {"released": released} | figures["counts"].get("num_expired_leases", {}),
         "cases": dict(fleet.network.counts),
         "faults": dict(fleet.network.faults),
     }

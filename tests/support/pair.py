@@ -101,7 +101,7 @@ class HostedRank:
 
     def retried(self) -> dict[str, int]:
         """Attempts of hand-overs that failed and were followed by another since the last call, by the reason."""
-        return dict(self.rank.figures()["retried"])
+        return dict(self.rank.counts("num_retries"))
 
     def usage(self) -> dict[str, Any]:
         """What this process holds, and what its turns and its log were like since the last call."""

@@ -21,7 +21,7 @@ from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.wire.metrics import Figures
+from kvferry.connector.wire.metrics import Figures, no_figures
 from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -188,6 +188,15 @@ class Rank:
         assert figures is not None
         return figures
 
+    def counts(self, series: str) -> dict[str, int]:
+        """Likewise, of one series by its labels; perhaps nothing."""
+        return (self.context.stats.take() or no_figures())["counts"].get(series, {})
+
+    def lease_ends(self) -> dict[str, int]:
+        counts = self.figures()["counts"]
+        ends = counts.get("num_released_leases", {}) | counts.get("num_expired_leases", {})
+        return {end or "released": number for end, number in ends.items()}
+
     @property
     def plane(self) -> str:
         """The data planes of the hand-overs so far, from the rank's own figures."""
@@ -274,7 +283,7 @@ def standing(rank: Rank) -> frozenset[str]:
 
 def reason_of(rank: Rank) -> str:
     """The kind of the one failure that the rank counted."""
-    (kind,) = rank.figures()["failed"]
+    (kind,) = rank.counts("num_failed_handovers")
     return str(kind)
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.wire import metrics
-from kvferry.connector.wire.metrics import FAILURE_KINDS, MAX_PEERS, Figures, HandoverStats, Total, rank_stats
+from kvferry.connector.wire.metrics import FAILURE_KINDS, MAX_PEERS, Figures, HandoverStats, rank_stats
 from kvferry.connector.wire.series import PREFIX, SERIES, STAGES
 from kvferry.connector.wire.transfer_estimate import FRESH_SECONDS, UNKNOWN, TransferEstimate, TransferEstimates
 from kvferry.transport import tracing
@@ -70,7 +70,7 @@ def added(*parts: Figures) -> Figures:
 
 def totals(data: Figures) -> dict:
     planes = {plane: metrics.totals_of(samples) for plane, samples in data["finished"].items()}
-    return {"planes": planes, **{name: data[name] for name in ("failed", "leases", "dropped", "streamed")}}
+    return {"planes": planes, **data["counts"]}
 
 
 @given(st.lists(events, max_size=12), st.lists(events, max_size=12), st.lists(events, max_size=12), st.integers(1, 4))
@@ -94,10 +94,10 @@ def test_take_gives_everything_once():
     assert stats.take() is None
     stats.failed("cancelled")
     taken = stats.take()
-    assert taken is not None and taken["failed"] == {"cancelled": 1}
+    assert taken is not None and taken["counts"] == {"num_failed_handovers": {"cancelled": 1}}
     assert stats.take() is None
     stats.failed("cancelled")
-    assert taken["failed"] == {"cancelled": 1}, "what was taken is no longer written to"
+    assert taken["counts"]["num_failed_handovers"] == {"cancelled": 1}, "what was taken is no longer written to"
 
 
 def test_counting_beside_taking_loses_nothing():
@@ -127,7 +127,7 @@ def test_counting_beside_taking_loses_nothing():
     total = totals(added(*taken))
     sum_of_bytes = 2 * sum(range(rounds))
     assert total["planes"] == {"shm": (2 * rounds, 2 * rounds * 1500, sum_of_bytes, 2 * rounds)}
-    assert total["dropped"] == {"malformed": 2 * rounds}
+    assert total["num_dropped_messages"] == {"malformed": 2 * rounds}
 
 
 def test_memory_is_bounded_when_nobody_collects():
@@ -138,8 +138,9 @@ def test_memory_is_bounded_when_nobody_collects():
     data = stats.take()
     assert data is not None
     assert len(data["finished"]["ucx"]["nbytes"]) == metrics.MAX_SAMPLES
-    assert len(data["dropped"]) <= metrics.MAX_REASONS + 1
-    assert metrics.totals_of(data["finished"]["ucx"])[0] == sum(data["dropped"].values()) == count
+    dropped = data["counts"]["num_dropped_messages"]
+    assert len(dropped) <= metrics.MAX_REASONS + 1
+    assert metrics.totals_of(data["finished"]["ucx"])[0] == sum(dropped.values()) == count
 
 
 def test_counts_that_only_grow_are_taken_once():
@@ -148,7 +149,7 @@ def test_counts_that_only_grow_are_taken_once():
     stats.dropped_so_far("listener", {"frames": 3, "key": 1})
     stats.dropped_so_far("other", {"frames": 1})
     data = stats.take()
-    assert data is not None and data["dropped"] == {"frames": 4, "key": 1}
+    assert data is not None and data["counts"] == {"num_dropped_messages": {"frames": 4, "key": 1}}
     stats.dropped_so_far("listener", {"frames": 3, "key": 1})
     assert stats.take() is None
 
@@ -164,7 +165,7 @@ def test_the_log_line():
     stats.dropped("malformed", 7)
     stats.retried("timeout")
     stats.retried("peer_lost")
-    stats.plane_changed("tcp")
+    stats.count("num_plane_changes", "tcp")
     data = stats.take()
     assert data is not None
     assert metrics.reduce(data) == {
@@ -225,8 +226,8 @@ def busy() -> HandoverStats:
     stats.streamed(blocks=10, milliseconds=1500.0)
     stats.prompt("loaded")
     stats.prompt("failed", "key")
-    stats.total("stale_reads", 2)
-    stats.total("step_wait_us", 1500)
+    stats.count("num_stale_reads", by=2)
+    stats.count("step_wait_seconds", by=1500)
     return stats
 
 
@@ -289,8 +290,9 @@ def test_every_series_of_the_list_is_exported(registry, series):
     stats.levels |= dict.fromkeys(("leases", "lease_blocks", "sending", *STAGES), 3)
     stats.failed("plane", "peer")
     stats.prefix("lent", "read")
-    for total in get_args(Total):
-        stats.total(total, 10**6)
+    for each in SERIES:
+        if each.kind == "counter" and not each.labels and each.name != "num_released_leases":
+            stats.count(each.name)
     series.observe(drain(stats).data)
     observed = {sample.name for metric in registry.collect() for sample in metric.samples if sample.value}
     suffix = {"counter": "_total", "histogram": "_count", "gauge": ""}
@@ -300,13 +302,12 @@ def test_every_series_of_the_list_is_exported(registry, series):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("on", [False, True])
-def test_a_page_has_no_times_of_creation_and_no_series_of_a_feature_that_is_off(registry, on):
+def test_a_page_has_no_series_of_a_feature_that_is_off(registry, on):
     config = dataclasses.replace(CONFIG, kv_connector_extra_config={"prefix_reads": on})
     exported = made(registry, config, {0: ["m", "0"]})
     exported.observe(fresh().data)
     lines = [line for line in generate_latest(registry).decode().splitlines() if line.startswith(PREFIX)]
-    assert "_created" not in " ".join(lines)
-    assert {line.split("{")[0].removeprefix(PREFIX) for line in lines if "prefix" in line} == (
+    assert {line.split("{")[0].removeprefix(PREFIX) for line in lines if "prefix" in line and "_total" in line} == (
         {f"prefix_{name}_total" for name in ("reads", "tokens_read", "tokens_wasted", "wait_seconds")} if on else set()
     )
     stats = HandoverStats()
@@ -391,7 +392,7 @@ def test_stats_copy_what_they_are_given_and_add_up():
     assert total.reduce()["Num hand-overs"] == 4 and not total.is_empty()
     total.reset()
     assert total.is_empty()
-    assert KVFerryStats(data={"failed": {"other": 1}}).reduce()["Num failed hand-overs"] == 1
+    assert KVFerryStats(data={"counts": {"num_failed_handovers": {"other": 1}}}).reduce()["Num failed hand-overs"] == 1
 
 
 @pytest.mark.vllm

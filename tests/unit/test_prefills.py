@@ -251,19 +251,19 @@ def test_how_many_blocks_leases_hold_and_for_how_long() -> None:
     held.begin("b", 10)
     assert (len(held), held.blocks, "a" in held) == (2, 15, True), "an id that comes again counts once"
     now = 13.0
-    assert held.take_block_ms() == 5 * 2000 + 15 * 1000, "leases that have not ended count, too"
+    assert held.take_block_us() == 5 * 2_000_000 + 15 * 1_000_000, "leases that have not ended count, too"
     held.end(["a", "unknown"])
     now = 14.0
     held.end(["b"])
     held.end(["b"])
     now = 100.0
-    assert (len(held), held.blocks, held.take_block_ms()) == (0, 0, 10 * 1000)
+    assert (len(held), held.blocks, held.take_block_us()) == (0, 0, 10 * 1_000_000)
     held.begin("c", 1)
     total = 0
     for part in range(1, 1001):
-        now = 100.0 + part * 0.0005
-        total += held.take_block_ms()
-    assert abs(total - 500) <= 1, "parts of milliseconds count at the next call"
+        now = 100.0 + part * 0.0000005
+        total += held.take_block_us()
+    assert abs(total - 500) <= 1, "parts of microseconds count at the next call"
 
 
 NAMES = [f"layers.{number}" for number in range(20)]

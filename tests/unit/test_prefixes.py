@@ -213,7 +213,7 @@ class Reader:
     @property
     def counted(self) -> dict[str, int]:
         figures = self.half.take_stats()
-        return {} if figures is None else figures["prefixes"]
+        return {} if figures is None else figures["counts"].get("prefix_reads", {})
 
 
 def test_a_request_reads_what_the_source_has() -> None:
@@ -362,7 +362,7 @@ def test_an_engine_that_only_hands_over_says_that_it_reads_nothing() -> None:
     reader = Reader(consumes=False)
     assert reader.asks() == (0, False)
     figures = reader.half.take_stats()
-    assert figures is not None and (figures["prefixes"], figures["prompts"]) == ({"local wrong_role": 1}, {})
+    assert figures is not None and figures["counts"] == {"prefix_reads": {"local wrong_role": 1}}
     reader = Reader([], consumes=False)
     assert reader.asks() == (0, False) and not reader.counted, "it is only asked for its address"
 

@@ -56,7 +56,7 @@ def test_a_load_that_failed_on_one_rank_is_counted_so() -> None:
     scheduler.loads_finished((), {"r": LoadEnd("timeout")})
     scheduler.loads_finished(["r"], {"r": LoadEnd(milliseconds=5.0)})
     figures = scheduler.take_stats()
-    assert figures is not None and figures["prompts"] == {"failed timeout": 1}
+    assert figures is not None and figures["counts"]["prompts"] == {"failed timeout": 1}
 
 
 def test_a_lease_names_the_last_step_that_computed_its_request() -> None:
@@ -166,12 +166,12 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(l
     assert len(questions) == (leg == "asked") and kept + left >= len(questions) and left <= len(questions)
     scheduler.loads_finished(["r"], {"r": LoadEnd()})  # of a load that the end of its request has cancelled
     figures = scheduler.take_stats()
-    assert figures is not None and sum(figures["prompts"].values()) == 1, "what became of the prompt is counted once"
+    assert figures is not None and sum(figures["counts"]["prompts"].values()) == 1, "it is counted once"
 
 
 def counted(scheduler: SchedulerHalf) -> dict[str, int]:
     figures = scheduler.take_stats()
-    return {} if figures is None else figures["prompts"]
+    return {} if figures is None else figures["counts"]["prompts"]
 
 
 @pytest.mark.parametrize(

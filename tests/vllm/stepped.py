@@ -769,7 +769,7 @@ class Engine:
             clients = self.scheduler.update_from_output(step, merged).values()
         for client in clients:
             told = client.scheduler_stats.kv_connector_stats if client.scheduler_stats else None
-            self.prompts.update((told or {}).get("prompts", {}))
+            self.prompts.update((told or {}).get("counts", {}).get("prompts", {}))
             self.prefixes.update((told or {}).get("prefixes", {}))
             self.totals.update((told or {}).get("totals", {}))
             for output in client.outputs:

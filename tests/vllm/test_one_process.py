@@ -132,7 +132,7 @@ def test_figures_come_with_the_report(group: EngineGroup) -> None:
 
     p.before_update = end
     p.step()
-    assert not p.scheduler.has_requests() and p.stats[-1].data["sent"]
+    assert not p.scheduler.has_requests() and p.stats[-1].data["counts"]["bytes_sent"]
     settle(p, d)
 
 
@@ -161,10 +161,10 @@ def test_what_a_step_carries_stays_in_its_output() -> None:
     assert (both.finished_recving, both.invalid_block_ids) == ({"a"}, {7})
     assert standing_loads(both.kv_connector_worker_meta) == {"b": 1}
     assert both.kv_connector_worker_meta.ends.keys() == {"a"}
-    figures = KVFerryStats(data={"totals": {"stale_reads": 1}})
+    figures = KVFerryStats(data={"counts": {"num_stale_reads": {"": 1}}})
     sent = KVConnectorOutput(finished_sending={"c"}, kv_connector_stats=figures)
     both = compat.with_report(of_step(kv_connector_stats=KVFerryStats(data=figures.data)), sent).kv_connector_output
-    assert both.kv_connector_stats.data["totals"] == {"stale_reads": 2}
+    assert both.kv_connector_stats.data["counts"] == {"num_stale_reads": {"": 2}}
     assert standing_loads(both.kv_connector_worker_meta) == {"b": 1}
 
 

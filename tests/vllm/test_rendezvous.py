@@ -114,8 +114,10 @@ def test_d_takes_blocks_before_the_grant_only_where_p_sends(group: EngineGroup, 
         d.step()
         assert d.free_blocks == d.baseline and d.phase(request_id) is RequestPhase.AWAITED
     ends_well(p, d, request_id)
-    counted: Counter[str] = sum((Counter(stats.data["streamed"]) for stats in d.stats), Counter())
-    assert (counted["loads"], counted["block_ms"] > 0) == (int(streamed), streamed)
+    counted: Counter[str] = Counter()
+    for stats in d.stats:
+        counted.update({series: sum(counts.values()) for series, counts in stats.data["counts"].items()})
+    assert counted["num_streamed_handovers"] == streamed == (counted["streamed_block_seconds"] > 0)
 
 
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
