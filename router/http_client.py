@@ -11,6 +11,7 @@ import errno
 import os
 import select
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
@@ -218,7 +219,8 @@ async def _windows(pieces: list[memoryview]) -> AsyncIterator[memoryview]:
 def said(error: BaseException) -> str:
     """Why there is no answer, or not all of it, in one line."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        number = error.os_error.errno or 0  # asyncio has words of its own
+        # asyncio has words of its own, and OpenSSL numbers
+        number = 0 if isinstance(error.os_error, ssl.SSLError) else error.os_error.errno or 0
         return f"no connection: {os.strerror(number) if number > 0 else error.os_error.strerror or error.os_error}"
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "no connection in the time for it"

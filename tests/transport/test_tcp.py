@@ -300,6 +300,20 @@ def test_a_producer_that_stops_in_the_middle(begun: bytes, monkeypatch: pytest.M
         ends.follows()
 
 
+def test_a_flow_with_a_thread_is_judged_by_that_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one could see its bytes before the time at which they came."""
+    with closing(Ends()) as ends:
+        ends.receiver.expect(1, 100)
+        ends.sender.flows[2].sock.sendall(HEADER.pack(1, 100) + bytes(60))
+        ends.turn(lambda: any(flow.arriving for flow in ends.receiver.flows))
+        monkeypatch.setattr(tcp_flows, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000))
+        monkeypatch.setattr(tcp, "time", tcp_flows.time)
+        ends.d.progress()
+        assert ends.receiver.error is None
+        ends.sender.flows[2].sock.sendall(bytes(40) + b"\1")  # the last one says that all came
+        ends.arrived(ends.receiver).release()
+
+
 @pytest.mark.parametrize("hello", ["of no maker", "of the first connection", "of a flow that is joined", "of no flow"])
 def test_a_strangers_connection_joins_no_channel(hello: str) -> None:
     with closing(Pair(f"tcp{FLOWS}", 16)) as pair:

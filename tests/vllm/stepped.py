@@ -594,7 +594,7 @@ class Engine:
         """What became of prompts, as the front end was told with the answers."""
         self.prefixes: Counter[str] = Counter()
         self.totals: Counter[str] = Counter()
-        """Likewise of prefixes, and counts without a label."""
+        """Likewise of prefixes, and all counts by series."""
         self.to_count = 0
         """Requests that ``prompts`` must have in the end."""
         self.baseline = self.free_blocks
@@ -769,9 +769,10 @@ class Engine:
             clients = self.scheduler.update_from_output(step, merged).values()
         for client in clients:
             told = client.scheduler_stats.kv_connector_stats if client.scheduler_stats else None
-            self.prompts.update((told or {}).get("counts", {}).get("prompts", {}))
-            self.prefixes.update((told or {}).get("prefixes", {}))
-            self.totals.update((told or {}).get("totals", {}))
+            counts = (told or {}).get("counts", {})
+            self.prompts.update(counts.get("prompts", {}))
+            self.prefixes.update(counts.get("prefix_reads", {}))
+            self.totals.update({series: sum(each.values()) for series, each in counts.items()})
             for output in client.outputs:
                 self.answers[output.request_id].take(output.request_id, output)
 

@@ -102,7 +102,9 @@ class TcpSendChannel(AwaitedSender):
 
     @property
     def in_use(self) -> int:
-        return super().in_use + any(flow.message is not None and flow.message.slot is None for flow in self.flows)
+        return super().in_use + any(
+            (message := flow.message) is not None and message.slot is None for flow in self.flows
+        )
 
     @property
     def ready(self) -> bool:

@@ -47,6 +47,7 @@ BYTES_PER_TURN = 32 << 20
 """Bytes that the transfer thread receives on one channel before the other channels are served."""
 
 GONE = "tcp: the prefill rank closed the channel or died"
+STOPPED = f"tcp: the prefill rank stopped in the middle of a message, {SILENCE_SECONDS:g} s ago"
 
 # --- memory in pieces ---------------------------------------------------------------------------------------------
 
@@ -494,9 +495,8 @@ class ReceiveFlow(Flow):
         self.arriving: Arriving | None = None
         self._head = Vector(whole(self.header), waits=self.threaded)
         self._received_at = 0.0
-        if self.threaded:  # a call must end now and then for ``check`` to see what came
-            seconds = SILENCE_SECONDS / 2
-            timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        if self.threaded:
+            timeval = struct.pack("@ll", int(SILENCE_SECONDS), int(SILENCE_SECONDS % 1 * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
     def watch(self) -> None:
@@ -512,9 +512,9 @@ class ReceiveFlow(Flow):
         if self.starved:
             self.place()
             return not self.starved
-        in_message = self.arriving is not None or self._head.done
-        if in_message and now > self._received_at + SILENCE_SECONDS:
-            self.channel.fail(f"tcp: the prefill rank stopped in the middle of a message, {SILENCE_SECONDS} s ago")
+        # A thread hears it from its socket: here its bytes could be seen before the time at which they came.
+        if not self.threaded and (self.arriving or self._head.done) and now > self._received_at + SILENCE_SECONDS:
+            self.channel.fail(STOPPED)
         return False
 
     def place(self) -> None:
@@ -573,7 +573,12 @@ class ReceiveFlow(Flow):
         while not self.ending:
             vector = self._head if self.arriving is None else self.arriving.vector
             if vector.left and left > 0:
-                got = vector.receive(self.sock)
+                try:
+                    got = vector.receive(self.sock)
+                except BlockingIOError:
+                    if self.threaded and (self.arriving or vector.done):
+                        raise TransportError(STOPPED) from None
+                    raise
                 if not got:
                     raise TransportError(GONE)
                 self._received_at = time.monotonic()
