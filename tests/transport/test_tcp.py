@@ -306,8 +306,8 @@ def test_a_flow_with_a_thread_is_judged_by_that_thread(monkeypatch: pytest.Monke
         ends.receiver.expect(1, 100)
         ends.sender.flows[2].sock.sendall(HEADER.pack(1, 100) + bytes(60))
         ends.turn(lambda: any(flow.arriving for flow in ends.receiver.flows))
-        monkeypatch.setattr(tcp_flows, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000))
-        monkeypatch.setattr(tcp, "time", tcp_flows.time)
+        for module in (tcp, tcp_flows):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000))
         ends.d.progress()
         assert ends.receiver.error is None
         ends.sender.flows[2].sock.sendall(bytes(40) + b"\1")  # the last one says that all came
