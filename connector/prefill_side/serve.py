@@ -544,8 +544,8 @@ class Producer:
                 "kvferry.end": reason,
             }
             error = "" if reason == "released" else f"the lease ended by time ({reason})"
-            now = self._rank_context.clock()
-            self._rank_context.record(lease.traceparent, "kvferry.lease", lease.begun_at, now, attributes, error)
+            end = self._rank_context.clock()
+            self._rank_context.record(lease.traceparent, "kvferry.lease", lease.begun_at, end, attributes, error)
 
     def _fail(self, read: OutgoingRead, why: str, now: float) -> None:
         """A read cannot be sent: tell D, and send no more of it."""

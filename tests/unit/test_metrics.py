@@ -8,10 +8,12 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -278,6 +280,13 @@ def test_prometheus_series(registry, series):
     assert value(registry, "streamed_block_seconds_total", engine="1") == 0
     assert value(registry, "num_stale_reads_total") == 2
     assert value(registry, "step_wait_seconds_total") == 0.0015
+
+
+def test_what_is_counted_anywhere_is_on_the_list():
+    """The front end, which is another process, knows no other."""
+    sources = [path.read_text() for path in Path(metrics.__file__).parents[1].rglob("*.py")]
+    counted = {name for source in sources for name in re.findall(r"\.count\(\s*\"(\w+)\"", source)}
+    assert len(counted) > 12 and counted <= {each.name for each in SERIES if each.kind == "counter"}, counted
 
 
 @pytest.mark.vllm
