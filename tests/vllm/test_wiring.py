@@ -366,8 +366,8 @@ def test_a_role_that_does_not_fit(group: EngineGroup, lines: Lines, role: str) -
 
 HARMLESS = """
     /openapi.json /docs /docs/oauth2-redirect /redoc /load /version /kv_event_sources /health /metrics /tokenize
-    /detokenize /tokenizer_info /v1/models /v1/systemone /ping /invocations /server_info /is_sleeping /is_paused
-    /weight_info /get_world_size /v1/chat/completions /v1/chat/completions/batch /v1/responses
+    /detokenize /tokenizer_info /v1/decisions /v1/models /v1/systemone /ping /invocations /server_info /is_sleeping
+    /is_paused /weight_info /get_world_size /v1/chat/completions /v1/chat/completions/batch /v1/responses
     /v1/responses/{response_id} /v1/responses/{response_id}/cancel /v1/completions /v1/messages
     /v1/messages/count_tokens /generative_scoring /is_scaling_elastic_ep /v1/chat/completions/render
     /v1/messages/render /v1/completions/render /v1/responses/render /v1/chat/completions/derender
@@ -387,8 +387,8 @@ def test_a_path_of_vllm_is_harmless_or_refused(monkeypatch: pytest.MonkeyPatch) 
     level = logging.getLogger().level
     from fastapi import FastAPI
     from vllm import tasks
+    from vllm.entrypoints.cli.launch import make_arg_parser
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.pooling.classify.api_router import router as classify
     from vllm.entrypoints.pooling.embed.api_router import router as embed
     from vllm.entrypoints.pooling.pooling.api_router import router as pooling
