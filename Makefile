@@ -141,7 +141,7 @@ dist: install
 
 RESULTS ?= .bench
 BENCHMARKS := planes/kernels planes/empty_handover planes/control_round_trip engines/quiet_step \
-  router/router_cost router/where_to_prefill plan/plan_accuracy
+  router/router_cost
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$${name#*/}.json; done
@@ -159,7 +159,7 @@ bench-gpu:
 	$(ON_GPUS) benchmarks/engines/streaming.py --json $(RESULTS)/gpu_streaming.json
 	$(ON_GPUS) benchmarks/engines/prefix_reads.py --json $(RESULTS)/gpu_prefix_reads.json
 	$(ON_GPUS) benchmarks/engines/quiet_step.py --json $(RESULTS)/quiet_step.json
-	$(ON_GPUS) benchmarks/router/where_to_prefill.py --device cuda --json $(RESULTS)/gpu_where_to_prefill.json
+	$(ON_GPUS) benchmarks/router/where_to_prefill.py --json $(RESULTS)/gpu_where_to_prefill.json
 
 clean:
 	rm -rf $(VENV) .vllm-* .demo .bench site build dist .typing/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -107,10 +107,10 @@ def bench(
 def cache_form(shape: ModelShape, tp: int, tokens: int, block_tokens: int, layout: Layout) -> CacheForm:
     """The cache of the first rank of an engine. Raises ConfigError."""
     kv, *others = shape.kv
-    if others or kv.window or shape.state is not None or shape.kv_layers < shape.num_layers:
+    if others or kv.window:
         raise ConfigError(
-            "kvferry bench has caches of models whose layers all keep the KV of all tokens in one form; this one has "
-            "windows, layers without KV or of several forms: leave --model out"
+            "kvferry bench has caches of models whose layers all keep the KV of all tokens; this one has windows: "
+            "leave --model out"
         )
     if shape.attention_heads % tp:
         raise ConfigError(f"--tp is {tp}, expected a divisor of the {shape.attention_heads} attention heads")

@@ -21,9 +21,6 @@ KvDtype = Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")]
 Tp = Annotated[int, typer.Option(min=1, help="tensor-parallel size")]
 Pp = Annotated[int, typer.Option(min=1, help="pipeline-parallel size")]
 BlockSize = Annotated[int, typer.Option(min=1, max=1 << 16, help="tokens of a block")]
-PlannedBlock = Annotated[
-    int | None, typer.Option(min=1, max=1 << 16, help="tokens of a block; unset: 16, or 64 with an index of attention")
-]
 Layout = Annotated[Literal["HND", "NHD"], typer.Option(help="order of heads and tokens in the pages")]
 MODEL = "config.json of the model, its folder, or its name in the cache of Hugging Face"
 Prompts = Annotated[list[int] | None, typer.Option(min=1, max=1 << 22, help="tokens of a prompt; may be repeated")]
@@ -244,8 +241,8 @@ def plan(
     d_tp: Tp = 1,
     p_pp: Pp = 1,
     d_pp: Pp = 1,
-    p_block_size: PlannedBlock = None,
-    d_block_size: PlannedBlock = None,
+    p_block_size: BlockSize = 16,
+    d_block_size: BlockSize = 16,
     p_layout: Layout = "NHD",
     d_layout: Layout = "NHD",
     kv_dtype: KvDtype = "auto",

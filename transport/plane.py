@@ -87,8 +87,6 @@ class Plane(ABC):
     pulls: ClassVar[bool] = False
     """Whether D reads P's pages by itself: ``connect`` then returns a ``PullChannel``, ``accept`` a ``PulledChannel``;
     else a ``RecvChannel`` and a ``SendChannel``."""
-    turn_bytes: ClassVar[int] = 0
-    """The most bytes of a read that such a plane copies before it goes on with another read; 0: no bound."""
     same_host: ClassVar[bool] = False
     """Whether it joins processes of one host only. P then offers it only to a D that connects from this host: an offer
     may name processes, files and addresses."""

@@ -259,13 +259,6 @@ def wrong_answers(result: Row) -> Row:
     return {"rows": [row | {"fault": row["fault"] + f" ({row['source']})" * bool(row["source"])} for row in rows]}
 
 
-def where_to_prefill(result: Row) -> Row:
-    usual = {None, "NVLink", "alike"}
-    loads = [", ".join([row["load"], *({row.get("link"), row.get("speeds")} - usual)]) for row in result["rows"]]
-    rows = zip(result["rows"], loads, strict=True)
-    return {"rows": [{"engines": "1 + 1", **row, "load": load} for row, load in rows]}
-
-
 def odd_requests(result: Row) -> Row:
     """How many answers through a router are those of D alone, by path; and the requests whose answers are not."""
     answers = result["answers"].items()
@@ -274,20 +267,6 @@ def odd_requests(result: Row) -> Row:
         "rows": [{"path": path, "answers": sum(counts.values()), **counts} for path, counts in answers],
         "differing": f"Different: {'; '.join(names)}." if names else "",
     }
-
-
-def plan_accuracy(result: Row) -> Row:
-    """By plane, the shares within the bounds and the median errors, in percent."""
-    predicted = [row["plane"] for row in result["rows"] if not row["fitted"]]
-    planes = sorted(set(predicted), key=lambda name: (name.endswith("/gpu"), name))
-    rows = [{"plane": plane} for plane in planes]
-    for row in rows:
-        for percentile, bound in (("p50", 10), ("p95", 20)):
-            for what in (f"within_{bound}_percent", f"repeats_within_{bound}_percent", "median_error"):
-                share = result["figures"].get(f"{row['plane']}_{percentile}_{what}")
-                digits = 1 if "error" in what else 0
-                row[f"{percentile}_{what}"] = "not measured" if share is None else f"{100 * share:.{digits}f} %"
-    return {"rows": rows, "hosts": predicted.count("cma/host"), "gpus": predicted.count("cuda_ipc/gpu")}
 
 
 def systems(result: Row) -> Row:
@@ -329,7 +308,7 @@ PREPARED: dict[str, Callable[[Row], Row]] = {
     "gpu-streaming": streaming, "cpu-streaming": streaming, "prefix-reads": prefix_reads,
     "cpu-wrong-tokens": wrong_tokens, "wrong-answers": wrong_answers,
     "router-cost": router_cost,
-    "where-to-prefill": where_to_prefill, "odd-requests": odd_requests, "accuracy": plan_accuracy, "measured": systems,
+    "odd-requests": odd_requests, "measured": systems,
     "soak": soak, "walks": walks,
 }  # fmt: skip
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {

@@ -34,37 +34,28 @@ MOVED_BYTES = 64 << 20
 
 
 class Measured(NamedTuple):
-    """Hand-overs of one form: ``number`` is the middle one of ``at_once`` that begin together, or the last. ``p95`` is
-    the 99th percentile where that is what was measured."""
+    """Hand-overs of one form, each alone."""
 
-    name: str
     reads: Sequence[PlannedRead]
-    at_once: int
-    number: float
     p50: float
-    p95: float
+    p95: float  # The 99th percentile where that is what was measured
 
 
-def fitted(rows: Sequence[Measured], turn_bytes: int) -> PlaneCosts:
-    """The costs with the smallest squared relative errors, none below zero. All reads must end at one rank of D.
-    ``turn_bytes``: as in ``PlaneCosts``."""
-    form = PlaneCosts(0.0, 0.0, 0.0, {1: 1.0}, 1.0, turn_bytes)
+def fitted(rows: Sequence[Measured]) -> PlaneCosts:
+    """The costs with the smallest squared relative errors, none below zero. All reads must end at one rank of D."""
     sizes = sorted({read.piece_bytes for row in rows for read in row.reads})
-    several = any(row.at_once > 1 for row in rows)
-    matrix = np.zeros((len(rows), 3 + len(sizes)))
+    matrix = np.zeros((len(rows), 2 + len(sizes)))
     for place, row in enumerate(rows):
         line = matrix[place]
-        turns = sum(form.turns(read) for read in row.reads)
-        waited = ((turns - 1) * row.at_once + row.number) / turns
-        line[:3] = 1, row.number if several else 0, waited * turns  # alone, the two parts cannot be told apart
+        line[:2] = 1, sum(read.messages for read in row.reads)
         for read in row.reads:
-            line[3 + sizes.index(read.piece_bytes)] += waited * read.nbytes
+            line[2 + sizes.index(read.piece_bytes)] += read.nbytes
         line /= row.p50
     costs = _least_squares(matrix, np.ones(len(rows)))
-    fixed, each, message = (float(f"{cost:.{DIGITS}g}") if cost > NO_SECONDS else 0.0 for cost in costs[:3])
-    rates = {size: float(f"{1 / cost:.{DIGITS}g}") for size, cost in zip(sizes, costs[3:], strict=True) if cost > 0}
-    spread = statistics.median(row.p95 / row.p50 for row in rows if row.at_once == 1)
-    return PlaneCosts(fixed, each, message, rates, float(f"{max(1.0, spread):.{DIGITS}g}"), turn_bytes)
+    fixed, message = (float(f"{cost:.{DIGITS}g}") if cost > NO_SECONDS else 0.0 for cost in costs[:2])
+    rates = {size: float(f"{1 / cost:.{DIGITS}g}") for size, cost in zip(sizes, costs[2:], strict=True) if cost > 0}
+    spread = statistics.median(row.p95 / row.p50 for row in rows)
+    return PlaneCosts(fixed, message, rates, float(f"{max(1.0, spread):.{DIGITS}g}"))
 
 
 def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -92,25 +83,19 @@ def slot_bytes(plane: str, device: str) -> int | None:
     return best_slot_bytes(plane, where, best_staging_bytes(where))
 
 
-def turn_bytes(plane: str) -> int:
-    """The most bytes of a turn where D reads P's pages, as in ``PlaneCosts``."""
-    return plane_spec(plane).load().turn_bytes
-
-
 def on_gpus(plane: str) -> list[Measured]:
     """The hand-overs of ``gpu_planes.json`` over a plane."""
     by_name = {point.name: point for point in CORE}
     rows = []
     for row in pages.load("gpu_planes")["rows"]:
         point = by_name.get(row["point"])
-        if point is None or row["contender"] != plane:
+        if point is None or point.handovers > 1 or row["contender"] != plane:
             continue
         form = point.p
         shape = uniform_shape(form.layers, form.heads, form.heads, form.content, "bfloat16", form.kind)
         p, d = (Deployment(block_size=side.block, layout=side.order) for side in (point.p, point.d))
         reads = plan_handover(Pair(shape, p, d, slot_bytes(plane, "cuda")), point.tokens)
-        n = point.handovers
-        rows.append(Measured(row["point"], reads, n, n, row["ms_p50"] / 1e3, row["ms_p99"] / 1e3))
+        rows.append(Measured(reads, row["ms_p50"] / 1e3, row["ms_p99"] / 1e3))
     return rows
 
 
@@ -119,31 +104,30 @@ def on_host(plane: str) -> list[Measured]:
     of ``nixl`` those over TCP, which is what it has without RDMA hardware."""
     way = ("tcp", NIXL_PLANE) if plane == "nixl" else ("host", plane)
     (empty,) = (row for row in pages.load("empty_handover")["rows"] if row["plane"] == plane)
-    rows = [_alone("empty", 0, 4096, [empty["ms_p50"] / 1e3], 0.0)]
+    rows = [_alone(0, 4096, [empty["ms_p50"] / 1e3], 0.0)]
     for row in pages.load("host_planes")["rows"]:
         if (row["link"], row["kind"]) == way:
-            rows.append(_alone("", MOVED_BYTES, row["block_kib"] << 10, row["seconds"], empty["ms_p50"] / 1e3))
+            rows.append(_alone(MOVED_BYTES, row["block_kib"] << 10, row["seconds"], empty["ms_p50"] / 1e3))
     return rows
 
 
-def _alone(name: str, nbytes: int, piece: int, seconds: Sequence[float], fixed: float) -> Measured:
+def _alone(nbytes: int, piece: int, seconds: Sequence[float], fixed: float) -> Measured:
     p50, p95 = np.percentile(seconds, [50, 95]).tolist()
     read = PlannedRead((0, 0), (0, 0), "full", 0, 0, 1, 0, 1, 1, 1, nbytes, piece)  # the rate has what messages cost
-    return Measured(name, [read], 1, 1, fixed + p50, fixed + p95)
+    return Measured([read], fixed + p50, fixed + p95)
 
 
 def calibration() -> Calibration:
     """The default calibration."""
     host, gpu = (pages.load(name)["versions"] for name in ("host_planes", "gpu_planes"))
-    planes = {f"{plane}/host": fitted(on_host(plane), turn_bytes(plane)) for plane in HOST_PLANES}
-    planes |= {f"{plane}/gpu": fitted(on_gpus(plane), turn_bytes(plane)) for plane in GPU_PLANES}
+    planes = {f"{plane}/host": fitted(on_host(plane)) for plane in HOST_PLANES}
+    planes |= {f"{plane}/gpu": fitted(on_gpus(plane)) for plane in GPU_PLANES}
     measured = {
         "host": f"benchmarks/results/host_planes.json and empty_handover.json: {host['cpus']} cores, {host['cpu']}; "
-        "what messages cost is in the rates, and what hand-overs at once add to each other was not measured; nixl had "
-        "TCP only",
+        "what messages cost is in the rates; nixl had TCP only",
         "gpu": f"benchmarks/results/gpu_planes.json: {gpu['gpus']}; p95_ratio is that of the p99",
     }
-    return Calibration("kvferry-calibration-1", measured, planes)
+    return Calibration("kvferry-calibration-2", measured, planes)
 
 
 def encoded(made: Calibration) -> bytes:

@@ -7,18 +7,15 @@ import json
 import math
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 SAMPLE = Path(__file__).resolve().parent / "conversation_sample.json"
-"""The requests 2000, 6500 and 11000 of the trace with 299 behind each. Of a request: ms, tokens of the prompt and of
+"""The requests 2000 to 2299 of the trace. Of a request: ms, tokens of the prompt and of
 the answer, the earlier one that shares most blocks, and how many it shares."""
 TURNS = SAMPLE.with_name("conversation_turns.json")
 """The first six turns of four conversations whose answers have at most 2500 tokens together."""
-PART_REQUESTS = 300
 GRAIN_MS = 3000
-POLICIES = ("always", "never", "decide")
 BLOCK_TOKENS = 512
 """Prompt tokens of one of ``hash_ids``."""
 
@@ -47,10 +44,10 @@ def agent_turns(rng: random.Random, start: int, turns: int, growth: int = 632, a
     return found
 
 
-def conversations(rate: float, count: int = PART_REQUESTS, shrink: int = 1, part: int = 0) -> list[TracedRequest]:
-    """So many requests of a part of the trace, so many per second."""
-    rng, number, found = random.Random(1 + part), 0, list[TracedRequest]()
-    rows = json.loads(SAMPLE.read_text())[part][:count]
+def conversations(rate: float, count: int, shrink: int = 1) -> list[TracedRequest]:
+    """So many requests of the trace, so many per second."""
+    rng, number, found = random.Random(1), 0, list[TracedRequest]()
+    rows = json.loads(SAMPLE.read_text())[:count]
     stretch = len(rows) / rate / ((rows[-1][0] + GRAIN_MS) / 1e3)
     for arrived, tokens, answer, parent, shared in rows:
         blocks = list(found[parent].hash_ids[:shared]) if shared else []
@@ -61,20 +58,14 @@ def conversations(rate: float, count: int = PART_REQUESTS, shrink: int = 1, part
     return sorted(found, key=lambda request: request.timestamp)
 
 
-def turns(
-    rate: float, count: int = PART_REQUESTS, shrink: int = 1, part: int = 0, prompt: tuple[int, int] = (60, 300)
-) -> list[TracedRequest]:
-    rng, at, found = random.Random(2 + part), 0.0, []
+def turns(rate: float, count: int, shrink: int = 1) -> list[TracedRequest]:
+    rng, at, found = random.Random(2), 0.0, []
     for number in range(count):
         at += rng.expovariate(rate) * 1e3
-        answer, tokens = max(1, rng.randint(20, 200) // shrink), rng.randint(*prompt)
+        answer, tokens = max(1, rng.randint(20, 200) // shrink), rng.randint(60, 300)
         blocks = range(number << 8, (number << 8) - (-tokens // BLOCK_TOKENS))
         found.append(TracedRequest(at, tokens, answer, tuple(blocks)))
     return found
 
 
-LOADS: dict[str, Callable[..., list[TracedRequest]]] = {
-    "conversations": conversations,
-    "short turns": turns,
-    "long turns": partial(turns, prompt=(500, 3000)),
-}
+LOADS: dict[str, Callable[..., list[TracedRequest]]] = {"conversations": conversations, "short turns": turns}

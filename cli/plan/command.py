@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from rich.console import Console
 
-from kvferry.cli.plan.handover import INDEX_BLOCK, Deployment, Pair, PlannedRead, plan_handover
+from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
 from kvferry.cli.plan.model import ModelShape, model_shape
 from kvferry.cli.plan.time_model import Calibration, PromptPlan, decoded_calibration, default_calibration, prompt_plan
 from kvferry.cli.terminal import check_writable, read_file, read_model_config, table, write_json
@@ -42,7 +42,7 @@ class PlanResult(msgspec.Struct, frozen=True):
 
 def plan(
     *, model: Path, prefill_tokens_per_second: float, p_tp: int, d_tp: int, p_pp: int, d_pp: int,
-    p_block_size: int | None, d_block_size: int | None, p_layout: Layout, d_layout: Layout, kv_dtype: str,
+    p_block_size: int, d_block_size: int, p_layout: Layout, d_layout: Layout, kv_dtype: str,
     plane: str | None, link: str | None, calibration: Path | None, prompt: list[int] | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Plan, print, and write the file that is asked for. Raises KVFerryError."""
@@ -51,9 +51,7 @@ def plan(
     costs_by_plane = decoded_calibration(read_file(calibration), calibration) if calibration else default_calibration()
     costs, costs_of = costs_by_plane.costs(plane), costs_by_plane.measured_as(plane)
     shape = model_shape(read_model_config(model), kv_dtype)
-    usual = INDEX_BLOCK if any(kv.packing for kv in shape.kv) else 16
-    p = Deployment(p_tp, p_pp, usual if p_block_size is None else p_block_size, p_layout)
-    d = Deployment(d_tp, d_pp, usual if d_block_size is None else d_block_size, d_layout)
+    p, d = Deployment(p_tp, p_pp, p_block_size, p_layout), Deployment(d_tp, d_pp, d_block_size, d_layout)
     pair = Pair(shape, p, d, _slot_bytes(plane))
     rate = inf if link is None else bytes_per_second(link)
     if costs_of != plane and link is None:
@@ -96,14 +94,8 @@ def _slot_bytes(plane: str) -> int | None:
 
 
 def _print(shape: ModelShape, reads: list[PlannedRead], plans: list[PromptPlan], plane: str, costs_of: str) -> None:
-    kept = f"{shape.token_bytes} bytes of KV a token in {shape.kv_layers} of {shape.num_layers} layers"
-    for kv in shape.kv:
-        if kv.window:
-            kept += f", in {len(kv.layers)} of them for {kv.window} tokens"
-        elif kv.packing:
-            kept += f", in {len(kv.layers)} of them {kv.content_bytes} for the index of sparse attention"
-    if shape.state is not None:
-        kept += f"; {shape.state_bytes} bytes of states a request"
+    kept = f"{shape.token_bytes} bytes of KV a token in {shape.num_layers} layers"
+    kept += "".join(f", in {len(kv.layers)} of them for {kv.window} tokens" for kv in shape.kv if kv.window)
     console = Console()
     console.print(kept, soft_wrap=True)
     if costs_of != plane:

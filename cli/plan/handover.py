@@ -7,7 +7,7 @@ Axes ``[L, B, H, N, C]``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm, prod
+from math import lcm
 from typing import Literal, NamedTuple
 
 from kvferry.cli.plan.model import ModelShape
@@ -15,15 +15,12 @@ from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.engine_types import BlockTable
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
-from kvferry.connector.geometry.recurrent_state import sections, whole_page
 from kvferry.connector.geometry.spans import cut_span, span_tokens
 from kvferry.connector.geometry.topology import MAX_RANKS, TpKVTopology
 from kvferry.transport.errors import ConfigError
 
 MAX_PLANNED_RANKS = 1024
 """Bound on the ranks of one engine: each rank of D is planned against each of P that it reads from."""
-INDEX_BLOCK = 64
-"""Tokens of a block of the index of sparse attention, whose tokens are packed: its kernels for GPUs know no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +36,13 @@ class Deployment:
 def rank_geometries(shape: ModelShape, deployment: Deployment, name: str) -> tuple[RankGeometry, ...]:
     """The geometry of each rank, stage by stage, as the rank itself would send it to its peers. ``name``: of the
     engine, for errors. Raises ConfigError: vLLM starts no engine of these sizes."""
-    tp, pp, block = deployment.tp_size, deployment.pp_size, deployment.block_size
+    tp, pp = deployment.tp_size, deployment.pp_size
     if tp > MAX_RANKS or shape.attention_heads % tp:
         raise ConfigError(f"{name}: TP {tp} does not divide the {shape.attention_heads} attention heads of the model")
     if pp > shape.num_layers:
         raise ConfigError(f"{name}: PP {pp} is outside 1..{shape.num_layers}; each stage needs one of the layers")
     if tp * pp > MAX_PLANNED_RANKS:
         raise ConfigError(f"{name}: TP {tp} x PP {pp} makes {tp * pp} ranks, at most {MAX_PLANNED_RANKS} are planned")
-    if block % INDEX_BLOCK and any(kv.packing for kv in shape.kv):
-        raise ConfigError(
-            f"{name}: block size {block}, the index of sparse attention needs a multiple of {INDEX_BLOCK}"
-        )
     return tuple(
         _rank(shape, deployment, tp_rank, pp_rank, layers)
         for pp_rank, layers in enumerate(stage_layers(shape.num_layers, pp))
@@ -71,19 +64,12 @@ def _rank(shape: ModelShape, deployment: Deployment, tp_rank: int, pp_rank: int,
     regions, tp = [], deployment.tp_size
     for kv in shape.kv:
         first, count = TpKVTopology.head_interval(tp_rank, tp, kv.total_heads)
-        held = tuple(f"model.layers.{layer}.self_attn.{kv.packing or 'attn'}" for layer in kv.layers if layer in layers)
+        held = tuple(f"model.layers.{layer}.self_attn.attn" for layer in kv.layers if layer in layers)
         region = RegionGeometry(
             kind=kv.kind, layers=held, block_size=deployment.block_size, head_start=first, num_heads=count,
             total_heads=kv.total_heads, content_bytes=kv.content_bytes, dtype=kv.dtype, window=kv.window,
-            packing=kv.packing, tile_tokens=INDEX_BLOCK if kv.packing else 1,
         )  # fmt: skip
         regions.append(region)
-    if (state := shape.state) is not None:  # as ``from_vllm`` divides it
-        arrays, groups = state.arrays(tp), frozenset({state.groups})
-        whole = whole_page(sum(prod(array.shape) * array.item for array in arrays), tp, state.family)
-        held = tuple(f"model.layers.{layer}.mixer" for layer in layers if layer in state.layers)
-        for section in sections(state.family, arrays, tp, dim_first=False, group_counts=groups) or (whole,):
-            regions.append(section.region(held, *TpKVTopology.head_interval(tp_rank, tp, section.total_heads)))
     return RankGeometry(
         tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=deployment.pp_size,
         head_counts=tuple(sorted({region.total_heads for region in regions})),
@@ -98,23 +84,20 @@ RankName = tuple[int, int]
 
 
 class PlannedRead(NamedTuple):
-    """What one rank of D reads from one rank of P of one kind of cache: the kind of KV, or the section of a state.
-    ``num_layers`` layers of the model have it, from ``first_layer`` to ``last_layer``. ``first_head``: a global head.
-    ``num_tokens``: of a state its rows. ``messages``: data messages, 0 where D reads P's pages itself. ``piece_bytes``:
-    the mean length of a run of bytes that lies in one piece on both sides of a copy."""
+    """What one rank of D reads from one rank of P of one kind of KV."""
 
     d: RankName
     p: RankName
-    cache: str
+    cache: str  # The kind of KV
     first_layer: int
     last_layer: int
-    num_layers: int
-    first_head: int
+    num_layers: int  # Layers of this kind between these
+    first_head: int  # Global
     num_heads: int
     num_tokens: int
-    messages: int
+    messages: int  # Data messages, 0 where D reads P's pages itself
     nbytes: int
-    piece_bytes: int
+    piece_bytes: int  # The mean length of a run of bytes that lies in one piece on both sides of a copy
 
 
 class Pair(NamedTuple):
@@ -146,9 +129,7 @@ def plan_handover(pair: Pair, stop: int) -> tuple[PlannedRead, ...]:
 
 
 def _tokens(region: RegionGeometry, stop: int) -> tuple[int, int]:
-    """The tokens that D reads: of a window those in its blocks, of a state the one state, as ``LoadPlanner`` asks."""
-    if region.kind == "state":
-        return 0, 1
+    """The tokens that D reads: of a window those in its blocks, as ``LoadPlanner`` asks."""
     first = BlockTable(region.kind, region.block_size, region.window).first_needed(stop)
     return first // region.block_size * region.block_size, stop
 
@@ -160,9 +141,8 @@ def _read(pair: Pair, local: RankGeometry, remote: RankGeometry, item: PlannedSp
     if pair.slot_bytes is not None:
         messages = len(cut_span(span, theirs.content_bytes, pair.slot_bytes, theirs.block_size, theirs.shard))
     layers = [int(name.split(".")[2]) for name in theirs.layers[span.layer : span.layer + span.num_layers]]
-    cache = theirs.part or (theirs.kind if theirs.kind == "state" else theirs.packing) or theirs.kind
     return PlannedRead(
-        (local.pp_rank, local.tp_rank), (remote.pp_rank, remote.tp_rank), cache,
+        (local.pp_rank, local.tp_rank), (remote.pp_rank, remote.tp_rank), theirs.kind,
         layers[0], layers[-1], span.num_layers, theirs.head_start + span.head, span.num_heads, tokens, messages,
         nbytes=span.num_layers * span.num_heads * tokens * theirs.content_bytes,
         piece_bytes=_piece_bytes(pair, ours, theirs, span.num_heads),
@@ -171,8 +151,6 @@ def _read(pair: Pair, local: RankGeometry, remote: RankGeometry, item: PlannedSp
 
 def _piece_bytes(pair: Pair, ours: RegionGeometry, theirs: RegionGeometry, num_heads: int) -> int:
     """The mean bytes of a run of a span of ``num_heads`` heads that lies in one piece in both caches."""
-    if ours.kind == "state":  # heads lie side by side; those of a convolution in each of its rows
-        return num_heads * ours.content_bytes * (1 if ours.part.startswith("conv") else ours.block_size)
     content, ends = ours.content_bytes, lcm(ours.block_size, theirs.block_size)
     tokens = ends / (ends // ours.block_size + ends // theirs.block_size - 1)  # between two ends of blocks of either
     layouts = {pair.d.layout, pair.p.layout}

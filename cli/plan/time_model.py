@@ -2,21 +2,18 @@
 
 The busiest rank decides. A rank moves its reads one after the other in all, whether they take turns or not::
 
-    work     = turns x message_seconds + bytes / min(bytes_per_second of the pieces, link)
-    seconds  = fixed_seconds + each_seconds + work
+    seconds = fixed_seconds + messages x message_seconds + bytes / min(bytes_per_second of the pieces, link)
 
-A turn is a message; where D reads P's pages by itself, it is what D copies before it goes on with another read. Of n
-equal hand-overs that begin at once between the same ranks, with m turns each, number i has ended after
-``((m - 1) x n + i) / m`` times the work of one. The spread of their times is that of sums of n independent times.
+Where D reads P's pages by itself there are no messages.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
-from math import ceil, exp, inf, log
+from math import exp, inf, log
 from typing import Annotated
 
 import msgspec
@@ -35,21 +32,12 @@ guess, bounded by the link."""
 
 
 class PlaneCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one data plane costs.
+    """What one data plane costs. Between two sizes of ``bytes_per_second`` the logarithms are interpolated."""
 
-    ``fixed_seconds``: of a hand-over of nothing, from the request to the report. ``each_seconds``: the part by which
-    each of several hand-overs delays those behind it. ``message_seconds``: of a turn beside its bytes.
-    ``bytes_per_second``: by the bytes of a piece, which is a run that is contiguous in both caches; between two sizes
-    the logarithms are interpolated. ``p95_ratio``: the 95th percentile over the median, of equal hand-overs, each
-    alone. ``turn_bytes``: where D reads P's pages, the most bytes of a turn; 0: a read is one turn.
-    """
-
-    fixed_seconds: Seconds
-    each_seconds: Seconds
-    message_seconds: Seconds
-    bytes_per_second: Annotated[dict[int, Rate], Meta(min_length=1, max_length=64)]
-    p95_ratio: Annotated[float, Meta(ge=1, le=1000)]
-    turn_bytes: Annotated[int, Meta(ge=0)] = 0
+    fixed_seconds: Seconds  # Of a hand-over of nothing, from the request to the report
+    message_seconds: Seconds  # Of a message beside its bytes
+    bytes_per_second: Annotated[dict[int, Rate], Meta(min_length=1, max_length=64)]  # By the bytes of a piece
+    p95_ratio: Annotated[float, Meta(ge=1, le=1000)]  # 95th percentile over the median
 
     def rate(self, piece_bytes: int) -> float:
         """Bytes per second for pieces of a size."""
@@ -61,16 +49,12 @@ class PlaneCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         share = (log(piece_bytes) - log(low)) / (log(high) - log(low))
         return exp(log(slow) + share * (log(fast) - log(slow)))
 
-    def turns(self, read: PlannedRead) -> int:
-        """The turns of a read."""
-        return read.messages or (max(1, ceil(read.nbytes / self.turn_bytes)) if self.turn_bytes else 1)
-
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The costs of planes, each under ``PLANE/MEMORY`` as in ``tcp/host`` or ``cuda_ipc/gpu``, and where they were
     measured."""
 
-    form: Annotated[str, Meta(pattern=r"\Akvferry-calibration-1\Z")]
+    form: Annotated[str, Meta(pattern=r"\Akvferry-calibration-2\Z")]
     measured: Annotated[dict[str, str], Meta(max_length=64)]
     planes: Annotated[dict[str, PlaneCosts], Meta(min_length=1, max_length=64)]
 
@@ -104,50 +88,33 @@ def default_calibration() -> Calibration:
     return decoded_calibration(file.read_bytes(), file)
 
 
-class Work(msgspec.Struct, frozen=True):
-    """What the busiest rank of a hand-over moves. ``seconds``: alone, without the fixed part."""
-
-    seconds: float
-    turns: int
-
-
-def work_of(reads: Sequence[PlannedRead], costs: PlaneCosts, link: float = inf) -> Work:
-    """The work of a hand-over. ``link``: bytes per second between two ranks, in each direction of each rank."""
-    seconds: Mapping[tuple[str, RankName], list[float]] = defaultdict(lambda: [0.0, 0])
+def seconds_of(reads: Sequence[PlannedRead], costs: PlaneCosts, link: float = inf) -> float:
+    """Of a hand-over alone. ``link``: bytes per second between two ranks, in each direction of each rank."""
+    busy: dict[tuple[str, RankName], float] = defaultdict(float)
     for read in reads:
-        turns = costs.turns(read)
-        moving = turns * costs.message_seconds + read.nbytes / min(link, costs.rate(read.piece_bytes))
+        moving = read.messages * costs.message_seconds + read.nbytes / min(link, costs.rate(read.piece_bytes))
         for end in (("p", read.p), ("d", read.d)):
-            seconds[end][0] += moving
-            seconds[end][1] += turns
-    busiest = max(seconds.values(), default=[0.0, 0])
-    return Work(busiest[0], max(1, int(busiest[1])))
-
-
-def finish_seconds(work: Work, costs: PlaneCosts, number: int = 1, at_once: int = 1) -> float:
-    """Seconds until ``number`` of ``at_once`` equal hand-overs, which begin together, have ended."""
-    turns = ((work.turns - 1) * at_once + number) / work.turns
-    return costs.fixed_seconds + number * costs.each_seconds + turns * work.seconds
+            busy[end] += moving
+    return costs.fixed_seconds + max(busy.values(), default=0.0)
 
 
 class PromptPlan(msgspec.Struct, frozen=True):
-    """One hand-over alone. Times are seconds. ``nbytes``: that all ranks of D read together. ``share``: of the prefill
-    and the hand-over, the part that the hand-over takes."""
+    """One hand-over alone. Times are seconds."""
 
     tokens: int
     messages: int
-    nbytes: int
+    nbytes: int  # That all ranks of D read together
     seconds: float
     p95_seconds: float
     prefill_seconds: float
-    share: float
+    share: float  # Of the prefill and the hand-over, the part that the hand-over takes
 
 
 def prompt_plan(pair: Pair, tokens: int, costs: PlaneCosts, link: float, prefill_rate: float) -> PromptPlan:
     """The plan of a prompt. ``link``: bytes per second of a rank; ``prefill_rate``: tokens per second of P. Raises as
     ``plan_handover``."""
     reads = plan_handover(pair, tokens)
-    seconds = finish_seconds(work_of(reads, costs, link), costs)
+    seconds = seconds_of(reads, costs, link)
     messages, nbytes = sum(read.messages for read in reads), sum(read.nbytes for read in reads)
     prefill = tokens / prefill_rate
     p95 = seconds * costs.p95_ratio

@@ -52,15 +52,11 @@ def test_the_plan_of_two_deployments(model: Path) -> None:
     assert long.share == pytest.approx(long.seconds / (long.seconds + 0.4))
 
 
-def test_a_model_with_states_and_windows_says_what_it_keeps(model: Path) -> None:
-    config = json.loads(CONFIG) | {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"] * 16}
-    (model / "config.json").write_text(json.dumps(config))
-    done = plan(model, "--p-tp", "2", "--prompt", "100")
-    assert "65536 bytes of KV a token in 16 of 32 layers; 16777216 bytes of states a request\n" in done.output
-    assert "16 in 1..31" in done.output and "16 in 0..30" in done.output and "ssm" in done.output
+def test_a_model_with_windows_says_what_it_keeps(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(json.loads(CONFIG) | {"model_type": "gemma2", "sliding_window": 64}))
-    done = plan(model, "--prompt", "1000")
-    assert "131072 bytes of KV a token in 32 of 32 layers, in 16 of them for 64 tokens\n" in done.output
+    done = plan(model, "--p-tp", "2", "--prompt", "1000")
+    assert "131072 bytes of KV a token in 32 layers, in 16 of them for 64 tokens\n" in done.output
+    assert "16 in 1..31" in done.output and "16 in 0..30" in done.output
 
 
 def test_a_model_by_its_name_and_the_planes_of_a_default_installation(
@@ -98,16 +94,6 @@ def test_a_plane_that_was_not_measured_is_a_guess_and_says_so(model: Path, plane
     done = plan(model, "--plane", plane, "--calibration", str(model / "costs.json"), "--json", str(out))
     assert done.exit_code == 0 and "a guess" not in done.output, "a measurement of the plane itself needs no link"
     assert msgspec.json.decode(out.read_bytes(), type=PlanResult).costs_of == plane
-
-
-def test_the_index_of_sparse_attention_is_shown_with_its_blocks(model: Path) -> None:
-    sparse = json.loads(CONFIG) | {"model_type": "deepseek_v32", "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-                                   "index_topk": 2048, "index_head_dim": 128}  # fmt: skip
-    (model / "config.json").write_text(json.dumps(sparse))
-    done = plan(model, "--prompt", "1000", "--p-tp", "8", "--d-tp", "4")
-    assert "41088 bytes of KV a token in 32 of 32 layers, in 32 of them 132 for the index of sparse" in done.output
-    assert done.exit_code == 0 and "indexer" in done.output
-    assert "D: block size 16, the index" in plan(model, "--d-block-size", "16").stderr
 
 
 @pytest.mark.parametrize(

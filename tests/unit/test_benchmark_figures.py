@@ -9,12 +9,9 @@ from typing import get_args
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import busy_turns, streaming_pair
-from benchmarks.router.simulated_engines import PrefixCache
 from kvferry.connector.wire.metrics import PROMPT_ENDS, LocalReason
 from kvferry.connector.wire.series import PREFIX, SERIES
 from kvferry.router.engines import EnginePool
@@ -35,25 +32,6 @@ def test_committed_figures_are_those_of_the_committed_rows(name: str) -> None:
         assert stored["targets"] == streaming_pair.targets(stored["rows"])
     else:
         assert (stored["ratios"], stored["figures"]) == busy_turns.summed_up(stored["rows"])
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), max_size=60), st.integers(5, 12))
-def test_leased_blocks_stay_and_the_bound_holds(work: list[tuple[int, int]], capacity: int) -> None:
-    """Prompts of three trees take and return leases; a model of sets says what must be there."""
-    cache = PrefixCache(capacity)
-    leases: list[tuple[list[int], int]] = []
-    for tree, length in work:
-        blocks = [100 * (tree % 3) + n for n in range(length)]
-        if tree > 3 and leases:
-            cache.release(*leases.pop(0))
-        elif cache.lease(blocks, tree % 2):
-            leases.append((blocks, tree % 2))
-        else:
-            held = {block for others, _ in leases for block in others}
-            assert len(held | set(blocks)) + sum(private for _, private in leases) + tree % 2 > capacity
-        held = {block for others, _ in leases for block in others}
-        assert cache.num_leased == len(held) + sum(private for _, private in leases) <= capacity
-        assert all(cache.matched(others) == len(others) for others, _ in leases)
 
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}

@@ -11,7 +11,6 @@ import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +29,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from kvferry.cli.plan.model import model_shape
 from kvferry.connector.engine import params, scheduler
 from kvferry.connector.vllm import from_vllm
+from kvferry.transport.errors import ConfigError
 from tests.support.families import ALL, WINDOW, Family
 from tests.vllm.stepped import PREFILL, settle
 from tests.vllm.stepped_family import FamilyEngine
@@ -124,23 +124,21 @@ def fault(name: str) -> Iterator[None]:
 
 
 def counted(folder: Path, d: FamilyEngine) -> dict[str, Any]:
-    """Bytes of a token, bytes of the states and windows: what ``kvferry plan`` counts, and what vLLM keeps."""
+    """Bytes of a token and windows: what ``kvferry plan`` counts, None if it refuses the model, and what vLLM keeps."""
     specs = [cache.spec for cache in d.rank.views]
-    states = [spec for spec in specs if hasattr(spec, "shapes")]
     attention = [spec for spec in specs if not hasattr(spec, "shapes")]
     names = "sliding_window", "attention_chunk_size"
     windows = [max(getattr(spec, name, None) or 0 for name in names) for spec in attention]
     kept = [
         sum(spec.real_page_size_bytes // spec.block_size for spec in attention),
-        sum(prod(shape) * dtype.itemsize for s in states for shape, dtype in zip(s.shapes, s.dtypes, strict=True)),
         sorted(windows),
     ]
     config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
-    if config["model_type"] == "olmo_hybrid":
-        del config["head_dim"]  # vLLM does not read it, and no published configuration of this type has it
-    shape = model_shape(config)
-    planned = sorted(kv.window for kv in shape.kv for _ in kv.layers)
-    return {"kept": kept, "planned": [shape.token_bytes, shape.state_bytes, planned]}
+    try:
+        shape = model_shape(config)
+    except ConfigError:
+        return {"kept": kept, "planned": None}
+    return {"kept": kept, "planned": [shape.token_bytes, sorted(kv.window for kv in shape.kv for _ in kv.layers)]}
 
 
 def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:

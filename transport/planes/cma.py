@@ -192,7 +192,6 @@ class CmaPlane(PullPlane[CmaChannel, CmaMemory]):
     """
 
     name: ClassVar[str] = "cma"
-    turn_bytes: ClassVar[int] = TURN_BYTES
     memory = CmaMemory
 
     def __init__(self, context: PlaneContext) -> None:
