@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import platform
 import re
-import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from kvferry.cli.doctor.planes import look
 from kvferry.cli.plan.model import ModelShape, model_shape, uniform_shape
@@ -54,16 +52,8 @@ class BenchRow(msgspec.Struct):
     wrong_bytes: int = 0
 
 
-class Ceiling(msgspec.Struct, frozen=True):
-    """What this machine reaches without KVFerry, the median."""
-
-    what: str
-    nbytes: int
-    gb_per_second: float
-
-
 class BenchResult(msgspec.Struct, frozen=True):
-    """What ``--json`` writes. ``failed``: by plane, why it was not measured."""
+    """What ``--json`` writes."""
 
     form: str
     machine: dict[str, str]
@@ -71,8 +61,8 @@ class BenchResult(msgspec.Struct, frozen=True):
     p: CacheForm
     d: CacheForm
     rows: list[BenchRow]
-    ceilings: list[Ceiling]
-    failed: list[str]
+    copy_gb_per_second: float  # Of the longest prompt in one contiguous copy, without KVFerry
+    failed: list[str]  # By plane, why it was not measured
 
 
 def bench(
@@ -148,10 +138,10 @@ def _planes(wanted: Sequence[str] | None, device: torch.device) -> tuple[list[st
 
 def measure(
     pair: RankPair, plane: str, device: torch.device, forms: tuple[CacheForm, CacheForm], prompts: Sequence[int],
-    rounds: int, advance: Callable[[], None],
+    rounds: int,
 ) -> list[BenchRow]:  # fmt: skip
-    """The rows of one plane. ``forms``: of P's and D's caches. ``advance``: called after each hand-over. Raises
-    FailedError: the plane cannot be measured; the pair is closed then."""
+    """The rows of one plane. ``forms``: of P's and D's caches. Raises FailedError: the plane cannot be measured;
+    the pair is closed then."""
 
     def deadline() -> float:
         return time.monotonic() + HANDOVER_SECONDS
@@ -160,12 +150,9 @@ def measure(
     try:
         pair.start(plane, device, *forms, time.monotonic() + PLANE_SECONDS)
         for tokens in prompts:
-            nbytes, seconds = pair.hand_over(tokens, deadline()).nbytes, []
+            nbytes = pair.hand_over(tokens, deadline()).nbytes
             wrong = pair.differing(tokens, deadline())
-            advance()
-            for _ in range(rounds):
-                seconds.append(pair.hand_over(tokens, deadline()).seconds)
-                advance()
+            seconds = [pair.hand_over(tokens, deadline()).seconds for _ in range(rounds)]
             p50, samples = statistics.median(seconds), [round(each * 1e3, 4) for each in seconds]
             rate = round(nbytes / p50 / 1e9, 3)
             rows.append(BenchRow(plane, tokens, nbytes, round(p50 * 1e3, 4), rate, samples, wrong))
@@ -181,35 +168,20 @@ def _measured(
     rounds: int, device: torch.device,
 ) -> BenchResult:  # fmt: skip
     rows: list[BenchRow] = []
-    bar = Progress(console=Console(stderr=True), transient=True)
-    with closing(RankPair("127.0.0.1")) as pair, bar:
-        task = bar.add_task("", total=len(planes) * len(prompts) * (rounds + 1))
-        for plane in planes:
-            bar.update(task, description=plane)
+    with closing(RankPair("127.0.0.1")) as pair:
+        for plane in track(planes, "planes", console=Console(stderr=True), transient=True):
             try:
-                rows += measure(pair, plane, device, (p, d), prompts, rounds, lambda: bar.advance(task))
+                rows += measure(pair, plane, device, (p, d), prompts, rounds)
             except FailedError as error:
                 failed.append(str(error))
-        found = ceilings(device, p.token_bytes * prompts[-1], min(rounds, 5))
+    nbytes = min(p.token_bytes * prompts[-1], MAX_COPIED_BYTES)
+    copied = nbytes / statistics.median(_copy_seconds(device, nbytes) for _ in range(min(rounds, 5))) / 1e9
     failed += [f"{row.plane}: {row.wrong_bytes} bytes arrived wrong" for row in rows if row.wrong_bytes]
     machine = {
         "python": platform.python_version(), "torch": str(torch.__version__), "system": platform.platform(),
         "device": torch.cuda.get_device_name(0) if device.type == "cuda" else f"{platform.machine()} host memory",
     }  # fmt: skip
-    return BenchResult("kvferry-bench-1", machine, msgspec.to_builtins(shape), p, d, rows, found, failed)
-
-
-# --- without KVFerry ------------------------------------------------------------------------------------------------
-
-
-def ceilings(device: torch.device, nbytes: int, rounds: int) -> list[Ceiling]:
-    """A copy of ``nbytes`` that lie together, from P's device to D's; in host memory also TCP over loopback."""
-    nbytes = min(nbytes, MAX_COPIED_BYTES)
-    ways: dict[str, Callable[[], float]] = {"one contiguous copy": lambda: _copy_seconds(device, nbytes)}
-    if device.type == "cpu":
-        ways["TCP over loopback"] = lambda: _tcp_seconds(nbytes)
-    rates = {what: nbytes / statistics.median(way() for _ in range(rounds)) / 1e9 for what, way in ways.items()}
-    return [Ceiling(what, nbytes, rate) for what, rate in rates.items()]
+    return BenchResult("kvferry-bench-2", machine, msgspec.to_builtins(shape), p, d, rows, copied, failed)
 
 
 def _copy_seconds(device: torch.device, nbytes: int) -> float:
@@ -222,25 +194,6 @@ def _copy_seconds(device: torch.device, nbytes: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(target.device)
     return time.perf_counter() - begun
-
-
-def _tcp_seconds(nbytes: int) -> float:
-    """One connection over loopback, its ends in two threads, which hold no lock while they send and receive."""
-    piece, into = memoryview(bytes(MIB)), memoryview(bytearray(MIB))
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sender:
-        receiver, _ = listener.accept()
-
-        def send() -> None:
-            for start in range(0, nbytes, MIB):
-                sender.sendall(piece[: min(MIB, nbytes - start)])
-
-        with ThreadPoolExecutor(1) as pool, receiver:
-            begun, left = time.perf_counter(), nbytes
-            sent = pool.submit(send)
-            while left:
-                left -= receiver.recv_into(into[: min(MIB, left)])
-            sent.result()
-            return time.perf_counter() - begun
 
 
 # --- output ---------------------------------------------------------------------------------------------------------
@@ -261,8 +214,7 @@ def _print(result: BenchResult, device: torch.device) -> None:
         left=("plane",),
     )  # fmt: skip
     drawn.add_section()
-    for ceiling in result.ceilings:
-        drawn.add_row(ceiling.what, "", f"{ceiling.nbytes / MIB:.1f}", "", "", "", f"{ceiling.gb_per_second:.2f}")
+    drawn.add_row("one contiguous copy", "", "", "", "", "", f"{result.copy_gb_per_second:.2f}")
     Console().print(drawn)
     spread = max((max(row.samples_ms) / min(row.samples_ms) for row in result.rows), default=1.0)
     if spread > STEADY:

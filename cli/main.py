@@ -150,7 +150,6 @@ def doctor(
     ] = None,
     self_test: Annotated[bool, typer.Option(help="hand a pattern over between two processes, over each plane")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="a warning makes the machine unfit, too")] = False,
     gate: Annotated[bool, typer.Option("--gate", help="for an init container: one line, no self-test")] = False,
 ) -> None:
     """Look whether this machine is fit for KVFerry. Exit status: 0 fit, 1 not fit, 2 wrong usage."""

@@ -27,11 +27,9 @@ from kvferry.cli.terminal import complain, parsed_json, print_json, read_model_c
 from kvferry.transport.errors import UsageError
 
 
-def doctor(
-    *, peer: str, model: Path | None, config: str | None, self_test: bool, as_json: bool, strict: bool, gate: bool
-) -> bool:
+def doctor(*, peer: str, model: Path | None, config: str | None, self_test: bool, as_json: bool, gate: bool) -> bool:
     """Print what was found, section by section, or all of it as JSON, or one line for a ``gate``. Returns whether the
-    machine is fit. ``strict``: with a warning it is not.
+    machine is fit.
 
     Raises UsageError, ConfigError: an option is not usable. Nothing was looked at.
     """
@@ -45,12 +43,12 @@ def doctor(
         found.append(section)
         for line in lines(section):
             console.print(line)
-    fit = is_fit(found, strict)
-    console.print(verdict(found, strict))
+    fit = is_fit(found)
+    console.print(verdict(found))
     if as_json:
         print_json({"fit": fit, "sections": found}, indent=1)
     elif gate:
-        complain(in_one_line(found, strict))
+        complain(in_one_line(found))
     return fit
 
 
@@ -112,8 +110,8 @@ def sections(
 
     def data_planes() -> Iterator[Finding]:
         yield from planes.findings(machine, chosen.settings, usable)
-        yield from rdma.findings(machine)
         yield from planes.lacking_planes(usable)
+        yield from rdma.findings(machine)
 
     yield section("Data planes", data_planes())
     if address is not None:

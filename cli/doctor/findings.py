@@ -38,8 +38,8 @@ class Machine:
 
 
 class Level(enum.StrEnum):
-    """How much a finding matters. A FAULT makes the machine unfit; with ``--strict``, a WARNING does, too. A WARNING
-    makes hand-overs slower, or ends some of them. A NOTE is for information."""
+    """How much a finding matters. A FAULT makes the machine unfit. A WARNING makes hand-overs slower, or ends some of
+    them. A NOTE is for information."""
 
     OK = "ok"
     NOTE = "note"
@@ -82,22 +82,19 @@ def _finding(level: Level, what: str, value: str, do: str = "", *, expected: str
 ok, note, warning, fault = (partial(_finding, level) for level in Level)
 
 
-def _failures(sections: Iterable[DoctorSection], strict: bool) -> list[Finding]:
-    """The faults, and then, if they count, the warnings."""
-    found = [finding for section in sections for finding in section.findings]
-    return [each for level in (Level.FAULT, Level.WARNING)[: 1 + strict] for each in found if each.level is level]
+def _faults(sections: Iterable[DoctorSection]) -> list[Finding]:
+    return [finding for section in sections for finding in section.findings if finding.level is Level.FAULT]
 
 
-def is_fit(sections: Iterable[DoctorSection], strict: bool = False) -> bool:
-    """Whether there is no fault; if ``strict``, no warning either."""
-    return not _failures(sections, strict)
+def is_fit(sections: Iterable[DoctorSection]) -> bool:
+    return not _faults(sections)
 
 
-def in_one_line(sections: Iterable[DoctorSection], strict: bool) -> str:
+def in_one_line(sections: Iterable[DoctorSection]) -> str:
     """Whether the machine is fit, and if not, each reason and what to do about it."""
     reasons = [
         f"{each.what}: {each.value}{', expected ' * bool(each.expected)}{each.expected}; {each.do}"
-        for each in _failures(sections, strict)
+        for each in _faults(sections)
     ]
     return f"this machine is not fit: {' / '.join(reasons)}" if reasons else "this machine is fit"
 
@@ -116,9 +113,9 @@ def lines(section: DoctorSection) -> Iterator[Text]:
             yield Text(f"{'':<{10 + width}}  ▸ {finding.do}", style="italic")
 
 
-def verdict(sections: Sequence[DoctorSection], strict: bool = False) -> Text:
+def verdict(sections: Sequence[DoctorSection]) -> Text:
     """The last line: whether the machine is fit, and how many findings there are of each level."""
     counts = Counter(finding.level for section in sections for finding in section.findings)
     numbers = ", ".join(f"{counts[level]} {level}" for level in reversed(Level) if counts[level])
-    text, style = ("is fit", "bold green") if is_fit(sections, strict) else ("is not fit", "bold red")
+    text, style = ("is fit", "bold green") if is_fit(sections) else ("is not fit", "bold red")
     return Text(f"This machine {text} for KVFerry: {numbers}.", style=style)

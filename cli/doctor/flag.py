@@ -1,8 +1,9 @@
-"""``--kv-transfer-config``: whether vLLM takes it, and whether an engine that has it hands over. Imports no vLLM."""
+"""``--kv-transfer-config``: whether an engine that has it hands over. What vLLM refuses by itself is not looked for.
+Imports no vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvferry.cli.doctor.findings import Finding, fault, note, ok, warning
@@ -16,25 +17,17 @@ OURS = {
     ("NixlConnector", "kvferry.connector.vllm.as_nixl"),
 }  # fmt: skip
 """Names of KVFerry's connector, each with the value of ``kv_connector_module_path``."""
-KEYS: dict[str, type | tuple[str, ...]] = {
-    "kv_connector": str, "kv_role": ("kv_producer", "kv_consumer", "kv_both"),
-    "kv_load_failure_policy": ("recompute", "fail"), EXTRA: dict, "kv_connector_module_path": str, "engine_id": str,
-    "kv_buffer_device": str, "kv_port": int, "enable_permute_local_kv": bool,
-}  # fmt: skip
-"""The keys of vLLM's ``KVTransferConfig``, and what each may be."""
 
 
 def is_flag(config: Mapping[str, Any]) -> bool:
     """Whether it is the whole flag, or empty, and not ``kv_connector_extra_config`` alone."""
     settings = Settings.__struct_fields__
-    others = [name for name in config if name not in settings and not did_you_mean(name, settings)]
-    return not config or any(name in KEYS or did_you_mean(name, KEYS) for name in others)
+    return not config or any(name.startswith("kv_") for name in config if name not in settings)
 
 
 def judge(flag: Mapping[str, Any]) -> tuple[list[Finding], Mapping[str, Any]]:
     """What is wrong with the flag; and KVFerry's ``kv_connector_extra_config`` in it, empty where there is none."""
-    found = list(_keys(flag, ""))
-    ours = flag
+    found, ours = list[Finding](), flag
     if flag.get("kv_connector") == "MultiConnector":
         children = _extra(flag).get("connectors")
         if not isinstance(children, list) or not children or not all(isinstance(child, dict) for child in children):
@@ -43,8 +36,6 @@ def judge(flag: Mapping[str, Any]) -> tuple[list[Finding], Mapping[str, Any]]:
                 fault(EXTRA, value, f"list the connectors, KVFerry's first: {EXAMPLE}", expected="JSON objects")
             )
             return found, {}
-        for number, child in enumerate(children):
-            found += _keys(child, f"connectors[{number}].")
         places = [number for number, child in enumerate(children) if _is_ours(child)]
         ours = children[places[0]] if places else children[0]
         if len(places) > 1:
@@ -62,7 +53,7 @@ def judge(flag: Mapping[str, Any]) -> tuple[list[Finding], Mapping[str, Any]]:
         found.append(fault("kv_load_failure_policy", value, do))
     elif flag.get("kv_load_failure_policy") == "fail":
         found.append(note("kv_load_failure_policy", "fail: a failed hand-over ends its request with an error"))
-    return found or [ok("--kv-transfer-config", f"{flag['kv_connector']}, {flag['kv_role']}")], _extra(ours)
+    return found or [ok("--kv-transfer-config", f"{flag['kv_connector']}, {flag.get('kv_role')}")], _extra(ours)
 
 
 def _extra(flag: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,26 +73,3 @@ def _not_ours(flag: Mapping[str, Any]) -> Finding:
     near = did_you_mean(str(name), ("KVFerryConnector", "MultiConnector")) if path is None else ""
     value = quoted(name) + ("" if path is None else f" of the module {quoted(path)}")
     return fault("kv_connector", f"{value} is not KVFerry's connector{near}", f"name KVFerry's: {EXAMPLE}")
-
-
-def _keys(flag: Mapping[str, Any], where: str) -> Iterator[Finding]:
-    """Keys and values that vLLM refuses. ``where``: what precedes their names."""
-    for name, value in flag.items():
-        if name in Settings.__struct_fields__:
-            yield fault(where + name, "is a setting of KVFerry, and vLLM refuses it here", f"move it into {EXTRA}")
-        elif name not in KEYS:
-            do = f"correct it; vLLM takes {', '.join(KEYS)}"
-            yield fault(where + name, f"vLLM has no such key{did_you_mean(name, KEYS)}", do)
-        elif value is not None:
-            wanted = KEYS[name]
-            if value in wanted if isinstance(wanted, tuple) else isinstance(value, wanted):
-                continue
-            choices = wanted if isinstance(wanted, tuple) else ()
-            # A value of the extra config may be a secret.
-            shown = type(value).__name__ if name == EXTRA else quoted(value)
-            near = did_you_mean(str(value), choices)
-            expected = ", ".join(choices) or getattr(wanted, "__name__", "")
-            yield fault(where + name, f"{shown} is not usable{near}", "correct it", expected=expected)
-    if flag.get("kv_role") is None and flag.get("kv_connector") is not None:
-        do = 'set "kv_both"; or "kv_producer" where it only prefills, "kv_consumer" where it only decodes'
-        yield fault(f"{where}kv_role", "is not set, and vLLM does not start without it", do)

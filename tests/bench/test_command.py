@@ -45,8 +45,8 @@ def test_planes_are_measured_on_the_model_s_caches(model: Path, tmp_path: Path) 
     for row in result["rows"]:
         assert len(row["samples_ms"]) == 3 and row["samples_ms"] != [0] * 3
         assert min(row["samples_ms"]) <= row["p50_ms"] <= max(row["samples_ms"])
-    assert [ceiling["what"] for ceiling in result["ceilings"]] == ["one contiguous copy", "TCP over loopback"]
-    assert "TCP over loopback" in done.output
+    assert result["copy_gb_per_second"] > 0
+    assert "one contiguous copy" in done.output
 
 
 def test_wrong_bytes_are_a_failure_and_a_model_whose_layers_differ_is_refused(

@@ -13,10 +13,9 @@ import torch
 
 from kvferry.cli.doctor import gpus, host, planes, rdma
 from kvferry.cli.doctor.findings import Level, Machine
-from kvferry.cli.doctor.gpus import GpuFacts
-from kvferry.cli.doctor.rdma import UcxBuild
 from kvferry.connector.config import Settings
 from kvferry.transport.channels import CPU
+from kvferry.transport.errors import PlaneUnavailableError
 from tests.doctor.planted import NOBODY, as_nobody, is_bad, machine, only
 
 NO_LIMIT = resource.RLIM_INFINITY
@@ -58,21 +57,15 @@ def test_gpus_that_cannot_be_used(files, built_for, words, tmp_path):
         is_bad(found, Level.WARNING, *words)
 
 
-def test_peer_access_and_memory_without_handles():
-    good = GpuFacts(["A", "B"], [[True, True], [True, True]], ["", ""])
-    assert all(finding.level is Level.OK for finding in gpus.judge_gpus(good, {}))
-    bad = GpuFacts(["A", "B"], [[True, False], [True, True]], ["", "it has no IPC handle"])
-    found = list(gpus.judge_gpus(bad, {"PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments: True"}))
-    is_bad(only(found, "peer access"), Level.WARNING, "GPU 0 does not read the memory of GPU 1")
-    is_bad(only(found, "IPC memory of GPU 1"), Level.WARNING, "no IPC handle")
-    is_bad(only(found, "PYTORCH_CUDA_ALLOC_CONF"), Level.WARNING, "expandable_segments")
+def test_peer_access():
+    (good,) = gpus.judge_peers([[True, True], [True, True]])
+    assert good.level is Level.OK and not list(gpus.judge_peers([[True]]))
+    (bad,) = gpus.judge_peers([[True, False], [True, True]])
+    is_bad(bad, Level.WARNING, "GPU 0 does not read the memory of GPU 1")
 
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 DEVICE = {f"{PORT}/state": "4: ACTIVE\n", f"{PORT}/link_layer": "InfiniBand\n", "dev/infiniband/uverbs0": ""}
-WITH_IB = UcxBuild("1.21.0", "/usr/lib/libucp.so", True)
-WITHOUT_IB = UcxBuild("1.21.0", "/venv/site-packages/libucx/libucp.so", False)
-SYSTEM = {rdma.SYSTEM_UCX: "true"}
 
 
 @pytest.fixture(autouse=True)
@@ -80,67 +73,43 @@ def unlimited(monkeypatch):
     limited(monkeypatch)
 
 
-def verdict(root: Path, build: UcxBuild | None, environ: dict[str, str] | None = None, files=DEVICE):
-    return only(rdma.judge(machine(root, files, environ), build), "RDMA over ucx")
+def found_rdma(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, nixl: tuple[str, str] | None = ("nixl_cu13", "1.5.1")
+):
+    def release() -> tuple[str, str]:
+        if nixl is None:
+            raise PlaneUnavailableError("NIXL is not installed")
+        return nixl
+
+    monkeypatch.setattr(rdma, "nixl_release", release)
+    return list(rdma.findings(machine))
 
 
-def test_the_four_reasons_against_rdma_are_told_apart(tmp_path):
-    no_device = verdict(tmp_path / "1", WITH_IB, SYSTEM, files={})
-    assert no_device.level is Level.NOTE and "no device" in no_device.value
-    assert "no InfiniBand built in" in verdict(tmp_path / "2", WITHOUT_IB, SYSTEM, files={}).value
-    built = verdict(tmp_path / "3", WITHOUT_IB, SYSTEM)
-    is_bad(built, Level.WARNING, "no InfiniBand built in", "PyPI wheel", rdma.SYSTEM_UCX)
-    for chosen in ({"UCX_TLS": "tcp,cuda"}, {"UCX_TLS": "^ib"}, {"UCX_NET_DEVICES": "eth0"}):
-        (name,) = chosen
-        is_bad(verdict(tmp_path / "4", WITH_IB, SYSTEM | chosen), Level.WARNING, "another lane is chosen", name)
-    is_bad(verdict(tmp_path / "4", WITH_IB), Level.WARNING, "another lane is chosen", rdma.SYSTEM_UCX)
-    for fine in ({"UCX_TLS": "rc,cuda"}, {"UCX_TLS": "all"}, {"UCX_TLS": "^tcp"}, {"UCX_NET_DEVICES": "mlx5_0:1"}):
-        assert verdict(tmp_path / "5", WITH_IB, SYSTEM | fine).level is Level.OK
+def test_the_reasons_against_rdma_are_told_apart(tmp_path, monkeypatch):
+    (none,) = found_rdma(machine(tmp_path / "1"), monkeypatch)
+    assert none.level is Level.NOTE and "no device" in none.value
+    there = machine(tmp_path / "2", DEVICE)
+    device, fine = found_rdma(there, monkeypatch)
+    assert device.level is fine.level is Level.OK and "1.5.1: mlx5_0" in fine.value
+    is_bad(found_rdma(there, monkeypatch, None)[-1], Level.WARNING, "NIXL is not installed", "kvferry[rdma]")
+    down = found_rdma(machine(tmp_path / "3", {**DEVICE, f"{PORT}/state": "1: DOWN\n"}), monkeypatch)
+    is_bad(only(down, "mlx5_0"), Level.WARNING, "DOWN", "ACTIVE")
+    limited(monkeypatch, 65536, 65536)
+    is_bad(found_rdma(there, monkeypatch)[-1], Level.WARNING, "64 KiB", "unlimited")
 
 
-def test_rdma_by_nixl(tmp_path):
-    """Beside it nothing has to be done for ucx."""
-    files, nixl, over_nixl = DEVICE, "nixl_cu13 1.5.1", "RDMA over nixl"
-    found = rdma.judge(machine(tmp_path, files), WITHOUT_IB, nixl)
-    assert only(found, over_nixl).level is Level.OK and "1.5.1: mlx5_0" in only(found, over_nixl).value
-    assert only(found, "RDMA over ucx").level is Level.NOTE
-    found = rdma.judge(machine(tmp_path, files, {"UCX_TLS": "tcp"}), WITHOUT_IB, nixl)
-    is_bad(only(found, over_nixl), Level.WARNING, "another lane is chosen", "UCX_TLS=tcp")
-    is_bad(only(rdma.judge(machine(tmp_path, files), WITH_IB), over_nixl), Level.WARNING, "kvferry[rdma]")
-    down = machine(tmp_path / "down", {**files, f"{PORT}/state": "1: DOWN\n"})
-    is_bad(only(rdma.judge(down, WITHOUT_IB, nixl), over_nixl), Level.WARNING, "no RDMA port")
-    assert not [x for x in rdma.judge(machine(tmp_path / "bare", {}), WITH_IB, nixl) if "nixl" in x.what]
-
-
-def test_device_files_without_permission(tmp_path):
+def test_device_files_without_permission(tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents:  # nobody may look into the folders above
         if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o111)
-    machine(tmp_path, DEVICE)
+    there = machine(tmp_path, DEVICE)
     (tmp_path / "dev/infiniband/uverbs0").chmod(0)
     with as_nobody():
-        finding = rdma.judge(Machine(SYSTEM, tmp_path), WITH_IB)[-1]
-    is_bad(finding, Level.WARNING, "no permission", "uverbs0: EACCES", "--device /dev/infiniband")
+        found = found_rdma(there, monkeypatch)
+    is_bad(found[-1], Level.WARNING, "no permission", "uverbs0: EACCES", "--device /dev/infiniband")
     (tmp_path / "dev/infiniband/uverbs0").unlink()
-    is_bad(rdma.judge(Machine(SYSTEM, tmp_path), WITH_IB)[-1], Level.WARNING, "no permission", "no uverbs file")
-
-
-def test_a_port_that_is_down_no_ucx_and_little_locked_memory(tmp_path, monkeypatch):
-    found = rdma.judge(machine(tmp_path, {**DEVICE, f"{PORT}/state": "1: DOWN\n"}), WITH_IB)
-    is_bad(only(found, "mlx5_0"), Level.WARNING, "DOWN", "ACTIVE")
-    is_bad(verdict(tmp_path / "1", None), Level.WARNING, "no UCX", "kvferry[ucx]")
-    limited(monkeypatch, 65536, 65536)
-    is_bad(verdict(tmp_path / "2", WITH_IB, SYSTEM), Level.WARNING, "64 KiB", "unlimited")
-
-
-def test_the_transports_of_a_ucx_are_those_of_its_folder(tmp_path):
-    assert not rdma.has_infiniband(tmp_path)
-    (tmp_path / "ucx").mkdir()
-    (tmp_path / "ucx" / "libuct_cma.so.0").touch()
-    assert not rdma.has_infiniband(tmp_path)
-    (tmp_path / "ucx" / "libuct_ib.so.0").touch()
-    assert rdma.has_infiniband(tmp_path)
+    is_bad(found_rdma(there, monkeypatch)[-1], Level.WARNING, "no permission", "no uverbs file")
 
 
 def found_planes(folder: Path, **settings: Any):

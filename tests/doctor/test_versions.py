@@ -47,11 +47,9 @@ def test_an_old_package_a_missing_one_and_missing_extras():
     is_bad(host.package(UCX, "0.46.0"), Level.WARNING, ">=0.47")
 
 
-def test_files_without_an_installation_and_another_python(tmp_path, monkeypatch):
+def test_files_without_an_installation(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "DISTRIBUTION", "kvferry-of-nobody")
     is_bad(list(host.version_findings(machine(tmp_path)))[-1], Level.FAULT, "not installed", "pip install .")
-    is_bad(host.python("3.10.2", ">=3.11", ["3.11"]), Level.FAULT, "3.10.2", ">=3.11")
-    assert host.python("3.14.0", ">=3.11", ["3.11", "3.13"]).level is Level.NOTE
 
 
 @pytest.mark.parametrize(("named", "bad"), [("other", True), ("", True), ("other, kvferry", False)])
@@ -60,7 +58,7 @@ def test_a_plugin_that_vllm_does_not_load(named, bad, tmp_path):
     if bad:
         is_bad(last, Level.FAULT, "VLLM_PLUGINS", "kvferry")
     else:
-        assert last.what == "libzmq"
+        assert last.level is not Level.FAULT
 
 
 def test_a_package_under_its_other_name(monkeypatch):
