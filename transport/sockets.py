@@ -10,14 +10,13 @@ import ipaddress
 import secrets
 import select
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
 from kvferry.transport.fair_table import FairTable
-from kvferry.transport.wake import Waker
+from kvferry.transport.wake import HELD_UP_SECONDS, RunningClock, Waker
 
 SESSION_BYTES = 16
 SECRET_BYTES = 2 * SESSION_BYTES
@@ -105,7 +104,7 @@ class Sockets:
 
 @dataclass(slots=True, eq=False)
 class Stranger:
-    """A new connection. ``said``: what it has sent so far. ``deadline``: of all that is said, by ``time.monotonic``.
+    """A new connection. ``said``: what it has sent so far. ``deadline``: of all that is said, by ``Strangers.now``.
     ``network``: whose it is, see ``_network``."""
 
     sock: socket.socket
@@ -139,7 +138,7 @@ class Strangers:
     ) -> None:
         self._sockets, self._listener, self._hear, self._welcome = sockets, listener, hear, welcome
         self._kept: FairTable[Stranger, Stranger] = FairTable(MAX_UNAUTHENTICATED)
-        self._shut_until = 0.0
+        self._clock, self._shut_until = RunningClock(), 0.0
         if listener.family != socket.AF_UNIX:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(HELLO_SECONDS))
         listener.listen(socket.SOMAXCONN)
@@ -148,18 +147,25 @@ class Strangers:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def now(self) -> float:
+        """The time of the thread's last turn. While it was held up it has heard nobody, and nobody is late."""
+        return self._clock.now
+
     def expire(self) -> float:
         """Close the connections whose deadline has passed. Returns the seconds until this must be called again."""
-        now = time.monotonic()
+        now = self._clock.turn()
         if self._shut_until and now >= self._shut_until:
             self._shut_until = 0.0
             self._sockets.watch(self._listener, self._admit)
-        next_at = self._shut_until or now + HELLO_SECONDS
+        left = self._shut_until - now if self._shut_until else HELLO_SECONDS
         for stranger in self._kept.values() if self._kept.cost else ():
             if now < stranger.deadline:  # those that follow came later
-                return min(next_at, stranger.deadline) - now
+                left = min(left, HELD_UP_SECONDS)  # a longer turn could not be told from one that was held up
+                break
             self._close(stranger)
-        return next_at - now
+        self._clock.sleeps(left)
+        return left
 
     def close(self) -> None:
         for stranger in self._kept.values():
@@ -177,14 +183,14 @@ class Strangers:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError:  # no descriptor is left; the listener would stay readable
-                self._shut_until = time.monotonic() + _NO_DESCRIPTOR_SECONDS
+                self._shut_until = self._clock.turn() + _NO_DESCRIPTOR_SECONDS
                 self._sockets.mute(self._listener)
                 return
             sock.setblocking(False)
             if not self._welcome(sock):
                 sock.close()
                 continue
-            stranger = Stranger(sock, time.monotonic() + HELLO_SECONDS, _network(address))
+            stranger = Stranger(sock, self._clock.turn() + HELLO_SECONDS, _network(address))
             if self._stays(stranger):
                 for each in self._kept.put(stranger.network, stranger, stranger):
                     self._sockets.drop(each.sock)
@@ -281,8 +287,7 @@ class PendingConnections:
     def expire(self) -> None:
         """Close the connections whose deadline has passed."""
         self.strangers.expire()
-        now = time.monotonic()
-        for channel in [c for c, waiting in self.waiting.items() if waiting.deadline < now]:
+        for channel in [c for c, waiting in self.waiting.items() if waiting.deadline < self.strangers.now]:
             self._cut(channel)
 
     def close(self) -> None:
@@ -307,7 +312,7 @@ class PendingConnections:
             self._cut(self._of_session[session])
         elif len(self.waiting) >= MAX_WAITING:
             self._cut(next(iter(self.waiting)))
-        self.waiting[channel] = _Waiting(stranger.sock, time.monotonic() + WAIT_SECONDS, session)
+        self.waiting[channel] = _Waiting(stranger.sock, self.strangers.now + WAIT_SECONDS, session)
         self._of_session[session] = channel
         self._sockets.watch(stranger.sock, lambda: self._cut(channel))  # before it is served, it may only close
         self._arrived(channel)

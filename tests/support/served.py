@@ -180,7 +180,8 @@ def counted(server: Server, before: Count, tokens: int, replica: int | None = No
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
         grown = count(server, replica) - before
-        assert grown.failed == 0 and grown.external <= tokens, grown
+        told = grown.failed == 0 and grown.external <= tokens
+        assert told, (grown, [line for line in server.log_text().splitlines() if " failed" in line][-5:])
         if grown.external >= tokens - requests and sum(grown.by_plane.values()) >= requests:
             return grown
         assert time.monotonic() < end, f"{tokens} tokens of {requests} hand-overs were to be loaded: {grown}"

@@ -12,13 +12,14 @@ import tracemalloc
 
 import pytest
 
+from kvferry.transport import sockets
 from kvferry.transport.control import dialer as control_dialer
 from kvferry.transport.control import listener as control_listener
 from kvferry.transport.control import stream
 from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.host import raise_file_limit
-from kvferry.transport.sockets import Strangers
+from kvferry.transport.wake import HELD_UP_SECONDS, RunningClock
 from tests.support.engines import free_port
 from tests.support.fork_server import fork_server
 from tests.support.turns import LineCount
@@ -222,7 +223,7 @@ def test_a_peer_that_sends_without_end_holds_up_nobody(listener, connect, monkey
 
 
 def test_a_gate_that_met_an_error_goes_on(listener, connect, monkeypatch):
-    real, failed = Strangers.expire, threading.Event()
+    real, failed = sockets.Strangers.expire, threading.Event()
 
     def fails(strangers):
         if not failed.is_set():
@@ -230,8 +231,31 @@ def test_a_gate_that_met_an_error_goes_on(listener, connect, monkeypatch):
             raise RuntimeError("no memory")
         return real(strangers)
 
-    monkeypatch.setattr(Strangers, "expire", fails)
+    monkeypatch.setattr(sockets.Strangers, "expire", fails)
     assert exchanged(listener, connect(listener.port)) and failed.is_set()
+
+
+def test_a_thread_that_was_held_up_closes_no_connection_for_it(monkeypatch):
+    """It has heard nobody meanwhile. Turns that were not held up count."""
+    moment = [0.0]
+    monkeypatch.setattr(sockets, "RunningClock", lambda: RunningClock(lambda: moment[0]))
+    monkeypatch.setattr(sockets, "HELLO_SECONDS", 10.0)
+    with contextlib.closing(sockets.Sockets()) as watched, contextlib.closing(socket.socket()) as port:
+        port.setblocking(False)
+        port.bind(("127.0.0.1", 0))
+        strangers = sockets.Strangers(watched, port, lambda stranger: True)
+        with contextlib.closing(socket.create_connection(port.getsockname())) as slow:
+            slow.send(b"a part")
+            assert until(lambda: watched.progress() and len(strangers) == 1)
+            for held_up in (0.0, 13.6, 60.0):
+                moment[0] += held_up
+                assert strangers.expire() <= HELD_UP_SECONDS and len(strangers) == 1
+            turns = []
+            while len(strangers) and len(turns) < 20:
+                turns.append(strangers.expire())
+                moment[0] += turns[-1]
+            assert 5 < len(turns) < 12
+        strangers.close()
 
 
 def test_a_name_that_is_known_at_once_begins_one_connection(listener, connect, monkeypatch):
