@@ -150,7 +150,7 @@ def test_sigkill_of_the_peer(peers: Peers, victim: str, moment: str) -> None:
 
 def test_close_in_the_middle_gives_all_slots_back(peers: Peers) -> None:
     p, d = peers.start(), peers.start()
-    for round in range(10):
+    for round in range(4):
         id = f"round{round}"
         join(p, d, id)
         announce(p, d, [(round * 1000 + i, MESSAGE) for i in range(100)], id)
@@ -190,8 +190,8 @@ def test_files_and_memory_stay_flat(peers: Peers) -> None:
         time.sleep(0.3)
         return [p("status"), d("status")]
 
-    before = rounds(range(20))
-    rounds(range(20, 60))
+    before = rounds(range(10))
+    rounds(range(10, 30))
     for peer, was in zip((p, d), before, strict=True):
         now = peer.until(lambda s, w=was: s["fds"] <= w["fds"] + 3, 60)  # type: ignore[misc]
         assert now["rss"] - was["rss"] < 8 << 20, f"{(now['rss'] - was['rss']) >> 20} MiB more"

@@ -288,7 +288,7 @@ def test_after_a_reset_another_s_report_frees_no_block(group: EngineGroup, monke
     assert d.answers[name].finish == "length"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_at_random(group: EngineGroup, seed: int) -> None:
     """Prompts that begin alike, few blocks, copies that end late, requests that end early: every token is right, and
     nothing is left."""

@@ -299,7 +299,7 @@ def test_out_of_blocks_on_both_sides(pair: Pair) -> None:
     settle(*pair)
 
 
-@pytest.mark.parametrize(("where", "drafts", "ahead"), [("p", 3, 1), ("d", 0, 0), ("pd", 0, 1), ("pd", 3, 0)])
+@pytest.mark.parametrize(("where", "drafts", "ahead"), [("p", 3, 1), ("d", 0, 0), ("pd", 3, 0)])
 def test_out_of_blocks_while_it_decodes(group: EngineGroup, where: str, drafts: int, ahead: int) -> None:
     """vLLM preempts by itself. What P hands over are the blocks that the prompt has in the end; a loaded prompt that is
     preempted is prefilled by D: the lease is over, and nothing is loaded twice."""
@@ -321,7 +321,7 @@ def test_out_of_blocks_while_it_decodes(group: EngineGroup, where: str, drafts: 
 def test_drafts_on_both_sides(group: EngineGroup, ahead: int, runner: str) -> None:
     """The KV of drafts that were wrong lies behind the prompt, in blocks of the lease and of the load."""
     p, d = group.pair(drafts=3, ahead=ahead, runner=runner)
-    for tokens, decoded in itertools.product((2, BLOCK - 1, BLOCK, 4 * BLOCK + 1, 250), (1, 6)):
+    for tokens, decoded in ((2, 1), (BLOCK - 1, 6), (BLOCK, 1), (4 * BLOCK + 1, 6)):
         ids = prompt(tokens, tokens + decoded)
         request_id = d.add(ids, p.prefill(ids, max_tokens=decoded), max_tokens=30)
         assert loaded(p, d, request_id).external == tokens - d.step_loads[request_id]
@@ -360,7 +360,7 @@ def pair(
     return p, group.engine(1, extra=ROOM, window=windows[1], block=d_block, num_blocks=90)
 
 
-@pytest.mark.parametrize("tokens", [2, 17, 63, 64, 65, 79, 80, 81, 95, 96, 97, 112, 300])
+@pytest.mark.parametrize("tokens", [2, 63, 64, 65, 79, 80, 81, 300])
 def test_each_length_around_the_window_is_handed_over(group: EngineGroup, tokens: int) -> None:
     p, d = pair(group)
     hand_over(p, d, prompt(tokens), max_tokens=20)
@@ -408,7 +408,7 @@ def test_a_prompt_with_embeddings_is_left_alone(group: EngineGroup) -> None:
     assert (given, params) == (False, None)
 
 
-@pytest.mark.parametrize(("p_block", "d_block"), [(32, 16), (48, 16), (16, 32), (16, 48), (32, 48), (48, 32)])
+@pytest.mark.parametrize(("p_block", "d_block"), [(48, 16), (16, 32), (32, 48)])
 def test_other_block_sizes(group: EngineGroup, p_block: int, d_block: int) -> None:
     """Handed over, or prefilled on D where P has given back a part of D's first block: right either way."""
     p, d = pair(group, p_block, d_block)

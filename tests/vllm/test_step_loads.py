@@ -420,8 +420,9 @@ def shared_prefix(group: EngineGroup, policy: str = "recompute", *, same_step: b
     return Shared(p, d, policy, request_id, ids, d.add(longer, max_tokens=9), longer, failing)
 
 
-@POLICIES
-@pytest.mark.parametrize(("same_step", "drafts"), [(True, 0), (False, 0), (False, 3)])
+@pytest.mark.parametrize(
+    ("policy", "same_step", "drafts"), [("fail", True, 0), ("recompute", False, 0), ("fail", False, 3)]
+)
 def test_another_one_found_its_blocks(
     group: EngineGroup, runner: str, policy: str, same_step: bool, drafts: int
 ) -> None:
@@ -459,8 +460,7 @@ def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup) ->
     settle(p, d)
 
 
-@POLICIES
-@pytest.mark.parametrize("who", ["it", "other", "both"])
+@pytest.mark.parametrize(("policy", "who"), [("fail", "it"), ("recompute", "other"), ("fail", "both")])
 def test_clients_have_left_meanwhile(group: EngineGroup, runner: str, policy: str, who: str) -> None:
     """vLLM takes an abort between the step and its output; it then finds nobody on the blocks that were not filled."""
     both = shared_prefix(group, policy, runner=runner)

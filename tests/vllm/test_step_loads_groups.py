@@ -26,13 +26,13 @@ from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import from_vllm
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.connector.wire.transfer_estimate import TransferEstimate
+from tests.support.cases import each_once
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import KVFERRY, MAX_LENGTH, PATIENT, ROOM, Engine, EngineGroup, Lines, Pair, run, settle
 from tests.vllm.stepped_family import FamilyEngine
 from tests.vllm.test_step_loads import (
     AGES,
-    AHEAD,
     IN_STEP,
     POLICIES,
     Failing,
@@ -67,8 +67,7 @@ def inside(d: Engine, request_id: str) -> None:
     assert d.answers[request_id].external == len(d.answers[request_id].prompt) - 1
 
 
-@FORM
-@AHEAD
+@each_once("form ahead", FORMS, (0, 1))
 def test_the_first_step_computes_with_the_load(group: EngineGroup, form: str, ahead: int) -> None:
     p, d = met(group, **options(form, ahead=ahead))
     for number, tokens in enumerate((2, WINDOW, WINDOW + BLOCK, WINDOW + BLOCK + 1, 300)):
@@ -80,9 +79,7 @@ def test_the_first_step_computes_with_the_load(group: EngineGroup, form: str, ah
     assert not d.failed
 
 
-@FORM
-@POLICIES
-@pytest.mark.parametrize("how", ["revoked", "not copied", "late"])
+@each_once("form policy how", FORMS, ("fail", "recompute"), ("revoked", "not copied", "late"))
 def test_alone(group: EngineGroup, form: str, policy: str, how: str, lines: Lines) -> None:
     """Another one decodes, and has freed blocks outside its window: these are nobody's."""
     p, d = met(group, **options(form, ahead=1, policy=policy))
@@ -100,9 +97,7 @@ def test_alone(group: EngineGroup, form: str, policy: str, how: str, lines: Line
     settle(p, d)
 
 
-@FORM
-@POLICIES
-@pytest.mark.parametrize("same_step", [True, False])
+@each_once("form policy same_step", FORMS, ("fail", "recompute"), (True, False))
 def test_another_one_found_its_blocks(group: EngineGroup, form: str, policy: str, same_step: bool) -> None:
     both = shared_prefix(group, same_step=same_step, **options(form, policy=policy))
     both.d.step()
@@ -111,9 +106,7 @@ def test_another_one_found_its_blocks(group: EngineGroup, form: str, policy: str
     both.end_well(both.request_id, both.other)
 
 
-@FORM
-@POLICIES
-@pytest.mark.parametrize("who", ["it", "both"])
+@each_once("form policy who", FORMS, ("fail", "recompute"), ("it", "both"))
 def test_clients_have_left_meanwhile(group: EngineGroup, form: str, policy: str, who: str) -> None:
     both = shared_prefix(group, **options(form, policy=policy))
     leaving = {"it": [both.request_id], "both": [both.request_id, both.other]}[who]
@@ -135,8 +128,7 @@ def test_preempted_meanwhile(group: EngineGroup, form: str) -> None:
     both.end_well(both.request_id)
 
 
-@FORM
-@POLICIES
+@each_once("form policy", FORMS, ("fail", "recompute"))
 def test_a_third_one_found_what_the_second_has_made_of_it(group: EngineGroup, form: str, policy: str) -> None:
     """Of a window the third has none of the blocks that were to be filled."""
     both = shared_prefix(group, **options(form, policy=policy, ahead=2, max_batched=512))
@@ -152,8 +144,7 @@ def test_a_third_one_found_what_the_second_has_made_of_it(group: EngineGroup, fo
     settle(both.p, d)
 
 
-@FORM
-@POLICIES
+@each_once("form policy", FORMS, ("fail", "recompute"))
 def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup, form: str, policy: str) -> None:
     p, d = met(group, **options(form, policy=policy, ahead=1))
     request_id, other, longer = waits_on_a_failed_prefix(p, d)
