@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from kvferry.connector.decode_side import lookup
 from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.load import Loads
 from kvferry.connector.decode_side.load_state import TICK
-from kvferry.connector.decode_side.lookup import Lookup, Lookups
-from kvferry.connector.decode_side.read import ActiveLoad, Happening, Reads, SourceRead
+from kvferry.connector.decode_side.lookup import Answer, Lookup, Lookups
+from kvferry.connector.decode_side.read import ActiveLoad, Happening, ReadReply, Reads, SourceRead
 from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
 from kvferry.connector.decode_side.report import Results
 from kvferry.connector.pages.deadlines import Deadlines
@@ -44,7 +43,10 @@ class Consumer:
         for link in self.links.to_serve(all_of_them=ready is None):
             try:
                 for reply in link.serve(now):
-                    self._give(self.reads.reply(link, reply, now), now)
+                    if isinstance(reply, ReadReply):
+                        self._give(self.reads.reply(link, reply, now), now)
+                    elif isinstance(reply, Answer):
+                        self.lookups.reply(link, reply, now)
             except Exception as error:  # an error with one peer must not reach the others
                 self._log.exception("link", "kvferry: unexpected error with %s", link.name)
                 link.fail("internal", repr(error))
@@ -52,8 +54,6 @@ class Consumer:
                 link.handled_phase = link.phase
                 self._link_moved(link, now)
             self.links.served(link)
-        if self.lookups.has_work:
-            self.lookups.serve(now)
         return self.collect(now)
 
     def finished_writes(self, now: float) -> None:
@@ -72,9 +72,8 @@ class Consumer:
                 case LeaseRenewal():
                     self.renewals.on_due(waiting, now)
                 case Lookup():
-                    self.lookups.give(waiting, lookup.TICK, now)
+                    self.lookups.on_due(waiting, now)
         self.renewals.send_renewals(now)
-        self.lookups.close_unused(now)
         self.links.close_unused(now)
 
     @property
@@ -91,7 +90,6 @@ class Consumer:
         self.loads.close(now)
         self.renewals.close(now)
         self.links.close()
-        self.lookups.close()
 
     def _give(self, happenings: Iterable[Happening], now: float) -> None:
         for active_load, event in happenings:
@@ -107,6 +105,7 @@ class Consumer:
             for read in reads:
                 self.reads.forget(read)
             link.detach()
+        self.lookups.link_moved(link, now)
 
     def collect(self, now: float) -> bool:
         """Unpack messages with bytes, and look at the copies under way. Returns whether there is more to do at once."""

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -265,6 +265,7 @@ class Link:
         self.used = True  # a message was sent since the owner last looked
         self.used_at = 0.0
         self.users = 0  # reads that use it
+        self.questions: dict[int, Any] = {}  # lookups that wait for P's answer over it, by the question's number
         self.channel: DChannel | None = None
         self.plane: Plane | None = None
         self.slot_bytes = 0  # of a chunk in a slot
@@ -279,7 +280,7 @@ class Link:
             self._host,
             self._port,
             key=address.key,
-            timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
+            timeout=settings.handshake_timeout_seconds,
         )
         self.connection.on_news = partial(pending.__setitem__, self, None)
         if self.connection.news:

@@ -43,8 +43,9 @@ class Links:
         return len(self._links)
 
     def get(self, address: RankAddress, now: float, *, redial: bool = False) -> Link:
-        """The link to a rank of P; a new one where there is none. ``redial``: also where the link has failed. So it is
-        where another life of the rank had answered: P may have been restarted on its port.
+        """The link to a rank of P; a new one where there is none. ``redial``: also where the link has failed, once the
+        owner has acted on that. So it is where another life of the rank had answered: P may have been restarted on its
+        port.
 
         Raises:
             TransportError: no link can be opened.
@@ -70,13 +71,20 @@ class Links:
         return link
 
     def _make_room(self) -> None:
-        """Close the link without reads that was not used for the longest time, if possible one without data plane."""
-        unused = [link for link in self._links.values() if not link.users]
-        if not unused:
+        """Close a link without reads: one that was never connected, also where a question waits for it, because who is
+        there has proven nothing; else the one that was not used for the longest time, if possible without data plane.
+        """
+        spare = [
+            link for link in self._links.values() if not (link.users or (link.questions and link.connection.connected))
+        ]
+        if not spare:
             raise TransportError(
                 f"{len(self._links)} links to ranks of the prefill engine are in use, limit {MAX_LINKS}"
             )
-        self._close(min(unused, key=lambda link: (link.phase is LinkPhase.ATTACHED, link.used_at)))
+        link = min(spare, key=lambda link: (link.connection.connected, link.phase is LinkPhase.ATTACHED, link.used_at))
+        self._close(link)
+        if link.questions:
+            link.fail("peer_lost", "it has not answered, and others are asked")  # the owner acts on it
 
     def _close(self, link: Link) -> None:
         link.close()
@@ -137,10 +145,11 @@ class Links:
             return
         self._next_look = now + UNUSED_LOOK_SECONDS
         for link in self:
-            if link.used or link.users:
+            in_use = link.users or link.questions
+            if link.used or in_use:
                 link.used, link.used_at = False, now
             idle = now >= link.used_at + messages.IDLE_LINK_SECONDS
-            worse = link.avoids and not link.users and not self._failed_planes.of(link.life, now)
+            worse = link.avoids and not in_use and not self._failed_planes.of(link.life, now)
             if idle or worse:
                 self._close(link)
 

@@ -51,6 +51,7 @@ _DENIED: dict[messages.DenyReason, FailureKind] = {
 }
 _E = LoadEventKind
 PROGRESS = LoadEvent(_E.PROGRESS)
+ReadReply = messages.Grant | messages.Deny | messages.Stopped | messages.Committed
 Fence = Literal["pushed", "posted", "asked"]
 """The proof that a lease still stood when its blocks were read. Either P sent the bytes itself, and P sends nothing
 under a lease that has ended; or the grant that P posted on its grant board still stands; or P answers a Commit."""
@@ -543,10 +544,8 @@ class Reads:
 
     # --- messages of P ------------------------------------------------------------------------------------------
 
-    def reply(self, link: Link, reply: messages.Reply, now: float) -> Sequence[Happening]:
-        """Handle a message of P. The link has handled it before where it concerns no read."""
-        if not isinstance(reply, messages.Grant | messages.Deny | messages.Committed | messages.Stopped):
-            return ()
+    def reply(self, link: Link, reply: ReadReply, now: float) -> Sequence[Happening]:
+        """Handle a message of P about a read."""
         read = self.by_number.get(reply.read)
         if read is None or read.link is not link:
             return ()  # a message for a read that has ended

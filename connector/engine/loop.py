@@ -414,8 +414,7 @@ class PostedPlans:
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(loads.cancel, request_id, now))
             for keep in plan.keeps:
-                if lookups.open:
-                    lookups.taken(keep.request_id, now)
+                lookups.taken(keep.request_id)
                 renew = partial(renewals.keep, keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
                 self._try(keep, renew)
             if plan.left or plan.lookups:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.load_state import LoadPhase
-from kvferry.connector.decode_side.lookup import LookupPhase
 from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.engine.loop import IDLE_SECONDS, TICK_SECONDS, TransferThread
 from kvferry.connector.engine.params import lease_of_answer
@@ -288,10 +287,8 @@ class Node:
             if link.lifetime.state.deadline + unhurried < late:
                 yield f"link to {link.name}, {link.phase.value}"
         for lookup in (*consumer.lookups.open.values(), *consumer.lookups.left):
-            asked = lookup.lifetime.state
-            until = asked.until if asked.phase is LookupPhase.LEFT else asked.retry_at
-            if until is not None and until < late:
-                yield f"question of {lookup.wanted.request_id}, {asked.phase.value}, by {late - until:.3f} s"
+            if lookup.due < late:
+                yield f"question of {lookup.wanted.request_id}, {lookup.phase.value}, by {late - lookup.due:.3f} s"
         waiting = [(f"renewal of {each.token.hex()[:8]}", each.renew_at) for each in consumer.renewals.kept.values()]
         waiting += [(f"held question {each.resolve.number}", each.deadline) for each in producer.named.held.values()]
         waiting += [(f"lease {each.grant.request_id}", each.lifetime.state.deadline)
@@ -320,9 +317,7 @@ class Node:
             "named prompts": producer.named.prompts,
             "names": producer.named.tokens,
             "questions of D": producer.named.held.values(),
-            "lookups": [each.lifetime.story() for each in (*lookups.open.values(), *lookups.left)],
-            "open questions": lookups.by_number,
-            "connections to ask over": lookups.contacts,
+            "lookups": [each.phase.value for each in (*lookups.open.values(), *lookups.left)],
             "asks": early_asks(producer).values(),
             "early releases": early_votes(producer).values(),
             "replies": replies_of(producer).kept.values(),

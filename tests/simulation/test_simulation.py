@@ -6,11 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvferry.connector.decode_side.lookup import Lookups
 from kvferry.connector.decode_side.report import Results
 from kvferry.connector.wire.step_plan import LookupResult
 from tests.simulation import run
@@ -74,12 +72,3 @@ def test_a_lookup_that_is_reported_twice_is_seen(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Results, "looked_up", twice)
     assert "once more" in run.simulate(3, 200, 4)["violation"]
-
-
-def test_a_question_that_keeps_its_connection_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(lookups: Lookups, lookup: Any) -> None:
-        lookups.by_number.pop(lookup.number, None)
-        lookup.contact = None
-
-    monkeypatch.setattr(Lookups, "forget_question", forget)
-    assert "connections to ask over" in run.simulate(3, 200, 4)["violation"]

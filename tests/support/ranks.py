@@ -319,7 +319,7 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
         "computing prompts": len(prompts_of(producer)) + len(producer.steps.flights),
         "loads": len(consumer.loads.running), "reads": len(consumer.reads.by_number),
         "named prompts": len(producer.named.prompts) + len(producer.named.tokens) + len(producer.named.held),
-        "lookups": sum(map(len, (consumer.lookups.open, consumer.lookups.left, consumer.lookups.by_number))),
+        "lookups": len(consumer.lookups.open) + len(consumer.lookups.left),
         "kept leases": int(bool(consumer.renewals.kept)), "links": len(list(consumer.links)),
     }  # fmt: skip
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,19 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.lookup import (
-    LEFT_SECONDS,
-    LOOKUP,
-    RETRY_SECONDS,
-    TICK,
-    LookupEffect,
-    LookupEvent,
-    LookupEventKind,
-    LookupPhase,
-    LookupState,
-)
+from kvferry.connector.decode_side.link import LinkPhase, Reason
+from kvferry.connector.decode_side.lookup import LEFT_SECONDS, RETRY_SECONDS, LookupPhase, Lookups
 from kvferry.connector.engine.lease_planner import PAUSE_SECONDS, HeldBlocks
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_names, to_transfer_params
 from kvferry.connector.engine.prefill_events import PrefillEvents
@@ -32,15 +26,19 @@ from kvferry.connector.geometry.engine_types import BlockTable, RequestView, Sch
 from kvferry.connector.pages import computed_steps
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import Copies
+from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.prefill_side import lookup
 from kvferry.connector.prefill_side.lookup import NamedPrompts
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import (
+    LeftAnswer,
+    LookupResult,
     PeerEngine,
     Prefill,
     PrefillChunk,
     PrefillStop,
+    PromptLookup,
     QueuedPrompt,
     RankAddress,
     StepPlan,
@@ -376,72 +374,126 @@ def test_a_layer_has_its_place_in_each_region_of_the_step_under_way() -> None:
     assert len(step.layers) == 2 and len(made.device.acts) == 1
 
 
-PHASE, K, E = LookupPhase, LookupEventKind, LookupEffect
-GRANTED = LookupEvent(K.RESOLVED, granted=True)
-STREAMS = LookupEvent(K.RESOLVED, streams=True)
-BEGUN = LookupEvent(K.RESOLVED)
-NOT_YET, FINAL = LookupEvent(K.UNRESOLVED), LookupEvent(K.UNRESOLVED, "why", final=True)
-KNOWN = LookupEvent(K.UNRESOLVED, known=True)
-P_SENDS, D_READS = LookupEvent(K.PLANE_FOUND, p_sends=True), LookupEvent(K.PLANE_FOUND)
-LEFT, TAKEN = LookupEvent(K.LEFT), LookupEvent(K.TAKEN)
-FAILED, LOST = LookupEvent(K.FAILED, "p"), LookupEvent(K.LOST, "gone")
+# --- D's questions ------------------------------------------------------------------------------------------------
+RESOLVED, UNRESOLVED = messages.Resolved(number=0, params=b"p"), messages.Unresolved(number=0, final=False)
+ANSWERS: dict[str, Any] = {
+    "granted": replace(RESOLVED, granted=True), "streams": replace(RESOLVED, streams=True), "begun": RESOLVED,
+    "not yet": UNRESOLVED, "known": replace(UNRESOLVED, known=True), "final": replace(UNRESOLVED, final=True),
+}  # fmt: skip
 
 
-def after(*events: LookupEvent, state: LookupState | None = None, now: float = 0.0) -> tuple[LookupState, list[Any]]:
-    state, effects = state or LookupState(), list[LookupEffect]()
-    for event in events:
-        state, new = LOOKUP.step(state, event, now)
-        effects += new
-    return state, effects
+class Asking:
+    """D's lookup of one request, over links without sockets."""
+
+    def __init__(self) -> None:
+        self.now, self.sent, self.reports, self.released = 0.0, list[Any](), list[LookupResult](), list[Any]()
+        self.link = self.new_link()
+        lease = SimpleNamespace(peer=None, digest="ours")
+        context: Any = SimpleNamespace(log=None, keys=SimpleNamespace(fingerprint="k"), lease_of=lambda params: lease)
+        links: Any = SimpleNamespace(get=lambda *_, redial=False: self.link, source_addresses=lambda peer: [None])
+        renewals: Any = SimpleNamespace(rank=0, release_for_all=lambda lease, now: self.released.append(lease))
+        results: Any = SimpleNamespace(looked_up=lambda request_id, result: self.reports.append(result))
+        self.half = Lookups(context, links, renewals, results, Deadlines(lambda each: each.due))
+        self.half.begin(PromptLookup("r", "p", 1, "", "tx-1"), self.now)
+        self.lookup = self.half.open["r"]
+
+    def new_link(self) -> Any:
+        def send(frames: list[bytes]) -> bool:
+            self.sent.append(messages.decode_request(frames))
+            return True
+
+        connection = SimpleNamespace(send=send, lost=False, failure="unreachable")
+        lifetime = SimpleNamespace(state=SimpleNamespace(reason=Reason("unreachable", "gone")))
+        return SimpleNamespace(
+            connection=connection, lifetime=lifetime, phase=LinkPhase.CONNECTED, broken_plane="", pulls=False,
+            start_handshake=lambda now: None, questions={},
+        )  # fmt: skip
+
+    def questions(self) -> list[str]:
+        """What D has asked P for, one after the other."""
+        return [message.until for message in self.sent if isinstance(message, messages.Resolve)]
+
+    def happen(self, *events: str | float) -> Asking:
+        """A number is of seconds that pass."""
+        for event in events:
+            link = self.link
+            if isinstance(event, float):
+                self.now += event
+                if self.lookup.due <= self.now:
+                    self.half.on_due(self.lookup, self.now)
+            elif event in ("lost", "plane breaks"):
+                self.link = self.new_link()
+                link.phase, link.broken_plane = LinkPhase.FAILED, "tcp" if event == "plane breaks" else ""
+                self.half.link_moved(link, self.now)
+            elif event in ("p sends", "d reads"):
+                link.phase, link.pulls = LinkPhase.ATTACHED, event == "d reads"
+                self.half.link_moved(link, self.now)
+            elif event == "left":
+                self.half.leave(LeftAnswer("r", ("ours",)), self.now)
+            elif event == "taken":
+                self.half.taken("r")
+            else:  # P answers the last question, which may have been answered
+                self.half.reply(link, replace(ANSWERS[event], number=self.half.asked), self.now)
+        return self
 
 
-@pytest.mark.parametrize("way", [(), (BEGUN,)])
-def test_an_open_question_is_repeated_after_a_pause(way: tuple[LookupEvent, ...]) -> None:
-    """Also where the connection is lost once since P has last answered."""
-    begun, _ = after(*way)
-    for event in (NOT_YET, LOST):
-        state, effects = after(event, state=begun, now=1.0)
-        assert (state.phase, effects) == (begun.phase, [])
-        assert after(TICK, state=state, now=1.0 + RETRY_SECONDS / 2)[1] == []
-        state, effects = after(TICK, state=state, now=1.0 + RETRY_SECONDS)
-        assert effects == [E.ASK] and after(TICK, state=state, now=100.0)[1] == [], "P holds the question"
-    assert after(LOST, state=state)[1] == [E.REPORT_LOST]
-    answered, _ = after(NOT_YET, state=state, now=2.0)
-    assert after(LOST, state=answered, now=600.0)[1] == []
+@pytest.mark.parametrize(("way", "until"), [((), "begun"), (("begun",), "granted")])
+def test_an_open_question_is_repeated_after_a_pause(way: tuple[str, ...], until: str) -> None:
+    """Also where its link fails once since P has last answered."""
+    for event in ("not yet", "lost"):
+        asking = Asking().happen(*way)
+        before = asking.questions()
+        assert asking.happen(event, RETRY_SECONDS / 2).questions() == before
+        assert (asking.happen(RETRY_SECONDS / 2, 100.0).questions(), asking.reports) == ([*before, until], [])
+    assert not asking.happen("not yet", RETRY_SECONDS, "lost", RETRY_SECONDS).reports, "P has answered since"
+    asking.happen("lost")
+    assert [result.reason for result in asking.reports] == ["unreachable"] and not asking.half.live
 
 
-EVENTS: Any = st.sampled_from(
-    [GRANTED, STREAMS, BEGUN, FAILED, FINAL, NOT_YET, KNOWN, P_SENDS, D_READS, TICK, LEFT, TAKEN, LOST]
-)
+def test_a_link_that_fails_says_nothing_about_the_prompt() -> None:
+    """Where its data plane broke, its questions go on over the next one at once, and as often as that comes."""
+    asking = Asking().happen("lost", RETRY_SECONDS, *["plane breaks"] * 5)
+    assert asking.questions() == ["begun"] * 7 and not asking.reports
+    assert Asking().happen("streams", "lost").questions() == ["begun", "granted"]
+
+
+def test_a_question_waits_where_p_takes_no_more_messages() -> None:
+    asking = Asking().happen("not yet")
+    asking.link.connection.send = lambda frames: False
+    asking.happen(*[RETRY_SECONDS] * 5)
+    assert asking.lookup.due == asking.now + RETRY_SECONDS and not asking.link.questions and not asking.reports
+
+
+EVENTS = st.sampled_from([*ANSWERS, "lost", "plane breaks", "p sends", "d reads", RETRY_SECONDS, "left", "taken"])
 
 
 @given(st.lists(EVENTS, max_size=12))
-def test_its_end_is_reported_once_and_its_lease_taken_or_released(events: list[LookupEvent]) -> None:
-    state, effects = after(*events)
-    reports = effects.count(E.REPORT_FOUND) + effects.count(E.REPORT_LOST)
-    left = LEFT in events
-    assert reports <= 1 and effects.count(E.RELEASE) <= left
-    assert reports >= (state.phase is PHASE.FOUND)
-    assert (state.phase in (PHASE.FOUND, PHASE.LEFT, PHASE.ENDED)) >= left
-    if state.phase is PHASE.ENDED and not left:
-        assert reports == 1
+def test_its_end_is_reported_once_and_its_lease_taken_or_released(events: list[str | float]) -> None:
+    asking = Asking().happen(*events)
+    phase, left = asking.lookup.phase, "left" in events
+    reports = [result for result in asking.reports if not result.known]
+    assert len(reports) <= 1 and len(asking.released) <= left
+    assert bool(asking.link.questions) == (asking.lookup.link is not None), "over no link that has failed"
+    assert len(reports) >= (phase is LookupPhase.FOUND)
+    assert (phase in (LookupPhase.FOUND, LookupPhase.LEFT, LookupPhase.ENDED)) >= left
+    if phase is LookupPhase.ENDED:
+        assert not asking.half.live and not asking.link.questions and math.isinf(asking.lookup.due)
+        assert left or len(reports) == 1
+    elif phase is not LookupPhase.FOUND:  # something is to come
+        assert asking.link.questions or not math.isinf(asking.lookup.due) or phase is LookupPhase.LINKING
 
 
-def test_a_question_outlives_its_request_while_p_does_not_know_the_prompt() -> None:
+@pytest.mark.parametrize("again", [(), ("not yet", RETRY_SECONDS), ("lost", RETRY_SECONDS)])
+def test_a_question_outlives_its_request_while_p_does_not_know_the_prompt(again: tuple[str, ...]) -> None:
     """P may have the prompt already: the lease must not stay until it ends by time."""
-    left, effects = after(LEFT, now=1.0)
-    assert (left.phase, effects) == (PHASE.LEFT, [])
-    for answer in (STREAMS, BEGUN, GRANTED):
-        assert after(answer, state=left) == (LookupState(PHASE.ENDED), [E.RELEASE])
-    for end in (FAILED, FINAL):
-        assert after(end, state=left) == (LookupState(PHASE.ENDED), [])
-    again, _ = after(NOT_YET, state=left, now=2.0)
-    assert after(TICK, state=again, now=2.0 + RETRY_SECONDS)[1] == [E.ASK]
-    lost, _ = after(LOST, state=left, now=2.0)
-    assert after(TICK, state=lost, now=2.0 + RETRY_SECONDS)[1] == [E.ASK], "over another connection"
-    assert after(LOST, state=lost) == (LookupState(PHASE.ENDED), [])
-    assert after(TICK, state=left, now=1.0 + LEFT_SECONDS)[1] == [E.LEAVE]
-    assert after(TICK, state=again, now=1.0 + LEFT_SECONDS) == (LookupState(PHASE.ENDED), []), "no question is open"
+    for answer in ("streams", "begun", "granted"):
+        asking = Asking().happen("left", *again, answer)
+        assert asking.released and not asking.half.live and asking.questions() == ["begun"] * (1 + bool(again))
+    asking = Asking().happen("left", *again, "final")
+    assert not (asking.released or asking.half.live or asking.reports)
+    asking = Asking().happen("left", *again, LEFT_SECONDS)
+    assert isinstance(asking.sent[-1], messages.LeaveName) and not asking.half.live
+    assert not Asking().happen("left", "lost", RETRY_SECONDS, "lost").half.live
 
 
 # --- P ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side import load_state, lookup
+from kvferry.connector.decode_side import load_state
 from kvferry.connector.decode_side.link import Reason
 from kvferry.connector.pages.deadlines import SWEEP, Deadlines
 from kvferry.connector.prefill_side.lease import LEASE, LeaseEvent, LeaseEventKind, LeasePhase, LeaseState
@@ -143,8 +143,6 @@ def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
             reason=Reason("timeout", "planted"),
         )  # fmt: skip
         found += [(load_state.LOAD, replace(load, phase=phase)) for phase in load_state.LoadPhase]
-        lookups = (lookup.LookupState(retry_at=first, until=second), lookup.LookupState(until=second))
-        found += [(lookup.LOOKUP, replace(each, phase=phase)) for each in lookups for phase in lookup.LookupPhase]
         lease = LeaseState(Settings(), deadline=first, cap=second)
         found += [(LEASE, replace(lease, phase=phase)) for phase in (LeasePhase.PREEMPTED, LeasePhase.GRANTED)]
     return found
@@ -152,7 +150,7 @@ def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
 
 def test_a_lifetime_is_due_when_a_tick_changes_it() -> None:
     lease_tick = LeaseEvent(LeaseEventKind.TICK)
-    ticks: dict[str, Any] = {"load": load_state.TICK, "lookup": lookup.TICK, "lease": lease_tick}
+    ticks: dict[str, Any] = {"load": load_state.TICK, "lease": lease_tick}
     for table, state in states():
         due, tick = state.deadline if table is LEASE else state.due, ticks[table.name]
         before = math.nextafter(min(due, 1e9), 0.0)

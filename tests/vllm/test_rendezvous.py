@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 import time
 import uuid
@@ -14,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.decode_side import lookup
+from kvferry.connector.decode_side import links, lookup
 from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.prefill_side import lease
-from kvferry.connector.wire import messages
-from tests.support.inside import board_of, consumer_of, leases_of, producer_of, prompts_of, replies_of, scheduler_half
+from tests.support.inside import board_of, consumer_of, leases_of, producer_of, prompts_of, scheduler_half
 from tests.support.turns import TurnLines
 from tests.vllm.labelled import labels, prompt
 from tests.vllm.stepped import PATIENT, PREFILL, Engine, EngineGroup, Lines, Pair, eventually, loaded, run, settle
@@ -187,41 +185,6 @@ def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines
 
 
 # --- requests that end --------------------------------------------------------------------------------------------
-def abort_and_wait(p: Engine, d: Engine, request_id: str) -> None:
-    """Abort a request of D whose prompt P does not know; and let the time pass after which D does not ask for it."""
-    d.abort(request_id)
-    settle(d)
-    eventually(lambda: bool(lookups(d).left))
-    d.let_time_pass(lookup.LEFT_SECONDS)
-    eventually(lambda: questions(p) == 0)
-
-
-def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
-    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A D that is aborted asks no more after a while."""
-    monkeypatch.setattr(lookup, "IDLE_CONTACT_SECONDS", math.inf)
-    p, d, params = legs(group)
-    request_id = asked(d, params, p)
-    (held,) = producer_of(p).named.held.values()
-    abort_and_wait(p, d, request_id)
-    finder, producer = lookups(d), producer_of(p)
-    (contact,) = finder.contacts.values()
-    assert not finder.open and not finder.live
-
-    def serve(now: float) -> bool:
-        replies_of(producer).send(held.identity, messages.Unresolved(number=1, final=False, detail="x" * 900))
-        return bool(type(producer).serve(producer, now))
-
-    producer.serve = serve
-    eventually(lambda: not finder.contacts)
-    del producer.serve
-    assert not contact.connection.inbox and contact.connection.lost
-    request_id = ask(d, params)  # over another connection
-    p.add(IDS, TO_P)
-    ends_well(p, d, request_id)
-
-
 BEFORE, MEANWHILE, AFTER = "before P has begun", "while P computes", "while the answer comes"
 LONG_BEFORE, LOST = "half a minute before P has begun", "before P has begun, and the connection is lost"
 
@@ -246,8 +209,8 @@ def test_a_d_that_is_aborted_releases_the_lease(group: EngineGroup, plane: str, 
         turns = TurnLines(d)
         eventually(lambda: turns.count > 1)
     if when == LOST:
-        (contact,) = lookups(d).contacts.values()
-        contact.connection.lose("ended by P")
+        (link,) = consumer_of(d).links
+        link.connection.lose("ended by P")
     leg = p.add(IDS, TO_P)
     if when == MEANWHILE:
         p.step()
@@ -361,10 +324,9 @@ def test_a_p_that_ends_the_connection_is_asked_once_more(group: EngineGroup) -> 
     """As a P does whose port strangers flood."""
     p, d, params = legs(group)
     request_id = asked(d, params, p)
-    finder = lookups(d)
-    (contact,) = finder.contacts.values()
-    contact.connection.lose("ended by P")
-    eventually(lambda: contact not in finder.contacts.values() and questions(p) == 2)  # P has not noticed the end
+    (link,) = consumer_of(d).links
+    link.connection.lose("ended by P")
+    eventually(lambda: link not in consumer_of(d).links and questions(p) == 2)  # P has not noticed the end
     p.add(IDS, TO_P)
     ends_well(p, d, request_id)
 
@@ -372,19 +334,23 @@ def test_a_p_that_ends_the_connection_is_asked_once_more(group: EngineGroup) -> 
 def test_made_up_addresses_do_not_keep_d_from_asking_p(
     group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody answers there, and requests waited for all the places that D has for P engines."""
-    monkeypatch.setattr(lookup, "MAX_CONTACTS", 3)
+    """Nobody answers there, and requests waited for all the links that D has. The second time P has one of them."""
+    monkeypatch.setattr(links, "MAX_LINKS", 3)
     p, d, params = legs(group)
-    p.finish(p.add(IDS, TO_P))
-    with socket.create_server(("0.0.0.0", 0)) as mute:
-        nowhere = params | {"remote_port": mute.getsockname()[1]}
-        made_up = [d.add(prompt(300, n), nowhere | {"remote_host": f"127.0.0.{n}"}, max_tokens=4) for n in range(2, 6)]
-        loaded(p, d, d.add(IDS, params, max_tokens=4))
-        assert lines("prefills locally", made_up[0], "it has not answered, and others are asked")
-        for request_id in made_up:
-            if d.answers[request_id].finish is None:
-                d.abort(request_id)
+
+    def flood(first: int) -> list[Any]:
+        """D's links to P after it."""
+        ids = prompt(300, first)
+        p.finish(p.add(ids, TO_P))
+        with socket.create_server(("0.0.0.0", 0)) as mute:
+            nowhere = params | {"remote_port": mute.getsockname()[1]}
+            made_up = [d.add(IDS, nowhere | {"remote_host": f"127.0.0.{first + n}"}, max_tokens=4) for n in range(4)]
+            run([d], lambda: bool(lines("prefills locally", made_up[0], "it has not answered, and others are asked")))
+            loaded(p, d, d.add(ids, params, max_tokens=4))
         settle(p, d)
+        return [link for link in consumer_of(d).links if link.channel is not None]
+
+    assert flood(2) == flood(6) != []
 
 
 @pytest.mark.parametrize(
