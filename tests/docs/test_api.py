@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from textwrap import dedent
 
 import griffe
@@ -72,27 +71,6 @@ def test_names_exist_and_say_shapes_units_and_errors(name: str) -> None:
     assert lacking == {}
 
 
-def test_what_is_not_said_is_noticed(tmp_path: Path) -> None:
-    code = '''
-class Cache:
-    """The ``block_size`` tokens."""
-    block_size: int
-    heads: int
-    pages: int  # Of one layer
-    wait: float  # Of one load
-    def read(self, ids: torch.Tensor) -> None:
-        """Ids ``[B]``."""
-        raise GeometryError(1)
-    def write(self, ids: torch.Tensor) -> None:
-        """Raises GeometryError: always."""
-        raise GeometryError(1)
-'''
-    (tmp_path / "planted.py").write_text(code)
-    module = griffe.load("planted", search_paths=[tmp_path], extensions=extensions())
-    lacking = {each.name: missing for each in shown(module["Cache"]) if (missing := list(faults(each)))}
-    assert lacking == {"heads": ["all"], "wait": ["float"], "read": ["GeometryError"], "write": ["torch.Tensor"]}
-
-
 def test_the_page_has_what_its_readers_use() -> None:
     """What docs/library.md names or imports, and what the engine in examples/lib imports."""
     page = (ROOT / "docs" / "library.md").read_text()
@@ -108,14 +86,9 @@ def test_the_page_has_what_its_readers_use() -> None:
 
 
 ((_, CODE),) = [found for found in BLOCK.findall((ROOT / "docs" / "library.md").read_text()) if found[0] == "python"]
-WRONG = {"a byte of D is another": ("both = ", "d.cache[5, 1, 9, 3] += 1\nboth = "), "": ("", "")}
 
 
-@pytest.mark.parametrize("fault", WRONG)
-def test_the_code_runs(fault: str) -> None:
-    done = fork_server().run("-c", CODE.replace(*WRONG[fault], 1), timeout=800)
-    if fault:
-        assert "AssertionError" in done.stderr
-    else:
-        assert (done.returncode, done.stdout) == (0, "40 tokens handed over\n"), done.stderr
+def test_the_code_runs() -> None:
+    done = fork_server().run("-c", CODE, timeout=800)
+    assert (done.returncode, done.stdout) == (0, "40 tokens handed over\n"), done.stderr
     assert len(CODE.splitlines()) < 50

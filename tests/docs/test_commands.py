@@ -26,7 +26,7 @@ from starlette.routing import Route
 from kvferry.cli.main import app
 from kvferry.connector.config import ENVIRONMENT, load_settings
 from kvferry.router.app import App
-from tests.docs.pages import PAGES, ROOT, Call, commands, of_page, run
+from tests.docs.pages import PAGES, ROOT, Call, of_page, run
 from tests.router.stand_ins import decode_engine, make_router, prefill_engine, served
 from tests.support.fork_server import fork_server
 
@@ -248,59 +248,3 @@ def test_kvferry_s_commands_in_running_text_have_their_options(page: str) -> Non
             command = click_app.commands[found[1]]
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
             assert set(re.findall(r"--[a-z][\w-]*", code)) <= {*known, "--help"}, code
-
-
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ("curl -s localhost:9000/router/none", "this failed: curl"),
-        ("helm install kvferry", "helm: command not found"),
-    ],
-)
-def test_commands_that_fail_are_noticed(line: str, what: str, tmp_path: Path) -> None:
-    with servers() as addresses:
-        _, wrong = run([line], tmp_path, addresses)
-    assert what in wrong
-
-
-def test_commands_that_cannot_be_right_are_noticed(tmp_path: Path) -> None:
-    wrong_ones = {
-        "kvferry router --decode http://d:1 --prot 9000": "No such option", "kvferry none": "nothing runs this",
-        "python benchmarks/planes/rdma_check.py check a b 1 --jsn x": "--jsn", "make none": "nothing runs this",
-        "python benchmarks/none.py": "nothing runs this", "make install NONE=1": "NONE=1",
-        "pip install '.[none]'": "none", "kubectl apply -f none.yaml": "none.yaml",
-        "kubectl apply -k docs": "docs",
-        "serve run examples.ray_serve.app:build modle=x": "modle", "KVFERRY_NONE=1 vllm serve MODEL": "KVFERRY_NONE",
-        "KVFERRY_SIDE_CHANNEL_PORT=70000 vllm serve MODEL": "70000",
-    }  # fmt: skip
-    calls, wrong = run(list(wrong_ones), tmp_path, {})
-    assert not wrong
-    for call, what in zip(calls, wrong_ones.values(), strict=True):
-        with pytest.raises(Exception, match=re.escape(what)):
-            look_at(call)
-
-
-@pytest.mark.vllm
-def test_wrong_flags_of_vllm_are_noticed(tmp_path: Path) -> None:
-    lines = [
-        "vllm serve MODEL --prot 8001", "vllm bench serve --none",
-        'vllm serve MODEL --kv-transfer-config "${CONFIG/kv_role/kv_rule}"',
-        'vllm serve MODEL --kv-transfer-config "${CONFIG/KVFerry/Ferry}"',
-        """vllm serve MODEL --kv-transfer-config '{"kv_connector": "MultiConnector", "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"connectors": [
-            {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"},
-            {"kv_connector": "OfloadingConnector", "kv_role": "kv_both"}]}}'""",
-    ]  # fmt: skip
-    calls, wrong = run(lines, tmp_path, {})
-    assert not wrong and len(calls) == len(lines)
-    for call in calls:
-        with pytest.raises((SystemExit, AssertionError, ValueError, TypeError)):
-            look_at_vllm(call)
-            look_at_transfer_config(call)
-
-
-def test_commands_of_a_block() -> None:
-    block = "$ one  # it's\noutput\n$ two 'a\nb' \\\n  c\noutput 'x\n$ three\n"
-    assert commands(block) == ["one  # it's", "two 'a\nb' \\\n  c", "three"]
-    with pytest.raises(AssertionError, match="has no end"):
-        commands("$ one 'a\n$ two")

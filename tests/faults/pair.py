@@ -134,10 +134,10 @@ class PairProxy(FaultProxy):
 class FaultyPair(RankPair):
     """A P, a D and the proxy. ``strike`` runs one case. ``outcomes`` counts what became of the loads.
 
-    ``settings``: of both; deadlines among them are others than ``strike`` goes by, to see that it notices.
+    ``settings``: of both.
     """
 
-    def __init__(self, settings: dict[str, Any], *, patience: float = PATIENCE) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         self.outcomes: Counter[str] = Counter()
         self._name = ", ".join(name if value is True else str(value) for name, value in settings.items())
         self._struck_before = 0
@@ -145,7 +145,7 @@ class FaultyPair(RankPair):
         self.proxy = PairProxy()
         super().__init__(
             {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, **TIMES, **settings},
-            {"p": {"settings": {"side_channel_host": P_ADDRESS}}}, patience=patience, content=128, layers=16,
+            {"p": {"settings": {"side_channel_host": P_ADDRESS}}}, content=128, layers=16,
         )  # fmt: skip
 
     def start(self, role: str) -> RemoteRank:
@@ -197,7 +197,7 @@ class FaultyPair(RankPair):
 
     def _happen(self, case: Case) -> None:
         """Called by the proxy, which holds the bytes from here on back meanwhile."""
-        self._posted.wait(self._patience)  # or the process could not answer the test any more
+        self._posted.wait(PATIENCE)  # or the process could not answer the test any more
         who = self.p if case.process.endswith("P") else self.d
         who.signal(signal.SIGSTOP if case.process.startswith("stop") else signal.SIGKILL)
 
@@ -205,7 +205,7 @@ class FaultyPair(RankPair):
         """Returns whether D's engine has used its blocks for something else since the load failed."""
         happened = case.process if case.process and self._await_strike() else ""
         if happened == "kill D":
-            self.d.process.wait(self._patience)
+            self.d.process.wait(PATIENCE)
             self._restart()
             self.freed(name)
             self.outcomes["D was killed"] += 1
@@ -218,7 +218,7 @@ class FaultyPair(RankPair):
             self.reported(name)
             self.p.signal(signal.SIGCONT)
         elif happened:
-            self.p.process.wait(self._patience)
+            self.p.process.wait(PATIENCE)
             if happened == "restart P":
                 self._restart()
         done = self.ended(name) if is_promised(case, self.settings) else self.reported(name)

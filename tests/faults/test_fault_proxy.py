@@ -15,7 +15,6 @@ import pytest
 from tests.faults.pair import DATA_BYTES, Case, FaultyPair, covering, draw
 from tests.faults.run import DAMAGED, PAIRS
 from tests.support.fault_proxy import Kind
-from tests.support.pair import Broken
 
 SLICE = covering()
 CORRUPTED = Case(0, False, False, False, Kind.CORRUPT, at=200_000, nbytes=1, flip=4, abruptly=False)
@@ -53,30 +52,3 @@ def test_hand_overs_through_faults(name: str, make: MakePair) -> None:
 def test_a_seed_gives_the_same_case_again() -> None:
     assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
     assert sum(len(cases_of(name)) for name in PAIRS) == len(SLICE) >= 18
-
-
-# --- that the harness sees what it is to see ------------------------------------------------------------------------
-
-
-def test_a_wrong_byte_in_a_load_that_is_done_is_noticed(make: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over tcp, which does not promise to see it."""
-    monkeypatch.setattr("tests.faults.pair.is_promised", lambda case, settings: True)
-    with pytest.raises(Broken, match=r"corrupt at byte 200000 of data to D.* a load that was reported as done has"):
-        make(PAIRS["tcp"]).strike(CORRUPTED)
-
-
-@pytest.mark.parametrize(
-    ("settings", "broken"),
-    [
-        ({"transfer_timeout_seconds": 10_000.0, "handshake_timeout_seconds": 10_000.0}, "D reports a load within 35 s"),
-        ({"lease_seconds": 500.0}, "P has its pages back 21 s after the load ended"),
-    ],
-)
-def test_a_deadline_that_does_not_hold_is_noticed(make: MakePair, settings: dict[str, float], broken: str) -> None:
-    """The control port is stalled where D's first message is on its way to P."""
-    pair = make(PAIRS["tcp"] | settings, patience=2.0)
-    pair.move_seconds = 5.0
-    used = replace(CORRUPTED, kind=Kind.DELAY)
-    with pytest.raises(Broken, match=broken):
-        pair.strike(used)
-        pair.strike(replace(used, kind=Kind.STALL, control=True, upwards=True, at=10))

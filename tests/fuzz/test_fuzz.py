@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from kvferry.transport.errors import ProtocolError
 from tests.fuzz import in_process, ports
 from tests.fuzz.decoders import every_decoder
-from tests.fuzz.honest import FOUND, Decoder
+from tests.fuzz.honest import FOUND
 from tests.fuzz.in_process import Outcome, judge
-from tests.support.turns import MOST_TURN_SECONDS
 
 SEED = 20261123
 
@@ -35,39 +29,6 @@ def test_what_was_found_once(tmp_path: Path) -> None:
             for data in (*FOUND.get(decoder.name, ()), *decoder.corpus):
                 judge(decoder, data, outcome)
             assert not outcome.failures, decoder.name
-
-
-def slow(data: bytes) -> None:
-    begun = time.thread_time()
-    while time.thread_time() < begun + 1.2 * MOST_TURN_SECONDS:
-        pass
-
-
-def large(data: bytes) -> None:
-    bytearray(1 << 30)  # so much that no memory which this process has freed before is enough
-
-
-def wrong(data: bytes) -> None:
-    raise KeyError(data)
-
-
-def refuses(data: bytes) -> None:
-    raise ProtocolError("documented")
-
-
-@pytest.mark.parametrize(
-    ("run", "seen"),
-    [
-        (slow, "slow"),
-        (large, "memory"),
-        (wrong, "KeyError in test_fuzz.py"),
-        (refuses, ""),
-    ],
-)
-def test_faults_are_seen(run: Callable[[bytes], None], seen: str) -> None:
-    _, outcome = next(in_process.rounds([Decoder("planted", [b"corpus"], run)], SEED, 2))
-    found = {kind.partition(":")[0] for kind in outcome.failures}
-    assert found == ({seen} if seen else set()) and outcome.inputs == 2
 
 
 def test_ports() -> None:

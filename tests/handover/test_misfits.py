@@ -50,8 +50,6 @@ PUSHES = pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("uc
     [
         ({"model": {"architectures": "Other"}}, "architectures"),
         ({"total_heads": 8}, "total_heads"),
-        ({"content": 32}, "content_bytes"),
-        ({"layers": 3}, "layers"),
     ],
 )
 def test_another_model_or_geometry_is_refused_by_name(
@@ -282,20 +280,12 @@ def layer_types(full: int) -> dict[str, Any]:
     ("theirs", "ours", "line"),
     [
         ({"architectures": ["Other"]}, {}, "architectures differs, ours is LlamaForCausalLM, the peer's is Other"),
-        ({"num_hidden_layers": 5}, {}, "num_hidden_layers differs, ours is 4, the peer's is 5"),
-        ({"hidden_size": 128, "head_dim": 8}, {}, "hidden_size differs, ours is 64, the peer's is 128"),
-        ({"num_key_value_heads": 2}, {}, "num_key_value_heads differs, ours is 4, the peer's is 2"),
         ({"head_dim": 16}, {}, "head_dim differs, ours is 8, the peer's is 16"),
-        ({"vocab_size": 301}, {}, "vocab_size differs, ours is 300, the peer's is 301"),
         ({"rms_norm_eps": 1e-6}, {}, "rms_norm_eps differs, ours is 1e-05, the peer's is 1e-06"),
         ({"attention_bias": True}, {}, "attention_bias differs, ours is unset, the peer's is true"),
         ({"sliding_window": 4096}, {}, "sliding_window differs, ours is unset, the peer's is 4096"),
         (layer_types(3), layer_types(2),
          "layer_types differs, ours is 2xsliding_attention 1xfull_attention 1xsliding_attention, the peer's is 3x"),
-        ({"attn_logit_softcapping": 50.0}, {}, "attn_logit_softcapping differs, ours is unset, the peer's is 50"),
-        ({"query_pre_attn_scalar": 256}, {"query_pre_attn_scalar": 224}, "query_pre_attn_scalar differs, ours is 224"),
-        ({"qk_norm": True}, {}, "qk_norm differs"),
-        ({"num_experts_per_tok": 2}, {"num_experts_per_tok": 4}, "num_experts_per_tok differs, ours is 4"),
         ({"rope_theta": 1e4}, {},
          'rope differs, ours is {"rope_theta": 500000, "rope_type": "default"}, the peer\'s is {"rope_theta": 10000,'),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {}, "rope differs"),
@@ -314,7 +304,6 @@ def layer_types(full: int) -> dict[str, Any]:
         (awq(), {}, "quantization differs, ours is unset, the peer's is awq"),
         ({"engine": {"quantization": "fp8"}}, {}, "quantization differs, ours is unset, the peer's is fp8"),
         (awq(), awq(bits=8), "quantization bits differs, ours is 8, the peer's is 4"),
-        (awq(), awq(group_size=64), "quantization group_size differs, ours is 64, the peer's is 128"),
         (awq(modules_to_not_convert=["a"]), awq(modules_to_not_convert=["b"]),
          'quantization layers_left_out differs, ours is ["b"]'),
         ({"quantization_config": {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}},

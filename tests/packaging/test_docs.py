@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from markdown_it import MarkdownIt
 
 from kvferry.connector.wire.metrics import FAILURE_KINDS, PROMPT_ENDS
@@ -109,13 +108,6 @@ def test_tables_are_as_their_generators_print_them(page: str) -> None:
 
 def test_pictures_are_as_their_generators_draw_them() -> None:
     assert [name for name, make in generator()["PICTURES"].items() if read(name) != make()] == [], "run make docs"
-
-
-def test_a_changed_table_and_one_without_end_are_noticed() -> None:
-    text = read("docs/settings.md")
-    assert generator()["filled"]("docs/settings.md", text.replace("`127.0.0.1`", "`0.0.0.0`")) == text
-    with pytest.raises(generator()["PageError"]):
-        generator()["filled"]("docs/settings.md", text.replace("<!-- end of settings -->", ""))
 
 
 def quoted_lines() -> list[str]:
@@ -281,31 +273,3 @@ def test_the_reference_has_each_name_with_its_members(site: Path) -> None:
     names += [f"{half}.take_plan", f"{half}.set_ranks", f"{half}.clock"]  # its own, of a base class, a field
     assert [name for name in names if f'id="{name}"' not in page] == []
     assert "Tokens of a block, on all ranks together" in page  # the comment behind a field
-
-
-def small_site(folder: Path, text: str, *nav: str) -> str:
-    """The warnings of a site of three pages, by our settings and our hook."""
-    docs = folder / "docs"
-    docs.mkdir()
-    (folder / "README.md").write_text("# All\n\n[page](docs/page.md)\n")
-    (docs / "page.md").write_text(f"# Page\n\n{text}\n")
-    (docs / "settings.md").write_text("# Settings\n")
-    (docs / "site.css").touch()
-    (docs / "site_files.py").write_text((ROOT / "docs" / "site_files.py").read_text())
-    (folder / "benchmarks" / "results").mkdir(parents=True)
-    (folder / "benchmarks" / "one.json").write_text("{}")
-    config = yaml.safe_load(CONFIG.read_text()) | {"nav": ["README.md", "docs/page.md", *nav]}
-    (folder / "mkdocs.yml").write_text(yaml.safe_dump(config))
-    return build(folder / "mkdocs.yml", folder / "site")
-
-
-def test_a_file_that_a_page_links_is_part_of_the_site(tmp_path: Path) -> None:
-    assert small_site(tmp_path, "[a](../benchmarks/one.json) [b](settings.md#settings)", "docs/settings.md") == ""
-    assert (tmp_path / "site" / "benchmarks" / "one.json").exists()
-
-
-def test_dead_links_and_pages_without_a_place_are_errors(tmp_path: Path) -> None:
-    dead = ("none.md", "settings.md#none", "../benchmarks/results", "/settings.md", "none.png")
-    said = small_site(tmp_path, " ".join(f"[a]({link})" for link in dead))
-    assert "strict mode" in said and "docs/settings.md" in said
-    assert [link for link in dead if f"'{link}'" not in said] == []

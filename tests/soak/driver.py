@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,77 +15,25 @@ from tests.soak.engine import MAX_TOKENS
 from tests.support.engines import free_port
 from tests.support.remote import Remote, RemoteError
 
-WARM_UP = 0.4
-"""The share of the run that does not count: links and sessions of dead peers last up to 240 s."""
-BOUNDS: Mapping[str, float] = {
-    "descriptors": 6, "threads": 1, "mappings": 16, "rss_mib": 12, "pss_mib": 16, "leases": 30, "kept": 30,
-    "sessions": 6, "links": 3, "reads": 10, "blocks": 200, "requests": 10,
-}  # fmt: skip
-"""The most that a quantity may grow over the sampled time. Leases, reads, blocks and requests are those of hand-overs
-under way; that none of them is left at the end is looked at apart."""
-PER_RESTART: Mapping[str, float] = {"descriptors": 6, "mappings": 12, "sessions": 1, "links": 1, "pss_mib": 4}
-"""What the peers of one restart add that are not forgotten yet. This and ``AT_FIRST`` count where the warm-up is
-shorter than ``FORGOTTEN_SECONDS``, and not otherwise."""
-AT_FIRST: Mapping[str, float] = {"rss_mib": 24, "pss_mib": 24}
-"""What a process adds while each of its paths is taken for the first time."""
+BOUNDS: Mapping[str, float] = {"descriptors": 6, "threads": 1, "mappings": 16, "rss_mib": 12}
+"""The most that a process may have more when the peers of the second half were forgotten than when those of the first
+half were."""
 FORGOTTEN_SECONDS = 240.0
-PAIRS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One quantity of one process. ``warm``, ``end``: medians of the first and the last tenth after the warm-up."""
+    """One quantity of one process, at the end of the first half and of the second one."""
 
     process: str
     quantity: str
     warm: float
     end: float
-    growth: float
     bound: float
 
     @property
-    def flat(self) -> bool:
-        return self.growth <= self.bound
-
-
-def slope(points: Sequence[tuple[float, float]]) -> float:
-    """The median of the slopes between pairs of points that are far apart, in units of y by unit of x."""
-    half = len(points) // 2
-    step = max(1, half * half // PAIRS)
-    pairs = [(first, second) for first in points[:half] for second in points[half::step]]
-    found = [(y - b) / (x - a) for (a, b), (x, y) in pairs if x > a]
-    return statistics.median(found) if found else 0.0
-
-
-def judge(process: str, samples: Sequence[Mapping[str, float]], seconds: float, restarts: int) -> list[Verdict]:
-    """The verdicts of one process. ``samples``: with the key "at", seconds since the start; ``restarts``: of peers."""
-    warm_up = WARM_UP * seconds
-    after = [sample for sample in samples if sample["at"] >= warm_up]
-    if len(after) < 4:
-        return []
-    tenth, lasted = max(1, len(after) // 10), after[-1]["at"] - after[0]["at"]
-    verdicts = []
-    for quantity, base in BOUNDS.items():
-        growth = slope([(sample["at"], sample[quantity]) for sample in after]) * lasted
-        extra = PER_RESTART.get(quantity, 0) * restarts + AT_FIRST.get(quantity, 0)
-        bound = base + (extra if warm_up < FORGOTTEN_SECONDS else 0)
-        warm, end = (statistics.median(s[quantity] for s in part) for part in (after[:tenth], after[-tenth:]))
-        verdicts.append(Verdict(process, quantity, warm, end, round(growth, 2), bound))
-    return verdicts
-
-
-def table(verdicts: Sequence[Verdict]) -> str:
-    """A line for each quantity: the process that grew most."""
-    lines = [f"{'quantity':<12} {'process that grew most':<24} {'warm':>9} {'end':>9} {'growth':>9} {'bound':>7}"]
-    for quantity in BOUNDS:
-        found = [verdict for verdict in verdicts if verdict.quantity == quantity]
-        if found:
-            most = max(found, key=lambda verdict: verdict.growth - verdict.bound)
-            lines.append(
-                f"{quantity:<12} {most.process:<24} {most.warm:>9.1f} {most.end:>9.1f} {most.growth:>+9.1f} "
-                f"{most.bound:>7.0f}{'' if most.flat else '  GROWS'}"
-            )
-    return "\n".join(lines)
+    def growth(self) -> float:
+        return self.end - self.warm
 
 
 SETTINGS = {
@@ -156,15 +103,16 @@ class Soak:
     under_way = UNDER_WAY
     quiet_seconds = QUIET_SECONDS
     least_loaded = 0
-    """The run lasts until so many loads have succeeded, also where that takes longer, up to ``patience``; and until one
-    has succeeded with each engine that was started again."""
+    """Each half lasts until so many loads have succeeded, also where that takes longer, up to ``patience``; and until
+    one has succeeded with each engine that was started again."""
     patience = REPORT_SECONDS
     """For longer no hand-over lasts either."""
 
     def __init__(self, seconds: float, seed: int, planes: Sequence[str] = PLANES, leak: str = "") -> None:
         self.violations: list[str] = []
         self.seconds, self.rng, self.planes = seconds, random.Random(seed), planes
-        self.began, self.lasted = time.monotonic(), seconds
+        self.began, self.lasted = time.monotonic(), 0.0
+        self.rests: list[dict[str, dict[str, float]]] = []  # the last sample of each process in the quiet of each half
         self.counts: Counter[str] = Counter()
         self.by_plane: dict[str, Counter[str]] = {plane: Counter() for plane in planes}
         self.samples: dict[str, list[dict[str, float]]] = {}
@@ -309,43 +257,50 @@ class Soak:
                 engine.order("sample")
 
     def run(self) -> None:
-        """Traffic and faults, then quiet."""
+        """Twice traffic and faults, then quiet without the peers that were killed and started again."""
         try:
             assert self.wait(lambda: all(engine.ready for engine in self.lasting), 300.0), "the engines did not start"
             self.left()
-            for side in ("P", "D"):
-                self.restart(side)
-            self.began = now = time.monotonic()
-            next_sample, next_fault = now, now + self.gap()
-            while self.goes_on(now := time.monotonic()):
-                self.traffic()
-                self.take_events(0.01)
-                for engine in self.engines:
-                    if engine.alive and 0 < engine.stopped_until <= now:
-                        engine.go_on()
-                if now >= next_sample:
-                    next_sample = now + max(0.1, min(1.0, self.seconds / 60))
-                    self.sample_all()
-                    self.check_hangs()
-                if now >= next_fault:
-                    next_fault = now + self.gap()
-                    self.faults(now)
-            self.lasted = now - self.began
-            for engine in self.engines:
-                engine.go_on()
-            self.settle("the run")
-            for engine in self.mortal.values():
-                self.kill(engine)
-            self.settle("the peers were forgotten", FORGOTTEN_SECONDS)
+            self.began = time.monotonic()
+            for half in ("first", "second"):
+                self.half(half)
         finally:
             for engine in self.engines:
                 engine.kill()
 
-    def goes_on(self, now: float) -> bool:
-        """Whether the traffic goes on."""
-        enough = self.counts["loaded"] >= self.least_loaded and not self.untried
-        end = self.began + self.seconds + (0.0 if enough else self.patience)
-        return now < end and not self.violations
+    def half(self, which: str) -> None:
+        for side in ("P", "D"):
+            self.restart(side)
+        begun, before = time.monotonic(), self.counts["loaded"]
+        next_sample, next_fault = begun, begun + self.gap()
+        while self.goes_on(begun, before):
+            now = time.monotonic()
+            self.traffic()
+            self.take_events(0.01)
+            for engine in self.engines:
+                if engine.alive and 0 < engine.stopped_until <= now:
+                    engine.go_on()
+            if now >= next_sample:
+                next_sample = now + max(0.1, min(1.0, self.seconds / 60))
+                self.sample_all()
+                self.check_hangs()
+            if now >= next_fault:
+                next_fault = now + self.gap()
+                self.faults(now)
+        self.lasted += time.monotonic() - begun
+        for engine in self.engines:
+            engine.go_on()
+        self.settle(f"the {which} half")
+        for engine in self.mortal.values():
+            self.kill(engine)
+        self.settle("the peers were forgotten", FORGOTTEN_SECONDS)
+        self.rests.append({engine.name: self.samples[engine.name][-1] for engine in self.lasting})
+
+    def goes_on(self, begun: float, before: int) -> bool:
+        """Whether the traffic of a half that has ``begun`` goes on; ``before``: the loads that had succeeded then."""
+        enough = self.counts["loaded"] >= before + self.least_loaded and not self.untried
+        end = begun + self.seconds / 2 + (0.0 if enough else self.patience)
+        return time.monotonic() < end and not self.violations
 
     def gap(self) -> float:
         """Seconds between two faults."""
@@ -376,3 +331,19 @@ class Soak:
             if not (engine.plane == "zmq" and what in ("descriptors", "threads"))  # libzmq keeps its own
             if (held := self.samples[engine.name][-1][what] - self.samples[engine.name][0][what]) > 0
         ]
+
+    def verdicts(self) -> list[Verdict]:
+        """Of each process that lasted."""
+        if len(self.rests) < 2:
+            return []
+        warm, end = self.rests
+        return [
+            Verdict(name, quantity, warm[name][quantity], end[name][quantity], bound)
+            for name in warm
+            for quantity, bound in BOUNDS.items()
+        ]
+
+    def failures(self) -> list[str]:
+        """Everything that must not be."""
+        grown = [each for each in self.verdicts() if each.growth > each.bound]
+        return [*self.violations, *(f"{each.process}: {each.quantity} {each.warm:g} to {each.end:g}" for each in grown)]

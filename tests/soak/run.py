@@ -18,27 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / ".typing"))
 
 from benchmarks.harness import report  # noqa: E402
-from tests.soak import driver  # noqa: E402
 from tests.soak.driver import PLANES, Soak  # noqa: E402
 from tests.support.pair import run_parser  # noqa: E402
-
-
-def verdicts(soak: Soak) -> list[driver.Verdict]:
-    found = []
-    for engine in soak.lasting:
-        samples = [sample for sample in soak.samples.get(engine.name, ()) if sample["at"] <= soak.lasted]
-        found += driver.judge(engine.name, samples, soak.lasted, soak.restarts)
-    return found
-
-
-def failures(soak: Soak) -> list[str]:
-    """Everything that must not be."""
-    grown = [
-        f"{v.process}: {v.quantity} {v.warm:g} to {v.end:g}, growth {v.growth:g}, bound {v.bound:g}"
-        for v in verdicts(soak)
-        if not v.flat
-    ]
-    return [*soak.violations, *grown]
 
 
 def document(soak: Soak) -> dict[str, Any]:
@@ -51,10 +32,10 @@ def document(soak: Soak) -> dict[str, Any]:
     }
     faults = [name for name in sorted(soak.counts) if name.startswith(("restart", "stop"))]
     return {
-        "figures": {name: round(value, 4) for name, value in figures.items()} | {"failures": len(failures(soak))},
+        "figures": {name: round(value, 4) for name, value in figures.items()} | {"failures": len(soak.failures())},
         "outcomes": {plane: dict(counts.most_common()) for plane, counts in soak.by_plane.items()},
         "faults": {name: soak.counts[name] for name in faults},
-        "rows": [asdict(verdict) for verdict in verdicts(soak)],
+        "rows": [asdict(verdict) | {"growth": verdict.growth} for verdict in soak.verdicts()],
     }
 
 
@@ -69,14 +50,15 @@ def main() -> int:
     found = document(soak)
     for plane, outcomes in found["outcomes"].items():
         print(f"{plane}: {', '.join(f'{count} {name}' for name, count in outcomes.items())}")
-    print(driver.table(verdicts(soak)))
+    for verdict in soak.verdicts():
+        print(verdict)
     for name, value in found["figures"].items():
         print(f"{name:<28} {value:g}")
-    for failure in failures(soak):
+    for failure in soak.failures():
         print(f"FAILED: {failure}")
     arguments = {"seconds": options.seconds, "seed": options.seed, "planes": list(options.planes)}
     report.write(options.json, found | {"arguments": arguments})
-    return 1 if failures(soak) else 0
+    return 1 if soak.failures() else 0
 
 
 if __name__ == "__main__":

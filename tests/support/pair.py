@@ -214,15 +214,10 @@ class RankPair:
         form: options of both ranks.
     """
 
-    move_seconds = 1.0
-
-    def __init__(
-        self, settings: dict[str, Any], own: dict[str, dict[str, Any]] | None = None, *, patience: float = PATIENCE,
-        **form: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: dict[str, Any], own: dict[str, dict[str, Any]] | None = None, **form: Any) -> None:
         self.port = free_port()  # of P, also after a restart
         self.settings, self._own, self._form = settings, own or {}, form
-        self._number, self._patience = 0, patience
+        self._number = 0
         self.case = str(settings["plane"])
         self.p, self.d = self.start("p"), self.start("d")
 
@@ -277,10 +272,10 @@ class RankPair:
         passed, waited = self.passed, 0.0
         while name not in self.d.received():
             if self.quiet(lambda: name in self.d.received()):
-                waited = 0.0 if self.passed != passed else waited + self.move_seconds
+                waited = 0.0 if self.passed != passed else waited + 1.0
                 passed = self.passed
                 self.expect(waited <= DEADLINE, f"D reports a load within {DEADLINE:g} s of the last byte")
-                self.d.let_time_pass(self.move_seconds)
+                self.d.let_time_pass(1.0)
         return bool(self.d.received()[name])
 
     def ended(self, name: str) -> bool:
@@ -330,12 +325,12 @@ class RankPair:
 
     def until(self, condition: Callable[[], bool], text: str, moved: RemoteRank | None = None) -> None:
         """Wait for a condition; the clock of ``moved`` goes on wherever nothing happens by itself."""
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + PATIENCE
         while not condition():
             self.expect(time.monotonic() < end, text)
             time.sleep(0.01)
             if moved is not None and self.quiet(condition):
-                moved.let_time_pass(self.move_seconds)
+                moved.let_time_pass(1.0)
 
     def expect(self, holds: bool, text: str) -> None:
         if not holds:

@@ -111,7 +111,6 @@ class Usage(logging.Handler):
 
     def take(self) -> dict[str, Any]:
         """What the process holds; the longest turn and the errors that were logged since the last call."""
-        rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
         longest, self._turn.seconds = self._turn.seconds, 0.0
         errors, self._errors = self._errors, []
         return {
@@ -119,7 +118,6 @@ class Usage(logging.Handler):
             "threads": len(os.listdir("/proc/self/task")),
             "mappings": Path("/proc/self/maps").read_bytes().count(b"\n"),
             "rss_mib": resident_bytes() / 2**20,
-            "pss_mib": int(rollup["Pss:"]) / 1024,
             "turn_ms": 1e3 * longest,
             "errors": errors,
         }

@@ -1,38 +1,19 @@
-"""Figures of the benchmarks, and the Grafana dashboard, of series that engines export."""
+"""The Grafana dashboard and the alerts, of series that engines export."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import get_args
 
-import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.engines import busy_turns, streaming_pair
 from kvferry.connector.wire.metrics import PROMPT_ENDS, LocalReason
 from kvferry.connector.wire.series import PREFIX, SERIES
 from kvferry.router.engines import EnginePool
 from kvferry.router.metrics import Metrics
 from tests.drain.pages import recorded
 from tests.support.monitored import DASHBOARD, EXAMPLES, ROOT, queries
-
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["streaming", "gpu_streaming", "gpu_streaming_later", "gpu_busy", "gpu_busy_long", "gpu_busy_one_gpu"],
-)
-def test_committed_figures_are_those_of_the_committed_rows(name: str) -> None:
-    stored = json.loads((RESULTS / f"{name}.json").read_text())
-    if "targets" in stored:
-        assert stored["targets"] == streaming_pair.targets(stored["rows"])
-    else:
-        assert (stored["ratios"], stored["figures"]) == busy_turns.summed_up(stored["rows"])
-
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 OURS = {PREFIX + series.name + suffix: series for series in SERIES for suffix in SUFFIXES[series.kind]}

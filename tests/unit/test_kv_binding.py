@@ -24,7 +24,6 @@ from kvferry.connector.binding.block_ops import KVBlockZeroer, _make_src_and_dst
 from kvferry.connector.binding.encoder_budget import MultiModalBudget
 from kvferry.connector.binding.kv_binding import (
     allocate,
-    bind_kv_cache,
     init_kv_cache,
     initialize_kv_cache_for_kv_sharing,
     reshape,
@@ -262,23 +261,6 @@ def test_what_cannot_be_is_one_line(message: str) -> None:
     with pytest.raises((ConfigError, GeometryError), match=message) as raised:
         REFUSED[message]()
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("names", "filled", "message"),
-    [
-        (["layers.0", "other.1"], False, "no layer 'other.1'"),
-        (["layers.0", "layers.x"], False, "'layers.x' holds 0 numbers"),
-        (["layers.0", "layers.0.1"], False, r"'layers.0.1' holds 2 numbers, expected one"),
-        (["layers.0"], True, "holds 1 caches already"),
-    ],
-)
-def test_bind_binds_all_or_nothing(names: list[str], filled: bool, message: str) -> None:
-    layers = {"layers.0": Layer(), "layers.0.1": Layer(), "layers.x": Layer()}
-    runner = [torch.empty(0)] if filled else []
-    with pytest.raises(GeometryError, match=message):
-        bind_kv_cache({name: torch.zeros(1) for name in names}, layers, runner)
-    assert len(runner) == filled and all(layer.kv_cache is None for layer in layers.values())
 
 
 @pytest.mark.parametrize(

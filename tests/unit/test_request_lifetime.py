@@ -17,13 +17,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator, yield_req_data
+from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PeerEngine, RankAddress, StepPlan, StepResults
-from kvferry.transport.errors import ProtocolError
 
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
 IDS = list(range(65))
@@ -251,17 +250,6 @@ def loaded(*requests: str, failed: tuple[str, ...] = ()) -> StepResults:
     return StepResults(received=set(requests), failed=set(failed))
 
 
-def test_finished_only_when_every_worker_reported() -> None:
-    aggregator = KVOutputAggregator(2)
-    assert step(aggregator, loaded("a"), loaded("b")).is_empty()
-    assert step(aggregator, loaded("b"), None).finished_recving == {"b"}
-    assert step(aggregator, loaded("c"), loaded("a", "c")).finished_recving == {"a", "c"}
-    assert step(aggregator, loaded("a"), loaded("a")).finished_recving == {"a"}, "a new life of the same id"
-    assert step(aggregator, StepResults(sent={"a"}), loaded("a")).is_empty(), "counted apart"
-    sent = step(aggregator, None, StepResults(sent={"a"}))
-    assert sent == ConnectorOutput(finished_sending={"a"}, expected_finished_count=2)
-
-
 def test_a_load_has_ended_as_on_the_worker_where_it_failed_or_took_longest() -> None:
     well, slow, failed = LoadEnd(milliseconds=1), LoadEnd(milliseconds=9), LoadEnd("timeout")
     first, second = StepResults(received={"a", "b"}, ends={"a": well, "b": failed}), loaded("a", "b")
@@ -325,23 +313,6 @@ def test_reports_of_a_step_that_failed_count_in_the_next_one() -> None:
     assert report.finished_sending == {"a"} and report.finished_recving == {"b"} == report.failed_recving
     assert report.kv_cache_events is None
     assert not step(aggregator, None, None, None).finished_sending, "once"
-
-
-def scheduled(req_ids: list[str], blocks: list[Any]) -> SimpleNamespace:
-    new = [SimpleNamespace(req_id="new", block_ids=([1, 2], [3]))]
-    cached = SimpleNamespace(req_ids=req_ids, new_block_ids=blocks, resumed_req_ids={"c"})
-    return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
-
-
-def test_blocks_of_new_running_and_resumed_requests() -> None:
-    assert list(yield_req_data(scheduled(["a", "b", "c"], [([4], []), None, ([5, 6], [7])]))) == [
-        ("new", ([1, 2], [3]), True),
-        ("a", ([4], []), False),
-        ("b", None, False),
-        ("c", ([5, 6], [7]), True),
-    ]
-    with pytest.raises(ProtocolError, match="2 running requests with 1 lists of blocks"):
-        next(yield_req_data(scheduled(["a", "b"], [None])))
 
 
 # Beside vLLM's own

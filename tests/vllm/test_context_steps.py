@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,9 +20,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.vllm import compat, from_vllm
+from kvferry.connector.wire.step_plan import RankAddress
 from kvferry.transport.errors import ConfigError
 from tests.support.inside import scheduler_half
-from tests.support.remote import Remote
 from tests.vllm.labelled import BLOCK, HEADS, prompt
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, settle, tiny_model
 
@@ -153,19 +152,19 @@ def groups_of(rank: int, world: int, config: Any, monkeypatch: pytest.MonkeyPatc
         yield
 
 
-def test_each_rank_tells_where_its_whole_group_listens(tmp_path: Path) -> None:
-    """Over a real process group: where DCP is off, vLLM keeps the word of one rank of them."""
-    ranks = [
-        Remote("tests.vllm.gathering_rank:GatheringRank", store=str(tmp_path / "store"), rank=rank, size=2)
-        for rank in range(2)
-    ]
-    for method in ("", "addresses"):
-        for rank in ranks if method else ():
-            rank.start(method)
-        told = [rank.answer() for rank in ranks]
-    for rank in ranks:
-        rank.close()
-    assert told[0] == told[1] and [(one.tp_rank, one.port) for one in told[0]] == [(0, 5600), (1, 5601)]
+def test_each_rank_tells_where_its_whole_group_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where DCP is off, vLLM keeps the word of one rank of them."""
+    ranks = [RankAddress(0, rank, "127.0.0.1", 5600 + rank, b"life") for rank in range(2)]
+    pcp = SimpleNamespace(world_size=2, cpu_group=object())
+
+    def gathered(found: list[Any], ours: RankAddress, group: object) -> None:
+        assert (ours, group) == (ranks[1], pcp.cpu_group)
+        found[:] = ranks
+
+    monkeypatch.setattr(from_vllm, "get_pcp_group", lambda: pcp)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=2))
+    assert from_vllm.addresses(cast(Any, config), ranks[1]) == tuple(ranks)
 
 
 def test_a_peer_may_have_more_ranks_than_heads_by_prefill_context_parallelism() -> None:
