@@ -54,7 +54,7 @@ class Fleet:
             with self.world.explained():
                 for handovers, act in (
                     (700, self._kill), (300, self._cut), (500, self._stand_still), (700, self._cancel_burst),
-                    (100, self._break_plane),
+                    (100, self._break_plane), (300, self._fail_copies),
                 ):  # fmt: skip
                     self._repeat(handovers * self._interval, act)
                 self._hand_over()
@@ -237,6 +237,13 @@ class Fleet:
 
     def _break_plane(self) -> None:
         self.rng.choice(self.world.engines[self.rng.choice(self.p + self.d)].nodes).break_plane(self.rng.random())
+
+    def _fail_copies(self) -> None:
+        """For a while, half of those of one process."""
+        copies = self.rng.choice(self.world.engines[self.rng.choice(self.p + self.d)].nodes).copies
+        copies.failing = 0.5
+        self.network.faults["copies failed"] += 1
+        self.timeline.after(0.1 * self.rng.random(), lambda: setattr(copies, "failing", 0.0))
 
     def _stand_still(self) -> None:
         node = self.rng.choice(self.world.engines[self.rng.choice(self.p + self.d)].nodes)

@@ -201,11 +201,6 @@ class Network:
 
     # --- faults of one packet ---------------------------------------------------------------------------------------
 
-    def packet(self, number: int) -> Packet | None:
-        """One of the packets under way that a fault may concern."""
-        packets = [packet for packet in self.under_way if not packet.sure]
-        return packets[number % len(packets)] if packets else None
-
     def lose(self, packet: Packet) -> None:
         self.fault("packet lost", packet.what)
         del self.under_way[packet]
