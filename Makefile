@@ -149,7 +149,6 @@ bench: install
 	$(BIN)/python benchmarks/planes/planes.py --encrypt --json $(RESULTS)/encrypted_planes.json
 	$(BIN)/python benchmarks/router/where_to_prefill.py --device cpu --json $(RESULTS)/cpu_where_to_prefill.json
 	$(BIN)/python benchmarks/engines/prefix_reads.py --device cpu --json $(RESULTS)/prefix_reads.json
-	$(BIN)/python tests/engine/wrong_tokens/run.py --json $(RESULTS)/wrong_tokens.json
 	$(BIN)/python benchmarks/engines/wrong_answers.py --json $(RESULTS)/wrong_answers.json
 	$(BIN)/python tests/faults/stale_reads.py --json $(RESULTS)/stale_reads.json
 

@@ -31,10 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 from benchmarks.engines.engine_pair import EXECUTOR, OURS, THEIRS
 from benchmarks.harness import report
 from kvferry.router.request_bodies import prefill_body
-from tests.engine.wrong_tokens.asks import Ask, Draw, ask_plain
-from tests.engine.wrong_tokens.run import PROBE, leave
 from tests.support.engines import free_port, transfer_config
-from tests.support.served import ForkedServerGroup, descendants, kill
+from tests.support.served import ForkedServerGroup, descendants, kill, stream_and_leave
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec, build_model
 
@@ -57,6 +55,36 @@ OWN, ELSEWHERE, REPLACED = "", "elsewhere", "replaced"
 """P's weights: D's; others of the same configuration, in a folder of their own; or in D's, where D's have then taken
 their place, as while a new version is rolled out."""
 RIGHT, WRONG, ERROR = "right", "wrong", "error"
+
+
+CLEAR = 1e-3
+"""How much likelier, as a logarithm, the plain engine must find its token than the next one: rounding, about 1e-6,
+decides between no two tokens then."""
+
+
+class Ask(NamedTuple):
+    """One request to D. ``tokens``: the plain engine's."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": "model", "prompt": self.prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+
+
+def ask_plain(plain: Server, rng: random.Random) -> Ask:
+    """A prompt that a plain engine has a clear answer to."""
+    while True:
+        ask = Ask([rng.randrange(2, 1000) for _ in range(TOKENS)], [])
+        body = ask.body | {"logprobs": 2, "return_tokens_as_token_ids": True}
+        (choice,) = plain.post("/v1/completions", body)["choices"]
+        tops = [sorted(top.values(), reverse=True) for top in choice["logprobs"]["top_logprobs"]]
+        if all(first - second > CLEAR for first, second in tops):
+            return ask._replace(tokens=choice["token_ids"])
 
 
 class Outcome(NamedTuple):
@@ -156,7 +184,7 @@ class Bench:
 
     def decode(self, ask: Ask, params: dict[str, Any] | None, first: Sequence[int] = ()) -> Outcome:
         """D's leg, and its answer. ``first``: tokens of P that D's prompt ends with."""
-        body = ask.body | {"prompt": [*ask.prompt, *first], "max_tokens": ask.max_tokens - len(first)}
+        body = ask.body | {"prompt": [*ask.prompt, *first], "max_tokens": ANSWER_TOKENS - len(first)}
         began = time.monotonic()
         try:
             if params is None:
@@ -283,9 +311,9 @@ def p_restarted(bench: Bench, asks: Sequence[Ask]) -> None:
 @each
 def d_aborts(bench: Bench, ask: Ask) -> None:
     """Beside each request another one is handed over whose client leaves soon, so that D uses its blocks for others."""
-    given_up = Ask("left", [bench.rng.randrange(2, 1000) for _ in range(TOKENS)], ANSWER_TOKENS)
+    given_up = Ask([bench.rng.randrange(2, 1000) for _ in range(TOKENS)], [])
     params = bench.params(given_up)
-    leave(bench.d, given_up.body | {"kv_transfer_params": params}, "left", bench.rng.uniform(0, 0.05))
+    stream_and_leave(bench.d, given_up.prompt, 1 << 20, bench.rng.uniform(1e-3, 0.05), kv_transfer_params=params)
     bench.answer(ask, bench.params(ask))
 
 
@@ -346,16 +374,13 @@ def main() -> int:
     parser.add_argument("--connectors", nargs="+", choices=(OURS, THEIRS), default=[OURS, THEIRS])
     parser.add_argument("--folder", type=Path, default=report.ROOT / ".bench" / "wrong_answers", help="model and logs")
     args = parser.parse_args()
-    model, draw, rows = build_model(args.folder / "model", SPEC), Draw(args.seed), []
-    asks = [draw.ask(draw.words(TOKENS), ANSWER_TOKENS) for _ in range(args.count)]
+    model, rows = build_model(args.folder / "model", SPEC), []
     with ForkedServerGroup(args.folder / "logs") as group:
-        plain = group.engine(
-            "plain", model, connector=None, kv_bytes=False, max_model_len=512,
-            arguments=[*OF_ALL, *PROBE],
-        )  # fmt: skip
+        plain = group.engine("plain", model, connector=None, kv_bytes=False, max_model_len=512, arguments=list(OF_ALL))
         group.wait_ready()
-        plain.rpc("wt_watch")
-        ask_plain(plain, asks, draw)
+        seeds = (random.Random(f"{args.seed} {number}") for number in range(args.count))
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            asks = list(pool.map(partial(ask_plain, plain), seeds))
         group.stop(plain)
         for connector in args.connectors:
             bench = Bench(group, model, connector, args.seed)

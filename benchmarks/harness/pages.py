@@ -248,11 +248,6 @@ def prefix_reads(result: Row) -> Row:
     }
 
 
-def wrong_tokens(result: Row) -> Row:
-    rows = [row for row in result["rows"] if row["handovers"]]
-    return {"rows": rows, "answers": sum(result["answered"].values())}
-
-
 def wrong_answers(result: Row) -> Row:
     order = list(dict.fromkeys(row["fault"] for row in result["rows"]))
     rows = sorted(result["rows"], key=lambda row: order.index(row["fault"]))
@@ -306,7 +301,7 @@ PREPARED: dict[str, Callable[[Row], Row]] = {
     "gpu-bandwidth": gpu_bandwidth, "cpu-bandwidth": cpu_bandwidth, "gpu-quiet-step": quiet_step,
     "gpu-busy": busy, "gpu-busy-long": busy, "gpu-busy-one-gpu": busy,
     "gpu-streaming": streaming, "cpu-streaming": streaming, "prefix-reads": prefix_reads,
-    "cpu-wrong-tokens": wrong_tokens, "wrong-answers": wrong_answers,
+    "wrong-answers": wrong_answers,
     "router-cost": router_cost,
     "odd-requests": odd_requests, "measured": systems,
     "soak": soak, "walks": walks,

@@ -326,9 +326,10 @@ def freeze(server: Server) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-def stream_and_leave(server: Server, ids: Sequence[int], after_bytes: int, seconds: float) -> None:
+def stream_and_leave(server: Server, ids: Sequence[int], after_bytes: int, seconds: float, **options: Any) -> None:
     """A client that goes away after so many bytes of the answer, or after so long without any."""
     body = {"model": "model", "prompt": list(ids), "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body |= options
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
