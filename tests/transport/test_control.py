@@ -250,7 +250,7 @@ def test_a_thread_that_was_held_up_closes_no_connection_for_it(monkeypatch):
             for held_up in (0.0, 13.6, 60.0):
                 moment[0] += held_up
                 assert strangers.expire() <= HELD_UP_SECONDS and len(strangers) == 1
-            turns = []
+            turns: list[float] = []
             while len(strangers) and len(turns) < 20:
                 turns.append(strangers.expire())
                 moment[0] += turns[-1]
