@@ -138,9 +138,9 @@ def vary(connector: Any, name: str, value: str) -> None:
     if name == "hold":
         rule.hold_seconds = float(value)
     elif value == "0":
-        vars(rule)["joins_after"] = lambda *_: math.inf
+        vars(rule)["lead"] = lambda *_: -math.inf
     else:
-        vars(rule).pop("joins_after", None)
+        vars(rule).pop("lead", None)
 
 
 def order_file(notes: Path) -> Path:

@@ -26,12 +26,12 @@ from kvferry.connector.decode_side.load_state import (
 )
 from kvferry.connector.decode_side.read import ActiveLoad, Reads
 from kvferry.connector.decode_side.renew import LeaseRenewals
-from kvferry.connector.decode_side.report import FinishedLoad, Results
+from kvferry.connector.decode_side.report import Results
 from kvferry.connector.geometry.compatibility import draft_layers
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.step_loads.step_loads import StepLoad, StepLoadPhase
 from kvferry.connector.wire.states import Lifetime
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, RankAddress, RemoteLease, unpack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
@@ -49,10 +49,7 @@ Sources = list[tuple[Link, RankAddress]]
 
 
 class Loads:
-    """All hand-overs into this rank that have begun and are not reported. Used by the transfer thread only.
-
-    ``running``: two of them may have one request id, see ``FinishedLoad``.
-    """
+    """All hand-overs into this rank that have begun and are not reported. Used by the transfer thread only."""
 
     def __init__(
         self,
@@ -72,8 +69,9 @@ class Loads:
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
-    def begin(self, load: Load, now: float, *, alone: bool = False) -> None:
+    def begin(self, posted: StepLoad, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other hand-over is about to begin."""
+        load = posted.load
         for lease in _leases(load):
             with suppress(KVFerryError):  # an attempt at this P finds the same
                 self._renewals.keep(lease.token, lease.peer, load.request_id, now)
@@ -84,7 +82,7 @@ class Loads:
                 if stop > start:
                     caches.check_held(region, ids[region], start, stop)
         except KVFerryError as error:
-            self._report_failed(load, Reason("incompatible", str(error)))
+            self._report_failed(posted, Reason("incompatible", str(error)))
             self._release(load, now)
             self._trace(load, started, self._rank_context.clock(), str(error))
             return
@@ -95,36 +93,26 @@ class Loads:
         state = first_attempt(count, peers, planes, self._rank_context.settings, now, inside=load.now, once=once)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         alone = alone and not load.now
-        active_load = ActiveLoad(load, load, Lifetime(LOAD, state, now), started, ids, alone)
+        active_load = ActiveLoad(load, posted, Lifetime(LOAD, state, now), started, ids, alone)
         self.running[active_load] = None
         self._deadlines.note(active_load, state.deadline)
         self.give(active_load, self._begin_attempt(active_load, sources, now), now)
 
     def cancel(self, request_id: str, now: float) -> None:
-        """Cancel the loads of a request. They are still reported, once nothing can write their blocks. One that may be
-        reported early goes on to its end, which is near: a step may join it, and others may have its blocks by then."""
-        for active_load in [each for each in self.running if each.load.request_id == request_id]:
-            if active_load.load.now or not active_load.begun:
+        """Cancel the loads of a request. They are still reported, once nothing can write their blocks. One that was
+        reported early goes on to its end, which is near: a step joins it, and others may have its blocks by then."""
+        for active_load in [each for each in self.running if each.posted.request_id == request_id]:
+            if active_load.posted.cancellable:
                 self.give(active_load, (CANCELLED,), now)
 
-    def report_early(self, load: Load, outcome: StepOutcome, joins_after: float, now: float) -> None:
-        """Report a load beside the steps to ``outcome``, as one inside a step: that its copies are under way, once all
-        of them have run for ``joins_after`` seconds, and how it ends. Where P computes the prompt, report when these
-        seconds, which may be less than 0, should be over."""
-        for active_load in self.running:
-            if active_load.original is load:
-                active_load.joins_after = joins_after
-                self._results.watch(outcome)
-                self._report_begun(active_load, now)
-
-    def fail(self, load: Load, now: float) -> None:
+    def fail(self, posted: StepLoad, now: float) -> None:
         """Fail a load whose start raised an error. Copies that have begun must end before it is reported."""
         for active_load in self.running:
-            if active_load.original is load:
+            if active_load.posted is posted:
                 self.give(active_load, (CANCELLED,), now)
                 return
-        self._results.finished(FinishedLoad(load, LOST))
-        self._release(load, now)
+        self._results.finished(posted, LOST)
+        self._release(posted.load, now)
 
     def cancel_all(self, reason: str, now: float) -> None:
         """Cancel every load; those that still run are reported as failed for ``reason``."""
@@ -140,7 +128,9 @@ class Loads:
 
     def give(self, active_load: ActiveLoad, events: Iterable[LoadEvent], now: float) -> None:
         """Give a load events. What it decides is performed, and may be followed by other events."""
-        queue = deque(events)
+        queue, state = deque(events), active_load.lifetime.state
+        if active_load.posted.claimed and not state.inside:
+            active_load.lifetime.state = replace(state, inside=True)
         while queue:
             before = active_load.lifetime.state
             effects = active_load.lifetime.step(queue.popleft(), now)
@@ -149,7 +139,7 @@ class Loads:
                 self._deadlines.note(active_load, state.deadline)
             for effect in effects:
                 self._perform(active_load, effect, queue, now)
-        if active_load.load.now or active_load.joins_after < math.inf:
+        if active_load.posted.claimed or active_load.load.seconds < math.inf:
             self._report_begun(active_load, now)
 
     def _perform(self, active_load: ActiveLoad, effect: LoadEffect, queue: deque[LoadEvent], now: float) -> None:
@@ -170,9 +160,9 @@ class Loads:
                 case LoadEffect.RECORD:
                     self._record(active_load)
                 case LoadEffect.RELEASE:
-                    self._release(active_load.original, now)
+                    self._release(active_load.posted.load, now)
                 case LoadEffect.LEAVE:
-                    self._leave_attempt(active_load)
+                    queue.extend(self._leave_attempt(active_load))
                 case LoadEffect.BEGIN:
                     queue.extend(self._begin_again(active_load, now))
         except Exception as error:
@@ -228,37 +218,37 @@ class Loads:
         for region, layer in draft_layers(caches.geometry, read):
             caches.clear(region, layer, active_load.ids[region], *active_load.load.tokens[region])
 
-    def _leave_attempt(self, active_load: ActiveLoad) -> None:
+    def _leave_attempt(self, active_load: ActiveLoad) -> Iterator[LoadEvent]:
         state = active_load.lifetime.state
         reason = state.reason
         assert reason is not None
-        if active_load.joins_after < math.inf:
-            self._results.foreseen(active_load.original, math.inf)
         if reason.kind == "timeout" and reason.blames == "plane":
             # End the links over which the reads moved no bytes in time: the next attempt, or the next load, takes
             # another data plane. A link over which bytes of other reads still come is kept.
             for read in active_load.reads:
                 if read.planned and not read.landed and not self._reads.others_move(read):
                     read.link.lose_plane(reason.text)
-        if state.phase is LoadPhase.WAITING:
+        if state.phase is LoadPhase.WAITING and not active_load.posted.retries():  # a step computes with it
+            yield replace(CANCELLED, reason=reason)
+        elif state.phase is LoadPhase.WAITING:
             for read in active_load.reads:
                 self._reads.end(read)
             active_load.reads = []
             self._rank_context.stats.retried(reason.kind, _short_name(active_load.load.peer))
-            load, peer = active_load.original, _short_name(_at(active_load.original, state.peer).peer)
+            load = active_load.posted.load
+            peer = _short_name(_at(load, state.peer).peer)
             text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
             self._log.info("retry", text, load.request_id, state.number + 1, peer, reason)
 
     def _begin_again(self, active_load: ActiveLoad, now: float) -> list[LoadEvent]:
         """Begin the next attempt. Of the last one nothing writes D's pages any more."""
         before = active_load.lifetime.state
-        active_load.load = _at(active_load.original, before.peer)
+        active_load.load = _at(active_load.posted.load, before.peer)
         sources = self._sources(active_load.load, now, redial=True)
         state = next_attempt(before, len(sources) if isinstance(sources, list) else 1, now)
         active_load.lifetime = Lifetime(LOAD, state, now)
         active_load.alone = False
         active_load.nbytes, active_load.copied_at, active_load.granted_at = 0, 0.0, 0.0
-        active_load.joins_after = active_load.begun_at = math.inf
         self._deadlines.note(active_load, state.deadline)
         return self._begin_attempt(active_load, sources, now)
 
@@ -272,39 +262,37 @@ class Loads:
             else:
                 if self._drafts:
                     self._rank_context.caches.copies.synchronize()  # zeros under way: others may get the blocks now
-                self._report_failed(active_load.original, reason, active_load)
+                self._report_failed(active_load.posted, reason, active_load)
         finally:
             for read in active_load.reads:
                 self._reads.end(read)
 
     def _report_begun(self, active_load: ActiveLoad, now: float) -> None:
-        """Report, once, that all copies are under way: the engine can wait for them."""
-        if active_load.lifetime.state.phase is not LoadPhase.MOVING or active_load.begun:
+        """Report, once, that all copies are under way: the engine can wait for them. Where P computes the prompt,
+        report before when that should be."""
+        posted, state = active_load.posted, active_load.lifetime.state
+        if state.phase is not LoadPhase.MOVING or posted.life.phase is not StepLoadPhase.POSTED:
             return
+        load, here = posted.load, self._rank_context.clock()
         if not all(read.all_begun for read in active_load.reads):
-            left = max(read.seconds_left(now) for read in active_load.reads)
-            if left < math.inf and active_load.load.step_tokens and not active_load.load.now:
-                self._results.foreseen(active_load.original, left + active_load.joins_after)
-        else:
-            active_load.begun = active_load.load.now
-            reads = [read for read in active_load.reads if read.planned]
-            under_way = [write.copy for read in reads for write in read.writes]
-            posted = all(read.fence == "posted" for read in reads)
-            if not active_load.load.now:
-                # Where P computes the prompt, nobody has foreseen the end of a pull.
-                pulls = active_load.load.step_tokens and any(read.link.pulls for read in reads)
-                if pulls or now - active_load.begun_at < active_load.joins_after:
-                    return
-                active_load.begun = True
-                state = active_load.lifetime.state  # a step computes with these copies, and with no others
-                active_load.lifetime.state = replace(state, left=(0,) * len(state.left), planes=0, inside=True)
+            if load.step_tokens:
+                before, left = posted.ends_at, max(read.seconds_left(now) for read in active_load.reads)
+                posted.ends_at = here + left
+                if posted.ends_at < before == math.inf:
+                    self._results.ready.set()  # a thread that waits may have to wait for less
+            return
+        reads = [read for read in active_load.reads if read.planned]
+        under_way = [write.copy for read in reads for write in read.writes]
+        # Where P computes the prompt, nobody has foreseen the end of a pull.
+        unknown = load.step_tokens and any(read.link.pulls for read in reads)
 
-            def ended_well() -> bool | None:
-                if not all(copy.done for copy in under_way):
-                    return None
-                return not any(copy.error for copy in under_way) and all(read.grant_stands for read in reads)
+        def ended_well() -> bool | None:
+            if not all(copy.done for copy in under_way):
+                return None
+            return not any(copy.error for copy in under_way) and all(read.grant_stands for read in reads)
 
-            self._results.begun(active_load.original, ended_well if posted else None, under_way)
+        check = ended_well if all(read.fence == "posted" for read in reads) else None
+        posted.begun(check, under_way, math.inf if unknown else here + load.seconds)
 
     def _report_succeeded(self, active_load: ActiveLoad) -> None:
         """The load has ended, and its tokens are in the blocks."""
@@ -321,11 +309,11 @@ class Loads:
             )
             self._count_streamed(active_load)
         finally:  # a request waits for the report, also after an error of the metrics
-            self._results.finished(FinishedLoad(active_load.original, end, estimate))
+            self._results.finished(active_load.posted, end, estimate)
 
-    def _report_failed(self, load: Load, reason: Reason, active_load: ActiveLoad | None = None) -> None:
-        """The load, as the engine gave it, has ended, and its tokens are not in the blocks. ``active_load``: it, if an
-        attempt has begun."""
+    def _report_failed(self, posted: StepLoad, reason: Reason, active_load: ActiveLoad | None = None) -> None:
+        """The load has ended, and its tokens are not in the blocks. ``active_load``: it, if an attempt has begun."""
+        load = posted.load
         end = LoadEnd(reason.kind, peer=_short_name((active_load.load if active_load else load).peer))
         try:
             self._rank_context.stats.failed(reason.kind, end.peer)
@@ -337,11 +325,11 @@ class Loads:
                 load.request_id, load.num_tokens, reason, stories,
             )  # fmt: skip
         finally:  # a request waits for the report; who has it finds the line
-            self._results.finished(FinishedLoad(load, end))
+            self._results.finished(posted, end)
 
     def _count_streamed(self, active_load: ActiveLoad) -> None:
         """What it costs D to take blocks for a prompt before P has computed it."""
-        load = active_load.original
+        load = active_load.posted.load
         if load.found or load.step_tokens:
             blocks = max((len(packed) // 4 for packed in load.block_ids), default=0)
             milliseconds = (self._rank_context.clock() - active_load.started) * 1e3
@@ -357,7 +345,7 @@ class Loads:
                     "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
                     load.request_id, load.num_tokens, active_load.nbytes, active_load.seconds * 1e3,
                     active_load.planes, _short_name(load.peer),
-                    ", inside the step" if load.now else ", joined by a step" if active_load.begun
+                    ", inside the step" if load.now else ", joined by a step" if active_load.posted.claimed
                     else "" if number == 1 else f", attempt {number}",
                     ", from when the prefill engine computed it" if load.step_tokens else "",
                 )  # fmt: skip

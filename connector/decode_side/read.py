@@ -26,6 +26,7 @@ from kvferry.connector.geometry.spans import Span, check_spans
 from kvferry.connector.pages.caches import Ids, PageBox
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
+from kvferry.connector.step_loads.step_loads import StepLoad
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
 from kvferry.connector.wire.states import Lifetime
@@ -62,8 +63,7 @@ class ActiveLoad(msgspec.Struct, eq=False):
 
     load: Load
     """With the lease and the P engine of this attempt."""
-    original: Load
-    """As the engine gave it."""
+    posted: StepLoad
     lifetime: Lifetime[LoadState, LoadEvent, LoadEffect]
     started: float
     """By ``RankContext.clock``, as the times below."""
@@ -71,13 +71,6 @@ class ActiveLoad(msgspec.Struct, eq=False):
     """Kernel block ids per region."""
     alone: bool = False
     """No other hand-over began in the same step."""
-    begun: bool = False
-    """The engine knows that all copies are under way; only for a load inside a step, or one that is reported early."""
-    joins_after: float = math.inf
-    """Seconds for which its copies must have run before it may be reported early, as ``Loads.report_early`` takes
-    them."""
-    begun_at: float = math.inf
-    """When the last of its copies was begun, or the last copy of another load before it was seen to end."""
     reads: list[SourceRead] = msgspec.field(default_factory=list)
     nbytes: int = 0
     copied_at: float = 0.0
@@ -539,7 +532,6 @@ class Reads:
     def begin_write(self, write: PageWrite, now: float) -> LoadEvent:
         """A copy into D's pages has begun."""
         self.writes[write] = None
-        write.read.active_load.begun_at = now
         return write.read.write_began(write, now)
 
     # --- messages of P ------------------------------------------------------------------------------------------
@@ -687,7 +679,7 @@ class Reads:
             load = read.active_load
             for other in self.writes:  # copies follow each other
                 if other.read.active_load is not load:
-                    other.read.active_load.begun_at = now
+                    other.read.active_load.posted.begins_again(self._rank_context.clock())
             load.copied_at = max(load.copied_at, write.copy.ended_at)
             if failure is None and not read.stopped:
                 self.count(read, write.nbytes - (write.seen or 0))

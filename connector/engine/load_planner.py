@@ -1,10 +1,9 @@
 """D's part of the scheduler half: which prompts to load, from which P, and inside a step or beside the steps. Pure.
 
 A load goes inside the step that computes with it where ``step_load_rule`` permits, else beside the engine's steps. Of
-a load beside the steps, vLLM sees the end at the launch of a step, and schedules the request two steps later. So it is
-reported before its end where the rule permits that, and then the next step joins it. Where P still computes the prompt,
-an idle engine prepares the step that computes with it meanwhile: it is reported ``step_hold_seconds`` before the end
-that a rank foresees.
+a load beside the steps, vLLM sees the end at the launch of a step, and schedules the request two steps later. So each
+plan tells the ranks how long before its end they may report a load, and the next step joins it. Where P still computes
+the prompt, an idle engine prepares the step that computes with it meanwhile.
 """
 
 from __future__ import annotations
@@ -162,10 +161,8 @@ class EngineRequest:
     """Of its load, by the ranks that have reported its end."""
     load: Load | None = None
     """One beside the steps."""
-    begun: float = 0.0
-    """When the load was planned, where it may be reported early; infinite where P computes its prompt; else 0."""
-    early: bool = False
-    """Ranks have been told so."""
+    seconds: float = math.inf
+    """Of its load, as ``Load.seconds``."""
     handed_over: dict[str, Any] = field(default_factory=dict)
     """What became of its prompt, as ``HANDED_OVER`` has it; empty until that is known."""
     traceparent: str = ""
@@ -190,7 +187,6 @@ class LoadPlanner(EngineFacts):
         self._joining = 0, 0.0  # tokens of the last load that a step joins, and since when it is known
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
         self._unreported: dict[str, EngineRequest] = {}  # that have ended before their load
-        self._beside: dict[str, EngineRequest] = {}  # whose loads may be reported early
         self._phases: Counter[RequestPhase] = Counter()  # how many requests are in each phase but the first and last
 
     # --- whether P holds the prompt -----------------------------------------------------------------------------
@@ -406,10 +402,8 @@ class LoadPlanner(EngineFacts):
                 self._plan.leave(LeftAnswer(entry.request_id, leases))
         elif before is RequestPhase.OFFERED and after is not before and event not in (_E.BESIDE, _E.INSIDE):
             parts.releases += [UnneededLease(entry.request_id, lease.token) for lease in entry.leases]
-        elif before is RequestPhase.LOADING:
-            self._beside.pop(entry.request_id, None)
-            if event in (_E.REFUSED, _E.ENDED) and not entry.handed_over:  # else a reset has cancelled it
-                parts.cancels.append(entry.request_id)
+        elif before is RequestPhase.LOADING and event in (_E.REFUSED, _E.ENDED) and not entry.handed_over:
+            parts.cancels.append(entry.request_id)  # else a reset has cancelled it
 
     def _refuse(self, entry: EngineRequest, why: ProtocolError) -> None:
         self._advance(entry, RequestEvent.REFUSED)
@@ -460,23 +454,25 @@ class LoadPlanner(EngineFacts):
         inside = min(stop, prompt - 1)  # vLLM schedules it at once, with a token to compute
         # vLLM moves a state to where the step works on it before the connector sees the step.
         beside = beside or any(table.moves_state(inside, prompt + self.drafts) for table in self.tables)
-        entry.begun = 0.0 if beside else math.inf if streams else self.clock()
-        entry.in_step = not (beside or streams) and self._in_step(remote_prompt.peer, stop - num_local)
+        early = not beside and bool(self.step_load_rule.hold_seconds)
+        entry.seconds, entry.in_step = 0.0 if early else math.inf, False
+        if early and not streams:
+            entry.seconds, entry.in_step = self._in_step(remote_prompt.peer, stop - num_local)
         if entry.in_step:
             return inside - num_local, False
         return stop - num_local, True
 
-    def _in_step(self, peer: PeerEngine, tokens: int) -> bool:
-        """Whether a load of ``tokens`` may go inside the step that is being scheduled."""
-        steps = self.steps
-        if steps is None:
-            return False
-        now = self.clock()
+    def _in_step(self, peer: PeerEngine, tokens: int) -> tuple[float, bool]:
+        """``Load.seconds`` of a load of ``tokens``, and whether it may go inside the step that is being scheduled."""
+        steps, now = self.steps, self.clock()
+        assert steps is not None, "else the rule has no hold"
         seconds = self._estimates.seconds(peer.engine_id, tokens, now)
         # Copies that must wait for the steps in flight gain nothing from the time that these take.
         left = 0.0 if self.clears_blocks or steps.unknown_freed else steps.seconds_left(now)
         others = self.shares_steps or len(self._requests) > 1
-        return self.step_load_rule.fits(seconds, left, steps.step_seconds, others=others)
+        # The scheduler may take longer to admit a long prompt than the device is busy.
+        admission = max(0.0, steps.admission_seconds(tokens) - steps.seconds_until_seen(now))
+        return seconds - admission, self.step_load_rule.fits(seconds, left, steps.step_seconds, others=others)
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
@@ -492,8 +488,6 @@ class LoadPlanner(EngineFacts):
         load = self._load(entry, entry.remote_prompt, block_ids, num_external)
         if not load.now:
             entry.load = load
-            if entry.begun:
-                self._beside[load.request_id] = entry
         else:
             self.step_load_rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self.clock()))
         self._plan.parts.loads.append(load)
@@ -502,12 +496,12 @@ class LoadPlanner(EngineFacts):
     def _load(
         self, entry: EngineRequest, remote_prompt: RemotePrompt, block_ids: Sequence[Sequence[int]], num_external: int
     ) -> Load:
-        start, stop = entry.start, entry.start + num_external
-        steps = self.steps
+        start, stop, steps = entry.start, entry.start + num_external, self.steps
         tables = list(zip(self.tables, block_ids, strict=True))
         result = LookupResult() if entry.awaited is None or entry.is_prefix else entry.awaited.result
         digests = b"" if entry.awaited is None else entry.awaited.digests
         written = (block_id for table, ids in tables for block_id in ids[table.lacks_from(start) // table.block_size :])
+        behind = self.clears_blocks or steps is None or steps.may_use(written)
         return Load(
             request_id=entry.request_id,
             token=remote_prompt.token,
@@ -519,7 +513,8 @@ class LoadPlanner(EngineFacts):
             ),
             digest=remote_prompt.digest,
             now=entry.in_step,
-            behind=self.clears_blocks or steps is None or steps.may_use(written),
+            behind=behind,
+            seconds=math.inf if behind else entry.seconds,  # nobody knows when its copies begin
             alternatives=entry.leases[1:],
             found=result.found,
             step_tokens=result.step_tokens,
@@ -550,7 +545,7 @@ class LoadPlanner(EngineFacts):
             if loading is None:
                 continue
             ranks = 0 if loading.end is None else loading.end.ranks
-            if loading.early and loading.load is not None and ranks < self.tp_size * self.pp_size:
+            if loading.load is not None and loading.load.seconds < math.inf and ranks < self.tp_size * self.pp_size:
                 self._plan.parts.joins.append(loading.load)
                 self._joining = loading.tokens, self.clock()
                 if loading.end is not None and loading.end.failed:
@@ -629,8 +624,15 @@ class LoadPlanner(EngineFacts):
         """The step of ``plan`` was scheduled. Returns its plan. ``preempted``: as ``SchedulerHalf.take_plan``."""
         self.step_load_rule.next_step()
         if (steps := self.steps) is not None:
-            if preempted or self._beside:
-                plan = self._in_flight(plan, steps, preempted)
+            if preempted:
+                # The engine may have preempted a request before it gave blocks to the loads, and says so only now.
+                steps.freed(None)
+                if steps.may_use(()):
+                    plan = replace(plan, loads=tuple(replace(one, behind=True, seconds=math.inf) for one in plan.loads))
+            if self._phases[RequestPhase.LOADING]:
+                now = self.clock()
+                times = (0.0, math.inf) if plan.idle else (steps.seconds_until_seen(now), steps.step_seconds)
+                plan = replace(plan, lead=self.step_load_rule.lead(*times))
             steps.scheduled(loads=not plan.nothing and self._computes_with_loads(plan, steps))
         return plan
 
@@ -640,27 +642,3 @@ class LoadPlanner(EngineFacts):
             tokens, since = self._joining
             steps.admitted(tokens, self.clock() - since)
         return bool(plan.joins) or any(load.now for load in plan.loads)
-
-    def _in_flight(self, plan: StepPlan, steps: StepsInFlight, preempted: Collection[str]) -> StepPlan:
-        """The plan, with the loads that ranks may report with this step before their end."""
-        if preempted:
-            # The engine may have preempted a request before it gave blocks to the loads, and says so only now.
-            steps.freed(None)
-            behind = steps.may_use(())
-            plan = replace(plan, loads=tuple(replace(load, behind=load.behind or behind) for load in plan.loads))
-        now, early = self.clock(), list[tuple[str, float]]()
-        idle = plan.idle  # then nobody else waits where the next step waits for P
-        busy, step_seconds = (0.0, math.inf) if idle else (steps.seconds_until_seen(now), steps.step_seconds)
-        for request_id, entry in self._beside.items():
-            assert entry.load is not None
-            if (entry.begun == math.inf) is not idle:
-                continue
-            seconds = left = 0.0
-            if not idle:
-                seconds = self._estimates.seconds(entry.load.peer.engine_id, entry.tokens, now)
-                left = max(busy, steps.admission_seconds(entry.tokens))
-            after = self.step_load_rule.joins_after(seconds, left, step_seconds)
-            if after < math.inf and not entry.early if idle else now - entry.begun >= after:
-                early.append((request_id, after))
-                entry.early = True
-        return replace(plan, early=tuple(early), nothing=False) if early else plan

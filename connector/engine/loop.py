@@ -28,8 +28,8 @@ from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.prefill_side.serve import Producer
-from kvferry.connector.step_loads.step_outcome import StepOutcome
-from kvferry.connector.wire.step_plan import LeaseGrant, Load, StepPlan
+from kvferry.connector.step_loads.step_loads import StepLoad, StepOutcome
+from kvferry.connector.wire.step_plan import LeaseGrant, StepPlan
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
@@ -78,7 +78,7 @@ class TransferThread:
         self._next_tick = self._next_look = 0.0
         self._consumer = Consumer(rank_context, self.results)
         self._producer = Producer(rank_context, listener, self.results.freed)
-        self._plans = PostedPlans(rank_context, self._producer, self._consumer, self.results, self._yield_to_engine)
+        self._plans = PostedPlans(rank_context, self._producer, self._consumer, self._yield_to_engine)
         self._steps, self.prefixes = self._producer.steps, self._producer.prefixes
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
@@ -95,27 +95,12 @@ class TransferThread:
             self.close()
             raise GeometryError(f"copies on {self.rank_context.caches.device} do not work: {error!r}")
 
-    def post(
-        self,
-        plan: StepPlan,
-        event: DeviceEvent | None = None,
-        computed: Sequence[DeviceEvent | None] = (),
-        outcome: StepOutcome | None = None,
-        step: ComputedStep | None = None,
-        early: Sequence[tuple[Load, StepOutcome, float]] = (),
-    ) -> None:
-        """Post the work of one step. Where it does not wake the thread, the thread takes it at its next turn.
-
-        ``event``: the device must have reached it before the blocks of loads ``behind`` are written. ``computed``: one
-        event per lease; the device must have reached it before the blocks of the lease are read. ``outcome``: takes
-        the reports of the loads inside the step, from this thread. ``step``: where the step computes
-        ``plan.prefill_chunks``. ``early``: the loads that may be reported before their end, each with what takes its
-        reports, and the seconds for which its copies must have run, as in ``StepPlan``.
-        """
+    def post(self, posted: PostedPlan) -> None:
+        """Post the work of one step. Where it does not wake the thread, the thread takes it at its next turn."""
         self._producer.named.plans_seen += 1
-        wakes = plan.wakes_thread
-        if wakes or plan.prefill_chunks:
-            self._plans.posted.append(PostedPlan(plan, event, computed, outcome, step, early))
+        wakes = posted.plan.wakes_thread
+        if wakes or posted.plan.prefill_chunks:
+            self._plans.posted.append(posted)
             self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_sleep``
             if not self._stopping:  # a thread that has ended would never restore it
                 self._switch.shorten()
@@ -360,14 +345,19 @@ class TransferThread:
 
 
 class PostedPlan(msgspec.Struct, frozen=True):
-    """The arguments of ``TransferThread.post``."""
+    """The work of one step, as the engine's thread posts it."""
 
     plan: StepPlan
+    loads: Sequence[StepLoad] = ()
+    """Those of the plan, in its order."""
     event: DeviceEvent | None = None
+    """The device must have reached it before the blocks of loads ``behind`` are written."""
     computed: Sequence[DeviceEvent | None] = ()
-    outcome: StepOutcome | None = None
+    """One event per lease; the device must have reached it before the blocks of the lease are read."""
     step: ComputedStep | None = None
-    early: Sequence[tuple[Load, StepOutcome, float]] = ()
+    """Where the step computes ``plan.prefill_chunks``."""
+    outcome: StepOutcome | None = None
+    """Of the loads that the step computes with."""
 
 
 class PostedPlans:
@@ -383,13 +373,11 @@ class PostedPlans:
         rank_context: RankContext,
         producer: Producer,
         consumer: Consumer,
-        results: Results,
         yield_to_engine: Callable[[StepOutcome], None],
     ) -> None:
         self._rank_context = rank_context
         self._log = rank_context.log
         self._producer, self._consumer = producer, consumer
-        self._results = results
         self._yield_to_engine = yield_to_engine
         self.posted: deque[PostedPlan] = deque()
         self.computing: list[tuple[LeaseGrant, DeviceEvent | None]] = []
@@ -400,8 +388,6 @@ class PostedPlans:
         for _ in range(len(self.posted)):
             posted = self.posted.popleft()
             plan, outcome, step = posted.plan, posted.outcome, posted.step
-            if outcome is not None:
-                self._results.outcomes.append(outcome)
             renewals.decode_engine = plan.decode_engine
             self.computing += zip_longest(plan.leases, posted.computed)
             if plan.queued or plan.prefills or plan.stops:
@@ -420,15 +406,12 @@ class PostedPlans:
             if plan.left or plan.lookups:
                 self._each(plan.left, lookups.leave, now)
                 self._each(plan.lookups, lookups.begin, now)
-            ready = plan.loads if self._copies_wait(posted.event, plan.loads, now) else ()
-            alone = len(ready) == 1 and not self.posted
-            for load in ready:
-                begin = partial(loads.begin, load, now, alone=alone)
+            alone = len(posted.loads) == 1 and not self.posted
+            for load in posted.loads:
+                begin = partial(self._begin, load, posted.event, now, alone=alone)
                 self._try(load, begin, partial(loads.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
-            for early, its_outcome, joins_after in posted.early:
-                self._try(early, partial(loads.report_early, early, its_outcome, joins_after, now))
             for release in plan.releases:
                 self._try(release, partial(renewals.release, release.token, release.request_id, now))
             if outcome is not None and not self.posted and not any(p.active for p in self._rank_context.planes):
@@ -449,18 +432,10 @@ class PostedPlans:
         self._each([grant for grant, _ in ended], self._producer.refuse, now)
         self._try("the end of all leases", partial(self._producer.end_leases, now))
 
-    def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
-        """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
-        loads fail."""
-        if event is None or not any(load.behind for load in loads):
-            return True
-        try:
-            self._rank_context.caches.copies.wait_event(event)
-        except Exception:
-            self._log.exception("wait", "kvferry: %d loads fail: their copies cannot wait for the engine", len(loads))
-            self._each(loads, self._consumer.loads.fail, now)
-            return False
-        return True
+    def _begin(self, load: StepLoad, event: DeviceEvent | None, now: float, *, alone: bool) -> None:
+        if event is not None and load.load.behind:
+            self._rank_context.caches.copies.wait_event(event)  # as do all copies from now on
+        self._consumer.loads.begin(load, now, alone=alone)
 
     def grant_computed(self, now: float) -> None:
         """Grant the leases whose blocks the device has filled. P holds an ask that arrives before the grant."""

@@ -2,27 +2,25 @@
 
 The engine's thread calls in here. These calls may block: ``register`` at start-up, ``unregister`` and ``restore``
 around the engine's sleep, ``close`` at the end, ``begin_step`` until the copies are under way with which the step
-computes (in host memory until they have ended), and ``take_results``, ``await_results`` and ``look_up`` for a moment,
-in an engine that computes nothing.
+computes (in host memory until they have ended), and ``take_results`` and ``look_up`` for a moment, in an engine that
+computes nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from kvferry.connector.config import Settings, load_keys
-from kvferry.connector.decode_side.report import Results
-from kvferry.connector.engine.loop import TransferThread
+from kvferry.connector.engine.loop import PostedPlan, TransferThread
 from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
@@ -30,14 +28,13 @@ from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import NO_DRAFTS, ElementOrder
 from kvferry.connector.pages.copies import Copies, DeviceEvent
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.step_loads.load_ledger import LoadLedger
 from kvferry.connector.step_loads.step_hold import StepHold
-from kvferry.connector.step_loads.step_load_rule import ALONE_SECONDS
-from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.step_loads.step_loads import StepLoad, StepLoads, StepOutcome
 from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
 from kvferry.connector.wire.metrics import Figures, rank_stats
 from kvferry.connector.wire.step_plan import (
-    Load,
+    LOST,
+    LoadEnd,
     LookupResult,
     PromptLookup,
     RankAddress,
@@ -94,11 +91,9 @@ class WorkerHalf:
         self._transfer_thread: TransferThread | None = None
         self._address: RankAddress | None = None
         self._decode_engine = bytes(16)
-        self._ledger = LoadLedger()
-        self._changed = threading.Condition()  # of all outcomes
-        self._watched: dict[str, StepOutcome] = {}  # of loads beside the steps that may be reported early
-        self._early: dict[str, StepOutcome] = {}  # of those that were, until a step joins them
-        self._joined: tuple[int, list[StepOutcome]] = (0, [])  # by the last step that has joined loads
+        self._loads = StepLoads()
+        self._joined: tuple[int, list[StepLoad]] = (0, [])  # by the last step that has joined loads
+        self._lead = -math.inf  # of the last plan
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = self._waited = False
@@ -191,8 +186,7 @@ class WorkerHalf:
             )
         self._copies.synchronize()
         self._asleep, self._address = True, None
-        self._ledger.pages_gone()
-        self._watched.clear()
+        self._loads.end_all(LoadEnd("cancelled"))
         logger.info("kvferry: rank pp%d tp%d sleeps: nothing is handed over", self._info.pp_rank, self._info.tp_rank)
 
     def restore(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -249,69 +243,47 @@ class WorkerHalf:
         thread = self._transfer_thread
         assert thread is not None and self.prefills is not None, "caches are registered before the first step"
         self._decode_engine, self._idle, self._waited = plan.decode_engine, plan.idle, self._waited and plan.idle
+        self._copies.idle, self._lead = plan.idle, plan.lead
         if plan.nothing and not self.prefills.busy:
-            self._copies.idle, self.step_hold.outcome = plan.idle, None
+            self.step_hold.outcome = None
             thread.step_posted()
             return
         if plan.offers or plan.reused:
             self._update_prefixes(plan)
         ours, hold = by_region(plan, self._tables), self.step_hold
-        inside = [load for load in ours.loads if load.now]
-        hold.outcome = outcome = None
         joined = self.join(plan) if plan.joins else []
-        if inside or joined:
-            hold.outcome = outcome = self._outcome(thread, inside, joined=joined)
-        beside = [load for load in ours.loads if not load.now] if inside else ours.loads
-        for load in beside if self._early else ():  # of a load that was lost while the engine slept
-            self._early.pop(load.request_id, None)
-        self._ledger.post(beside, [lease.request_id for lease in plan.leases])
+        loads = self._loads.post(ours.loads, plan.leases)
+        inside = [load for load in loads if load.claimed] if loads else []
+        hold.outcome = outcome = self._outcome([*inside, *joined]) if inside or joined else None
         if (plan.lookups or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(left.request_id for left in plan.left)
             self._awaited.update(wanted.request_id for wanted in plan.lookups if wanted.ended is None)
-        self._copies.idle = plan.idle
         event = self._record_event(plan)
         computed = [self._computed(lease.step) for lease in plan.leases] if plan.leases else ()
         step = self.prefills.begin_step(ours) if ours.prefill_chunks or self.prefills.busy else None
-        known = self._watched.copy() if plan.early else {}
-        early = self._watch(thread, plan) if plan.early else ()
-        thread.post(ours, event, computed, outcome, step, early)
-        if outcome is not None and inside:
-            hold.wait_begun(outcome)
-        elif early and (
-            soon := [one for _, one, after in early if after <= 0 and not plan.idle and one not in known.values()]
-        ):  # they can be reported with this step, if their copies are under way by then
-            hold.wait_begun(self._outcome(thread, (), joined=soon))
+        thread.post(PostedPlan(ours, loads, event, computed, step, outcome))
+        if plan.lead > 0:  # they can be reported with this step, if their copies are under way by then
+            inside += [one for one in loads if one.load.seconds <= plan.lead and not one.load.step_tokens]
+        if inside:
+            hold.wait_begun(self._outcome(inside))
 
-    def _outcome(self, thread: TransferThread, loads: Sequence[Load], **more: Any) -> StepOutcome:
-        return StepOutcome(loads, lambda: thread.alive, thread.waker.wake, changed=self._changed, **more)
+    def _outcome(self, loads: Sequence[StepLoad]) -> StepOutcome:
+        thread = self._transfer_thread
+        assert thread is not None
+        return StepOutcome(loads, lambda: thread.alive, thread.waker.wake)
 
-    def _watch(self, thread: TransferThread, plan: StepPlan) -> list[tuple[Load, StepOutcome, float]]:
-        """The loads of ``plan.early`` that have not ended, as ``TransferThread.post`` takes them."""
-        posted = []
-        for request_id, joins_after in plan.early:
-            load = self._ledger.load(request_id)
-            if load is not None and not load.behind:  # else it is not known when its copies begin
-                outcome = self._watched.get(request_id)
-                if outcome is None or not outcome.concerns(load):
-                    outcome = self._watched[request_id] = self._outcome(thread, [load])
-                posted.append((load, outcome, joins_after))
-        return posted
-
-    def join(self, plan: StepPlan, *, others: bool = True) -> list[StepOutcome]:
+    def join(self, plan: StepPlan, *, others: bool = True) -> list[StepLoad]:
         """Have all work that the device gets from now on wait for the loads of ``plan.joins``; before it gets work on
         new blocks, of which some may have been theirs. ``others``: the step computes for other requests than theirs, or
-        not for all of these: one may have left, and others have its blocks. Once for each plan. Returns what becomes of
-        them."""
+        not for all of these: one may have left, and others have its blocks. Then block until their copies are under
+        way, or nothing writes the blocks any more; else ``begin_step`` blocks for it. Once for each plan."""
         if plan.step != self._joined[0]:
-            thread, outcomes = self._transfer_thread, []
-            assert thread is not None
-            for load in plan.joins:
-                if (outcome := self._early.pop(load.request_id, None)) is None:  # it has ended here, as was reported
-                    outcome = self._outcome(thread, [load])
-                    outcome.ended(load)
-                outcomes.append(outcome)
-            self._joined = plan.step, outcomes
-            self.step_hold.join(outcomes, self._copies, whole=others)
+            joined = self._loads.join(plan.joins)
+            self._joined = plan.step, joined
+            outcome = self._outcome(joined)
+            if others and not self.step_hold.hold(outcome):
+                outcome.ends()
+            outcome.make_engine_wait(self._copies)
         return self._joined[1]
 
     def take_back(self, plan: StepPlan) -> None:
@@ -349,12 +321,13 @@ class WorkerHalf:
 
     def _cancel_late(self, late: tuple[str, ...]) -> None:
         assert self._transfer_thread is not None
-        self._transfer_thread.post(StepPlan(decode_engine=self._decode_engine, cancels=late))
+        self._transfer_thread.post(PostedPlan(StepPlan(decode_engine=self._decode_engine, cancels=late)))
 
     def begin_step(self) -> None:
-        """Hold the step back until its forward may begin, as ``StepHold.begin``."""
-        if self.step_hold.outcome is not None:
-            self.step_hold.begin(self._copies)
+        """Hold the step back until its forward may begin."""
+        if (outcome := self.step_hold.outcome) is not None:
+            self.step_hold.hold(outcome)
+            outcome.make_engine_wait(self._copies)
 
     def take_outcome(self) -> StepOutcome | None:
         """What becomes of the loads that this step computes with; ``None`` where there are none. Must be final before
@@ -362,32 +335,16 @@ class WorkerHalf:
         outcome, self.step_hold.outcome = self.step_hold.outcome, None
         return outcome
 
-    def _end_with_thread(self) -> None:
-        why, level = (ASLEEP, logging.WARNING) if self._asleep else ("the transfer thread has ended", logging.ERROR)
-        logger.log(level, "kvferry: %s; loads that fail: %s", why, self._ledger.names() or "none")
-        self._ledger.thread_ended()
-
     @property
     def has_news(self) -> bool:
         """Whether ``take_estimates``, ``take_outcome`` or ``take_lookups`` has something to return."""
         thread, posted = self._transfer_thread, self.step_hold.outcome is not None
-        return posted or bool(self._estimates) or (thread is not None and thread.results.any)
+        return posted or bool(self._estimates) or (thread is not None and bool(thread.results.lookups))
 
     def take_estimates(self) -> dict[EstimateKey, TransferEstimate]:
-        """How long hand-overs took that ended since the last call, the last one from each engine."""
-        self._collect()
+        """How long hand-overs took whose results were taken since the last call, the last one from each engine."""
         estimates, self._estimates = self._estimates, {}
         return estimates
-
-    def _collect(self) -> None:
-        if self._transfer_thread is None:
-            return
-        results = self._transfer_thread.results
-        for finished in results.take(results.loads):
-            self._ledger.load_ended(finished.load, finished.end)
-            source = finished.load.peer.engine_id, self._info.tp_rank
-            if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
-                self._estimates[source] = finished.estimate
 
     def take_lookups(self) -> dict[str, LookupResult]:
         """The last word of P since the last call on each lookup. Only the first rank of an engine has any."""
@@ -407,57 +364,35 @@ class WorkerHalf:
             return None
         if wanted is not None:
             self._awaited.add(wanted.request_id)
-            thread.post(StepPlan(decode_engine=self._decode_engine, lookups=(wanted,)))
+            thread.post(PostedPlan(StepPlan(decode_engine=self._decode_engine, lookups=(wanted,))))
         thread.results.wait(IDLE_WAIT_SECONDS)
         self._waited = True
         return self.take_lookups()
 
-    def await_results(self) -> None:
-        """In a step that computes nothing, wait for a moment until a load ends or P answers; not where ``look_up`` has
-        just waited."""
-        waited, self._waited = self._waited, False
-        awaits = self._idle and not waited and (self._ledger.awaits_load or self._awaited)
-        if awaits and self._transfer_thread is not None:
-            self._wait(self._transfer_thread.results)
-
-    def _wait(self, results: Results) -> None:
-        """For a result, or until a load that is foreseen may be reported."""
-        if not self._watched:
-            return results.wait(IDLE_WAIT_SECONDS)
-        end = time.monotonic() + IDLE_WAIT_SECONDS
-        while not results.any:
-            due = min(outcome.due for outcome in self._watched.values())
-            left = (due if due < end + IDLE_WAIT_SECONDS else end) - time.monotonic()
-            if left <= 0:
-                break
-            results.wait(left)
-
-    def take_results(self, *, waits: bool = True) -> StepResults:
-        """What ended since the last call. ``waits``: as ``await_results``, before."""
-        if self._transfer_thread is None:
+    def take_results(self) -> StepResults:
+        """What ended since the last call, and the loads whose end is near. In a step that computes nothing, wait for a
+        moment until a load ends or should, or P answers; not where ``look_up`` has just waited."""
+        thread = self._transfer_thread
+        if thread is None:
             return StepResults()
-        if waits and self._idle:
-            self.await_results()
-        results = self._transfer_thread.results
-        alive = self._transfer_thread.alive  # before its reports are taken, so that none is lost
+        waited, self._waited = self._waited, False
+        if self._idle and not waited and (self._loads.awaits_load or self._awaited):
+            due = self._loads.due(self._lead) - time.monotonic()
+            thread.results.wait(max(0.0, min(IDLE_WAIT_SECONDS, due)))
+        results = thread.results
+        alive = thread.alive  # before its reports are taken, so that none is lost
         if results.any:
             for request_id in results.take(results.leases):
-                self._ledger.lease_freed(request_id)
-            self._collect()
-        if self._watched or not alive:
-            self._report_early(alive=alive)
-        return self._ledger.take_results()
-
-    def _report_early(self, *, alive: bool) -> None:
-        """Report the loads whose copies have run for so long that a step that computes with them need not wait; in an
-        idle engine those for which it should wait briefly; and all loads where the transfer thread has ended."""
-        if not alive and self._ledger.owes:
-            self._end_with_thread()
-        now = time.monotonic()
-        for request_id, outcome in list(self._watched.items()):
-            load = self._ledger.load(request_id)
-            if load is None or not outcome.concerns(load):
-                del self._watched[request_id]
-            elif outcome.under_way or (self._idle and self._foresees and 0 <= now - outcome.due < ALONE_SECONDS):
-                self._ledger.report_early(request_id)
-                self._early[request_id] = self._watched.pop(request_id)
+                self._loads.lease_freed(request_id)
+            for load in results.take(results.loads):
+                self._loads.load_ended(load)
+                source = load.load.peer.engine_id, self._info.tp_rank
+                if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
+                    self._estimates[source] = load.estimate
+        if alive and self._loads.awaits_load:
+            self._loads.report_early(self._lead, foresees=self._idle and self._foresees)
+        elif not alive and (lost := self._loads.end_all(LOST)):
+            why = ASLEEP if self._asleep else "the transfer thread has ended"
+            level = logging.WARNING if self._asleep else logging.ERROR
+            logger.log(level, "kvferry: %s; loads that fail and leases that end: %d", why, lost)
+        return self._loads.take_results()

@@ -4,8 +4,8 @@ A load inside the step costs its request no step: the step is launched at once, 
 still needs when the step's kernels could begin. The other requests in the step wait as long. So the rule is one
 comparison: that time, for all loads of the step together, is at most ``step_hold_seconds``, and at most a step: longer
 than that, the others would wait longer than the request gains. A load that does not fit is begun beside the steps. By
-the same comparison it is joined in a later step: it is reported while it runs, once the step that can compute with it
-then would wait no longer.
+the same comparison a later step joins it: it is reported once the step that can then compute with it would wait no
+longer.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ class StepLoadRule:
         most = hold if others or self._planned else max(hold, ALONE_SECONDS)
         return self._planned + copy_seconds - seconds_left <= most
 
-    def joins_after(self, copy_seconds: float, seconds_left: float, step_seconds: float) -> float:
-        """For how many seconds the copies of a load beside the steps must have run before it may be reported.
-        ``seconds_left``: how long it takes at least, from the report on, until the step that can compute with it can
-        begin: the device is busy, or the engine prepares the step. The rest as of ``fits``."""
-        return copy_seconds - seconds_left - min(self.hold_seconds, step_seconds) if self.hold_seconds else math.inf
+    def lead(self, seconds_left: float, step_seconds: float) -> float:
+        """How long before its end a load beside the steps may be reported. ``seconds_left``: how long it takes at
+        least, from the report on, until the step that can compute with it can begin. The rest as of ``fits``."""
+        return seconds_left + min(self.hold_seconds, step_seconds) if self.hold_seconds else -math.inf
 
     def planned(self, copy_seconds: float) -> None:
         """A load goes inside the next step. Copies of one step follow each other."""

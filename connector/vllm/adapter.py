@@ -44,7 +44,7 @@ from kvferry.connector.engine.prefixes import model_seed, names_sources, with_hi
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.engine.worker_setup import check_before_caches
-from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.step_loads.step_loads import StepOutcome
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat, from_vllm, hooks, plugin
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
@@ -232,7 +232,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduled = from_vllm.scheduled_tokens(scheduler_output, ours, self._groups) if ours else ()
         plan = half.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
         if self._recovery is not None:
-            self._recovery.scheduled(scheduler_output, plan.loads, plan.joins)
+            self._recovery.scheduled(scheduler_output, plan)
         return KVFerryMetadata(plan)
 
     def reset_cache(self) -> bool:
@@ -401,18 +401,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # With micro-batches or a draft model a layer may run more than once in a step.
         self._prefills = prefills if plan.prefill_chunks and self._layers_run_once else None
 
-    def _finish_step(self) -> StepResults:
-        return self._await_results() if self._seen_at_once else self._working.take_results()
-
-    def _await_results(self) -> StepResults:
-        self._working.await_results()
-        return StepResults()
-
     def _report(self, result: Any) -> Any:
         """``result``, the output of a step, with what has ended by now on this rank, the engine's only one. The
         scheduler is about to look at it, and would see what comes with a later step's output two steps later."""
         working = self._working
-        results = working.take_results(waits=False)
+        results = working.take_results()
         if not (results.received or results.sent or working.has_news):
             return result
         self._ends |= results.ends
@@ -426,7 +419,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return compat.with_report(result, told)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = self._finish_step()
+        results = StepResults() if self._seen_at_once else self._working.take_results()
         self._ends |= results.ends
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
@@ -435,7 +428,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         outcome = self._working.take_outcome()
         if self._seen_at_once:
-            return None if outcome is None else KVFerryWorkerMeta({}, outcome)
+            return None if outcome is None else KVFerryWorkerMeta(outcome=outcome)
         return self._news(outcome)
 
     def _news(self, outcome: StepOutcome | None) -> KVFerryWorkerMeta | None:
@@ -445,7 +438,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not compat.speaks_for_engine(self):
             estimates, outcome = {}, None
         news = estimates or outcome or met or ends
-        return KVFerryWorkerMeta(estimates, outcome, met=met, ends=ends) if news else None
+        return KVFerryWorkerMeta(estimates, outcome, met, ends) if news else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """vLLM asks on the workers when a step is launched, and in the scheduler when its output has been processed."""

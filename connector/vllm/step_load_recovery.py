@@ -4,8 +4,7 @@ vLLM has scheduled further steps by then, and its own recovery does not know of 
 in flight, which were computed from the blocks that were not filled. So this module looks at each step's output before
 vLLM does. It finds every request that has used a block of a failed load, takes what they computed from these blocks out
 of the prefix cache, and preempts them, with the outputs of their steps in flight dropped. vLLM computes them anew.
-Where ``kv_load_failure_policy`` is ``fail``, vLLM ends these requests by itself once it knows the blocks. With several
-KV cache groups it refuses to hear of blocks, and in a window a request may have none of them: these are ended here.
+Where ``kv_load_failure_policy`` is ``fail``, they end with an error.
 
 ``hooks`` calls ``StepLoadRecovery.processed`` before the scheduler looks at an output.
 """
@@ -19,15 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine.planning import NULL_BLOCK
 from kvferry.connector.geometry.engine_types import BlockTable
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
-from kvferry.connector.vllm.worker_meta import standing_loads
-from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, unpack_ids
+from kvferry.connector.vllm.worker_meta import load_ends
+from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, StepPlan, unpack_ids
 from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.adapter")
@@ -103,9 +101,10 @@ class StepLoadRecovery:
 
     # --- what vLLM reports --------------------------------------------------------------------------------------
 
-    def scheduled(self, output: Any, loads: Sequence[Load], joins: Sequence[Load] = ()) -> None:
-        """A step was scheduled. ``loads``: all loads of its plan. ``joins``: those that it joins."""
-        self.steps.append(_Step(output, [*map(_Suspect, joins), *[_Suspect(load) for load in loads if load.now]]))
+    def scheduled(self, output: Any, plan: StepPlan) -> None:
+        """A step was scheduled, with this plan."""
+        loads = *plan.joins, *[load for load in plan.loads if load.now]
+        self.steps.append(_Step(output, [_Suspect(load) for load in loads]))
         suspects = [suspect for step in self.steps for suspect in step.suspects]
         if suspects:
             self._note_tables(output, suspects)
@@ -149,12 +148,15 @@ class StepLoadRecovery:
         return None
 
     def _failed(self, step: _Step, result: Any) -> list[_Suspect]:
-        meta = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None
-        standing, ends = standing_loads(meta), getattr(meta, "ends", {})
-        failed = [suspect for suspect in step.suspects if standing.get(suspect.load.request_id, 0) < self._ranks]
+        """The loads that do not stand on all ranks."""
+        ends = load_ends(result.kv_connector_output and result.kv_connector_output.kv_connector_worker_meta)
+        failed = []
         for suspect in step.suspects:
-            name = suspect.load.request_id
-            self._ended(name, ends.get(name, LOST) if suspect in failed else LoadEnd())
+            end = ends.get(suspect.load.request_id, LOST)
+            if end.failed or end.ranks < self._ranks:
+                failed.append(suspect)
+                end = end if end.failed else LOST
+            self._ended(suspect.load.request_id, end)
         return failed
 
     def _recover(self, failed: list[_Suspect], step: _Step, result: Any) -> list[Any]:
@@ -165,21 +167,16 @@ class StepLoadRecovery:
         for suspect in failed:
             suspect.find_users(self._tables, held)
         users = set[str]().union(*(suspect.users for suspect in failed))
-        running = [request for request in scheduler.running if request.request_id in users]
         # Out of the prefix cache, and also blocks of requests that have ended since, which vLLM no longer finds.
         scheduler.kv_cache_manager.evict_blocks(set[int]().union(*(suspect.derived for suspect in failed)))
         names = ", ".join(suspect.load.request_id for suspect in failed)
-        # vLLM finds those that have used a block before, not one that has got it from a load which a step has joined.
-        found = _keeps_all(self._tables) and all(suspect.load.now for suspect in failed)
-        if self._fails and not found:
+        if self._fails:
             ended = self._end(users)
             users -= {request.request_id for request in ended}
             text = "kvferry: the hand-over of %s failed inside its step: %d request(s) end with an error"
             self._log.error("inside", text, names, len(ended))
-        elif self._fails:
-            users -= {request.request_id for request in running}  # vLLM ends these, and drops their outputs
-            self._report_blocks(failed, result)
         else:
+            running = [request for request in scheduler.running if request.request_id in users]
             for request in reversed(running):  # each goes before the requests that wait
                 compat.preempt(scheduler, request, time.monotonic())
             text = (
@@ -190,20 +187,12 @@ class StepLoadRecovery:
         return ended
 
     def _end(self, users: Collection[str]) -> list[Any]:
-        """As vLLM does once it knows the blocks: the running ones, and those that wait for a load beside the steps."""
+        """The running ones, and those that wait for a load beside the steps."""
         ends = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS
         requests = [self._scheduler.requests[name] for name in users if name in self._scheduler.requests]
         ended = [request for request in requests if request.status in ends]
         self._scheduler.finish_requests([one.request_id for one in ended], RequestStatus.FINISHED_ERROR)
         return ended
-
-    def _report_blocks(self, failed: list[_Suspect], result: Any) -> None:
-        """vLLM finds the running requests on these blocks, and those that wait for a load beside the steps."""
-        if result.kv_connector_output is None:
-            result.kv_connector_output = KVConnectorOutput()
-        carried = result.kv_connector_output
-        blocks = set[int]().union(*(filled_blocks(suspect.load, self._tables) for suspect in failed))
-        carried.invalid_block_ids = set(carried.invalid_block_ids or ()) | blocks
 
     def _restart_waiting(self, request_ids: Collection[str], step: _Step) -> None:
         """Drop the outputs in flight of requests that do not run, and what they hold of the blocks."""

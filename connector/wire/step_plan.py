@@ -6,6 +6,7 @@ The scheduler half sends one ``StepPlan``, the same to every rank. The worker ha
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -243,6 +244,7 @@ class Load(_OfRequest, frozen=True):
     step_tokens: int = 0
     traceparent: str = ""
     prefix: bytes = b""
+    seconds: float = math.inf  # Of its copies; where P still computes, after P's last; infinite: reported at its end
 
     @property
     def num_tokens(self) -> int:
@@ -263,10 +265,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     leases. ``ends_leases``: all leases end now, those of this plan too. ``lookups``: requests of D whose P must be
     asked for the token; ``left``: requests of earlier plans that do not need their answer any more. ``offers``: what D
     may read from now on; ``reused``: the blocks that the engine has given to other requests since the last plan, of
-    these offers too, packed by ``pack_ids``. ``early``: loads beside the steps that a rank may report before their end,
-    each with the seconds for which its copies must have run; where P computes the prompt, an idle rank may, and less
-    than 0 is so long before the last copy. ``joins``: loads that some rank has reported so; the step waits for them,
-    and tells whether they stand, like those of ``loads`` inside it.
+    these offers too, packed by ``pack_ids``. ``lead``: a rank reports a load once it should end in so many seconds.
+    ``joins``: loads that some rank has reported so; the step waits for them, as for ``loads`` inside it.
     """
 
     decode_engine: bytes = bytes(16)
@@ -289,7 +289,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     ends_leases: bool = False
     offers: tuple[PrefixOffer, ...] = ()
     reused: bytes = b""
-    early: tuple[tuple[str, float], ...] = ()
+    lead: float = -math.inf
     joins: tuple[Load, ...] = ()
 
     @property
@@ -298,7 +298,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         nothing leaves before the step advances, and than ``offers`` and ``reused``, which the engine's thread takes."""
         return bool(
             self.leases or self.keeps or self.loads or self.cancels or self.releases
-            or self.queued or self.prefills or self.stops or self.lookups or self.left or self.ends_leases or self.early
+            or self.queued or self.prefills or self.stops or self.lookups or self.left or self.ends_leases
         )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class Trickle:
 
 
 class Reports:
-    """Counts what a rank reports to its engine, before the ledger sees it."""
+    """Counts what a rank reports to its engine, before it knows."""
 
     def __init__(self, d: Rank) -> None:
         self.ok: list[bool] = []
@@ -42,9 +42,9 @@ class Reports:
         self._real = results.finished
         results.finished = self._note
 
-    def _note(self, finished: Any) -> None:
-        self.ok.append(not finished.end.failed)
-        self._real(finished)
+    def _note(self, load: Any, end: Any, *more: Any) -> None:
+        self.ok.append(not end.failed)
+        self._real(load, end, *more)
 
 
 def pair(group: RankGroup, planes: Sequence[str] = ("tcp",), **settings: Any) -> Pair:

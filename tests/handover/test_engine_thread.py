@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side.report import FinishedLoad
 from kvferry.connector.engine import worker
-from kvferry.connector.step_loads.step_outcome import LOOK_SECONDS
+from kvferry.connector.step_loads.step_loads import LOOK_SECONDS, StepLoads
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, StepPlan
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from tests.handover.scenario import OURS, TOKENS, Pair, RankGroup, another_works, ended, lease_plan, leased, load_from
@@ -34,10 +33,10 @@ def test_a_step_that_computes_nothing_waits_for_a_load(p: Rank, d: Rank, collect
     d.worker.post(replace(plan, idle=not collected))
     if collected:
         assert wait(lambda: bool(d.thread.results.loads))
-        assert d.worker.take_estimates().keys() == {("engine-p", 0)}
         d.worker.post(StepPlan(idle=True))
     begun = time.monotonic()
     assert d.worker.take_results().received == {"req-d"}, "one call is enough"
+    assert d.worker.take_estimates().keys() == {("engine-p", 0)}
     d.worker.post(StepPlan(idle=True))
     assert not d.worker.take_results().received, "with nothing under way it does not wait"
     assert time.monotonic() - begun < 300
@@ -68,15 +67,15 @@ def test_a_step_that_waits_for_its_load_sleeps(p: Rank, d: Rank, monkeypatch: py
 
 
 def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was_fast(pair: Pair) -> None:
-    worker, loads = pair[1].worker, pair[1].thread.results.loads
-    worker.take_estimates()
-    load = Load("req", b"t" * 16, PeerEngine("engine-p", 1, 1, 30.0, ()), (), ())
-    quick = TransferEstimate(0.001, 100)
-    for estimate in (UNKNOWN, quick):
-        loads.append(FinishedLoad(load, LOST if estimate is UNKNOWN else LoadEnd(), estimate))
-    assert worker.take_estimates() == {("engine-p", 0): UNKNOWN}
-    loads.append(FinishedLoad(load, LoadEnd(), quick))
-    assert worker.take_estimates() == {("engine-p", 0): quick}
+    d, quick = pair[1], TransferEstimate(0.001, 100)
+    d.worker.take_results()
+    d.worker.take_estimates()
+    for estimates, expected in (((UNKNOWN, quick), UNKNOWN), ((quick,), quick)):
+        for estimate in estimates:
+            (load,) = StepLoads().post([Load("req", b"t" * 16, PeerEngine("engine-p", 1, 1, 30.0, ()), (), ())])
+            d.thread.results.finished(load, LOST if estimate is UNKNOWN else LoadEnd(), estimate)
+        d.worker.take_results()
+        assert d.worker.take_estimates() == {("engine-p", 0): expected}
 
 
 @pytest.mark.parametrize("announced", [True, False])

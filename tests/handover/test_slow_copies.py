@@ -4,19 +4,17 @@ may compute with what its device waits for."""
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
 
 from kvferry.connector.decode_side.read import ReadPhase
 from kvferry.connector.pages import caches
 from kvferry.connector.pages.copies import WaitPolicy
 from kvferry.connector.step_loads import step_hold
+from kvferry.connector.step_loads.step_loads import StepLoad
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import StepPlan
 from kvferry.transport.wake import RunningClock
@@ -32,7 +30,6 @@ from tests.handover.scenario import (
     ended,
     has_all,
     lease_plan,
-    leased,
 )
 from tests.handover.slow_copies import SlowCopies, install
 from tests.support.inside import leases_of
@@ -297,26 +294,7 @@ def test_the_transfer_thread_ends_while_the_device_waits(
 ) -> None:
     copies[1].gate.clear()
     begin_inside(p, d)
-    monkeypatch.setattr(d.worker.step_hold.outcome, "ended", lambda *_: None)  # whatever it says in the end is lost
+    monkeypatch.setattr(StepLoad, "ended", lambda *_: None)  # whatever it says in the end is lost
     threading.Timer(0.2, copies[1].gate.set).start()
     d.thread.close(60)
     assert not standing(d)
-
-
-def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(p: Rank, d: Rank, copies: Slow) -> None:
-    old = load_plan("req-d", leased(p), peer([p]), OURS, 0, TOKENS, now=True)
-    d.worker.post(old)
-    d.worker.begin_step()
-    assert standing(d) == {"req-d"} and wait(lambda: p.sent == {"req-p"}, [p, d])
-    token = secrets.token_bytes(16)
-    copies[1].gate.clear()
-    d.worker.post(replace(old, loads=(replace(old.loads[0], token=token),), keeps=()))
-    outcome = d.worker.step_hold.outcome
-    assert outcome is not None
-    outcome.begun(old.loads[0])
-    outcome.ended(old.loads[0])
-    once_it_waits(d, partial(p.worker.post, lease_plan(token, "then")))
-    d.worker.begin_step()
-    assert copies[1].running, "this one's copies"
-    copies[1].gate.set()
-    assert standing(d) == {"req-d"}

@@ -170,7 +170,7 @@ class HostedRank:
         finally:
             self._reads.set()
         outcome = self.worker.take_outcome()
-        self.failed = outcome is None or not outcome.standing()
+        self.failed = outcome is None or any(end.failed for end in outcome.ends().values())
         self.done = self.computed = True
 
     def poll(self) -> None:

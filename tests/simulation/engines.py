@@ -6,6 +6,7 @@ posts the plans. It looks at the bytes each time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from kvferry.connector.engine import params
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_of_answer, to_transfer_params
 from kvferry.connector.geometry.engine_types import RequestView
-from kvferry.connector.step_loads.step_outcome import Check
+from kvferry.connector.step_loads.step_loads import Check
 from kvferry.connector.wire.metrics import Figures, add, no_figures
 from kvferry.connector.wire.step_plan import (
     KeepLease,
@@ -240,7 +241,7 @@ class Engine:
         request.load = Load(
             request.name, prompt.token, prompt.peer, (pack_ids(blocks),), (request.span,), prompt.digest,
             now, behind, tuple(RemoteLease(other.token, other.peer) for other in request.others),
-            step_tokens=step_tokens,
+            step_tokens=step_tokens, seconds=self.timeline.rng.choice((0.0, math.inf)),
         )  # fmt: skip
         request.waiting = {node.tp_rank for node in self.nodes}
         self.requests[id(request.load)] = request

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.load_state import LoadPhase
-from kvferry.connector.decode_side.report import FinishedLoad
-from kvferry.connector.engine.loop import IDLE_SECONDS, TICK_SECONDS, TransferThread
+from kvferry.connector.engine.loop import IDLE_SECONDS, TICK_SECONDS, PostedPlan, TransferThread
 from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.step_loads.step_outcome import Check
+from kvferry.connector.step_loads.step_loads import Check, StepLoad, StepOutcome
 from kvferry.connector.wire.step_plan import LOST, Load, LookupResult, RankAddress, StepPlan
+from kvferry.transport.channels import Copy
 from kvferry.transport.control.keys import Keys, new_secret
 from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
@@ -44,25 +47,15 @@ KEYS = Keys(new_secret())
 PLANES: dict[str, type[SimPlane]] = {plane.name: plane for plane in (PullPlane, PlacePlane, PushPlane)}
 
 
-class StepLoads:
-    """What the transfer thread says of the loads inside one step, in the place of ``StepOutcome``."""
+class NotedLoad(StepLoad):
+    """A load that says when its copies are under way."""
 
-    def __init__(self, loads: Sequence[Load], begun: Callable[[Load, Check | None], None]) -> None:
-        self._loads, self._begun = {id(load): load for load in loads}, begun
+    on_begun: Callable[[Check | None], None]
 
-    def begun(self, load: Load, stands: Check | None = None, copies: Sequence[object] = ()) -> None:
-        if id(load) in self._loads:
-            self._begun(load, stands)
-
-    def ended(self, load: Load, failed: str = "") -> None:
-        self._loads.pop(id(load), None)
-
-    def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
-        """The engine has no thread."""
-
-    @property
-    def final(self) -> bool:
-        return not self._loads
+    def begun(self, stands: Check | None = None, copies: Sequence[Copy] = (), ends_at: float = math.inf) -> None:
+        super().begun(stands, copies, ends_at)
+        self.claimed |= ends_at < math.inf  # as the engine does with one that ends soon
+        self.on_begun(stands)
 
 
 class NoWaker(Waker):
@@ -98,6 +91,7 @@ class Node:
         self.number = network.new_number()
         self.name = f"{engine_id}.{tp_rank}"
         self.alive, self._stands_still_until = True, 0.0
+        self._changed = threading.Condition()
         self.finished: Callable[[Node, Load, bool], None]
         self.freed: Callable[[Node, str], None]
         self.begun: Callable[[Node, Load, Check | None], None]
@@ -145,13 +139,17 @@ class Node:
     def post(self, plan: StepPlan) -> None:
         """The engine posts the work of a step."""
         if self.alive:
-            inside = [load for load in plan.loads if load.now]
+            loads = [NotedLoad(load, self._changed, load.now) for load in plan.loads]
+            for load in loads:
+                load.on_begun = partial(self.begun, self, load.load)
+            for active in consumer_of(self).loads.running if plan.cancels else ():
+                if active.load.now and active.load.request_id in plan.cancels:  # else nobody cancels it
+                    StepOutcome([active.posted], lambda: True, lambda: None).give_up()
             self.prefills.take_back(plan)
             # Plans come at any time here. Those without chunks begin no step while one is computed.
             begins = bool(plan.prefill_chunks) or not self.prefills.under_way
             step = self.prefills.begin_step(plan) if begins else None
-            outcome = StepLoads(inside, lambda load, stands: self.begun(self, load, stands)) if inside else None
-            self.thread.post(plan, outcome=cast(Any, outcome), step=step)
+            self.thread.post(PostedPlan(plan, loads, step=step))
             if plan.wakes_thread:
                 self.wake()
 
@@ -226,6 +224,7 @@ class Node:
             return
         results.ready.clear()
         for finished in results.take(results.loads):
+            assert finished.end is not None
             self.finished(self, finished.load, not finished.end.failed)
         for request_id in results.take(results.leases):
             self.freed(self, request_id)
@@ -255,8 +254,8 @@ class Node:
         with patch("kvferry.connector.prefill_side.serve.CLOSING_SECONDS", 0.0):
             self.thread.shut()
         for posted in plans_of(self).posted:  # that have not begun: the worker half reports their loads as failed
-            for load in posted.plan.loads:
-                self.thread.results.finished(FinishedLoad(load, LOST))
+            for load in posted.loads:
+                self.thread.results.finished(load, LOST)
         self._take()
         self._end()
         self.network.ended(self, silently=False)
@@ -329,7 +328,6 @@ class Node:
             "sessions": [session.engine_id for session in sessions_of(producer).values()],
             "commands": plans_of(self).posted,
             "leases that are computed": plans_of(self).computing,
-            "loads inside steps": self.thread.results.outcomes,
             "peers": self.listener.peers,
             "reads of pages": [use for use in self.pages.reads if use.copy is None or not use.copy.done],
             "writes of pages": [use for use in self.pages.writes if use.copy is None or not use.copy.done],

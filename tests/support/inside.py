@@ -175,8 +175,8 @@ def worker_half(connector: Any) -> WorkerHalf:
 
 def report_no_load_early(half: WorkerHalf) -> Callable[[], object]:
     """Have a rank report each load at its end, until what is returned is called."""
-    half._report_early = lambda *, alive: None  # type: ignore[method-assign]
-    return lambda: vars(half).pop("_report_early")
+    half._loads.report_early = lambda lead, foresees: None  # type: ignore[method-assign, misc]
+    return lambda: vars(half._loads).pop("report_early")
 
 
 # --- planes -------------------------------------------------------------------------------------------------------

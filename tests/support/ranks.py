@@ -278,7 +278,7 @@ def standing(rank: Rank) -> frozenset[str]:
     """The requests whose loads stand, of the step that the rank has begun. Waits until that is known."""
     outcome = rank.worker.take_outcome()
     assert outcome is not None, "the step has loads"
-    return outcome.standing()
+    return frozenset(name for name, end in outcome.ends().items() if not end.failed)
 
 
 def reason_of(rank: Rank) -> str:

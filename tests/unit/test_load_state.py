@@ -30,9 +30,9 @@ from kvferry.connector.decode_side.read import PROGRESS, Fence, PageWrite, ReadP
 from kvferry.connector.geometry.read_plan import PlannedSpan
 from kvferry.connector.geometry.spans import Span
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS
-from kvferry.connector.step_loads.load_ledger import LoadLedger
+from kvferry.connector.step_loads.step_loads import StepLoad, StepLoads
 from kvferry.connector.wire.metrics import FAILURE_KINDS, FailureKind
-from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, RankAddress
+from kvferry.connector.wire.step_plan import LOST, LeaseGrant, Load, LoadEnd, PeerEngine, RankAddress
 from kvferry.transport.channels import Copy, RecvChannel
 from tests.support.ranks import Timed
 
@@ -211,70 +211,66 @@ def load(request_id: str, *, now: bool = False) -> Load:
     return Load(request_id, b"t" * 16, P, (), (), now=now)
 
 
-def test_a_log_line_has_the_names_of_some() -> None:
-    ledger = LoadLedger()
-    ledger.post([load("a")], ())
-    assert ledger.names() == "a"
-    ledger.post([load(str(n)) for n in range(10)], ())
-    assert ledger.names().endswith("6 and 3 more")
-
-
-def test_loads_of_which_the_pages_go_are_cancelled_whether_they_had_ended_or_not() -> None:
-    ledger = LoadLedger()
-    loads = [load("a"), load("b")]
-    ledger.post(loads, ())
-    ledger.load_ended(loads[0], LoadEnd())
-    ledger.pages_gone()
-    results = ledger.take_results()
-    assert results.failed == {"a", "b"} and {end.failed for end in results.ends.values()} == {"cancelled"}
-
-
 NAMES = "ab"
-WHAT = ["post", "post", "lease", "freed", "ended", "earlier", "take", "take", "thread"]
+WHAT = ["post", "post", "lease", "freed", "early", "early", "join", "ended", "ended", "earlier", "take", "thread"]
 act = st.tuples(st.sampled_from(WHAT), st.sampled_from(NAMES), st.booleans())
 
 
-@given(st.lists(act, max_size=60))
+@given(st.lists(act, min_size=10, max_size=60))
 def test_whatever_happens_every_id_is_reported_once(script: list[tuple[str, str, bool]]) -> None:
-    ledger = LoadLedger()
-    owed: dict[str, Load] = {}  # posted, and not taken
-    ended: dict[str, bool] = {}  # whether it arrived
+    """At its end, or early, and then the end of the load is the step's that joins it."""
+    rank = StepLoads()
+    owed: dict[str, StepLoad] = {}  # posted, and not reported
+    early: dict[str, StepLoad] = {}  # reported before their end, and not joined
+    told: dict[str, LoadEnd | None] = {}  # reported, and not taken; with its end, if it has one
     leased: set[str] = set()
 
     def take() -> None:
-        results = ledger.take_results()
-        assert results.received == ended.keys() and results.failed == {name for name, ok in ended.items() if not ok}
-        assert {name: not end.failed for name, end in results.ends.items()} == ended
-        for name in results.received:
-            del owed[name]
-        ended.clear()
+        results = rank.take_results()
+        assert results.received == told.keys()
+        assert results.ends == {name: end for name, end in told.items() if end is not None}
+        assert results.failed == {name for name, end in results.ends.items() if end.failed}
+        told.clear()
         assert results.sent <= leased
         leased.difference_update(results.sent)
 
+    def thread_ends() -> None:
+        rank.end_all(LOST)
+        told.update(dict.fromkeys(owed, LOST))
+        owed.clear()
+
     for what, name, flag in script:
-        if what == "post" and name not in owed:
-            owed[name] = load(name)
-            ledger.post([owed[name]], ())
-        elif what == "ended":
-            ledger.load_ended(owed.get(name) or load(name), LoadEnd() if flag else LOST)
-            if name in owed:
-                ended.setdefault(name, flag)
+        end = LoadEnd() if flag else LOST
+        if what == "post" and not (name in owed or name in early or name in told):
+            (owed[name],) = rank.post([load(name)])
+        elif what == "early" and name in owed:
+            owed[name].begun(ends_at=-math.inf if flag else math.inf)
+            rank.report_early(0.0, foresees=False)
+            if flag:
+                early[name], told[name] = owed.pop(name), None
+        elif what == "join" and name in early and name not in told:
+            assert rank.join([load(name)]) == [early.pop(name)]
+        elif what == "ended" and (one := owed.pop(name, None) or early.get(name)) is not None:
+            one.ended(end)
+            rank.load_ended(one)
+            if name not in early:
+                told[name] = end
         elif what == "earlier":
-            ledger.load_ended(load(name, now=flag), LoadEnd() if flag else LOST)
+            (one,) = StepLoads().post([load(name, now=flag)])
+            one.ended(LoadEnd())
+            rank.load_ended(one)
         elif what == "lease" and name not in leased:
             leased.add(name)
-            ledger.post((), [name])
+            rank.post((), [LeaseGrant(name, b"", 0, ())])
         elif what == "freed":
-            ledger.lease_freed(name)
+            rank.lease_freed(name)
         elif what == "thread":
-            ledger.thread_ended()
-            ended |= {each: ended.get(each, False) for each in owed}
+            thread_ends()
         elif what == "take":
             take()
-    ledger.thread_ended()
-    ended |= {each: ended.get(each, False) for each in owed}
+    thread_ends()
     take()
-    assert not owed and not leased and not ledger.owes
+    assert not leased
 
 
 KIND = LoadEventKind

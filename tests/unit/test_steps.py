@@ -8,28 +8,37 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.step_loads import step_outcome
+from kvferry.connector.step_loads import step_loads
 from kvferry.connector.step_loads.step_load_rule import ALONE_SECONDS, StepLoadRule
-from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.step_loads.step_loads import StepLoad, StepLoads, StepOutcome
 from kvferry.connector.step_loads.steps_in_flight import REMEMBERED_STEPS, StepsInFlight
-from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, by_region, pack_ids
+from kvferry.connector.wire import step_plan as wire
+from kvferry.connector.wire.step_plan import Load, LoadEnd, PeerEngine, StepPlan, by_region, pack_ids
 
 P = PeerEngine("p", 1, 1, 30.0, ())
 LONG = 600.0
 """Seconds that nobody waits for."""
 
 
+FAILED = LoadEnd("data")
+
+
 def load(request_id: str = "r") -> Load:
     return Load(request_id, b"t" * 16, P, (), (), now=True)
 
 
-def outcome_of(*loads: Load, alive: Callable[[], bool] = lambda: True) -> StepOutcome:
-    return StepOutcome(loads, alive, lambda: None)
+def posted(*names: str) -> list[StepLoad]:
+    return StepLoads().post(map(load, names))
+
+
+def standing(outcome: StepOutcome) -> set[str]:
+    return {name for name, end in outcome.ends().items() if not end.failed}
 
 
 class Aside:
@@ -53,48 +62,70 @@ class Aside:
 
 def test_the_output_looks_at_copies_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy may take seconds. Thousands of looks would take the interpreter from the thread that serves it."""
-    monkeypatch.setattr(step_outcome, "LOOK_SECONDS", LONG)
-    now, looks = count(), []
-    one = load()
-    outcome = StepOutcome([one], lambda: True, lambda: None, clock=lambda: next(now) * step_outcome.YIELD_SECONDS / 10)
-    outcome.begun(one, lambda: looks.append(1))
-    output = Aside(outcome.standing)
+    monkeypatch.setattr(step_loads, "LOOK_SECONDS", LONG)
+    ticks, looks = count(step=step_loads.YIELD_SECONDS / 10), []
+    (one,) = loads = posted("r")
+    monkeypatch.setattr(step_loads, "time", SimpleNamespace(monotonic=ticks.__next__))
+    outcome = StepOutcome(loads, lambda: True, lambda: None)
+    one.begun(lambda: looks.append(1))
+    output = Aside(lambda: standing(outcome))
     assert all(output.waits for _ in range(4)) and len(looks) < 20
-    outcome.ended(one)
+    one.ended(LoadEnd())
     assert output.result() == {"r"}
 
 
 def test_what_needs_no_wait() -> None:
-    """Copies that are done at once, loads that are refused, and a step without loads."""
-    one, two = load("a"), load("b")
-    outcome = outcome_of(one, two)
+    """Copies that are done at once, and loads that are refused."""
+    one, two = loads = posted("a", "b")
+    outcome = StepOutcome(loads, lambda: True, lambda: None)
     assert not outcome.wait_begun(0.0) and outcome.waiting == ("a", "b"), "until they are given up"
-    outcome.ended(one)
-    outcome.ended(two, "data")
-    assert outcome.wait_begun(LONG) and not outcome.under_way and outcome.standing() == {"a"}
-    nothing = outcome_of(alive=lambda: False)
-    assert nothing.wait_begun(LONG) and nothing.give_up() == () and nothing.standing() == frozenset()
+    one.ended(LoadEnd())
+    two.ended(FAILED)
+    assert outcome.wait_begun(LONG) and standing(outcome) == {"a"}
 
 
-def test_a_load_of_another_step_with_the_same_id_is_another_one() -> None:
-    ours, earlier = load(), load()
-    assert ours == earlier and ours is not earlier
-    outcome = outcome_of(ours)
-    outcome.begun(earlier)
-    outcome.ended(earlier)
-    assert outcome.waiting == ("r",) and not outcome.final
-    outcome.ended(ours, "data")
-    outcome.ended(earlier)
-    assert outcome.standing() == frozenset()
+def test_no_attempt_follows_once_a_step_computes_with_a_load() -> None:
+    """And none of its copies is one of the attempt before."""
+    (one,) = StepLoads().post([Load("r", b"t" * 16, P, (), ())])
+    one.begun(lambda: True, [object()], 0.0)  # type: ignore[list-item]
+    assert one.retries() and not one.under_way and not one.copies and one.stands is None and one.ends_at == math.inf
+    one.begun()
+    one.claimed = True
+    assert not one.retries() and one.under_way
+
+
+@pytest.mark.parametrize(("ends_at", "then"), [(5.0, 9.5), (math.inf, math.inf)])
+def test_copies_that_follow_those_of_another_load(ends_at: float, then: float) -> None:
+    """They take their time from the end of those on; where nobody knows how long, nobody knows it then."""
+    (one,) = StepLoads().post([Load("r", b"t" * 16, P, (), (), seconds=0.5)])
+    one.begins_again(1.0)
+    assert one.ends_at == math.inf, "no copy of it is under way"
+    one.begun(ends_at=ends_at)
+    one.begins_again(9.0)
+    assert one.ends_at == then
+
+
+@pytest.mark.parametrize(("foresees", "reported"), [(False, {"soon"}), (True, {"soon", "sent"})])
+def test_what_is_reported_before_its_end(monkeypatch: pytest.MonkeyPatch, foresees: bool, reported: set[str]) -> None:
+    """What should end within the lead; of what P still sends only what should end now, and by a rank that foresees."""
+    monkeypatch.setattr(step_loads, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    ends, rank = {"soon": 0.5, "late": 0.6, "sent": 0.5, "sent late": 0.6, "sent long ago": 0.4}, StepLoads()
+    for one in rank.post([Load(name, b"t" * 16, P, (), ()) for name in ends]):
+        if "sent" not in one.request_id:
+            one.begun()
+        one.ends_at = 100.0 + ends[one.request_id] - ("ago" in one.request_id) * ALONE_SECONDS
+    assert rank.due(0.5) == pytest.approx(100.0)
+    rank.report_early(0.5, foresees=foresees)
+    assert rank.take_results().received == reported
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Whatever happens when: all threads come to an end, and what stands was under way when the forward was launched
     and has arrived."""
-    monkeypatch.setattr(step_outcome, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(step_loads, "LOOK_SECONDS", 0.005)
     draw = random.Random(seed)
-    loads = [load(str(n)) for n in range(6)]
+    loads = posted(*map(str, range(6)))
     ok = {each.request_id: draw.random() < 0.7 for each in loads}
     dies = draw.random() < 0.3
     script = [(each, what) for each in loads for what in ("begun", "ended")]
@@ -103,33 +134,33 @@ def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     def transfer() -> None:
         for each, what in script[: draw.randrange(len(script)) if dies else None]:
             time.sleep(draw.random() * 2e-3)
-            outcome.begun(each) if what == "begun" else outcome.ended(each, "" if ok[each.request_id] else "data")
+            each.begun() if what == "begun" else each.ended(LoadEnd() if ok[each.request_id] else FAILED)
 
     thread = threading.Thread(target=transfer, daemon=True)
     outcome = StepOutcome(loads, thread.is_alive, lambda: None)
     thread.start()
-    output = Aside(outcome.standing)
+    output = Aside(outcome.ends)
     outcome.wait_begun(draw.random() * 0.02)
     given_up = set(outcome.give_up())
-    standing = output.result()
-    assert isinstance(standing, frozenset) and standing <= {name for name, good in ok.items() if good}
-    assert not standing & given_up and outcome.final
-    assert outcome.failures().keys() == {each.request_id for each in loads} - standing
+    ends = output.result()
+    assert isinstance(ends, dict) and ends.keys() == ok.keys() and outcome.final
+    stand = {name for name, end in ends.items() if not end.failed}
+    assert stand <= {name for name, good in ok.items() if good} - given_up
     if not dies:
-        assert standing == {name for name, good in ok.items() if good} - given_up
+        assert stand == {name for name, good in ok.items() if good} - given_up
 
 
 @pytest.mark.parametrize("ok", [False, True])
 @pytest.mark.parametrize("given_up", [False, True])
 def test_the_transfer_thread_decides_where_the_check_cannot(given_up: bool, ok: bool) -> None:
     """It fails; or the load was given up, and stands by no check."""
-    ours = load()
-    outcome = outcome_of(ours)
+    (ours,) = loads = posted("r")
+    outcome = StepOutcome(loads, lambda: True, lambda: None)
     assert not given_up or outcome.give_up() == ("r",)
-    outcome.begun(ours, lambda: given_up)
-    output = Aside(outcome.standing)
-    outcome.ended(ours, "" if ok else "data")
-    assert output.result() == ({"r"} if ok and not given_up else frozenset())
+    ours.begun(lambda: given_up)
+    output = Aside(lambda: standing(outcome))
+    ours.ended(LoadEnd() if ok else FAILED)
+    assert output.result() == ({"r"} if ok and not given_up else set())
 
 
 WHAT = ["the time is over", "answered", "other work", "failed", "ended", "not under way"]
@@ -137,8 +168,8 @@ WHAT = ["the time is over", "answered", "other work", "failed", "ended", "not un
 
 @pytest.mark.parametrize("what", WHAT)
 def test_the_transfer_thread_leaves_the_interpreter_until(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    monkeypatch.setattr(step_outcome, "YIELD_SECONDS", 0.02 if what == "the time is over" else LONG)
-    ours, answer, woken, work = load(), [None], threading.Event(), threading.Event()
+    monkeypatch.setattr(step_loads, "YIELD_SECONDS", 0.02 if what == "the time is over" else LONG)
+    (ours,), answer, woken, work = posted("r"), [None], threading.Event(), threading.Event()
     outcome = StepOutcome([ours], lambda: True, woken.set)
 
     def wait(seconds: float) -> bool:
@@ -147,9 +178,9 @@ def test_the_transfer_thread_leaves_the_interpreter_until(monkeypatch: pytest.Mo
         return work.is_set()
 
     if what != "not under way":
-        outcome.begun(ours, lambda: answer[0])
+        ours.begun(lambda: answer[0])
     if what == "ended":
-        outcome.ended(ours)
+        ours.ended(LoadEnd())
     transfer = Aside(lambda: outcome.yield_to_engine(wait))
     if what == "other work":
         assert transfer.waits
@@ -158,11 +189,11 @@ def test_the_transfer_thread_leaves_the_interpreter_until(monkeypatch: pytest.Mo
     if what in ("answered", "failed"):
         assert transfer.waits
         answer[0] = what == "answered"  # type: ignore[call-overload]
-        output = Aside(outcome.standing)
+        output = Aside(lambda: standing(outcome))
         if what == "failed":  # only the transfer thread can say so
             transfer.result()
-            outcome.ended(ours, "data")
-        assert output.result() == ({"r"} if what == "answered" else frozenset())
+            ours.ended(FAILED)
+        assert output.result() == ({"r"} if what == "answered" else set())
     transfer.result()
 
 
@@ -209,13 +240,13 @@ def test_others_are_never_held_up_for_longer(hold: float, left: float, step: flo
 
 
 @given(seconds, seconds, seconds)
-def test_one_that_does_not_fit_is_joined_by_the_same_rule(copy: float, left: float, step: float) -> None:
-    """After so many seconds of its copy, what is left of it fits."""
+def test_one_that_does_not_fit_is_joined_by_the_same_rule(rest: float, left: float, step: float) -> None:
+    """It is reported once the rest of its copy fits."""
     rule = StepLoadRule(HOLD)
-    ran = rule.joins_after(copy, left, step)
-    assert rule.fits(copy - ran - 1e-9, left, step, others=True)
-    assert not rule.fits(copy - ran + 1e-6, left, step, others=True)
-    assert rule.joins_after(math.inf, left, step) == StepLoadRule(0.0).joins_after(copy, left, step) == math.inf
+    lead = rule.lead(left, step)
+    assert rest > lead - 1e-9 or rule.fits(rest, left, step, others=True)
+    assert rest < lead + 1e-9 or not rule.fits(rest, left, step, others=True)
+    assert StepLoadRule(0.0).lead(left, step) == -math.inf
 
 
 acts = st.one_of(
@@ -332,7 +363,7 @@ IDS = tuple(pack_ids([n]) for n in range(3))
 
 def test_a_plan_of_some_groups() -> None:
     plan = StepPlan(
-        leases=(LeaseGrant("a", b"t" * 16, 9, IDS),), keeps=(KeepLease("b", b"t" * 16, PEER, False),),
+        leases=(wire.LeaseGrant("a", b"t" * 16, 9, IDS),), keeps=(wire.KeepLease("b", b"t" * 16, PEER, False),),
         loads=(Load("b", b"t" * 16, PEER, IDS, ((0, 9), (1, 9), (2, 9))),),
     )  # fmt: skip
     some = by_region(plan, (0, 2))

@@ -59,7 +59,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvferry.connector.engine.params import from_p2p, wants_load, wants_prefill
 from kvferry.connector.vllm import from_vllm
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
-from kvferry.connector.vllm.worker_meta import standing_loads
+from kvferry.connector.vllm.worker_meta import load_ends
 from tests.support.inside import request_phase, scheduler_half, thread_of, worker_half
 from tests.support.ranks import put_forward
 from tests.support.tiny_model import ModelSpec, build_model
@@ -783,10 +783,11 @@ class Engine:
     def _not_filled(self, step: Any, merged: ModelRunnerOutput) -> set[int]:
         """The blocks that loads inside the step failed to fill."""
         carried = merged.kv_connector_output
-        stand = standing_loads(carried.kv_connector_worker_meta if carried else None)
+        ends = load_ends(carried.kv_connector_worker_meta if carried else None)
         plan = getattr(step.kv_connector_metadata, "plan", None)
         loads = [] if plan is None else [*plan.joins, *(load for load in plan.loads if load.now)]
-        failed = [load for load in loads if stand[load.request_id] < self.ranks]
+        stands = {name for name, end in ends.items() if not end.failed and end.ranks >= self.ranks}
+        failed = [load for load in loads if load.request_id not in stands]
         self.fallen_loads.update(load.request_id for load in failed)
         return set().union(*(filled_blocks(load, scheduler_half(self).tables) for load in failed))
 

@@ -23,11 +23,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.connector.engine.aggregator import KVOutputAggregator
-from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.step_loads.step_loads import StepLoads, StepOutcome
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.adapter import KVFerryConnector
-from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, standing_loads
-from kvferry.connector.wire.step_plan import Load, PeerEngine, pack_ids
+from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, load_ends
+from kvferry.connector.wire.step_plan import Load, LoadEnd, PeerEngine, pack_ids
 from kvferry.transport.errors import ConfigError
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import prompt
@@ -228,11 +228,12 @@ def test_a_step_that_failed_is_in_flight_no_longer(group: EngineGroup) -> None:
 def test_a_salvaged_report_says_in_the_next_step_which_loads_stood() -> None:
     """It leaves the worker that failed when its loads are final, and is merged with the reports of the next step."""
     load = Load("inside", bytes(16), PeerEngine("p", 1, 1, 1.0, ()), (pack_ids([1]),), ((0, 16),), now=True)
-    outcome = StepOutcome((load,), lambda: True, lambda: None)
-    outcome.begun(load)
+    (posted,) = StepLoads().post([load])
+    posted.begun()
+    outcome = StepOutcome([posted], lambda: True, lambda: None)
     report = KVConnectorOutput(kv_connector_worker_meta=KVFerryWorkerMeta({}, outcome))
     assert not report.is_empty(), "vLLM salvages it"
-    ended = threading.Timer(0.05, outcome.ended, (load,))
+    ended = threading.Timer(0.05, posted.ended, (LoadEnd(),))
     ended.start()
     here, there = multiprocessing.Pipe()
     here.send(report)
@@ -245,7 +246,7 @@ def test_a_salvaged_report_says_in_the_next_step_which_loads_stood() -> None:
         aggregator.ft_defer_kv_connector_outputs([copy.deepcopy(report), None])
         merged = aggregator.aggregate([ModelRunnerOutput([], {}, [], kv_connector_output=KVConnectorOutput())])
         assert merged is not None and merged.kv_connector_output is not None
-        assert standing_loads(merged.kv_connector_output.kv_connector_worker_meta) == {"inside": 1}
+        assert load_ends(merged.kv_connector_output.kv_connector_worker_meta) == {"inside": LoadEnd()}
 
 
 def test_cuda_graphs_of_the_whole_forward_stay() -> None:

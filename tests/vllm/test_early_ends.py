@@ -120,7 +120,7 @@ def test_a_step_that_joins_two_says_nothing_of_the_admission_of_one(
         slow.gate.clear()
     names = [add(scene.p, scene.d, prompt(200, 30 + number), max_tokens=2) for number in range(2)]
     running = consumer_of(scene.d).loads.running
-    eventually(lambda: (scene.d.step(), len(running) == 2 and all(load.begun for load in running))[1])
+    eventually(lambda: (scene.d.step(), len(running) == 2 and all(load.posted.under_way for load in running))[1])
     report_again()
     opened_by_the_forward(scene, names[0])
     for name in names:

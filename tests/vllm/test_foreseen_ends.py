@@ -12,9 +12,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.decode_side.read import SourceRead
-from kvferry.connector.engine import worker
-from kvferry.connector.step_loads import step_hold
-from kvferry.connector.step_loads.step_outcome import StepOutcome
+from kvferry.connector.step_loads import step_hold, step_loads
+from kvferry.connector.step_loads.step_loads import StepOutcome
 from tests.support.inside import consumer_of, producer_of, worker_half
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, Lines, eventually, loaded, run, settle
@@ -30,7 +29,7 @@ def foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """P is about to send the rest, as far as D can see, once it has sent something."""
     left = lambda read, now: 0.0 if len(read.tags) < len(read.boxes) else math.inf  # noqa: E731
     monkeypatch.setattr(SourceRead, "seconds_left", left)
-    monkeypatch.setattr(worker, "ALONE_SECONDS", math.inf)  # a D may be stepped late
+    monkeypatch.setattr(step_loads, "ALONE_SECONDS", math.inf)  # a D may be stepped late
 
 
 class Rest:
@@ -114,7 +113,7 @@ def test_no_step_waits(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, hold: float, policy: str, late: float
 ) -> None:
     """It is off; a step that gives the load up would end its request; the foreseen end is long past."""
-    monkeypatch.setattr(worker, "ALONE_SECONDS", late)
+    monkeypatch.setattr(step_loads, "ALONE_SECONDS", late)
     p, d = group.pair(extra={"plane": "tcp", "step_hold_seconds": hold}, max_batched=STEP, runner=runner, policy=policy)
     rest = Rest(monkeypatch, p, d)
     rest.not_waited_for(p, d)

@@ -22,7 +22,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from kvferry.connector.decode_side import renew
-from kvferry.connector.decode_side.report import FinishedLoad
+from kvferry.connector.step_loads.step_loads import StepLoads
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.lora_content import (
     BLOCK_BYTES,
@@ -345,7 +345,8 @@ def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
     settle(p, d)
     engine = PeerEngine("P", 1, 1, 30.0, ())
     for name, ok in (("unknown", True), (request_id, True), (request_id, False)):
-        d.thread.results.loads.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), LoadEnd() if ok else LOST))
+        (load,) = StepLoads().post([Load(name, b"t" * 16, engine, (), ())])
+        d.thread.results.finished(load, LoadEnd() if ok else LOST)
     p.thread.results.leases.extend(["unknown", *p.leases])
     settle(p, d)
 

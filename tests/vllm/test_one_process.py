@@ -23,7 +23,7 @@ from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.step_loads import step_hold
 from kvferry.connector.vllm import compat, hooks
 from kvferry.connector.vllm.prometheus import KVFerryStats
-from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, standing_loads
+from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import LoadEnd
 from kvferry.transport import wake
 from kvferry.transport.wake import ShortSwitchInterval
@@ -154,18 +154,17 @@ def test_what_a_step_carries_stays_in_its_output() -> None:
     assert one.kv_connector_output == report
 
     def of_step(**more: Any) -> ModelRunnerOutput:
-        meta = KVFerryWorkerMeta({}, standing={"b": 1})
+        meta = KVFerryWorkerMeta(ends={"b": LoadEnd()})
         return ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=meta, **more))
 
     both = compat.with_report(of_step(), report).kv_connector_output
     assert (both.finished_recving, both.invalid_block_ids) == ({"a"}, {7})
-    assert standing_loads(both.kv_connector_worker_meta) == {"b": 1}
-    assert both.kv_connector_worker_meta.ends.keys() == {"a"}
+    assert both.kv_connector_worker_meta.ends.keys() == {"a", "b"}
     figures = KVFerryStats(data={"counts": {"num_stale_reads": {"": 1}}})
     sent = KVConnectorOutput(finished_sending={"c"}, kv_connector_stats=figures)
     both = compat.with_report(of_step(kv_connector_stats=KVFerryStats(data=figures.data)), sent).kv_connector_output
     assert both.kv_connector_stats.data["counts"] == {"num_stale_reads": {"": 2}}
-    assert standing_loads(both.kv_connector_worker_meta) == {"b": 1}
+    assert both.kv_connector_worker_meta.ends.keys() == {"b"}
 
 
 LENGTHS = (2, BLOCK + 1, 250)
