@@ -28,7 +28,6 @@ def test_engines_hold_nothing_after_faults_and_restarts() -> None:
 def test_what_grows_or_does_not_come_back_is_seen(leak: str, found: str) -> None:
     """4 MiB for each load; the blocks of each tenth lease."""
     soak = Slice(2.0, SEED, ("shm",), leak)
-    if leak == "lease":
-        soak.quiet_seconds = 1.0  # what is waited for does not come
+    soak.quiet_seconds = 1.0 if leak == "lease" else Soak.quiet_seconds  # such blocks do not come
     soak.run()
     assert found in "\n".join(soak.failures())
