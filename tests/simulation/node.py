@@ -224,8 +224,7 @@ class Node:
             return
         results.ready.clear()
         for finished in results.take(results.loads):
-            assert finished.end is not None
-            self.finished(self, finished.load, not finished.end.failed)
+            self.finished(self, finished.load, finished.end is not None and not finished.end.failed)
         for request_id in results.take(results.leases):
             self.freed(self, request_id)
         for request_id, result in results.take(results.lookups):
