@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import re
 import socket
@@ -13,8 +12,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import inf
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +21,7 @@ from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HEAD_BYTES, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.legs import ClientRequest, log, shown_pieces, why
 from kvferry.router.membership import Membership, Source
+from kvferry.router.page import page
 from kvferry.router.request_bodies import (
     NEVER_SENT,
     NOT_JSON,
@@ -41,17 +39,12 @@ from kvferry.router.router import OF_A_CONNECTION, Reply, Router, error_response
 STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
 TRACE_CONTEXT = ("traceparent", "tracestate")
 BODY_SECONDS = 60.0  # How long a client may take to send its request
-HEAD_SECONDS = 20.0
-"""How long a connection may be without a request, or with less than the head of one: seconds in which this process ran,
-because one that stood still has read nothing."""
+HEAD_SECONDS = 20.0  # How long a connection may be without a request, or with less than the head of one
 STALL_SECONDS = 120.0  # A client that takes nothing of its answer for so long is gone
 TICK_SECONDS = 1.0
 BACKLOG = 128  # Connections that may wait to be accepted
-MUCH_BYTES = 16 << 20  # Memory of so many bodies, or of answers that wait, is given back when they are gone
 FAULT_SECONDS = 30.0  # For so long ``/health`` names a fault of this machine
-PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
-"""What was handed over, and engines, from ``/router/status``."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 OF_PAGE = {"content-type": "text/html; charset=utf-8", "content-security-policy": POLICY}
 OF_METRICS = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
 FOR_D = {"x-data-parallel-rank"}
@@ -60,7 +53,6 @@ SESSION, NEW_SESSION = "x-amzn-sagemaker-session-id", "x-amzn-sagemaker-new-sess
 OF_A_HOP = OF_A_CONNECTION | {"host", "expect"}
 OF_A_LEG = OF_A_HOP | {"accept-encoding", "content-length", "x-request-id"}
 """Headers of a request that the router or its client sets anew; of a leg, whose answer the router reads, also these."""
-trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # It gives memory back that is free
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,6 @@ class Limits:
     body_bytes: int = 64 << 20  # Of one request
     all_body_bytes: int = 256 << 20  # Of all requests in flight, at least those of one
     unread_bytes: int = 64 << 20  # Of all answers, those that wait for their clients
-    idle: int = 4096  # Connections without a request
 
 
 class RefusedError(Exception):
@@ -92,29 +83,26 @@ class App:
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
         self._body_bytes = 0  # of all requests that are not over
-        self.idle: dict[Any, float] = {}
-        """Connections without a request or with a part of one, the oldest first, and how often they are looked at
-        before they are closed."""
         self._loops: list[asyncio.Task[None]] = []
         self._pages: dict[str, Callable[[], web.Response]] = {
-            "/": lambda: web.Response(text=PAGE, headers=OF_PAGE),
+            "/": lambda: web.Response(text=page(self._status()), headers=OF_PAGE),
             "/health": self._show_health,
             "/metrics": lambda: web.Response(body=router.metrics.text(), headers=OF_METRICS),
-            "/router/status": lambda: json_response(router.metrics.status() | {"health": self._health_now()}),
+            "/router/status": lambda: json_response(self._status()),
         }
 
     async def bind(self, **where: Any) -> None:
         """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
         loop, self._server = asyncio.get_running_loop(), web.Server(self._serve, handler_cancellation=True)
-        how: dict[str, Any] = {"max_line_size": HEAD_BYTES, "max_field_size": HEAD_BYTES, "keepalive_timeout": inf}
-        how |= {"loop": loop, "access_log": None, "auto_decompress": False, "logger": _quiet}
-        make = partial(_Connection, self.idle, self._server, **how)
+        how: dict[str, Any] = {"max_line_size": HEAD_BYTES, "max_field_size": HEAD_BYTES, "auto_decompress": False}
+        how |= {"loop": loop, "access_log": None, "keepalive_timeout": HEAD_SECONDS, "logger": _quiet}
+        make = partial(_Connection, self._server, **how)
         self._listeners = await loop.create_server(make, **where, start_serving=False, backlog=BACKLOG)
 
     async def start(self) -> None:
         """Accept connections, once the engines are known."""
         await self._membership.look()
-        loops = [self._membership.watch(), self._watch_idle()]
+        loops = [self._membership.watch(), self._watch_unread()]
         if self._health is not None:
             await self._health.round()
             loops += [self._health.watch(), self._health.watch_requests()]
@@ -136,59 +124,33 @@ class App:
         if self._router.tracer is not None:
             await asyncio.to_thread(self._router.tracer.close)
 
-    async def _watch_idle(self) -> None:
-        """Close what holds descriptors for nothing: the old ones, and where there are many the oldest; and what holds
-        memory for nothing."""
-        before, most = 0, 0
+    async def _watch_unread(self) -> None:
+        """Where too many bytes wait for clients, those of whom the most wait have left."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            held = self._body_bytes + self._cut_off()
-            most = max(most, held)
-            if held <= most // 8 and most > MUCH_BYTES:
-                most //= 2
-                await asyncio.to_thread(trim, 0)
-            for connection in self.idle:
-                self.idle[connection] -= TICK_SECONDS
-            many = min(before, len(self.idle)) - self._limits.idle  # not those of a moment
-            for number, (connection, seconds) in enumerate(list(self.idle.items())):
-                if seconds <= 0 or number < many:
-                    connection.force_close()
-            before = len(self.idle)
-
-    def _cut_off(self) -> int:
-        """The bytes that wait for clients. Where they are too many, those of whom the most wait have left."""
-        to = [one.transport for one in self._server.connections if one.transport is not None]
-        waiting = sorted(((one.get_write_buffer_size(), number) for number, one in enumerate(to)), reverse=True)
-        total, cut = sum(size for size, _ in waiting), 0
-        while total > self._limits.unread_bytes:
-            size, number = waiting[cut]
-            total, cut = total - size, cut + 1
-            to[number].abort()
-        if cut:
-            log.warning("%d clients that do not read their answers are cut off; %d bytes wait for others", cut, total)
-        return total
+            to = [one.transport for one in self._server.connections if one.transport is not None]
+            waiting = sorted(((one.get_write_buffer_size(), number) for number, one in enumerate(to)), reverse=True)
+            total, cut = sum(size for size, _ in waiting), 0
+            while total > self._limits.unread_bytes:
+                size, number = waiting[cut]
+                total, cut = total - size, cut + 1
+                to[number].abort()
+            if cut:
+                log.warning("%d clients that do not read their answers are cut off", cut)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        if connection in self.idle:
-            self.idle[connection] = inf  # its place among the others stays until all of the request is read
-        try:
-            page = self._pages.get(request.path)
-            if page is None and not request.path.startswith("/router/"):
-                response = await self._ask(request)
-            elif page is None:
-                response = error_response(404, f"the router has no {request.path[:200]}; see docs/routers.md")
-            elif request.method not in ("GET", "HEAD"):
-                response = error_response(405, f"{request.path} takes GET, HEAD", allow="GET, HEAD")
-            else:
-                response = page()
-            await response.prepare(request)
-            await response.write_eof()
-            return response
-        finally:
-            if request.transport is not None:
-                self.idle.pop(connection, None)
-                self.idle[connection] = HEAD_SECONDS
+        show = self._pages.get(request.path)
+        if show is None and not request.path.startswith("/router/"):
+            response = await self._ask(request)
+        elif show is None:
+            response = error_response(404, f"the router has no {request.path[:200]}; see docs/routers.md")
+        elif request.method not in ("GET", "HEAD"):
+            response = error_response(405, f"{request.path} takes GET, HEAD", allow="GET, HEAD")
+        else:
+            response = show()
+        await response.prepare(request)
+        await response.write_eof()
+        return response
 
     # --- what engines answer
 
@@ -202,7 +164,6 @@ class App:
             self._check(http)
             if http.method == "POST" and http.path in WITH_P and "content-encoding" not in http.headers:
                 asked, content = await self._read(http)
-            self.idle.pop(http.protocol, None)
             taken = 1
             metrics.in_flight += 1
             if metrics.in_flight > self._limits.requests:
@@ -366,6 +327,9 @@ class App:
             up["router"] = f"no connection to spare: {router.http.own_fault}"
         return {"status": status} | up
 
+    def _status(self) -> dict[str, Any]:
+        return self._router.metrics.status() | {"health": self._health_now()}
+
     def _show_health(self) -> web.Response:
         found = self._health_now()
         return json_response(found, 503 if found["status"] == "down" else 200)
@@ -377,21 +341,17 @@ _quiet.setLevel(logging.CRITICAL)
 
 
 class _Connection(web.RequestHandler):
-    """One that is in ``idle`` while it has no request."""
-
-    def __init__(self, idle: dict[Any, float], *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._without_request = idle
+    """One whose client asks something and takes its answers. Without a further request aiohttp closes it."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-        self._without_request[self] = HEAD_SECONDS
+        asyncio.get_running_loop().call_later(HEAD_SECONDS, self._close_unasked)
 
-    def connection_lost(self, exc: BaseException | None) -> None:
-        super().connection_lost(exc)
-        self._without_request.pop(self, None)
+    def _close_unasked(self) -> None:
+        if not self._request_count:
+            self.force_close()
 
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None

@@ -102,10 +102,10 @@ async def _serve(app: App, host: str, port: int, engines: EnginePool) -> None:
 
 def limits_of(requests: int, body_bytes: int) -> Limits:
     """For as many descriptors as this process may have: of a request, its own connection and one for each leg, and
-    again so many that are kept; and as many connections without a request."""
+    again so many that are kept; the rest is for connections without a request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OWN_DESCRIPTORS + 5 * requests
     soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     served = min(requests, max(1, (soft - OWN_DESCRIPTORS) // 5))
-    return Limits(served, body_bytes, idle=soft - OWN_DESCRIPTORS - 3 * served)
+    return Limits(served, body_bytes)

@@ -20,7 +20,6 @@ from kvferry.transport.errors import UsageError, quoted, quoted_url
 
 log = logging.getLogger("kvferry.router")
 MAX_ENGINES = 1024
-MAX_SOURCES = 32  # Of one engine, the last ones
 REFUSALS = 3
 """So many different requests that were answered with 5xx, or 4xx where D answered them, none well between them, and an
 engine is passed over."""
@@ -31,9 +30,6 @@ LEFT_OUT_SECONDS = 30.0  # Such an engine, or one that refuses what others answe
 IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
 IDENTITY_ALSO = ("remote_key", "remote_host_id", "tp_size", "pp_size", "dcp_size", "transfer_mode")
 """What D needs to ask P for a prompt that P has not finished, and what goes with it where P's answer has it."""
-CALM_ANSWERS = 20
-"""Where P's identity changes twice within so many answers, several engines answer at its URL: it is asked serially
-until so many in a row are of one."""
 _HOST = re.compile(r"(?=.{1,253}$)[^.]{1,63}(\.[^.]{1,63})*\.?")
 
 
@@ -61,23 +57,22 @@ class Identity:
     def __init__(self, url: str) -> None:
         self._url = url
         self._known: dict[str, Any] | None = None
-        self._several, self._unchanged = False, CALM_ANSWERS
+        self._changes = 0  # Without a failure between
 
     def get(self) -> dict[str, Any] | None:
-        return None if self._several else self._known
+        return self._known if self._changes < 2 else None
 
     def learn(self, params: dict[str, Any] | None) -> None:
-        """P's answer had these ``kv_transfer_params``."""
+        """P's answer had these ``kv_transfer_params``. What changes once is a P that has started again."""
         before, self._known = self._known, identity_of(params)
-        changed, calm = before not in (None, self._known), self._unchanged >= CALM_ANSWERS
-        if changed and not calm and not self._several:
-            log.warning("several engines answer at %s: it is asked serially", self._url)
-        self._several = not calm and (changed or self._several)
-        self._unchanged = 0 if changed else self._unchanged + 1
+        if before not in (None, self._known):
+            self._changes += 1
+            if self._changes == 2:
+                log.warning("several engines answer at %s: it is asked serially; name each of them", self._url)
 
     def failed(self) -> None:
         """P failed: another engine may answer at its URL next."""
-        self._known = None
+        self._known, self._changes = None, 0
 
 
 def identity_of(params: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -108,18 +103,11 @@ class Engine:
     """Whether it was a 4xx, and a hash, of each request that it refused since it last answered one well."""
     source: dict[str, Any] | None = None
     """Where other engines can read a prefix from it, as it says; empty where they cannot, None before it was asked."""
-    read_from: dict[str, int] = field(default_factory=dict)
-    """By the URL of another engine, the requests that named it to this one as a source of a prefix; the last ones."""
     identity: Identity = field(init=False)
     handed_over: HandedOver = field(default_factory=HandedOver)
 
     def __post_init__(self) -> None:
         self.identity = Identity(self.url)
-
-    def reads_from(self, url: str) -> None:
-        self.read_from[url] = self.read_from.pop(url, 0) + 1
-        if len(self.read_from) > MAX_SOURCES:
-            del self.read_from[next(iter(self.read_from))]
 
     def usable(self, now: float) -> bool:
         return self.state is EngineState.UP and self.passed_over_until <= now

@@ -1,9 +1,8 @@
 """What became of the prompts that a decode engine (D) got with parameters of a prefill engine (P), as D itself counts
 it: the router knows what it has sent, and only D knows what it has loaded. Pure.
 
-D's ``/metrics`` page has all that D has counted, also of other routers. What is kept here is its growth since the
-router's first look. A counter that has fallen is of a D that was started anew, and all of it is growth. Where one falls
-again soon, several engines take turns at this URL, and nothing can be known of them.
+D's ``/metrics`` page has all that D has counted since its start, also of other routers. A counter that has fallen is of
+a D that was started anew.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ LAST_PROMPTS = 20
 """Where of so many prompts in a row none was loaded, something is wrong with this D, or with what it is sent."""
 FIRST_PROMPTS = 3
 """As many are enough where a P has never handed one over, or a D has loaded none since its start."""
-FEW_LOOKS = 6
-"""No engine is started twice within so many."""
-MAX_NAMES = 64
-"""Reasons that D's page may have; all others are "other"."""
 PROMPTS, TOKENS = "vllm:kvferry_prompts_total", "vllm:prompt_tokens_by_source_total"
 SERIES = tuple(f"{name}{{".encode() for name in (PROMPTS, TOKENS))
 """How the lines of a page begin that are of interest."""
@@ -53,19 +48,14 @@ def counts_of(lines: str) -> Counts:
 
 
 class HandedOver:
-    """The prompts of one D; of a P only ``known`` and ``degraded``."""
+    """Of one D; of a P only ``known`` and ``degraded``."""
 
     def __init__(self) -> None:
         self.known = False  # D's page has said it; or a P has handed a prompt over
         self.degraded = ""  # None of the last prompts was handed over, and why; empty also where nobody knows
         self.logged = self.unreadable = False  # This is in the log; likewise, that its page is no page of metrics
-        self.prompts = Counter[str]()  # With parameters of a P, by what D did
-        self.reasons = Counter[str]()  # Of those that it did not load, also where it had them already
-        self.tokens = Counter[str]()  # Of all its prompts
         self.sent = 0  # Prompts with parameters of a P that D has answered, since one was handed over
         self._page: Counts | None = None
-        self._looks = FEW_LOOKS  # since a counter fell
-        self._several = False
         self._missed: Counter[str] = Counter()  # likewise: prompts by reason
         self._computed = 0  # likewise: tokens, less those of D's own cache
 
@@ -82,33 +72,19 @@ class HandedOver:
         self.degraded = f"it answered {status} to {prompts} prompts that decode engines answered: has it their {its}?"
 
     def take(self, page: Counts) -> None:
-        """D's page counts this now. Raises ValueError: it is of several engines."""
+        """D's page counts this now."""
         self.known, before, self._page = bool(page), self._page, page or self._page
         if not page or before is None:  # what D has counted before the first look is not of this router
             return
         restarted = any(page[key] < count for key, count in before.items())
-        self._several |= restarted and self._looks < FEW_LOOKS
-        self._looks = 0 if restarted else self._looks + 1
         if restarted:
             self._missed.clear()
-        if self._several:
-            self.degraded, self.known = "", False
-            for counts in (self.prompts, self.reasons, self.tokens):
-                counts.clear()
-            raise ValueError("counters rise and fall: several engines seem to answer at this URL; name each of them")
         grown = Counter({key: n for key, now in page.items() if (n := now - (0 if restarted else before[key]))})
         for key, count in grown.items():
             match key:
-                case "prompts", "loaded", _:
-                    self.prompts["loaded"] += count
-                case "prompts", result, reason:
-                    _add(self.reasons, reason, count)
-                    if reason not in NOTHING_TO_LOAD:
-                        self.prompts[result] += count
-                        _add(self._missed, reason, count)
+                case "prompts", "local" | "failed", reason if reason not in NOTHING_TO_LOAD:
+                    self._missed[reason] += count
                 case "tokens", source:
-                    if source in SOURCES:
-                        self.tokens[SOURCES[source]] += count
                     self._computed += {"local_compute": count, "local_cache_hit": -count}.get(source, 0)
         loaded: tuple[str, ...] = "prompts", "loaded", "none"
         if any(key[0] == "prompts" for key in page):
@@ -125,13 +101,15 @@ class HandedOver:
             self.degraded = f"none of the last {prompts} prompts was handed over, for this reason: {why}"
 
     def status(self) -> dict[str, Any]:
-        """For ``/router/status``."""
-        return {
-            "degraded": self.degraded or None, "known": self.known, "reasons": self.reasons,
-            "prompts": {result: self.prompts[result] for result in RESULTS},
-            "tokens": {name: self.tokens[name] for name in SOURCES.values()},
-        }  # fmt: skip
-
-
-def _add(counts: Counter[str], name: str, count: int) -> None:
-    counts[name if name in counts or len(counts) < MAX_NAMES else "other"] += count
+        """For ``/router/status``: since D's start."""
+        page, reasons = self._page or Counts(), Counter[str]()
+        prompts, tokens = dict.fromkeys(RESULTS, 0), dict.fromkeys(SOURCES.values(), 0)
+        for key, count in page.items():
+            match key:
+                case "prompts", result, reason:
+                    prompts[result] += count * (reason not in NOTHING_TO_LOAD)
+                    reasons[reason] += count * (result != "loaded")
+                case "tokens", source if source in SOURCES:
+                    tokens[SOURCES[source]] += count
+        of = {"prompts": prompts, "tokens": tokens, "reasons": +reasons}
+        return {"degraded": self.degraded or None, "known": self.known, **of}

@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64_intdigest
 
 from kvferry.router.engines import Engine, EngineState, Role
 from kvferry.router.handed_over import SERIES, counts_of
@@ -17,13 +17,11 @@ from kvferry.router.http_client import Answer, HttpError, OwnFaultError, Request
 from kvferry.router.legs import log
 from kvferry.router.router import Router
 
-MAX_PAGE_BYTES, MAX_KEPT_BYTES, MAX_LINE_BYTES = 32 << 20, 1 << 20, 4 << 10
-"""Of a page of metrics; of its lines that are of interest; and of one of these, for the parser's time grows with the
-square of it."""
+MAX_PAGE_BYTES, MAX_LINE_BYTES = 8 << 20, 4 << 10
+"""Of a page of metrics; and of one of its lines that are of interest, for the parser's time grows with its square."""
 LOOK_SECONDS = 1.0
 """After so long without a byte of an answer, and as often, the router looks whether its engine moves."""
 PAGE_SECONDS = 2.0  # Of such a look
-NOTHING = xxh3_64().intdigest()
 TOKENS_PER_SECOND = 1000.0
 """A step that computes this few moves no counter until it ends."""
 
@@ -107,13 +105,12 @@ class HealthChecks:
         nothing is known anew. Returns whether it takes connections."""
         router, handed_over, there, answer = self._router, engine.handed_over, True, None
         if waits or (engine.role is Role.DECODE and engine.state is not EngineState.DOWN):
-            limit, page = PAGE_SECONDS if waits else self._checks.timeout, xxh3_64()
+            limit = PAGE_SECONDS if waits else self._checks.timeout
             try:
                 async with asyncio.timeout(limit):
                     answer = await router.http.send("GET", engine.url, "/metrics", connect=limit)
                     with closing(answer):
-                        lines = await _lines_of(answer, page)
-                    counted = page.intdigest() if page.intdigest() != NOTHING else None
+                        lines, counted = _lines_of(answer, await answer.body(MAX_PAGE_BYTES))
                     if router.engines.moved(engine, counted, router.clock()):
                         log.info("%s engine %s goes on", engine.role, engine.url)
                     counts = await asyncio.to_thread(counts_of, lines)
@@ -140,20 +137,14 @@ class HealthChecks:
         return there
 
 
-async def _lines_of(answer: Answer, counted: xxh3_64) -> str:
-    """The lines of a page that are of interest. ``counted``: takes all that the engine counts, which is not what its
-    server does. Raises HttpError: it is none, or there is too much of it."""
-    kept, rest, size, kept_size = list[bytes](), b"", 0, 0
-    async for piece in answer.pieces():
-        *lines, rest = (rest + piece).split(b"\n")
-        rest = rest[: MAX_LINE_BYTES + 1]  # a longer line is too long already
-        found = [line for line in lines if line.startswith(SERIES)]
-        counted.update(b"".join(line for line in lines if line.startswith(b"vllm:")))
-        kept += found
-        size, kept_size = size + len(piece), kept_size + sum(map(len, found))
-        longest = max(map(len, found), default=0)
-        if size > MAX_PAGE_BYTES or kept_size > MAX_KEPT_BYTES or longest > MAX_LINE_BYTES:
-            raise HttpError("the page of metrics is too large")
+def _lines_of(answer: Answer, page: bytes) -> tuple[str, int | None]:
+    """The lines of a page that are of interest, and a hash of all that the engine counts, which is not what its server
+    does; None: of nothing. Raises HttpError: it is no page, or a line is too long."""
     if answer.status != 200:
         raise HttpError(f"/metrics answered {answer.status}")
-    return b"\n".join(kept).decode()
+    lines = page.split(b"\n")
+    found = [line for line in lines if line.startswith(SERIES)]
+    if any(len(line) > MAX_LINE_BYTES for line in found):
+        raise HttpError("a line of its page of metrics is too long")
+    counted = b"".join(line for line in lines if line.startswith(b"vllm:"))
+    return b"\n".join(found).decode(), xxh3_64_intdigest(counted) if counted else None

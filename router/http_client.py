@@ -6,7 +6,6 @@ connection lives, and a fault of this machine is no fault of an engine (``OwnFau
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import select
@@ -20,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+from aiohappyeyeballs import AddrInfoType
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -45,30 +45,23 @@ class OwnFaultError(HttpError):
     """This machine has no descriptor, port or memory for a connection: no fault of the engine."""
 
 
-class _Protocol(aiohttp.client_proto.ResponseHandler):
-    """A connection. ``progress``: of its last request."""
+def _socket(found: AddrInfoType) -> socket.socket:
+    """For a connection to an address that was found."""
+    made = socket.socket(*found[:3])
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * RECEIVED_BYTES)
+    for option, value in _KEEPALIVE:
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
-    progress: RequestProgress | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        connected = transport.get_extra_info("socket")
-        self._left = select.poll()
-        self._left.register(connected.fileno(), select.POLLRDHUP)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * RECEIVED_BYTES)
-        for option, value in _KEEPALIVE:
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    def data_received(self, data: bytes) -> None:
-        if self.progress is not None:
-            self.progress.answered, self.progress.at = True, time.monotonic()
-        super().data_received(data)
-
-    @property
-    def left(self) -> bool:
-        """The engine has closed it, also where the event loop has not seen that yet."""
-        return bool(self._left.poll(0))
+def _left(connection: aiohttp.connector.Connection) -> bool:
+    """The engine has closed it, also where the event loop has not seen that yet."""
+    assert connection.transport is not None
+    poll = select.poll()
+    poll.register(connection.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 @dataclass(eq=False)
@@ -76,13 +69,13 @@ class RequestProgress:
     """How far one request has come."""
 
     sent: bool = False  # It has a connection, so that the engine may have it
-    answered: bool = False  # A byte of the answer was received
+    answered: bool = False  # The head of the answer was received
     at: float = 0.0  # Since when it waits for the next one, by ``time.monotonic``
     tokens: float = 0.0  # Of its prompt
     held: bool = False  # It does not wait for the engine
     passed: bool = False  # Perhaps the engine counts nothing of it
     given_up: str = ""  # Why the router waits no longer
-    protocol: _Protocol | None = None
+    connection: aiohttp.connector.Connection | None = None
 
     def go_on(self) -> None:
         """It waits for the engine from now on."""
@@ -90,26 +83,23 @@ class RequestProgress:
 
     def give_up(self, why: str) -> None:
         """End it: its connection closes, and who waits for an answer gets HttpError."""
-        if self.protocol is not None and self.protocol.progress is self and self.protocol.transport is not None:
+        if self.connection is not None and self.connection.transport is not None:
             self.given_up = why
-            self.protocol.transport.abort()
+            self.connection.transport.abort()
 
 
 _progress: ContextVar[RequestProgress] = ContextVar("progress")
 
 
 class _Connector(aiohttp.TCPConnector):
-    def __init__(self) -> None:
-        super().__init__(limit=0, keepalive_timeout=IDLE_SECONDS)
-        self._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
-
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
+        progress = _progress.get()
         while True:
             connection = await super().connect(*args, **kwargs)
             protocol: Any = connection.protocol
-            if protocol.progress is None or not protocol.left:
-                protocol.progress = _progress.get()
-                protocol.progress.protocol, protocol.progress.sent = protocol, True
+            if not (hasattr(protocol, "kept") and _left(connection)):
+                protocol.kept = True
+                progress.connection, progress.sent = connection, True
                 return connection
             connection.close()
 
@@ -134,21 +124,21 @@ class Answer:
         """The body. Raises HttpError."""
         try:
             while piece := await self.response.content.readany():
-                self._progress.held = True  # by a client that takes it slowly, perhaps
+                self._progress.answered = self._progress.held = True  # by a client that takes it slowly, perhaps
                 yield piece
                 self._progress.go_on()
         except (aiohttp.ClientError, OSError) as error:
             self._broken = True
             raise HttpError(self._progress.given_up or said(error)) from None
 
-    async def body(self) -> bytes:
-        """All of it. Raises HttpError."""
-        pieces, size = [], 0
+    async def body(self, most: int | None = None) -> bytes:
+        """All of it. Raises HttpError, also where it is longer than ``most``, or ``MAX_ANSWER_BYTES``."""
+        pieces, size, most = [], 0, most or MAX_ANSWER_BYTES
         async for piece in self.pieces():
             pieces.append(piece)
             size += len(piece)
-            if size > MAX_ANSWER_BYTES:
-                raise HttpError(f"an answer of over {MAX_ANSWER_BYTES} bytes")
+            if size > most:
+                raise HttpError(f"an answer of over {most} bytes")
         return b"".join(pieces)
 
     def close(self) -> None:
@@ -173,8 +163,9 @@ class HttpClient:
         """The head of an answer. Raises HttpError: there is none. ``base``: URL of the engine, ``http://HOST:PORT``.
         ``body``: sent as JSON, or in pieces as it is. ``connect``: seconds that a connection may take."""
         if self.session is None:
+            connector = _Connector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
             self.session = aiohttp.ClientSession(
-                connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
+                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 skip_auto_headers=_AUTOMATIC, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
                 read_bufsize=RECEIVED_BYTES,
             )  # fmt: skip
@@ -193,6 +184,7 @@ class HttpClient:
         legs[progress], over, progress.at = base, partial(legs.pop, progress, None), time.monotonic()
         try:
             response = await self.session.request(method, URL(base + path, encoded=True), **how)
+            progress.answered, progress.at = True, time.monotonic()
             return Answer(response, over, progress)
         except BaseException as error:
             over()

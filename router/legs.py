@@ -231,7 +231,6 @@ class Legs:
             url, tokens = affinity.find(prefix, set(others))
             if url is not None and tokens >= cached + WORTH_READING:
                 found.append((-tokens, others[url]))
-                engine.reads_from(url)
         return {"sources": [source for _, source in sorted(found, key=lambda each: each[0])]} if found else {}
 
     async def _learn_source(self, asked: ClientRequest, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""What a router counts, and what decode engines say of their prompts, as Prometheus series and for the status page."""
+"""What a router counts, as Prometheus series and for the status page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 
 from kvferry.router.engines import EnginePool
 from kvferry.router.http_client import RequestProgress
@@ -20,12 +20,8 @@ OF_ENGINES: tuple[tuple[str, Any, str, str], ...] = (
     ("engine_requests", GaugeMetricFamily, "Requests in flight", "role url"),
     ("engine_load", GaugeMetricFamily, "Of P: prompt tokens to compute; of D: requests", "role url"),
     ("engine_degraded", GaugeMetricFamily, "1: none of the last prompts was handed over", "role url"),
-    ("prompts", CounterMetricFamily, "Prompts with parameters of a P, by what D did", "decode result"),
-    ("prompts_not_loaded", CounterMetricFamily, "Those not loaded, by D's reason", "decode reason"),
-    ("prompt_tokens", CounterMetricFamily, "Prompt tokens of D, loaded or computed", "decode source"),
-    ("prefix_sources", CounterMetricFamily, "Requests that named a source of a prefix to an engine", "reader source"),
 )
-"""Name, type, meaning, and labels. What D says is since this router's first look at it."""
+"""Name, type, meaning, and labels."""
 
 
 class Metrics:
@@ -78,10 +74,6 @@ class Metrics:
                 }
                 for engine in self._engines
             ],
-            "prefix_sources": [
-                {"reader": engine.url, "source": source, "requests": requests}
-                for engine in self._engines for source, requests in engine.read_from.items()
-            ],
         }  # fmt: skip
 
     def text(self) -> bytes:
@@ -91,12 +83,8 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         found = {name: make(PREFIX + name, text, labels=of.split()) for name, make, text, of in OF_ENGINES}
         for engine in self._engines:
-            of, role = engine.handed_over, engine.role.value
+            role = engine.role.value
             gauges = {"up": engine.state == "up", "requests": engine.requests, "load": engine.load}
-            for name, value in (gauges | {"degraded": bool(of.degraded)}).items():
+            for name, value in (gauges | {"degraded": bool(engine.handed_over.degraded)}).items():
                 found[f"engine_{name}"].add_metric([role, engine.url], value)
-            counts = {"prompts": of.prompts, "prompts_not_loaded": of.reasons, "prompt_tokens": of.tokens}
-            for name, by_label in (counts | {"prefix_sources": engine.read_from}).items():
-                for label, count in by_label.items():
-                    found[name].add_metric([engine.url, label], count)
         yield from found.values()

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.planes.endpoints import ArenaEndpoint, Cache, Endpoint, digest, noise
-from benchmarks.planes.points import NIXL_RAW, Config, Form, Point, Side, cache_bytes, num_blocks
+from benchmarks.planes.endpoints import ArenaEndpoint, digest, noise
+from benchmarks.planes.points import NIXL_RAW, Config, Point, Side
 from kvferry.kernels.paged_copy import copy_pages
 from kvferry.transport.planes.tcp import most_flows
 
@@ -177,52 +177,6 @@ class MappedEndpoint(ArenaEndpoint):
         return lambda: _checked(memcpy(to, self.base, point.nbytes, kind, stream))
 
 
-class TorchEndpoint(Endpoint):
-    """Both caches in one process that sees both GPUs: gather on P's, copy, change the form and scatter on D's."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        where = [self.device] * 2 if self.device.type == "cpu" else [torch.device("cuda", n) for n in (0, 1)]
-        self.arenas: dict[Side, torch.Tensor] = {}
-        self.blocks: dict[Side, dict[Form, int]] = {}
-        self.generators = {}
-        sides: tuple[Side, Side] = ("p", "d")
-        for side, device in zip(sides, where, strict=True):
-            self.blocks[side] = num_blocks(config.points, side)
-            self.arenas[side] = torch.empty(cache_bytes(self.blocks[side]), dtype=torch.uint8, device=device)
-            self.generators[side] = self._generator(device)
-            noise(self.arenas[side], self.generators[side])
-
-    def cache(self, form: Form, side: Side) -> Cache:
-        return Cache.carved(form, self.blocks[side][form], self.arenas[side])
-
-    def scrub(self, point: str, way: str) -> None:
-        noise(self.arenas["d"], self.generators["d"])
-
-    def cache_of(self, point: Point, way: str, side: Side) -> Cache:
-        return self.cache(point.p if side == "p" else point.d, side)
-
-    def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
-        it = self.points[point]
-        p, d = self.cache(it.p, "p"), self.cache(it.d, "d")
-        devices = [self.arenas["p"].device, self.arenas["d"].device]
-        of = torch.from_numpy(np.concatenate(it.tables("p", it.p, p.num_blocks))).to(devices[0])
-        to = torch.from_numpy(np.concatenate(it.tables("d", it.d, d.num_blocks))).to(devices[1])
-        found = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            for layer in range(it.p.layers):
-                moved = p.stored(layer).index_select(0, of).to(devices[1], non_blocking=True)
-                tokens = moved if it.p.order == "NHD" else moved.transpose(1, 2)  # [B, N, H, C]
-                blocks = tokens.reshape(len(to), it.d.block, it.p.heads, -1).transpose(1, 2)
-                d.tensor(layer).index_copy_(0, to, blocks)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(devices[0])
-                torch.cuda.synchronize(devices[1])
-            found.append(time.perf_counter() - started)
-        return found
-
-
 class SocketsRaw(ArenaEndpoint):
     """As many TCP connections as ``tcp`` has between GPUs, with a thread each at either end: contiguous bytes of host
     memory, in calls of ``RAW_MESSAGE``. ``flows`` of the settings: another number."""
@@ -268,37 +222,6 @@ class SocketsRaw(ArenaEndpoint):
                 do(self.socks[number], part)
 
         list(self.threads.map(all_of, range(self.flows)))
-
-
-class SocketRaw(ArenaEndpoint):
-    """One TCP connection, ``sendall`` and ``recv_into`` of contiguous bytes."""
-
-    def exchange(self, blob: str | None, peer: str = "main") -> str | None:
-        if self.side == "p" and blob is None:
-            self.listener = socket.create_server(("127.0.0.1", 0))
-            return str(self.listener.getsockname()[1])
-        if self.side == "d" and blob:
-            self.sock = socket.create_connection(("127.0.0.1", int(blob)))
-            return "connected"
-        if self.side == "p":
-            self.sock, _ = self.listener.accept()
-        return None
-
-    def serve(self, point: str, way: str, repeats: int) -> Any:
-        self.view = self.arena[: self.points[point].nbytes].numpy().data
-        self.repeats = repeats
-
-    def synchronize(self) -> None:
-        for _ in range(self.repeats):
-            self.sock.sendall(self.view)
-
-    def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
-        def receive_all() -> None:
-            view = self.arena[: self.points[point].nbytes].numpy().data
-            while view:
-                view = view[self.sock.recv_into(view[: RAW_MESSAGE["cpu"]]) :]
-
-        return self._timed(receive_all, repeats)
 
 
 class Memcpy(ArenaEndpoint):

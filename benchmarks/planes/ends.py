@@ -204,7 +204,6 @@ def _end(config: Config) -> Endpoint:
 
     rivals: dict[str, type[Endpoint]] = {
         "nixl": baselines.NixlEndpoint, "mapped": baselines.MappedEndpoint,
-        "torch": baselines.TorchEndpoint, "raw socket": baselines.SocketRaw,
         "raw sockets": baselines.SocketsRaw, "memcpy": baselines.Memcpy,
     }  # fmt: skip
     return rivals[config.kind](config)

@@ -11,12 +11,11 @@ contender moves each point once and the bytes on D are compared with P's. Time i
 
 On GPUs a plane of ours is whole hand-overs between worker halves as an idle engine has them: from the posting of D's
 step to the report of its load. ``nixl``: READs of P's blocks, layer by layer, from prepared lists; it cannot change
-block size or layout (* in the table). ``nixl_best``: as many contiguous bytes in descriptors of 64 MiB. ``torch``:
-gather, peer copy, permute and scatter. ``kernel``: the copy that ``cuda_ipc`` makes, from launch to completion seen.
-``peer_copy``: one contiguous copy. ``raw sockets``: contiguous bytes of host memory by as many connections and threads
-as the plane ``tcp`` has (``--only tcp "raw sockets"``). ``handover_ms``: a hand-over of one block of 16 tokens;
-``first_handover_ms``: from a P that D has not met. ``--only NAME --device cpu --hand-overs`` tries these on a CPU, with
-few layers and tokens.
+block size or layout (* in the table). ``nixl_best``: as many contiguous bytes in descriptors of 64 MiB. ``kernel``: the
+copy that ``cuda_ipc`` makes, from launch to completion seen. ``peer_copy``: one contiguous copy. ``raw sockets``:
+contiguous bytes of host memory by as many connections and threads as the plane ``tcp`` has (``--only tcp "raw
+sockets"``). ``handover_ms``: a hand-over of one block of 16 tokens; ``first_handover_ms``: from a P that D has not met.
+``--only NAME --device cpu --hand-overs`` tries these on a CPU, with few layers and tokens.
 
 On the CPU a plane is moved by its channels: scattered blocks are packed on P and unpacked on D, each side one thread
 and one process; ``tcp, flows``: with the threads that ``tcp`` has between GPUs. "host" leaves all libraries their
@@ -82,7 +81,7 @@ class Run:
         """On the CPU the ceilings know no blocks."""
         if self.device == "cpu" and contender.name in forms.BULK:
             return (self.largest,)
-        return tuple(point for point in self.points if contender.takes(point))
+        return self.points
 
     # --- processes ----------------------------------------------------------------------------------------------
 

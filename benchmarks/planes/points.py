@@ -180,16 +180,13 @@ class Contender:
     @property
     def pair(self) -> str:
         """The name of its pair of processes, which several contenders may share."""
-        shared = {"plane": self.name, "channel": self.name}.get(self.kind, self.kind)
+        shared = self.name if self.kind in ("plane", "channel", RAW_SOCKETS) else self.kind
         return f"{shared} over {self.link}"
 
     @property
     def alone(self) -> bool:
         """Whether one process has both ends."""
-        return self.kind in ("torch", "memcpy")
-
-    def takes(self, point: Point) -> bool:
-        return self.name != "torch" or not (point.tokens % point.p.block or point.tokens % point.d.block)
+        return self.kind == "memcpy"
 
     def changes_form(self, point: Point) -> bool:
         """Whether the bytes lie in D's form afterwards, where P's is another; ceilings know no form."""
@@ -203,7 +200,7 @@ def gpu_contenders() -> list[Contender]:
         for spec in plane_specs()
     ]
     rivals = {
-        NIXL: "nixl", "nixl_best": "nixl", "torch": "torch", "kernel": "mapped", "peer_copy": "mapped",
+        NIXL: "nixl", "nixl_best": "nixl", "kernel": "mapped", "peer_copy": "mapped",
         RAW_SOCKETS: RAW_SOCKETS,
     }  # fmt: skip
     return [*planes, *(Contender(name, kind) for name, kind in rivals.items())]
@@ -222,12 +219,12 @@ def host_contenders() -> list[Contender]:
     lanes = [channel(name, TCP) for name in ("tcp", "ucx", "zmq", NIXL_PLANE)]
     lanes.append(channel("tcp, flows", TCP, flows=MOST_FLOWS))
     raw = [Contender(name, "nixl", TCP) for name in (NIXL, *NIXL_RAW)]
-    raw.append(Contender("raw socket", "raw socket", TCP))
+    raw.append(Contender("raw socket", RAW_SOCKETS, TCP, {"flows": 1}))
     raw.append(Contender(RAW_SOCKETS, RAW_SOCKETS, TCP, {"flows": MOST_FLOWS}))
     return [*same, Contender(NIXL, "nixl"), Contender("memcpy", "memcpy"), *lanes, *raw]
 
 
-USUAL = ("cuda_ipc", "ucx", NIXL, "nixl_best", "torch", "kernel", "peer_copy")
+USUAL = ("cuda_ipc", "ucx", NIXL, "nixl_best", "kernel", "peer_copy")
 """On GPUs, where none is named."""
 
 

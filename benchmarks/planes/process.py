@@ -21,7 +21,7 @@ from benchmarks.planes.points import TCP, Config, Contender, Point
 
 HERE = Path(__file__).resolve().parent
 OPEN_SECONDS, MOVE_SECONDS, END_SECONDS = 180.0, 30.0, 5.0
-SERVES = ("channel", "raw socket", "raw sockets")
+SERVES = ("channel", "raw sockets")
 """Kinds whose source works until D has everything, and whose D waits for each transfer before P begins with it; of the
 others D reads from a source that sleeps."""
 WRITES = "nixl raw write"
@@ -138,8 +138,7 @@ class Pair:
         if settings.get("plane") == "ucx":
             environ["UCX_PROTO_INFO"] = "y"
         first, second = (gpus() * 2)[:2]
-        both = f"{first},{second}" if contender.kind == "torch" else second
-        self.target = Process(config, both, environ)
+        self.target = Process(config, second, environ)
         self.ends = [self.target]
         if not contender.alone:
             self.ends.insert(0, Process(msgspec.structs.replace(config, role="source"), first, environ))

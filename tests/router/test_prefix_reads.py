@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.router import legs as router_legs
-from kvferry.router.engines import MAX_SOURCES, EngineState, Role, Seat
+from kvferry.router.engines import EngineState, Role, Seat
 from kvferry.router.http_client import Answer
 from kvferry.router.legs import MAX_BODY_BYTES
 from kvferry.router.request_bodies import without_params
@@ -100,26 +100,6 @@ def test_p_is_told_of_the_d_that_answered_the_last_turn(serial: bool) -> None:
     assert all("sources" not in (leg.get("kv_transfer_params") or {}) for leg in legs(d))
 
 
-def test_who_reads_from_whom_is_on_the_status_page_and_in_the_metrics() -> None:
-    p, d = engine("p", PARAMS), engine("d", {})
-    with routed(p, d, prefix_reads=True) as front:
-        for turns, requests in ((1, 0), (3, 1), (5, 2)):
-            front.ask({"prompt": history(turns), "model": "m"})
-            front.idle()
-            pairs = front.get("/router/status").json()["prefix_sources"]
-            assert pairs == [{"reader": front.p[0], "source": front.d[0], "requests": requests}] * bool(requests)
-            series = "kvferry_router_prefix_sources_total{"
-            found = [line for line in front.get("/metrics").text.splitlines() if line.startswith(series)]
-            of = f'reader="{front.p[0]}",source="{front.d[0]}"'
-            assert found == [f"{series}{of}}} {requests}.0"] * bool(requests)
-        (reader,) = front.router.engines.of(Role.PREFILL)
-        for number in range(2 * MAX_SOURCES):
-            reader.reads_from(f"http://gone:{number}")
-            reader.reads_from(front.d[0])
-        assert len(reader.read_from) == MAX_SOURCES and reader.read_from[front.d[0]] == 2 + 2 * MAX_SOURCES
-        assert "http://gone:0" not in reader.read_from, "those that were named last stay"
-
-
 @pytest.mark.parametrize("state", [EngineState.DOWN, EngineState.LEAVING])
 def test_a_p_that_is_gone_is_no_source_and_one_that_leaves_is(state: EngineState) -> None:
     p, q, d = engine("p", PARAMS), engine("q", PARAMS), engine("d", {})
@@ -137,8 +117,6 @@ def test_a_p_that_is_gone_is_no_source_and_one_that_leaves_is(state: EngineState
         front.ask({"prompt": history(3), "model": "m"})
         front.idle()
         told = legs(other)[-1]["kv_transfer_params"]
-        reader = next(each for each in front.router.engines if each.url == front.p[[p, q].index(other)])
-        assert set(reader.read_from) == {front.d[0]} | ({gone.url} if state is EngineState.LEAVING else set())
         seat.release()
     leaving = [gone.source] if state is EngineState.LEAVING else []
     assert told["sources"] == [{"remote_host": "d", "remote_port": 5600}, *leaving]

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from kvferry.router import app as server
-from kvferry.router.app import App, Limits
+from kvferry.router.app import Limits
 from kvferry.router.health import Checks
 from tests.router.stand_ins import (
     COMPLETIONS,
@@ -25,7 +25,6 @@ from tests.router.stand_ins import (
     Engine,
     Site,
     decode_engine,
-    make_router,
     prefill_engine,
     routed,
     router_process,
@@ -97,49 +96,10 @@ def test_a_router_that_is_ended_ends_its_streams() -> None:
 
 def test_silent_connections_end_and_honest_ones_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(server, "TICK_SECONDS", 0.1)
     with routed(prefill_engine(), decode_engine()) as front, ExitStack() as stack:
         found = silent(front, 3, stack) + silent(front, 3, stack, b"POST /v1/completions HTTP/1.1\r\nHost:")
         assert front.ask({"prompt": "x"}).status_code == 200
         eventually(lambda: all(map(closed, found)), "all are closed")
-
-
-def test_a_router_that_stood_still_closes_no_connection_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_SECONDS", 1.0)
-    monkeypatch.setattr(server, "TICK_SECONDS", 0.1)
-
-    async def go() -> bytes:
-        app = App(make_router([], []))
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            await app.bind(sock=listener)
-            await app.start()
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            while not app.idle:
-                await asyncio.sleep(0)
-            time.sleep(1.5)
-            for _ in range(10):
-                await asyncio.sleep(0)  # the router runs again before the client does
-            writer.write(b"GET /router/status HTTP/1.1\r\nHost: x\r\n\r\n")
-            answer = await reader.read(12)
-            writer.close()
-            await app.stop()
-            return answer
-
-    assert asyncio.run(go()) == b"HTTP/1.1 200"
-
-
-def test_of_many_silent_connections_the_oldest_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "TICK_SECONDS", 0.1)
-    go_on = threading.Event()
-    p, d = prefill_engine(), decode_engine(go_on=go_on)
-    with routed(p, d, limits=Limits(idle=5)) as front, ExitStack() as stack, front.streaming() as response:
-        lines = response.iter_lines()
-        assert next(lines) == 'data: {"i": 0}'
-        found = silent(front, 20, stack)
-        eventually(lambda: sum(map(closed, found)) == 15, "all but five are closed")
-        assert all(map(closed, found[:15]))
-        go_on.set()
-        assert [line for line in lines if line][-1] == "data: [DONE]", "one with a request is not silent"
 
 
 def test_the_routers_own_fault_is_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +172,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_gone(monkeypatch: pytest.M
 
 
 def test_clients_that_do_not_send_their_body_take_no_place() -> None:
-    limits = Limits(requests=2, idle=2)
+    limits = Limits(requests=2)
     with routed(prefill_engine(), decode_engine(), limits=limits) as front, ExitStack() as stack:
         silent(front, 5, stack, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
         for _ in range(5):
