@@ -61,6 +61,15 @@ def test_what_d_has_counted_since_its_start_is_shown() -> None:
     assert d.status()["prompts"] == {"loaded": 1, "local": 6, "failed": 0} and d.status()["tokens"]["loaded"] == 100
 
 
+def test_what_d_had_missed_before_the_first_look_is_not_of_this_router() -> None:
+    page = counts(("loaded", "", 0), ("failed", "key", LAST_PROMPTS))
+    d = HandedOver()
+    d.sent += LAST_PROMPTS
+    for _ in range(2):
+        d.take(page)
+        assert not d.degraded
+
+
 def test_a_prompt_that_d_had_already_is_named_and_is_no_miss() -> None:
     d = one()
     d.sent += LAST_PROMPTS
