@@ -41,14 +41,11 @@ SETTINGS = {
     "transfer_timeout_seconds": 3.0,
 }  # fmt: skip
 PLANES = ("cma", "shm", "tcp", "zmq")
-UNDER_WAY = 6
-"""Hand-overs at a time."""
 REPORT_SECONDS = 60.0
 """A load that is not reported for so long hangs: far above the settings' deadlines and the stops together."""
 BLOCKS = 320
 STOP_SECONDS = (0.05, 3.0)
 """For so long an engine is stopped; a lease lasts 2 s."""
-QUIET_SECONDS = 60.0
 HELD = ("blocks", "leases", "kept", "reads", "requests", "entries")
 OF_PEERS = ("sessions", "links", "descriptors", "threads")
 """What an engine has of its peers, until it has forgotten them (``FORGOTTEN_SECONDS``)."""
@@ -100,8 +97,8 @@ class Soak:
     """One run. ``leak``: a fault that is planted into the engines that last, see ``engine.py``. ``violations``: what
     must not be, in words; nothing is waited for after one."""
 
-    under_way = UNDER_WAY
-    quiet_seconds = QUIET_SECONDS
+    under_way = 6  # hand-overs at a time
+    quiet_seconds = 60.0
     least_loaded = 0
     """Each half lasts until so many loads have succeeded, also where that takes longer, up to ``patience``; and until
     one has succeeded with each engine that was started again."""
@@ -161,7 +158,7 @@ class Soak:
         self.by_plane[handover.d.plane][outcome] += 1
 
     def traffic(self) -> None:
-        """Keep ``UNDER_WAY`` hand-overs under way, over the planes in turn."""
+        """Keep ``under_way`` hand-overs going, over the planes in turn."""
         ready = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
         while len(self.handovers) < self.under_way:
             plane = self.planes[self.serial % len(self.planes)]

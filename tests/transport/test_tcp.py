@@ -813,6 +813,14 @@ def test_a_message_in_another_ones_place_is_noticed() -> None:
     assert not d.open(slots[1], 80, header), "the second message came first"
 
 
+def test_a_wrong_key_is_refused(encrypted: Any) -> None:
+    both = encrypted()
+    receiver, _ = both.d.connect(both.p.offer(), "127.0.0.1")
+    for reply in (b"", b"k" * 31):
+        with pytest.raises(ProtocolError, match="key"):
+            both.d.finish(receiver, reply)
+
+
 def test_planes_that_cannot_encrypt_are_left_out() -> None:
     with pytest.raises(PlaneUnavailableError, match="does not encrypt"):
         make_plane("ucx", replace(CONTEXT, encrypt=True))
