@@ -375,10 +375,11 @@ class WorkerHalf:
         thread = self._transfer_thread
         if thread is None:
             return StepResults()
-        waited, self._waited = self._waited, False
-        if self._idle and not waited and (self._loads.awaits_load or self._awaited):
-            due = self._loads.due(self._lead) - time.monotonic()
-            thread.results.wait(max(0.0, min(IDLE_WAIT_SECONDS, due)))
+        if self._idle:
+            waited, self._waited = self._waited, False
+            if not waited and (self._loads.awaits_load or self._awaited):
+                due = self._loads.due(self._lead) - time.monotonic()
+                thread.results.wait(max(0.0, min(IDLE_WAIT_SECONDS, due)))
         results = thread.results
         alive = thread.alive  # before its reports are taken, so that none is lost
         if results.any:
@@ -389,10 +390,9 @@ class WorkerHalf:
                 source = load.load.peer.engine_id, self._info.tp_rank
                 if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
                     self._estimates[source] = load.estimate
-        if alive and self._loads.awaits_load:
+        if alive and self._loads.by_request:
             self._loads.report_early(self._lead, foresees=self._idle and self._foresees)
         elif not alive and (lost := self._loads.end_all(LOST)):
-            why = ASLEEP if self._asleep else "the transfer thread has ended"
-            level = logging.WARNING if self._asleep else logging.ERROR
+            level, why = (logging.WARNING, ASLEEP) if self._asleep else (logging.ERROR, "the transfer thread has ended")
             logger.log(level, "kvferry: %s; loads that fail and leases that end: %d", why, lost)
         return self._loads.take_results()

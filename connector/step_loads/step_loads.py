@@ -155,7 +155,7 @@ class StepLoads:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._loads: dict[str, StepLoad] = {}  # by request; those that are claimed are reported, and a step joins them
+        self.by_request: dict[str, StepLoad] = {}  # those that are claimed are reported, and a step joins them
         self._leases: set[str] = set()  # requests whose lease has not ended
         self._results = StepResults()
 
@@ -165,7 +165,7 @@ class StepLoads:
         for load in loads:
             posted.append(StepLoad(load, self.changed, load.now))
             if not load.now:
-                self._loads[load.request_id] = posted[-1]
+                self.by_request[load.request_id] = posted[-1]
         for lease in leases:
             self._leases.add(lease.request_id)
         return posted
@@ -174,7 +174,7 @@ class StepLoads:
         """A step computes with these loads, which some rank has reported before their end."""
         joined = []
         for load in loads:
-            if (one := self._loads.pop(load.request_id, None)) is None:  # it has ended here, as was reported
+            if (one := self.by_request.pop(load.request_id, None)) is None:  # it has ended here, as was reported
                 one = StepLoad(load, self.changed, claimed=True)
                 one.ended(LoadEnd())
             joined.append(one)
@@ -182,7 +182,7 @@ class StepLoads:
 
     def load_ended(self, ended: StepLoad) -> None:
         """The transfer thread has reported the end of a load. One that is claimed is reported already."""
-        if self._loads.get(ended.load.request_id) is ended and not ended.claimed:
+        if self.by_request.get(ended.load.request_id) is ended and not ended.claimed:
             self._end(ended, ended.end or LOST)
 
     def lease_freed(self, request_id: str) -> None:
@@ -196,7 +196,7 @@ class StepLoads:
         they should have ended long ago."""
         now = time.monotonic()
         with self.changed:
-            for name, load in self._loads.items():
+            for name, load in self.by_request.items():
                 rest = load.ends_at - now
                 known = load.under_way or (foresees and rest > lead - ALONE_SECONDS)
                 if rest <= lead and known and not (load.claimed or load.final):
@@ -206,13 +206,13 @@ class StepLoads:
     def due(self, lead: float) -> float:
         """By ``time.monotonic``: when the next load may be reported early; infinite where none is."""
         past = time.monotonic() - ALONE_SECONDS
-        waits = [load.ends_at - lead for load in self._loads.values() if not load.claimed]
+        waits = [load.ends_at - lead for load in self.by_request.values() if not load.claimed]
         return min([due for due in waits if due > past], default=math.inf)
 
     def end_all(self, end: LoadEnd) -> int:
         """The transfer thread is gone: every load that was not reported ends so, and every lease ends. Returns how many
         there are."""
-        lost = [load for load in self._loads.values() if not load.claimed]
+        lost = [load for load in self.by_request.values() if not load.claimed]
         for load in lost:
             self._end(load, end)
         self._results.sent |= self._leases
@@ -221,7 +221,7 @@ class StepLoads:
 
     def _end(self, load: StepLoad, end: LoadEnd) -> None:
         name = load.load.request_id
-        del self._loads[name]
+        del self.by_request[name]
         self._results.received.add(name)
         self._results.ends[name] = end
         if end.failed:
@@ -230,7 +230,7 @@ class StepLoads:
     @property
     def awaits_load(self) -> bool:
         """Whether a load was not reported."""
-        return any(not load.claimed for load in self._loads.values())
+        return any(not load.claimed for load in self.by_request.values())
 
     def take_results(self) -> StepResults:
         """The loads and the leases that are to be reported, each once."""
