@@ -383,7 +383,7 @@ class Traffic:
         for _ in range(rng.choice([0, 0, 1, 3])):
             self.born += 1
             workers = rng.sample(range(self.world), self.expected)
-            self.open.append((rng.choice(["sending", "recving"]), f"r{self.born}", workers))
+            self.open.append((("sending", "recving")[self.born % 2], f"r{self.born // 2}", workers))  # an id of both
         reports = [self._report(rank) for rank in range(self.world)]
         for kind, request, workers in self.open:
             for rank in [rank for rank in workers if rng.random() < 0.3]:
