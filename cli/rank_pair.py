@@ -93,7 +93,7 @@ class Moved(NamedTuple):
     seconds: float
 
 
-class Prompt(NamedTuple):
+class LeasedPrompt(NamedTuple):
     """What P leases and D loads: the first ``tokens`` of the pattern."""
 
     request: str
@@ -131,11 +131,11 @@ class PairRank:
         for cache in self.caches.values():
             cache.zero_()
 
-    def grant(self, prompt: Prompt) -> None:
+    def grant(self, prompt: LeasedPrompt) -> None:
         self.worker.post(StepPlan(leases=(LeaseGrant(*prompt, (self._ids(prompt.tokens),)),)))
         self.worker.take_results()
 
-    def load(self, prompt: Prompt, peer: RankAddress, deadline: float) -> Moved:
+    def load(self, prompt: LeasedPrompt, peer: RankAddress, deadline: float) -> Moved:
         """D: fetch a prompt. Raises PairError."""
         engine = PeerEngine("pair-p", 1, 1, LEASE_SECONDS, (peer,))
         load = Load(prompt.request, prompt.token, engine, (self._ids(prompt.tokens),), ((0, prompt.tokens),))
@@ -267,7 +267,7 @@ class RankPair:
     def hand_over(self, tokens: int, deadline: float) -> Moved:
         p, d = self._ranks
         self._serial += 1
-        prompt = Prompt(f"pair {self._serial}", secrets.token_bytes(16), tokens)
+        prompt = LeasedPrompt(f"pair {self._serial}", secrets.token_bytes(16), tokens)
         p.ask("grant", deadline, prompt)
         moved: Moved = d.ask("load", deadline, prompt, self._peer, deadline - 1.0)
         return moved

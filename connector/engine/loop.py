@@ -97,7 +97,7 @@ class TransferThread:
 
     def post(self, posted: PostedPlan) -> None:
         """Post the work of one step. Where it does not wake the thread, the thread takes it at its next turn."""
-        self._producer.named.plans_seen += 1
+        self._producer.plans_seen += 1
         wakes = posted.plan.wakes_thread
         if wakes or posted.plan.prefill_chunks:
             self._plans.posted.append(posted)
@@ -109,7 +109,7 @@ class TransferThread:
 
     def step_posted(self) -> None:
         """In place of ``post``, for a plan that is ``nothing``: most are."""
-        self._producer.named.plans_seen += 1
+        self._producer.plans_seen += 1
 
     def change_model(self, model: Mapping[str, str]) -> None:
         """As ``WorkerHalf`` has it. The thread does so before it takes a plan that is posted later."""
@@ -306,7 +306,7 @@ class TransferThread:
                 poll.register(fd, events)
                 planes[fd] = plane
         seconds = self.sleep_seconds
-        if idle := seconds == IDLE_SECONDS and not self._producer.leases.table:
+        if idle := seconds == IDLE_SECONDS and not self._producer.prompts.table:
             self._switch.restore()  # no hand-over is under way: the engine's threads get their interval back
         if not idle or self._work_posted:  # also where work was posted meanwhile
             self._switch.shorten()
@@ -423,7 +423,7 @@ class PostedPlans:
         self._each([stop for stop in plan.stops if stop.token not in begun], self._producer.stop_prefill, now)
         self._each(plan.prefills, self._producer.begin_prefill, now)
         for prompt in plan.queued:
-            self._try(prompt, partial(self._producer.named.queue, prompt))
+            self._try(prompt, partial(self._producer.prompts.queue, prompt))
         self._each([stop for stop in plan.stops if stop.token in begun], self._producer.stop_prefill, now)
 
     def end_leases(self, now: float) -> None:

@@ -17,11 +17,11 @@ for the bytes, so D holds up a step of others for 5 ms."""
 
 
 class PromptBlocks:
-    """The blocks of a prompt that P computes, in one life: until the engine takes them back.
+    """The blocks of a prompt in one life: until the engine takes them back, or their lease ends.
 
-    ``lost``: the engine's thread sets it before the device gets work that may reuse a block. So a copy out of the
-    blocks that has ended while ``lost`` was not set holds the bytes of the prompt. A D that reads the blocks by itself
-    has the same proof: a grant that is posted before the lease is withdrawn by the engine's thread together with it.
+    ``lost``: before the lease, the engine's thread sets it, before the device gets work that may reuse a block. So a
+    copy out of the blocks that has ended while ``lost`` was not set holds the bytes of the prompt. A D that reads the
+    blocks by itself has the same proof: a grant that is posted is withdrawn together with it.
     """
 
     __slots__ = ("_lock", "lost", "posted")
@@ -36,28 +36,19 @@ class PromptBlocks:
         into the blocks: between them lie locks that the engine's thread takes."""
         with self._lock:
             self.lost = True
-            self._withdraw()
+            if self.posted is not None:
+                self.posted[0].withdraw(self.posted[1])
+                self.posted = None
 
     def post(self, board: GrantBoard, key: bytes, text: bytes) -> None:
-        """Post a grant of the blocks, unless they are lost."""
+        """Post a grant of the blocks, unless they are lost. One that is posted with this text stands on; with another
+        one it is withdrawn."""
         with self._lock:
-            place = None if self.lost else board.post(key, text)
-            self.posted = None if place is None else (board, place, text)
-
-    def take_posted(self, text: bytes) -> int | None:
-        """The lease holds the blocks from now on. Returns the place of the grant that was posted, if it is this one;
-        another one is withdrawn."""
-        with self._lock:
-            if self.posted is None or self.posted[2] != text:
-                self._withdraw()
-                return None
-            place, self.posted = self.posted[1], None
-            return place
-
-    def _withdraw(self) -> None:
-        if self.posted is not None:
-            self.posted[0].withdraw(self.posted[1])
-            self.posted = None
+            if self.posted is not None and self.posted[2] != text:
+                self.posted[0].withdraw(self.posted[1])
+                self.posted = None
+            if self.posted is None and not self.lost and (place := board.post(key, text)) is not None:
+                self.posted = board, place, text
 
 
 class ComputedStep:

@@ -21,7 +21,7 @@ import msgspec
 from kvferry.connector.geometry.spans import MAX_CHUNKS, check_spans
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.computed_steps import PromptBlocks
-from kvferry.connector.prefill_side.lease import Lease
+from kvferry.connector.prefill_side.prompts import Prompt
 from kvferry.connector.prefill_side.session import Session
 from kvferry.connector.prefill_side.stream import boxes
 from kvferry.connector.wire import messages
@@ -65,7 +65,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
 
     session: Session
     ask: messages.Ask
-    lease: Lease
+    prompt: Prompt
     chunks: int
     boxes: Iterator[PageBox | None]
     """The chunks that are not made yet, in wire order; ``None`` comes in place of a chunk that is not computed."""
@@ -93,7 +93,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
         assert not self.stopped and self.sent < self.begun
         self.sent += 1
         self.nbytes += nbytes
-        if not (self.lease.begun or self.lease.lent):
+        if not self.prompt.leased:
             self.early += nbytes
 
     @property
@@ -134,7 +134,7 @@ class Sends:
 
     # --- the begin of a read ------------------------------------------------------------------------------------
 
-    def check(self, session: Session, ask: messages.Ask, lease: Lease, *, allocated: bool) -> int:
+    def check(self, session: Session, ask: messages.Ask, prompt: Prompt, *, allocated: bool) -> int:
         """Check that an ask can be served. Returns the number of its chunks, 0 where D reads P's pages by itself.
         ``allocated``: the engine has allocated all blocks.
 
@@ -148,10 +148,10 @@ class Sends:
         strange = {span.shard for span in ask.spans} - session.shards
         if strange:  # any other shard would cost a pass over every token
             raise GeometryError(f"span of the tokens of {strange.pop()}, which is none of that rank's")
-        check_spans(ask.spans, self._caches.geometry, lease.grant.num_tokens)
+        check_spans(ask.spans, self._caches.geometry, prompt.num_tokens)
         if allocated:
             for region, token, end in {(span.region, span.token, span.token + span.num_tokens) for span in ask.spans}:
-                self._caches.check_held(region, lease.ids[region], token, end)
+                self._caches.check_held(region, prompt.ids[region], token, end)
         return 0 if session.sender is None else self.num_chunks(ask, session.chunk_bytes)
 
     def num_chunks(self, ask: messages.Ask, slot_bytes: int) -> int:
@@ -164,11 +164,11 @@ class Sends:
             raise GeometryError(f"read of {count} chunks of {ask.chunk_bytes} bytes, limit {MAX_CHUNKS}")
         return count
 
-    def begin(self, session: Session, ask: messages.Ask, lease: Lease, chunks: int) -> list[OutgoingRead]:
+    def begin(self, session: Session, ask: messages.Ask, prompt: Prompt, chunks: int) -> list[OutgoingRead]:
         """Begin to send a read, in turn with the other reads. Returns the reads that find no room any more: the caller
         fails them."""
-        chunks_of = boxes(lease, self._caches, ask)
-        read = OutgoingRead(session, ask, lease, chunks, chunks_of, self._clock(), lease.blocks)
+        chunks_of = boxes(prompt, self._caches, ask)
+        read = OutgoingRead(session, ask, prompt, chunks, chunks_of, self._clock(), prompt.blocks)
         displaced = self.live.put(session.identity, read.key, read, READ_COST + len(ask.spans))
         self.turns.append(read)
         return displaced
@@ -201,7 +201,7 @@ class Sends:
         try:
             begun = self._begin(read, channel)
             sent, failure = self._send(read)
-            if not (read.lease.granted or read.packing or read.all_begun or self._next(read)):
+            if not (read.prompt.granted or read.packing or read.all_begun or self._next(read)):
                 self.turns.remove(read)
                 self.waiting.setdefault(read.ask.token, []).append(read)
         except Exception as error:  # an error of the copy concerns this read only
@@ -215,7 +215,7 @@ class Sends:
         box, tag = self._next(read), read.ask.read << 32 | read.begun
         if box is None:
             return False
-        if channel.sends_in_place and read.lease.begun and self._caches.in_pieces(box):
+        if channel.sends_in_place and read.prompt.granted and self._caches.in_pieces(box):
             if read.packing or not channel.send_pieces(partial(self._caches.pieces, box), tag):
                 return False
             read.next_box = None
@@ -238,12 +238,12 @@ class Sends:
     def _next(self, read: OutgoingRead) -> PageBox | None:
         """The next chunk of a read that has not begun all of them; ``None`` where its bytes do not lie in the blocks
         yet."""
-        lease = read.lease
-        if read.blocks is not lease.blocks or not lease.intact:
+        prompt = read.prompt
+        if read.blocks is not prompt.blocks or not prompt.intact:
             read.next_box = None
-            if read.packing or not lease.intact:  # it may be that these chunks are lost
+            if read.packing or not prompt.intact:  # it may be that these chunks are lost
                 return None
-            read.blocks, read.boxes = lease.blocks, boxes(lease, self._caches, read.ask, read.begun)
+            read.blocks, read.boxes = prompt.blocks, boxes(prompt, self._caches, read.ask, read.begun)
         if read.next_box is None:
             read.next_box = next(read.boxes)
         return read.next_box

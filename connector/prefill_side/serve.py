@@ -1,6 +1,6 @@
 """P's half of the transfer thread: what P's engine and the ranks of D ask of it, and the answers.
 
-This file handles commands and messages, and performs the effects of the leases.
+This file handles commands and messages, and does what follows from them for the prompts.
 """
 
 from __future__ import annotations
@@ -8,27 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from typing import NamedTuple
 
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.rank_context import RankContext
-from kvferry.connector.prefill_side.lease import (
-    GIVEN_UP,
-    NOT_RESUMED,
-    WHY_STOPPED,
-    Lease,
-    LeaseEffect,
-    LeaseEvent,
-    LeaseEventKind,
-    LeasePhase,
-    Leases,
-    rank_set,
-)
-from kvferry.connector.prefill_side.lookup import Answer, NamedPrompts
 from kvferry.connector.prefill_side.prefixes import PrefixIndex
+from kvferry.connector.prefill_side.prompts import Prompt, Prompts, PromptState, rank_set
 from kvferry.connector.prefill_side.send import OutgoingRead, Sends
 from kvferry.connector.prefill_side.session import Session, Sessions, refusal
 from kvferry.connector.prefill_side.stream import PrefillSteps
@@ -50,9 +38,9 @@ from kvferry.transport.grant_board import GrantBoard
 from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.serve")
-_K = LeaseEventKind
-READ_ENDED, RENEWED = LeaseEvent(_K.READ_ENDED), LeaseEvent(_K.RENEWED)
 
+GIVEN_UP = "P's engine has given the prompt up"
+NOT_RESUMED = "P's engine has preempted the prompt, and computes it later"
 SERVE_SECONDS = 0.01
 """How long the thread answers messages before it looks at its other work; further messages wait for the next turn."""
 PACKS_PER_TURN = 2
@@ -66,16 +54,49 @@ MAX_READERS = 1024
 CLOSING_SECONDS = 0.02
 """How long the last message to each D, why P closes, stands alone. A D that sees it together with the end of the
 connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
-HELD_SPANS = 1 << 16
-"""Bound on the asks that wait, by their spans and ranks: 24 MB."""
-ASK_COST = 8
-"""Cost of an ask beside its spans and ranks."""
-EARLY_RANKS = 1 << 14
-"""Bound on the releases that wait, by the ranks that they name: 16 MB."""
+WAITING_SPANS = 1 << 17
+"""Bound on the requests that wait, of all peers together, by their spans and ranks: 48 MB."""
+WAITING_COST = 8
+"""Cost of a request beside its spans and ranks."""
 UNSENT_BYTES = 16 << 20
 """Bound on the replies that are kept, for all peers together."""
 REPLY_BYTES = 256
 """What a kept reply takes beside its bytes."""
+
+
+EarlyRequest = messages.Ask | messages.Release | messages.Resolve
+"""What names a prompt."""
+
+
+class Waiting(NamedTuple):
+    """A request that came before its prompt: a router may send both legs of a request at once, and a fast one sends D
+    the answer of P's scheduler before P's ranks have the lease. It is served again whenever the prompt changes."""
+
+    identity: bytes
+    """Of the D that sent it."""
+    request: EarlyRequest
+    deadline: float
+    plans: int
+    """``Producer.plans_seen`` when it came."""
+
+    @property
+    def key(self) -> Hashable:
+        match self.request:
+            case messages.Ask(read=number) | messages.Resolve(number=number):
+                return type(self.request), self.identity, number
+            case messages.Release() as release:
+                return release.token, release.decode_engine, release.decode_rank
+
+    @property
+    def cost(self) -> int:
+        request = self.request
+        spans = len(request.spans) if isinstance(request, messages.Ask) else 0
+        return WAITING_COST + spans + (0 if isinstance(request, messages.Resolve) else len(request.expected))
+
+    def names(self, prompt: Prompt) -> bool:
+        """Whether it is for this prompt."""
+        request = self.request
+        return request.name in prompt.names if isinstance(request, messages.Resolve) else request.token == prompt.token
 
 
 class Producer:
@@ -85,15 +106,15 @@ class Producer:
         """``freed``: called with each request of whose lease nothing reads the blocks any more."""
         self._rank_context, self._listener, self._on_freed = rank_context, listener, freed
         self._log, self._expired = rank_context.log, RateLimitedLog(logger, per_key=FAILED_LINES)
-        settings = rank_context.settings
-        self.leases = Leases(rank_context)
-        self._sessions = Sessions(rank_context, self.leases.board.place)
+        self.prompts = Prompts(rank_context)
+        self._sessions = Sessions(rank_context, self.prompts.board.place)
         self._replies = Replies(rank_context, listener, self._sessions)
         self._attaching: dict[Session, messages.Attach] = {}  # whose connection is not here yet
         self._sends = Sends(rank_context.caches, rank_context.clock)
         self.steps = PrefillSteps(rank_context.caches)
-        self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
-        self.named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
+        self.waiting: FairTable[Hashable, Waiting] = FairTable(WAITING_SPANS)
+        self.plans_seen = 0
+        """Step plans of P's engine, whose thread counts them. An engine that makes none has no prompt under way."""
         view = next(iter(rank_context.caches.views), None)  # a pipeline stage may hold no layer
         pages = (view.num_pages, max(1, view.page_tokens // PREFIX_TOKENS)) if view else (0, 1)
         self.prefixes = PrefixIndex(*pages)
@@ -106,84 +127,78 @@ class Producer:
     def grant(self, grant: LeaseGrant, now: float) -> None:
         """Hold the blocks of a finished prompt. Any D that sends the token may read them. Raises GeometryError where a
         block id is out of range; then ``refuse`` must follow."""
-        token = grant.token
         ids = list(map(self._rank_context.caches.kernel_ids, count(), map(unpack_ids, grant.block_ids)))
-        self.leases.begin(grant, ids, now)
+        prompt = self.prompts.hold(grant, ids, now)
         if self._sends.waiting:
-            self._sends.resume(token)
-        if answers := self.named.grant(grant):
-            self.answer(answers)
-        if self._early.votes.cost:
-            for release in self._early.take_votes(token):
-                self._release(None, release, now)
-        if self._early.asks.cost:
-            self._serve_held(token, now)
+            self._sends.resume(grant.token)
+        if 0 in prompt.votes.values():  # D needs it no more
+            self._end(prompt, "released", now)
+        if self.waiting.cost:
+            self.serve_waiting(prompt, now)
 
     def refuse(self, grant: LeaseGrant, now: float) -> None:
         """A grant has raised an error, or must not follow any more: the engine gets its blocks back, and no D may wait
         for them. Where the lease stands all the same, D may read the blocks, and the end of the lease gives them back.
         """
-        lease = self.leases.table.get(grant.token)
-        if lease is not None and lease.begun:
+        prompt = self.prompts.table.get(grant.token)
+        if prompt is not None and prompt.state is not PromptState.OPEN:
             return
-        if lease is not None and lease.blocks is not None:
-            lease.blocks.lose()
+        if prompt is not None and prompt.blocks is not None:  # no grant of them may stand
+            prompt.blocks.lose()
         self._on_freed(grant.request_id)
         self.stop_prefill(PrefillStop(grant.token, ended=True), now)
 
     def end_leases(self, now: float) -> None:
         """End all leases: nothing counts that is read, or would be committed, from now on. A read that P sends ends
         first."""
-        for lease in list(self.leases.table.values()):
-            self._step(lease, LeaseEvent(_K.REVOKED), now)
+        for prompt in list(self.prompts.table.values()):
+            self._end(prompt, "reset", now)
 
     def end_sessions(self, now: float) -> None:
         """Every D must make a new handshake, also one that needs no message of ours because it reads the board."""
         for session in list(self._sessions.table.values()):
             self._end_session(session, now)
-        self.leases.board.close()
-        self.leases.board = GrantBoard()
-        self._sessions.board = self.leases.board.place
+        self.prompts.board.close()
+        self.prompts.board = GrantBoard()
+        self._sessions.board = self.prompts.board.place
 
-    def begin_prefill(self, prompt: Prefill, now: float) -> None:
+    def begin_prefill(self, prefill: Prefill, now: float) -> None:
         """The engine begins to compute a prompt that a lease will cover. From now on D can ask for it by name."""
-        if prompt.streams:
-            self.leases.prepare(prompt, now)
-            self._serve_held(prompt.token, now)
-        self.answer(self.named.begin(prompt))
+        self.serve_waiting(self.prompts.begin(prefill), now)
 
     def stop_prefill(self, stop: PrefillStop, now: float) -> None:
         """The engine has taken back the blocks of a prompt. ``stop.ended``: no lease will cover it."""
-        token, lease = stop.token, self._computing(stop.token)
+        prompt = self.prompts.table.get(stop.token)
+        if prompt is None or prompt.state is not PromptState.OPEN:
+            return
         if stop.ended:
-            self.answer(self.named.end(token, now))
-            self.leases.remember_end(token)
-            self._early.take_votes(token)
+            self.prompts.forget(prompt, now)
+            prompt.end()
+            self._stop_reads(prompt, GIVEN_UP, now)
         else:
-            self.named.take_back(token)
-        for held in self._early.take_asks(token):  # a step of D may wait for it
-            self.deny(held.identity, held.request.read, "expired", GIVEN_UP if stop.ended else NOT_RESUMED)
-        if lease is not None:
-            if stop.ended:
-                del self.leases.table[token]
-            self._step(lease, LeaseEvent(_K.ABANDONED if stop.ended else _K.PREEMPTED), now)
+            self.prompts.preempt(prompt, now)
+        self.serve_waiting(prompt, now)
 
     def plan_step(self, chunks: tuple[PrefillChunk, ...], step: ComputedStep, now: float) -> None:
         """A step begins that computes these chunks. Raises GeometryError where a block id is out of range."""
-        for lease, event in self.steps.plan(chunks, step, self.leases.table):
-            self._step(lease, event, now)
+        for prompt in self.steps.plan(chunks, step, self.prompts, now):
+            self._sends.resume(prompt.token)
 
     def look(self, now: float) -> None:
         """Look at the steps that the device has not ended."""
-        for lease, event in self.steps.look():
-            self._step(lease, event, now)
+        for prompt, whole, nearly in self.steps.look():
+            self._sends.resume(prompt.token)
+            if whole:
+                self._post(prompt, now)
+            elif nearly:
+                self.offer(prompt, now)
 
     def end_lost(self, now: float) -> None:
         """The engine reuses blocks of prefixes that are lent."""
         for token in self.prefixes.take_lost():
-            if (lease := self.leases.table.get(token)) is not None:
+            if (prompt := self.prompts.table.get(token)) is not None:
                 self._rank_context.stats.prefix("lent", "reused")
-                self._step(lease, LeaseEvent(_K.REVOKED), now)
+                self._end(prompt, "reset", now)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
@@ -216,7 +231,7 @@ class Producer:
             return False
         for read in self._sends.drained():
             self._account(read)
-            self._step(read.lease, READ_ENDED, now)
+            self._read_ended(read.prompt, now)
         packed = idle = 0
         while packed < PACKS_PER_TURN and idle < len(self._sends.turns):  # all have had a turn since the last chunk
             read, moved, failure = self._sends.turn()
@@ -225,7 +240,7 @@ class Producer:
                 packed += 1
                 if now >= read.renews_at:
                     read.renews_at = now + RENEW_SECONDS
-                    self._step(read.lease, RENEWED, now)
+                    read.prompt.renew(self._rank_context.settings, now)
             if failure:
                 self._fail(read, failure, now)
             elif read.sent == read.chunks and not read.reading:
@@ -234,15 +249,19 @@ class Producer:
 
     def tick(self, now: float) -> None:
         """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""
-        for lease in self.leases.due(now):
-            self._step(lease, LeaseEvent(_K.TICK), now)
+        for prompt in self.prompts.due(now):
+            if prompt.leased:
+                self._end(prompt, "cap" if now >= prompt.cap else "expired", now)
+            else:
+                self.prompts.preempt(prompt, now)
+                self._stop_reads(prompt, NOT_RESUMED, now)
         if now >= self._next_sign and self._sends.waiting:
             self._next_sign = now + SIGN_SECONDS
             for read in chain.from_iterable(self._sends.waiting.values()):
-                self._replies.send(read.session.identity, read.lease.answer(read.ask.read, read.chunks))
-        for held in self._early.take_late(now, self.named):
-            self.deny(held.identity, held.request.read, "unknown", "no such lease was granted here in time")
-        self.answer(self.named.take_late(now))
+                self._replies.send(read.session.identity, read.prompt.answer(read.ask.read, read.chunks))
+        for late in self.waiting.first(lambda waiting: now >= waiting.deadline):
+            self.waiting.pop(late.key)
+            self._refuse(late, "no such prompt came in time")
         for session, attach in list(self._attaching.items()):
             if self._sessions.table.get(session.identity) is session:
                 self._attach(session, attach, now)
@@ -278,17 +297,17 @@ class Producer:
     @property
     def answers_wait(self) -> bool:
         """Whether a D that may read P's pages by itself waits until a prompt is computed. Any thread may ask."""
-        return self.leases.posts_early and bool(self.named.held.cost or self._early.asks.cost)
+        return self.prompts.posts_early and bool(self.waiting.cost)
 
     @property
     def live(self) -> bool:
         """Whether any deadline is running."""
-        early = self._early.asks.cost or self._early.votes.cost or self.named.held.cost or self._attaching
-        return bool(self.leases.held or early or self._replies.kept.cost or self._sends.waiting)
+        waiting = self.waiting.cost or self._sends.waiting or self._attaching
+        return bool(self.prompts.held or waiting or self._replies.kept.cost)
 
     def withdraw(self) -> None:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
-        self.leases.board.close()
+        self.prompts.board.close()
 
     def say_closing(self, reason: str) -> None:
         """Tell every D that all leases have ended, and why. Blocks for ``CLOSING_SECONDS``. ``close`` must follow."""
@@ -312,14 +331,13 @@ class Producer:
                 self._hello(identity, request, now, address)
             case messages.Renew():
                 for token in request.tokens:
-                    if (lease := self.leases.table.get(token)) is not None:
-                        self._step(lease, RENEWED, now)
-            case messages.Release():
-                self._release(session, request, now, identity)
-            case messages.Resolve():
-                self.answer(self.named.resolve(identity, request, now))
+                    if (prompt := self.prompts.table.get(token)) is not None:
+                        prompt.renew(self._rank_context.settings, now)
+            case messages.Release() | messages.Resolve():
+                if not self._serve(identity, request, now):
+                    self._hold(identity, request, now)
             case messages.LeaveName():
-                self.named.leave(identity, request.number)
+                self.waiting.pop((messages.Resolve, identity, request.number))
             case messages.FindPrefix():
                 self._replies.send(identity, self._find_prefix(request))
             case _ if session is None:
@@ -331,7 +349,8 @@ class Producer:
             case messages.LendPrefix():
                 self._lend(session, request, now)
             case messages.Ask():
-                self._ask(session, request, now)
+                if not self._ask(session, request, now):
+                    self._hold(identity, request, now)
             case messages.Cancel():
                 self._cancel(session, request, now)
             case messages.Commit():
@@ -357,9 +376,9 @@ class Producer:
     def _lend(self, session: Session, wanted: messages.LendPrefix, now: float) -> None:
         """D is about to read a prefix. Where it does not lie here any more, the ask that follows is refused."""
         token, digests = wanted.token, wanted.digests
-        if token in self.leases.table or self.leases.is_over(token) or token in self.named:
+        if token in self.prompts.table or self.prompts.is_over(token):
             return  # another rank of D has asked
-        self.leases.drawn.put(session.identity, token, None)
+        self.prompts.drawn.put(session.identity, token, None)
         lent = self.prefixes.lend(token, digests, session.address)
         if lent is None:
             self._rank_context.stats.prefix("lent", "gone")
@@ -369,183 +388,222 @@ class Producer:
         tokens, packed = len(digests) // messages.DIGEST_BYTES * PREFIX_TOKENS, pack_ids(blocks)
         try:
             ids = [caches.kernel_ids(region, unpack_ids(packed)) for region in range(len(caches.views))]
-            digest = digests[-messages.DIGEST_BYTES :].hex()
-            self.leases.lend(LeaseGrant("a prefix", token, tokens, (packed,) * len(ids), digest), ids, life, now)
+            prefix = Prompt(token, "a prefix", ids, (packed,) * len(ids), num_tokens=tokens, computed=tokens)
+            prefix.digest = digests[-messages.DIGEST_BYTES :].hex()
+            self.prompts.lend(prefix, life, now)
         except Exception:
             self.prefixes.end(token)
             raise
 
-    def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
-        identity, read, lease = session.identity, ask.read, self.leases.table.get(ask.token)
-        if lease is not None and lease.lent and not lease.intact:
+    def _hold(self, identity: bytes, request: EarlyRequest, now: float) -> None:
+        """Hold a request until its prompt changes."""
+        waiting = Waiting(identity, request, now + self._rank_context.settings.ask_hold_seconds, self.plans_seen)
+        if waiting.key not in self.waiting:
+            for displaced in self.waiting.put(identity, waiting.key, waiting, waiting.cost):
+                self._refuse(displaced, "too many requests wait for their prompts here")
+
+    def serve_waiting(self, prompt: Prompt, now: float) -> None:
+        """A prompt has changed, or has ended: serve what waits for it."""
+        for waiting in self.waiting.values():
+            if waiting.names(prompt):
+                try:
+                    served = self._serve(waiting.identity, waiting.request, now)
+                except Exception:  # the lease stands: an error here must not free its blocks
+                    self._log.exception("held request", "kvferry: unexpected error with a request that was held")
+                    self._refuse(waiting, "unexpected error")
+                    served = True
+                if served:
+                    self.waiting.pop(waiting.key)
+
+    def _serve(self, identity: bytes, request: EarlyRequest, now: float) -> bool:
+        """Serve a request, if it need not wait for its prompt. Returns whether that is so."""
+        match request:
+            case messages.Resolve():
+                return self._resolve(identity, request, now)
+            case messages.Release():
+                return self._release(identity, request, now)
+            case messages.Ask():
+                return self._ask(self._sessions.table[identity], request, now)
+
+    def _refuse(self, waiting: Waiting, why: str) -> None:
+        """A request has waited for too long, or finds no room any more."""
+        match waiting.request:
+            case messages.Ask(read=read):
+                self.deny(waiting.identity, read, "unknown", why)
+            case messages.Resolve(number=number, name=name):
+                known = name in self.prompts.by_name and waiting.plans != self.plans_seen
+                reply = messages.Unresolved(number=number, final=False, known=known, detail=why)
+                self._replies.send(waiting.identity, reply)
+
+    def _resolve(self, identity: bytes, wanted: messages.Resolve, now: float) -> bool:
+        """D asks for a prompt by its name. It needs no handshake, and may not have chosen a data plane yet."""
+        ours, number, prompt = self._rank_context.engine_id, wanted.number, self.prompts.by_name.get(wanted.name)
+        reply: messages.Resolved | messages.Unresolved
+        if wanted.engine_id not in ("", ours):
+            reply = messages.Unresolved(number=number, final=True, detail=f"this is engine {ours[:256]}")
+        elif prompt is None and now < self.prompts.ended.get(wanted.name, now):
+            text = "the prompt was not handed over, or its lease has ended"
+            reply = messages.Unresolved(number=number, final=True, detail=text)
+        elif prompt is not None and prompt.params and (prompt.readable or wanted.until == "begun"):
+            reply = messages.Resolved(
+                number=number,
+                params=prompt.params,
+                granted=prompt.readable,
+                streams=prompt.streams and not prompt.readable,
+                found=prompt.found,
+                step_tokens=prompt.step_tokens,
+            )
+        else:
+            return False
+        self._replies.send(identity, reply)
+        return True
+
+    def _ask(self, session: Session, ask: messages.Ask, now: float) -> bool:
+        """D asks to read. Returns whether it need not wait."""
+        identity, read, prompt = session.identity, ask.read, self.prompts.table.get(ask.token)
+        if prompt is None and not self.prompts.is_over(ask.token):
+            return False
+        if prompt is None or prompt.over:
             self.deny(identity, read, "expired")
-            return
         # A D that reads P's pages by itself waits until all is computed.
-        if lease is None or not (lease.begun or session.sender is not None or self._may_read(lease)):
-            preempted = lease is not None and lease.lifetime.state.phase is LeasePhase.PREEMPTED
-            if self.leases.is_over(ask.token):
-                self.deny(identity, read, "expired")
-            elif preempted or self.named.is_taken_back(ask.token):
-                # A step of D may wait: D, or another rank of it, was told that the prompt is computed, or nearly.
-                self.deny(identity, read, "expired", NOT_RESUMED)
-            else:
-                for held in self._early.hold(identity, ask, now):
-                    self.deny(held.identity, held.request.read, "unknown", "too many asks are waiting for their lease")
-            return
-        if lease.begun and not lease.granted:
-            self.deny(identity, read, "expired")
-            return
-        if session.channel is None or session.channel.error is not None:
+        elif not (prompt.granted or (prompt.streams and session.sender is not None) or self._may_read(prompt)):
+            if not prompt.taken_back:
+                return False
+            # A step of D may wait: D, or another rank of it, was told that the prompt is computed, or nearly.
+            self.deny(identity, read, "expired", NOT_RESUMED)
+        elif session.channel is None or session.channel.error is not None:
             self.deny(identity, read, "detached", "no data plane is attached")
-            return
+        else:
+            self._begin_read(session, ask, prompt, now)
+        return True
+
+    def _begin_read(self, session: Session, ask: messages.Ask, prompt: Prompt, now: float) -> None:
+        """Grant a read, and begin to send it."""
+        identity, read = session.identity, ask.read
+        assert session.channel is not None
         session.asked, pulls = True, session.channel.pulls
         try:
-            chunks = self._sends.check(session, ask, lease, allocated=lease.granted or pulls)
+            chunks = self._sends.check(session, ask, prompt, allocated=prompt.granted or pulls)
         except KVFerryError as error:
             self.deny(identity, read, "bounds", str(error))
             return
-        self._step(lease, LeaseEvent(_K.ASKED, ask.decode_engine, expected=rank_set(ask.expected)), now)
-        if pulls and not lease.granted and lease.blocks is not None:
-            lease.readers[identity, read] = lease.blocks
+        prompt.asked(ask.decode_engine, rank_set(ask.expected))
+        if pulls and not prompt.granted and prompt.blocks is not None:
+            prompt.readers[identity, read] = prompt.blocks
         # Only a D that reads P's pages by itself receives the block ids.
-        self._replies.send(identity, lease.answer(read, chunks, lease.block_ids if pulls else ()))
+        self._replies.send(identity, prompt.answer(read, chunks, prompt.block_ids if pulls else ()))
         if chunks:
-            displaced = self._sends.begin(session, ask, lease, chunks)
-            self._step(lease, LeaseEvent(_K.READ_STARTED), now)
+            displaced = self._sends.begin(session, ask, prompt, chunks)
+            prompt.reads += 1
             self._rank_context.stats.levels["sending"] += 1
             for other in displaced:
                 self._fail(other, "the prefill engine sends too many reads to this decode engine", now)
 
-    def _serve_held(self, token: bytes, now: float) -> None:
-        """Serve the asks under a token that came too early."""
-        for held in self._early.take_asks(token):
-            session = self._sessions.find(held.identity, now)
-            try:
-                if session is not None:
-                    self._ask(session, held.request, now)
-            except Exception as error:  # the lease stands: an error here must not free its blocks
-                self._log.exception("held ask", "kvferry: unexpected error with an ask that was held")
-                self.deny(held.identity, held.request.read, "failed", repr(error))
-
-    def _may_read(self, lease: Lease) -> bool:
+    def _may_read(self, prompt: Prompt) -> bool:
         """Whether a D that reads by itself may do so before the lease. What it reads, it must commit."""
-        return self.leases.posts_early and lease.whole and len(lease.readers) < MAX_READERS
-
-    def _computing(self, token: bytes) -> Lease | None:
-        """The prompt under this token, before its lease."""
-        lease = self.leases.table.get(token)
-        return None if lease is None or lease.begun else lease
+        return self.prompts.posts_early and prompt.whole and len(prompt.readers) < MAX_READERS
 
     def _may_commit(self, identity: bytes, commit: messages.Commit) -> bool:
         """Whether the blocks that D has read are those of the prompt."""
-        lease = self.leases.table.get(commit.token)
-        if lease is None:
+        prompt = self.prompts.table.get(commit.token)
+        if prompt is None:
             return False
-        blocks = lease.readers.get((identity, commit.read))
+        blocks = prompt.readers.get((identity, commit.read))
         if blocks is not None and blocks.lost:
             return False  # it may be that the prompt lies in other blocks by now
-        return lease.granted if lease.begun else blocks is not None
+        return prompt.granted or (prompt.state is PromptState.OPEN and blocks is not None)
 
     def _cancel(self, session: Session, cancel: messages.Cancel, now: float) -> None:
         key = session.identity, cancel.read
-        if self._early.asks.pop(key) is not None:
+        if self.waiting.pop((messages.Ask, *key)) is not None:
             self._sends.refused(session, cancel.read)
         if (read := self._sends.live.get(key)) is not None:
             self._stop(read, now)
         sent = self._sends.ended.get(key) or 0  # 0: D never asked for this read
         self._replies.send(session.identity, messages.Stopped(read=cancel.read, sent=sent))
 
-    def _release(self, session: Session | None, release: messages.Release, now: float, identity: bytes = b"") -> None:
-        """Count a release. For a lease that P holds, any D counts that knows its token, also one whose geometry P has
-        refused. Before that, P keeps releases of D ranks that it knows, and of prompts that it computes."""
-        if self.leases.is_over(release.token):
-            return
-        lease = self.leases.table.get(release.token)
-        if lease is not None and (lease.begun or lease.lent):
-            expected = rank_set(release.expected)
-            event = LeaseEvent(_K.RELEASED, release.decode_engine, release.decode_rank, expected)
-            self._step(lease, event, now)
-        elif session is not None or lease is not None or release.token in self.named:
-            self._early.vote(identity, release, now)
+    def _release(self, identity: bytes, release: messages.Release, now: float) -> bool:
+        """Count a release, of any D that knows the token, also one whose geometry P has refused. Returns whether it
+        need not wait: one of an unknown prompt does, if P knows the D rank."""
+        prompt = self.prompts.table.get(release.token)
+        if prompt is None:
+            return self.prompts.is_over(release.token) or identity not in self._sessions.table
+        if prompt.released(release.decode_engine, release.decode_rank, rank_set(release.expected)):
+            self._end(prompt, "released", now)
+        return True
 
-    # --- effects ------------------------------------------------------------------------------------------------
+    # --- what follows -------------------------------------------------------------------------------------------
 
-    def _step(self, lease: Lease, event: LeaseEvent, now: float) -> None:
-        """Give a lease an event, and perform its effects; some of them are followed by further events."""
-        events = [event]
-        for each in events:
-            for effect in self.leases.step(lease, each, now):
-                match effect:
-                    case LeaseEffect.RESUME:
-                        self._sends.resume(lease.grant.token)
-                    case LeaseEffect.OFFER:
-                        self._offer(lease)
-                    case LeaseEffect.POST:
-                        self._post(lease, now)
-                    case LeaseEffect.STOP:
-                        why = WHY_STOPPED.get(lease.lifetime.state.phase, "")
-                        for read in self._sends.of(lambda read: read.lease is lease):
-                            self.deny(read.session.identity, read.ask.read, "expired", why)
-                            if self._ends(read):
-                                events.append(READ_ENDED)
-                    case LeaseEffect.FREE:
-                        self._free(lease, lease.lifetime.state.reason, now)
-
-    def _offer(self, lease: Lease) -> None:
+    def offer(self, prompt: Prompt, now: float) -> None:
         """D takes some milliseconds from the answer until it reads, and waits for the rest in its step."""
         # The first stage of a pipeline does not know of the others.
-        if self.leases.posts_early and self._rank_context.caches.geometry.pp_size == 1:
-            self.answer(self.named.offer(lease.grant.token))
+        if self.prompts.posts_early and self._rank_context.caches.geometry.pp_size == 1:
+            prompt.offered = prompt.blocks
+        self.serve_waiting(prompt, now)
 
-    def _post(self, lease: Lease, now: float) -> None:
+    def _post(self, prompt: Prompt, now: float) -> None:
         """A prompt is computed, which P's engine has not said yet. A D that reads P's pages by itself need not wait for
         the lease: the engine's thread withdraws the grant before the blocks are used for anything else."""
-        if not (self.leases.posts_early and lease.whole):
+        if not (self.prompts.posts_early and prompt.whole):
             return
         try:
-            assert lease.blocks is not None
-            text = messages.encode_grant(lease.answer(0, 0, lease.block_ids))
-            lease.blocks.post(self.leases.board, lease.grant.token, text)
-            if lease.whole:  # else the engine's thread has taken the blocks back meanwhile
-                self._offer(lease)
-                self._serve_held(lease.grant.token, now)
+            self.prompts.post(prompt)
+            if prompt.whole:  # else the engine's thread has taken the blocks back meanwhile
+                self.offer(prompt, now)
         except Exception:  # other prompts of the step are computed, too; of this one D hears with its lease
             self._log.exception("computed prompt", "kvferry: unexpected error with a prompt that is computed")
 
-    def _free(self, lease: Lease, reason: str, now: float) -> None:
-        request_id, token = lease.grant.request_id, lease.grant.token
+    def _end(self, prompt: Prompt, reason: str, now: float) -> None:
+        """A lease ends, if it stands. A read that P sends ends first."""
+        if prompt.leased:
+            prompt.end(reason)
+            if prompt.reads:
+                self._stop_reads(prompt, "", now)
+            else:
+                self._free(prompt, now)
+
+    def _stop_reads(self, prompt: Prompt, why: str, now: float) -> None:
+        """The own reads get no more bytes, or not soon: refuse them."""
+        for read in self._sends.of(lambda read: read.prompt is prompt):
+            self.deny(read.session.identity, read.ask.read, "expired", why)
+            self._stop(read, now)
+
+    def _read_ended(self, prompt: Prompt, now: float) -> None:
+        if prompt.read_ended() and prompt.reason:
+            self._free(prompt, now)
+
+    def _free(self, prompt: Prompt, now: float) -> None:
+        """Nothing reads the blocks of a lease any more: report it to the engine, once."""
+        request_id, reason = prompt.request_id, prompt.reason
         cap = self._rank_context.settings.lease_cap_seconds
-        del self.leases.table[token]
-        self.leases.held -= 1
-        if lease.lent:  # the engine knows nothing of it
-            assert lease.blocks is not None
+        self.prompts.forget(prompt, now)
+        self.prompts.held -= 1
+        if prompt.lent:  # the engine knows nothing of it
             if reason != "reset":
                 self._rank_context.stats.prefix("lent", "read" if reason == "released" else "expired")
-            self.prefixes.end(token)
-            lease.blocks.lose()
+            self.prefixes.end(prompt.token)
             return
-        self.leases.remember_end(token)
         self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(request_id)
-        if answers := self.named.end(token, now):
-            self.answer(answers)
+        if self.waiting.cost:
+            self.serve_waiting(prompt, now)
         if reason == "reset":
             text = "kvferry: lease of %s has ended: this engine was paused, or its caches were reset"
             self._expired.info(reason, text, request_id)
         elif reason != "released":
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             self._expired.warning(reason, "kvferry: lease of %s expired: %s", request_id, why)
-        if lease.traceparent:
+        if prompt.traceparent:
             attributes: dict[str, str | int] = {
                 "kvferry.request_id": request_id,
-                "kvferry.tokens": lease.grant.num_tokens,
+                "kvferry.tokens": prompt.num_tokens,
                 # Regions of one block table share its blocks.
-                "kvferry.blocks": sum(map(len, set(lease.block_ids))) // ID_BYTES,
+                "kvferry.blocks": sum(map(len, set(prompt.block_ids))) // ID_BYTES,
                 "kvferry.end": reason,
             }
             error = "" if reason == "released" else f"the lease ended by time ({reason})"
             end = self._rank_context.clock()
-            self._rank_context.record(lease.traceparent, "kvferry.lease", lease.begun_at, end, attributes, error)
+            self._rank_context.record(prompt.traceparent, "kvferry.lease", prompt.begun_at, end, attributes, error)
 
     def _fail(self, read: OutgoingRead, why: str, now: float) -> None:
         """A read cannot be sent: tell D, and send no more of it."""
@@ -563,18 +621,13 @@ class Producer:
 
     def _stop(self, read: OutgoingRead, now: float) -> None:
         """Send no more of a read."""
-        if self._ends(read):
-            self._step(read.lease, READ_ENDED, now)
-
-    def _ends(self, read: OutgoingRead) -> bool:
-        """Send no more of a read. Returns whether it has ended by that: a READ_ENDED must follow."""
         ended = False
         if not read.stopped:
             with self._guarded("StopSending"):
                 ended = self._sends.stop(read)
         if ended:
             self._account(read)
-        return ended
+            self._read_ended(read.prompt, now)
 
     def _account(self, read: OutgoingRead) -> None:
         """A read has ended."""
@@ -603,15 +656,12 @@ class Producer:
         for read in self._sends.of(lambda read: read.session is session):
             self._stop(read, now)
         self._sends.ended.drop(session.identity)
-        self._early.asks.drop(session.identity)
-        self.leases.drawn.drop(session.identity)
+        for waiting in self.waiting.values():  # what needs no session waits on
+            if waiting.identity == session.identity and isinstance(waiting.request, messages.Ask):
+                self.waiting.pop(waiting.key)
+        self.prompts.drawn.drop(session.identity)
         self._replies.kept.drop(session.identity)
         self._sessions.end(session)
-
-    def answer(self, answers: list[Answer]) -> None:
-        """Send answers to questions for prompts."""
-        for to, message in answers:
-            self._replies.send(to, message)
 
 
 class Replies:
@@ -660,61 +710,3 @@ class Replies:
                 self.kept.pop(key)
                 if sent is Delivery.GONE:
                     self.kept.drop(owner)
-
-
-class EarlyAsk(NamedTuple):
-    """An ask that arrived before its lease. ``identity``: of the D rank that sent it."""
-
-    identity: bytes
-    request: messages.Ask
-    deadline: float
-
-
-class EarlyRequests:
-    """Asks and releases that arrive before the lease that they name. A fast router sends D the answer of P's scheduler
-    before P's workers have the lease, so this is no exception. Each session has a fair share of the room.
-
-    Args:
-        ask_seconds: how long an ask waits.
-        vote_seconds: how long a release waits.
-    """
-
-    def __init__(self, ask_seconds: float, vote_seconds: float) -> None:
-        self._ask_seconds, self._vote_seconds = ask_seconds, vote_seconds
-        self.asks: FairTable[tuple[bytes, int], EarlyAsk] = FairTable(HELD_SPANS)
-        """By identity and number of the read."""
-        self.votes: FairTable[tuple[bytes, bytes, int], tuple[messages.Release, float]] = FairTable(EARLY_RANKS)
-        """By token, decode engine and its rank; until when each is kept."""
-
-    def hold(self, identity: bytes, ask: messages.Ask, now: float) -> list[EarlyAsk]:
-        """Keep an ask. Returns the asks that find no room any more: the caller denies them."""
-        early = EarlyAsk(identity, ask, now + self._ask_seconds)
-        return self.asks.put(identity, (identity, ask.read), early, ASK_COST + len(ask.spans) + len(ask.expected))
-
-    def vote(self, identity: bytes, release: messages.Release, now: float) -> None:
-        """Keep a release."""
-        key = release.token, release.decode_engine, release.decode_rank
-        if key not in self.votes:
-            self.votes.put(identity, key, (release, now + self._vote_seconds), 1 + len(release.expected))
-
-    def take_votes(self, token: bytes) -> list[messages.Release]:
-        """The releases of a lease that P holds from now on."""
-        found = [self.votes.pop(key) for key in self.votes if key[0] == token]
-        return [vote[0] for vote in found if vote is not None]
-
-    def take_asks(self, token: bytes) -> list[EarlyAsk]:
-        """The asks for a lease that P holds from now on, the oldest first."""
-        return self._taken([early for early in self.asks.values() if early.request.token == token])
-
-    def take_late(self, now: float, computing: Container[bytes] = ()) -> list[EarlyAsk]:
-        """The asks that have waited long enough: the caller denies them. Forgets the releases that have, except those
-        of prompts that P is ``computing``."""
-        for release, _ in self.votes.first(lambda vote: now >= vote[1]):
-            if release.token not in computing:
-                self.votes.pop((release.token, release.decode_engine, release.decode_rank))
-        return self._taken(self.asks.first(lambda early: now >= early.deadline))
-
-    def _taken(self, found: list[EarlyAsk]) -> list[EarlyAsk]:
-        for early in found:
-            self.asks.pop((early.identity, early.request.read))
-        return found

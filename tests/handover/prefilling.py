@@ -35,10 +35,10 @@ class PrefillingEngine:
             assert rank.worker.prefills is not None
             yield rank.worker.prefills
 
-    def begin(self, found: int = 0, step_tokens: int = 0) -> None:
+    def begin(self, found: int = 0, step_tokens: int = 0, *, streams: bool = True) -> None:
         """The first step is scheduled."""
         names = (self.request_id,)
-        prefill = Prefill(self.request_id, self.token, self.tokens, "", names, b"p", found, step_tokens, streams=True)
+        prefill = Prefill(self.request_id, self.token, self.tokens, "", names, b"p", found, step_tokens, streams)
         self.post(StepPlan(prefills=(prefill,)))
 
     def plan(self, start: int, stop: int, *, restarts: bool = False, ready: int | None = None) -> None:

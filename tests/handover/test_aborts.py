@@ -34,7 +34,7 @@ from tests.handover.scenario import (
     wipe,
 )
 from tests.handover.slow_copies import SlowCopies, install
-from tests.support.inside import early_asks, early_votes, receives, sends_of
+from tests.support.inside import early_asks, early_releases, receives, sends_of
 from tests.support.ranks import Rank, Timed, grant, load_plan, peer, wait
 
 
@@ -68,11 +68,11 @@ def test_before_it_was_scheduled(p: Rank, d: Rank, known: bool) -> None:
     keep = KeepLease("req-d", token, peer([p]), False)
     d.worker.post(StepPlan(decode_engine=b"c" * 16, keeps=(keep,), releases=(UnneededLease("req-d", token),)))
     if not known:
-        assert wait(lambda: any(key[0] == token for key in early_votes(p)), [p, d])
+        assert wait(lambda: token in early_releases(p), [p, d])
         p.worker.post(lease_plan(token))
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     d.poll()
-    assert not early_votes(p) and not d.received, "what was never started is never reported"
+    assert wait(lambda: not early_releases(p)) and not d.received, "what was never started is never reported"
     another_works(p, d)
 
 
@@ -84,7 +84,7 @@ def test_asked_before_p_has_the_lease(p: Rank, d: Rank, given_up: bool) -> None:
     if given_up:
         d.worker.post(StepPlan(cancels=("req-d",)))
         assert wait(lambda: d.failed == {"req-d"}, [d])
-        assert wait(lambda: not early_asks(p) and any(key[0] == token for key in early_votes(p)), [p, d])
+        assert wait(lambda: not early_asks(p) and token in early_releases(p), [p, d])
     p.worker.post(lease_plan(token))
     assert ended(p, d) is not given_up
     another_works(p, d)

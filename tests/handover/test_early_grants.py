@@ -11,7 +11,7 @@ import pytest
 from kvferry.connector.pages import computed_steps
 from kvferry.connector.pages.computed_steps import NEARLY_SECONDS, ComputedStep, PromptBlocks
 from kvferry.connector.prefill_side import serve
-from kvferry.connector.prefill_side.lookup import Answer
+from kvferry.connector.prefill_side.prompts import Prompt
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan, pack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN
@@ -20,7 +20,7 @@ from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import OURS, THEIRS, TOKENS, Gate, Pair, RankGroup, breaks, forget, wipe
 from tests.handover.streamed import ELSEWHERE, STEP, all_ended, ends_well, has, make, nothing_of
 from tests.handover.test_leases import asked
-from tests.support.inside import board_of, early_asks, early_votes, leases_of, plans_of, prompts_of
+from tests.support.inside import board_of, early_asks, early_releases, leases_of, plans_of, prompts_of
 from tests.support.ranks import Rank, wait
 
 
@@ -82,7 +82,7 @@ def test_d_reads_before_the_lease(p: Rank, d: Rank) -> None:
     engine = posted(p)
     engine.load(d, OURS)
     assert loaded(p, d)
-    assert wait(lambda: early_votes(p).cost > 0, [p, d]), "D has released what is not there yet"
+    assert wait(lambda: bool(early_releases(p)), [p, d]), "D has released what is not there yet"
     assert not leases_of(p)
     engine.grant()
     ends_well([p], d)
@@ -152,11 +152,11 @@ def test_reads_that_p_grants_by_message_are_bounded(pair: Pair, monkeypatch: pyt
 def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(p: Rank, d: Rank, asks: str) -> None:
     """D was told that it is nearly computed, so a step of D may wait: it would wait for all of the prompt."""
     engine = computed(p, STEP)
-    assert wait(lambda: engine.token in p.producer.named)
+    assert wait(lambda: bool((found := prompts_of(p).get(engine.token)) and found.blocks))
     if asks == "before":
         engine.load(d, OURS)
         assert wait(lambda: bool(early_asks(p)), [p, d])
-    assert p.producer.named.offer(engine.token) == []
+    p.producer.offer(prompts_of(p)[engine.token], 0.0)
     engine.take_back(ELSEWHERE)
     if asks == "once it is computed anew":
         engine.step(0, STEP, restarts=True)
@@ -167,7 +167,7 @@ def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(p: Rank, d: Rank, asks
     if asks == "once it is computed anew":  # D may be told again, and ask again
         engine.step(STEP, TOKENS)
         await_post(p, engine)
-        assert wait(lambda: not p.producer.named.is_taken_back(engine.token), [p])
+        assert wait(lambda: not prompts_of(p)[engine.token].taken_back, [p])
 
 
 def test_a_commit_of_what_nobody_was_granted_is_refused(group: RankGroup, p: Rank, d: Rank) -> None:
@@ -184,7 +184,7 @@ def test_what_the_engine_has_taken_back_is_not_nearly_computed(pair: Pair, monke
     monkeypatch.setattr(computed_steps, "NEARLY_SECONDS", 600.0)
     p, _ = pair
     offered: list[bytes] = []
-    monkeypatch.setattr(p.producer.named, "offer", lambda token: offered.append(token) or [])
+    monkeypatch.setattr(p.producer, "offer", lambda prompt, now: offered.append(prompt.token))
     for name, lost in (("stands", False), ("lost", True)):
         engine = PrefillingEngine([p], THEIRS, TOKENS, name)
         engine.begin(step_tokens=TOKENS)
@@ -211,17 +211,17 @@ def test_the_lease_takes_the_posted_grant_over(p: Rank) -> None:
     counter = int(board_of(p).counters[place // 8])
     engine.grant()
     assert wait(lambda: engine.token in leases_of(p))
-    assert leases_of(p)[engine.token].posted == place and int(board_of(p).counters[place // 8]) == counter
+    assert leases_of(p)[engine.token].blocks.posted[1] == place and int(board_of(p).counters[place // 8]) == counter
 
 
 def test_an_error_behind_the_grant_frees_no_blocks(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """D may have found the grant: only the end of the lease gives the blocks back, once."""
     engine = posted(p)
-    monkeypatch.setattr(p.producer.named, "grant", breaks)
+    monkeypatch.setattr(p.producer, "serve_waiting", breaks)
     engine.grant()
     assert wait(lambda: engine.token in leases_of(p))
     assert wait(lambda: not plans_of(p).posted, [p, d])
-    assert not p.sent and leases_of(p)[engine.token].posted is not None
+    assert not p.sent and leases_of(p)[engine.token].blocks.posted
     engine.load(d, OURS)
     ends_well([p], d)
 
@@ -232,12 +232,12 @@ def test_a_fault_of_one_prompt_reaches_no_other(p: Rank, d: Rank, monkeypatch: p
     other = PrefillingEngine([p], [1 << 20] if fault == "a wrong block" else ELSEWHERE, TOKENS, "other-p")
     for each in (engine, other):
         each.begin(step_tokens=TOKENS)
-    offer = p.producer.named.offer
+    offer = p.producer.offer
 
-    def breaks_once(token: bytes) -> list[Answer]:
-        return breaks() if token == other.token else offer(token)
+    def breaks_once(prompt: Prompt, now: float) -> None:
+        breaks() if prompt.token == other.token else offer(prompt, now)
 
-    monkeypatch.setattr(p.producer.named, "offer", breaks_once)
+    monkeypatch.setattr(p.producer, "offer", breaks_once)
     chunks = (PrefillChunk(each.token, 0, TOKENS, (pack_ids(each.blocks),), False, 0) for each in (other, engine))
     engine.post(StepPlan(prefill_chunks=tuple(chunks)))
     engine.write(0, TOKENS)

@@ -20,7 +20,7 @@ from kvferry.connector.decode_side import links, load_state, renew
 from kvferry.connector.engine import loop
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
-from kvferry.connector.prefill_side import lease, send, serve, session
+from kvferry.connector.prefill_side import prompts, send, serve, session
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.transport.control.listener import Delivery
@@ -51,8 +51,7 @@ from tests.handover.scenario import (
 )
 from tests.support.inside import (
     board_of,
-    early_asks,
-    early_votes,
+    early_releases,
     leases_of,
     listener_of,
     replies_of,
@@ -94,9 +93,8 @@ def test_releases_that_precede_their_lease_are_bounded(group: RankGroup, pair: P
     gate.open()
     for raw in (hostile, stranger):
         raw.settled()
-    early = early_votes(p)
-    assert early.cost <= serve.EARLY_RANKS
-    assert not any(key[0].startswith(b"s") for key in early), "a stranger's are not kept"
+    assert p.producer.waiting.cost <= serve.WAITING_SPANS
+    assert not any(token.startswith(b"s") for token in early_releases(p)), "a stranger's are not kept"
     assert resident_bytes() - before < MOST_BYTES and turn.most < MOST_TURN_LINES
     p.worker.post(lease_plan(token))
     assert wait(lambda: p.sent == {"req-p"}, [p]), "the honest release counts"
@@ -110,7 +108,7 @@ def test_consumers_of_one_lease_are_bounded(p: Rank, hostile: RawD) -> None:
     for number in range(500):
         hostile.send(release(token, 5, decode_engine=number.to_bytes(16, "big"), ranks=4096))
     hostile.settled()
-    assert len(leases_of(p)[token].lifetime.state.votes) == lease.MAX_DECODE_ENGINES
+    assert len(leases_of(p)[token].votes) == prompts.MAX_DECODE_ENGINES
     assert resident_bytes() - before < MOST_BYTES
     hostile.send(release(token))  # complete by itself
     assert wait(lambda: p.sent == {"req-p"}, [p])
@@ -140,8 +138,8 @@ def test_tokens_that_a_d_draws_displace_no_others(
 ) -> None:
     """65,536 of them, in 6 s, displaced the ends of all leases: late asks then waited for ``ask_hold_seconds``."""
     p, honest, over = pair[0], group.raw(*pair), [leased(pair[0]), secrets.token_bytes(16)]
-    monkeypatch.setattr(lease, "ENDED_TOKENS", 64)
-    monkeypatch.setattr(p.producer.leases.drawn, "limit", 64)
+    monkeypatch.setattr(prompts, "ENDED", 64)
+    monkeypatch.setattr(p.producer.prompts.drawn, "limit", 64)
     honest.send(release(over[0]))
     honest.send(messages.LendPrefix(token=over[1], digests=bytes(16)))
     honest.settled()
@@ -151,7 +149,7 @@ def test_tokens_that_a_d_draws_displace_no_others(
     for read, token in enumerate(over):
         honest.send(ask(read, token))
         assert honest.answer(messages.Deny).reason == "expired"
-    assert len(p.producer.leases.drawn) <= 64
+    assert len(p.producer.prompts.drawn) <= 64
 
 
 def test_a_host_with_many_sessions_ends_its_own(p: Rank, hostile: RawD, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +197,9 @@ def test_asks_of_one_peer_do_not_deny_those_of_another(group: RankGroup, pair: P
     honest.settled()
     for read in range(40):
         hostile.send(ask(read, bytes([read + 1]) * 16, [WHOLE] * (MAX_SPANS - read)))
-    assert "too many asks" in hostile.answer(messages.Deny).detail
+    assert "too many requests" in hostile.answer(messages.Deny).detail
     hostile.settled()
-    assert early_asks(pair[0]).cost <= serve.HELD_SPANS
+    assert pair[0].producer.waiting.cost <= serve.WAITING_SPANS
     pair[0].worker.post(lease_plan(token))
     assert honest.answer(messages.Deny).reason == "bounds", "60 times the same span: it was served, not thrown out"
     another_works(*pair)

@@ -228,7 +228,7 @@ def asked(p: Rank) -> Counter[str]:
 
 def posted(p: Rank, tokens: int = TOKENS) -> bytes:
     token = grant([p], "req-p", THEIRS[: -(-tokens // 16)], tokens)
-    assert wait(lambda: (held := leases_of(p).get(token)) is not None and held.posted is not None)
+    assert wait(lambda: (held := leases_of(p).get(token)) is not None and held.blocks.posted is not None)
     return token
 
 

@@ -38,7 +38,7 @@ from tests.handover.scenario import (
     is_wiped,
     load_from,
 )
-from tests.support.inside import early_votes, sends_of
+from tests.support.inside import early_releases, sends_of
 from tests.support.ranks import Rank, grant, load_plan, peer, reason_of, wait
 from tests.transport.control_ends import Dialed
 
@@ -69,7 +69,7 @@ def test_a_d_that_does_not_fit_releases_a_prompt_that_p_computes(group: RankGrou
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.begin()
     engine.load(d, OURS)
-    assert wait(lambda: d.failed == {"req-d"} and early_votes(p).cost > 0, [p, d]) and reason_of(d) == "incompatible"
+    assert wait(lambda: d.failed == {"req-d"} and bool(early_releases(p)), [p, d]) and reason_of(d) == "incompatible"
     engine.finish()
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     assert p.counts("num_dropped_messages") == {}

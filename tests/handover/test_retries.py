@@ -221,7 +221,7 @@ def goes_on(rank: Rank) -> Callable[[], bool]:
 
 
 def deadline(p: Rank, token: bytes) -> float:
-    return float(leases_of(p)[token].lifetime.state.deadline)
+    return float(leases_of(p)[token].deadline)
 
 
 @pytest.mark.parametrize("of_what", ["handshake", "transfer"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.engine import loop
-from kvferry.connector.prefill_side.lease import PREEMPTED_SECONDS
+from kvferry.connector.prefill_side.prompts import PREEMPTED_SECONDS
 from kvferry.connector.prefill_side.send import Sends
 from kvferry.connector.wire.step_plan import StepPlan
 from tests.handover.prefilling import PrefillingEngine
@@ -27,7 +27,7 @@ from tests.handover.streamed import (
     make,
     nothing_of,
 )
-from tests.support.inside import early_asks, early_votes, leases_of, plans_of, sends_of, sleeps
+from tests.support.inside import early_asks, early_releases, leases_of, plans_of, sends_of, sleeps
 from tests.support.ranks import Rank, let_time_pass, wait
 from tests.transport.plane_pair import PUSH, host_planes
 
@@ -218,6 +218,7 @@ def test_p_gives_the_prompt_up(p: Rank, d: Rank, when: str) -> None:
         engine = PrefillingEngine([p], THEIRS, TOKENS)
         engine.load(d, OURS, step=STEP)
         assert wait(lambda: bool(early_asks(p)), [p, d])
+        engine.begin(streams=False)
     elif when == "before the first step":
         engine = computing(p, d)
         assert wait(lambda: bool(sends_of(p).waiting), [p, d])
@@ -240,7 +241,7 @@ def test_d_cancels_while_p_computes(p: Rank, d: Rank) -> None:
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     wipe(d, -1)
-    assert wait(lambda: bool(early_votes(p)) and not sends_of(p).waiting, [p, d])
+    assert wait(lambda: bool(early_releases(p)) and not sends_of(p).waiting, [p, d])
     let_time_pass(p, 10_000)  # the vote is kept for as long as P computes
     engine.finish(STEP)
     assert wait(lambda: p.sent == {"req-p"} and all_ended(p), [p, d])

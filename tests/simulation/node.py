@@ -29,8 +29,6 @@ from tests.simulation.planes import PlacePlane, PullPlane, PushPlane, SimPlane
 from tests.support.inside import (
     board_of,
     consumer_of,
-    early_asks,
-    early_votes,
     leases_of,
     plans_of,
     producer_of,
@@ -288,12 +286,8 @@ class Node:
             if lookup.due < late:
                 yield f"question of {lookup.wanted.request_id}, {lookup.phase.value}, by {late - lookup.due:.3f} s"
         waiting = [(f"renewal of {each.token.hex()[:8]}", each.renew_at) for each in consumer.renewals.kept.values()]
-        waiting += [(f"held question {each.resolve.number}", each.deadline) for each in producer.named.held.values()]
-        waiting += [(f"lease {each.grant.request_id}", each.lifetime.state.deadline)
-                    for each in leases_of(producer).values()]  # fmt: skip
-        waiting += [(f"held ask {each.request.read}", each.deadline) for each in early_asks(producer).values()]
-        votes = early_votes(producer)  # P keeps a vote for a prompt that it knows for as long as that
-        waiting += [("early release", votes.get(key)[1]) for key in list(votes) if key[0] not in producer.named]
+        waiting += [(f"lease {each.request_id}", each.deadline) for each in leases_of(producer).values()]
+        waiting += [(f"held {type(each.request).__name__}", each.deadline) for each in producer.waiting.values()]
         yield from (what for what, deadline in waiting if deadline < late)
 
     def left(self) -> Iterator[str]:
@@ -308,16 +302,13 @@ class Node:
             "kept leases": consumer.renewals.kept,
             "renewals": consumer.renewals.to_renew,
             "links": [f"{link.name} {link.lifetime.story()}" for link in consumer.links],
-            "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in leases_of(producer).values()],
+            "leases": [f"{held.request_id} {held.state.value}" for held in leases_of(producer).values()],
             "prompts that are computed": prompts_of(producer),
             "steps that compute them": producer.steps.flights,
             "reads that wait for them": sends.waiting,
-            "named prompts": producer.named.prompts,
-            "names": producer.named.tokens,
-            "questions of D": producer.named.held.values(),
+            "names": producer.prompts.by_name,
             "lookups": [each.phase.value for each in (*lookups.open.values(), *lookups.left)],
-            "asks": early_asks(producer).values(),
-            "early releases": early_votes(producer).values(),
+            "early requests": producer.waiting.values(),
             "replies": replies_of(producer).kept.values(),
             "messages that have arrived": producer.arrived,
             "outgoing reads": sends.turns,

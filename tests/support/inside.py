@@ -9,7 +9,8 @@ from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.loop import PostedPlans, TransferThread
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.prefill_side.lease import LeaseEvent, LeaseEventKind
+from kvferry.connector.prefill_side.prompts import PromptState
+from kvferry.connector.wire import messages
 from kvferry.kernels import launch
 from kvferry.transport import cuda
 from kvferry.transport.wake import RunningClock
@@ -30,37 +31,54 @@ def listener_of(of: Any) -> Any:
 
 def leases_of(of: Any) -> dict[bytes, Any]:
     """The leases that P holds, by token."""
-    return {token: lease for token, lease in list(producer_of(of).leases.table.items()) if lease.begun}
+    prompts = list(producer_of(of).prompts.table.items())
+    return {token: prompt for token, prompt in prompts if prompt.state is not PromptState.OPEN}
 
 
 def expire_lease(of: Any, lease: Any) -> None:
     """End a lease as its expiry does. On P's transfer thread."""
-    producer_of(of)._step(lease, LeaseEvent(LeaseEventKind.TICK), lease.lifetime.state.deadline)
+    producer_of(of)._end(lease, "expired", lease.deadline)
 
 
 def prompts_of(of: Any) -> dict[bytes, Any]:
-    """The prompts that may be read before their lease, by token."""
-    return {token: lease for token, lease in list(producer_of(of).leases.table.items()) if not lease.begun}
+    """The prompts that have no lease yet, and the prefixes that are lent, by token."""
+    prompts = list(producer_of(of).prompts.table.items())
+    return {token: prompt for token, prompt in prompts if prompt.state is PromptState.OPEN}
 
 
 def board_of(of: Any) -> Any:
     """Where P posts its grants."""
-    return producer_of(of).leases.board
+    return producer_of(of).prompts.board
 
 
-def early_asks(of: Any) -> Any:
-    """The asks that wait for their lease."""
-    return early_of(of).asks
+def early_asks(of: Any) -> list[Any]:
+    """The asks that wait for their prompt."""
+    return [each.request for each in producer_of(of).waiting.values() if isinstance(each.request, messages.Ask)]
 
 
-def early_votes(of: Any) -> Any:
-    """The releases that wait for their lease, by token and consumer."""
-    return early_of(of).votes
+def early_questions(of: Any) -> list[Any]:
+    """What waits for a prompt by its name."""
+    return [each for each in producer_of(of).waiting.values() if isinstance(each.request, messages.Resolve)]
 
 
-def early_of(of: Any) -> Any:
-    """All requests that wait for their lease."""
-    return producer_of(of)._early
+def early_releases(of: Any) -> set[bytes]:
+    """The tokens that D has released before their lease."""
+    waiting = [each.request for each in producer_of(of).waiting.values()]
+    known = {token for token, prompt in prompts_of(of).items() if 0 in prompt.votes.values()}
+    return known | {request.token for request in waiting if isinstance(request, messages.Release)}
+
+
+def on_early_release(of: Any, act: Callable[[], None]) -> None:
+    """Call this at each release that comes before its lease."""
+    producer = producer_of(of)
+    release = producer._release
+
+    def seen(identity: bytes, request: messages.Release, now: float) -> Any:
+        if request.token not in leases_of(of) and not producer.prompts.is_over(request.token):
+            act()
+        return release(identity, request, now)
+
+    producer._release = seen
 
 
 def sessions_of(of: Any) -> Any:

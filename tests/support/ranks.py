@@ -35,8 +35,6 @@ from kvferry.connector.wire.step_plan import (
 from tests.support.inside import (
     clock_of,
     consumer_of,
-    early_asks,
-    early_votes,
     leases_of,
     producer_of,
     prompts_of,
@@ -312,13 +310,12 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
     """The lengths of the transfer thread's tables. All but the links are empty when nothing goes on."""
     thread = rank.thread
     producer, consumer = producer_of(thread), consumer_of(thread)
-    early = early_asks(producer).cost + early_votes(producer).cost
     return {
-        "leases": len(leases_of(producer)), "early requests": int(early),
+        "leases": len(leases_of(producer)), "early requests": len(producer.waiting),
         "outgoing reads": len(sends_of(producer).turns),
         "computing prompts": len(prompts_of(producer)) + len(producer.steps.flights),
         "loads": len(consumer.loads.running), "reads": len(consumer.reads.by_number),
-        "named prompts": len(producer.named.prompts) + len(producer.named.tokens) + len(producer.named.held),
+        "names": len(producer.prompts.by_name),
         "lookups": len(consumer.lookups.open) + len(consumer.lookups.left),
         "kept leases": int(bool(consumer.renewals.kept)), "links": len(list(consumer.links)),
     }  # fmt: skip

@@ -12,7 +12,7 @@ from kvferry.connector.engine import params
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.prefill_side import stream
-from kvferry.connector.prefill_side.lease import Lease, LeasePhase
+from kvferry.connector.prefill_side.prompts import Prompt
 from kvferry.connector.prefill_side.send import PackedChunk
 
 LATE_SECONDS = 2e-3
@@ -22,8 +22,8 @@ LATE_SECONDS = 2e-3
 def no_fence() -> AbstractContextManager[Any]:
     """P sends all tokens whose blocks are allocated, computed or not."""
 
-    def holds(lease: Lease, *_: int) -> bool:
-        return lease.lifetime.state.phase in (LeasePhase.COMPUTING, LeasePhase.GRANTED)
+    def holds(prompt: Prompt, *_: int) -> bool:
+        return not prompt.preempted
 
     return mock.patch.object(stream, "holds", holds)
 

@@ -1,166 +1,136 @@
-"""A prompt and its lease: on P freed exactly once, never under a running own read; on D renewed while needed."""
+"""A prompt and its lease: on P ended once, after its own reads; on D renewed while needed."""
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
+from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.pages.deadlines import Deadlines
-from kvferry.connector.prefill_side import lease as ls
+from kvferry.connector.prefill_side.prompts import PREEMPTED_SECONDS, Prompt, PromptPart, PromptState, rank_set
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
+from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, pack_ids
 from tests.support.ranks import Timed
 
-PHASE, K = ls.LeasePhase, ls.LeaseEventKind
-STOP, FREE = ls.LeaseEffect.STOP, ls.LeaseEffect.FREE
+S = Timed(lease_seconds=30, lease_cap_seconds=100)
 D1, D2 = b"d1", b"d2"
-FIRST, AGAIN, PREEMPTED, ABANDONED, BEGUN = map(
-    ls.LeaseEvent, (K.STEP_PLANNED, K.RESTARTED, K.PREEMPTED, K.ABANDONED, K.BEGUN)
-)
-READ_STARTED, READ_ENDED, RENEWED, TICK = map(ls.LeaseEvent, (K.READ_STARTED, K.READ_ENDED, K.RENEWED, K.TICK))
+Begin = Callable[[], Prompt]
 
 
-def run(state: ls.LeaseState, *events: ls.LeaseEvent, now: float = 1) -> tuple[ls.LeaseState, list[ls.LeaseEffect]]:
-    effects: list[ls.LeaseEffect] = []
-    for event in events:
-        state, new = ls.LEASE.step(state, event, now)
-        effects += new
-    return state, effects
+def new() -> Prompt:
+    return Prompt(b"t" * 16, "r", [np.zeros(0, np.int64)], (b"",), num_tokens=100)
 
 
-def new() -> ls.LeaseState:
-    return ls.LeaseState(Timed(lease_seconds=30, lease_cap_seconds=100))
+def granted(now: float = 0.0) -> Prompt:
+    prompt = new()
+    prompt.hold(S, now)
+    return prompt
 
 
-def granted() -> ls.LeaseState:
-    return run(new(), BEGUN, now=0)[0]
+def lent() -> Prompt:
+    prompt = new()
+    prompt.blocks, prompt.lent, prompt.computed = PromptBlocks(), True, 100
+    prompt.hold(S, 0.0)
+    return prompt
 
 
-def lent() -> ls.LeaseState:
-    return ls.lent_at(new().settings, 0, tokens=64)
+def release(prompt: Prompt, rank: int, *expected: int, of: bytes = D1) -> bool:
+    return prompt.released(of, rank, rank_set(expected))
+
+
+def computes(prompt: Prompt, blocks: PromptBlocks, stop: int = 100) -> PromptPart:
+    """A step begins that computes tokens of the prompt."""
+    prompt.place(blocks, [np.arange(1)], (pack_ids([0]),))
+    prompt.parts.append(PromptPart(0, stop, blocks))
+    return prompt.parts[-1]
 
 
 BOTH = pytest.mark.parametrize("begin", [granted, lent])
 
 
-def asked(*expected: int, decode_engine: bytes = D1) -> ls.LeaseEvent:
-    return ls.LeaseEvent(K.ASKED, decode_engine, expected=ls.rank_set(expected))
-
-
-def released(rank: int, *expected: int, decode_engine: bytes = D1) -> ls.LeaseEvent:
-    return ls.LeaseEvent(K.RELEASED, decode_engine, rank, ls.rank_set(expected))
-
-
 # --- the lease --------------------------------------------------------------------------------------------------------
 @BOTH
-@pytest.mark.parametrize(
-    ("events", "freed"),
-    [
-        ((asked(0, 1), released(0, 0, 1), released(0, 0, 1)), []),
-        ((asked(0, 1), released(0, 0, 1), released(1, 0, 1), released(1, 0, 1)), [FREE]),
-        # The first ask fixes the set, and decode engines do not mix.
-        ((asked(0, 1), asked(0), released(0, 0), released(0, 0, 1, decode_engine=D2)), []),
-        ((asked(0, 1), released(0, 0, 1, decode_engine=D2), released(1, 0, 1, decode_engine=D2)), [FREE]),
-        ((released(0, 0),), [FREE]),  # of a rank that never asked
-    ],
-)
-def test_freed_when_one_consumers_full_set_has_released(
-    begin: Callable[[], ls.LeaseState], events: tuple[ls.LeaseEvent, ...], freed: list[ls.LeaseEffect]
-) -> None:
-    state, effects = run(begin(), *events)
-    assert effects == freed and state.phase is (PHASE.RELEASED if freed else begin().phase)
+def test_a_lease_ends_when_one_consumers_full_set_has_released(begin: Begin) -> None:
+    prompt = begin()
+    prompt.asked(D1, rank_set([0, 1]))
+    assert not release(prompt, 0, 0, 1) and not release(prompt, 0, 0, 1)
+    assert release(prompt, 1, 0, 1)
+    prompt = begin()  # the first ask fixes the set, and decode engines do not mix
+    prompt.asked(D1, rank_set([0, 1]))
+    prompt.asked(D1, rank_set([0]))
+    assert not release(prompt, 0, 0) and not release(prompt, 0, 0, 1, of=D2)
+    assert release(prompt, 1, 0, 1, of=D2)
+    assert release(begin(), 0, 0), "of a rank that never asked"
 
 
 @BOTH
-def test_renewal_extends_up_to_the_cap(begin: Callable[[], ls.LeaseState]) -> None:
-    state, _ = ls.LEASE.step(begin(), RENEWED, 20)
-    assert ls.LEASE.step(state, TICK, 49)[1] == ()
-    ended, effects = ls.LEASE.step(state, TICK, 50)
-    assert (ended.reason, effects) == ("expired", (FREE,))
+def test_renewal_extends_up_to_the_cap(begin: Begin) -> None:
+    prompt = begin()
+    prompt.renew(S, 20)
+    assert (prompt.deadline, prompt.cap) == (50, 100)
     for now in range(0, 100, 10):
-        state, _ = ls.LEASE.step(state, RENEWED, now)
-    assert ls.LEASE.step(state, TICK, 99.9)[1] == ()
-    ended, effects = ls.LEASE.step(state, TICK, 100)
-    assert (ended.reason, effects) == ("cap", (FREE,))
+        prompt.renew(S, now)
+    assert prompt.deadline == 100
 
 
 @BOTH
-def test_what_is_taken_back_ends_after_its_reads(begin: Callable[[], ls.LeaseState]) -> None:
-    revoked = ls.LeaseEvent(K.REVOKED)
-    state, effects = run(begin(), READ_STARTED, revoked)
-    assert effects == [STOP] and state.phase is PHASE.EXPIRED
-    assert run(state, READ_ENDED)[1] == [FREE]
-    assert run(begin(), revoked, revoked)[1] == [FREE]
+def test_what_ends_does_so_after_its_reads(begin: Begin) -> None:
+    prompt = begin()
+    prompt.reads = 2
+    prompt.end("reset")
+    assert prompt.state is PromptState.DRAINING and not (prompt.leased or prompt.whole)
+    prompt.renew(S, 20)
+    assert math.isinf(prompt.deadline)
+    assert [prompt.read_ended(), prompt.read_ended()] == [False, True]
+    prompt = begin()
+    prompt.end("reset")
+    assert prompt.state is PromptState.ENDED
 
 
 # --- before the lease -------------------------------------------------------------------------------------------------
-def test_after_a_preemption_tokens_count_from_the_chunk_that_restarts_on() -> None:
-    """Another chunk says too little."""
-    state, _ = run(new(), FIRST, PREEMPTED, FIRST, ls.LeaseEvent(K.ADVANCED, tokens=40))
-    assert state.phase is PHASE.PREEMPTED and run(state, BEGUN)[0].phase is PHASE.GRANTED
-    state, _ = run(state, AGAIN, ls.LeaseEvent(K.ADVANCED, life=1, tokens=40))
-    assert (state.phase, state.computed) == (PHASE.COMPUTING, 40)
+class Call(enum.Enum):
+    STEP = "a step computes into the present blocks"
+    RESTART = "a step computes into new blocks"
+    LOSE = "the engine's thread takes the blocks back"
+    PREEMPT = "the transfer thread hears so"
+    ADVANCE = "a step ends"
 
 
-# --- any order --------------------------------------------------------------------------------------------------------
-before_it = st.one_of(
-    st.sampled_from([FIRST, AGAIN, PREEMPTED, ABANDONED, BEGUN]),
-    st.builds(ls.LeaseEvent, st.just(K.ADVANCED), life=st.integers(0, 3), tokens=st.integers(0, 100)),
-)
-under_it = st.one_of(
-    st.sampled_from([asked(*ranks, decode_engine=name) for ranks in ([0], [0, 1]) for name in (D1, D2)]),
-    st.sampled_from([READ_STARTED, READ_ENDED, RENEWED, TICK]),
-    st.sampled_from([released(rank, 0, 1, decode_engine=name) for rank in (0, 1) for name in (D1, D2)]),
-)
-
-
-@given(
-    st.sampled_from([granted, lent, new]),
-    st.lists(st.tuples(st.one_of(before_it, under_it), st.floats(0, 40)), max_size=60),
-)
-def test_freed_once_and_never_under_a_read(
-    begin: Callable[[], ls.LeaseState], script: list[tuple[ls.LeaseEvent, float]]
-) -> None:
-    state, now, freed, reads, over = begin(), 0.0, 0, 0, False
-    for event, seconds in script:
-        now += seconds
-        if event is READ_STARTED:
-            if state.phase in (PHASE.RELEASED, PHASE.EXPIRED, PHASE.ABANDONED):
-                continue  # the transfer thread never starts one then
-            reads += 1
-        elif event is READ_ENDED:
-            if not reads:
-                continue
-            reads -= 1
-        state, effects = ls.LEASE.step(state, event, now)
-        freed += effects.count(FREE)
-        assert not (freed and reads) and state.reads == reads
-        assert not (over and state.phase in (PHASE.GRANTED, PHASE.LENT)), "a lease that ended came back"
-        over = over or state.phase in (PHASE.RELEASED, PHASE.EXPIRED, PHASE.ABANDONED)
-    assert freed == (state.phase in (PHASE.RELEASED, PHASE.EXPIRED) and not reads)
-
-
-@given(st.lists(before_it, max_size=40))
-def test_tokens_count_of_the_present_life_only(script: list[ls.LeaseEvent]) -> None:
-    state, failed = new(), 0
-    for event in script:
-        before = state
-        state, effects = ls.LEASE.step(state, event, 1)
-        failed += STOP in effects
-        if state.computed > before.computed:
-            assert event.kind is K.ADVANCED and event.life == state.life == before.life
-            assert before.phase is PHASE.COMPUTING
-        if event == PREEMPTED or state.life > before.life:
-            assert state.computed == 0 or state.phase in (PHASE.GRANTED, PHASE.ABANDONED)
-        if before.phase in (PHASE.GRANTED, PHASE.ABANDONED):
-            assert (state, effects) == (before, ())
-    assert failed <= 1
+@given(st.lists(st.tuples(st.sampled_from(Call), st.integers(0, 100)), max_size=40))
+def test_tokens_count_in_the_present_blocks_only(script: list[tuple[Call, int]]) -> None:
+    """Whatever the order, and the step that ends."""
+    prompt, parts, written = new(), [], dict[PromptBlocks | None, int]()
+    for call, number in script:
+        match call:
+            case Call.STEP if prompt.blocks is not None and not prompt.preempted:
+                parts.append(computes(prompt, prompt.blocks, number))
+            case Call.RESTART:
+                parts.append(computes(prompt, PromptBlocks(), number))
+            case Call.LOSE if prompt.blocks is not None:
+                prompt.blocks.lose()
+            case Call.PREEMPT:
+                prompt.preempt(1.0)
+                assert prompt.deadline == 1.0 + PREEMPTED_SECONDS
+            case Call.ADVANCE if parts:
+                part = parts[number % len(parts)]
+                counts = prompt.advance(part, part.stop)
+                assert counts == (part.blocks is prompt.blocks and not part.blocks.lost)
+                if counts:
+                    written[part.blocks] = max(written.get(part.blocks, 0), part.stop)
+        assert prompt.computed in (0, written.get(prompt.blocks, 0))
+        assert not prompt.whole or (prompt.computed == 100 and prompt.intact)
+    prompt.hold(S, 2.0)
+    assert prompt.deadline == 32.0 and prompt.granted and not prompt.preempted
+    assert not parts or not prompt.advance(parts[-1], 100), "the blocks are P's now"
 
 
 TOKEN = b"t" * 16

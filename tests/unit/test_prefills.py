@@ -27,8 +27,8 @@ from kvferry.connector.pages import computed_steps
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.copies import Copies
 from kvferry.connector.pages.deadlines import Deadlines
-from kvferry.connector.prefill_side import lookup
-from kvferry.connector.prefill_side.lookup import NamedPrompts
+from kvferry.connector.prefill_side import prompts, serve
+from kvferry.connector.prefill_side.serve import Producer
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import (
@@ -44,6 +44,7 @@ from kvferry.connector.wire.step_plan import (
     StepPlan,
     unpack_ids,
 )
+from kvferry.transport.control.listener import Delivery
 from tests.unit.labelled_model import Model
 
 RANK = RankAddress(0, 0, "10.0.0.1", 1234, bytes(16))
@@ -505,51 +506,71 @@ def prefill(request_id: str = "r", *names: str, token: bytes = TOKEN, **kwargs: 
     return Prefill(request_id, token, 100, "digest", (*names, request_id), found=16, step_tokens=64, **form)
 
 
-class Names(NamedPrompts):
-    """P's side; ``ask`` gives the answers as what matters of each."""
+class Names:
+    """P's side without ranks; ``ask`` and ``told`` give what was answered since the last call."""
 
     def __init__(self) -> None:
-        super().__init__("p", 10.0)
+        caches = SimpleNamespace(views=[], geometry=SimpleNamespace(regions=[], pp_size=1))
+        context: Any = SimpleNamespace(
+            caches=caches, settings=Settings(lease_seconds=30.0), engine_id="p", planes=[], log=None, clock=None
+        )
+        listener: Any = SimpleNamespace(send=self._sent)
+        self.p, self._answers = Producer(context, listener, lambda request_id: None), list[tuple[bytes, Any]]()
 
-    def ask(self, number: int, name: str = "tx", until: Any = "begun", *, at: float = 0.0, engine_id: str = "") -> Any:
-        question = messages.Resolve(number=number, name=name, engine_id=engine_id, until=until)
-        return said(self.resolve(b"d", question, at))
+    def _sent(self, identity: bytes, frames: list[bytes]) -> Delivery:
+        self._answers.append((identity, messages.decode_reply(frames)))
+        return Delivery.SENT
 
+    def take(self) -> list[tuple[bytes, Any]]:
+        """To whom, and what."""
+        answers, self._answers[:] = self._answers[:], []
+        return answers
 
-def said(answers: Any) -> list[Any]:
-    """Of each answer its number, and P's params or whether it is the last one."""
-    return [(a.number, a.params if isinstance(a, messages.Resolved) else a.final) for _, a in answers]
+    def told(self) -> list[Any]:
+        """Of each answer its number, and P's params or whether it is the last one."""
+        return [(a.number, a.params if isinstance(a, messages.Resolved) else a.final) for _, a in self.take()]
+
+    def ask(
+        self, number: int, name: str = "tx", until: Any = "begun", *, at: float = 0.0, of: bytes = b"d", **what: Any
+    ) -> Any:
+        self.p.handle(of, messages.Resolve(number=number, name=name, until=until, **what), at, "")
+        return self.told()
+
+    def end(self, now: float, token: bytes = TOKEN) -> list[Any]:
+        self.p.stop_prefill(PrefillStop(token, ended=True), now)
+        return self.told()
 
 
 def test_questions_are_answered_in_time_and_can_be_left() -> None:
     named = Names()
-    named.ask(1)
-    named.ask(2)
-    named.leave(b"d", 1)
-    assert bool(named.held.cost) and named.take_late(9.9) == []
-    assert said(named.take_late(10.0)) == [(2, False)]
-    assert not bool(named.held.cost)
+    assert named.ask(1) == named.ask(2) == []
+    named.p.handle(b"d", messages.LeaveName(number=1), 0.0, "")
+    named.p.tick(9.9)
+    assert named.p.live and named.told() == []
+    named.p.tick(10.0)
+    assert named.told() == [(2, False)] and not named.p.live
 
 
 @pytest.mark.parametrize(("begins", "steps"), [(False, 1), (True, 1), (False, 0)])
 def test_a_question_for_a_prompt_that_waits_is_held_and_told_so(begins: bool, steps: int) -> None:
     """Unless P's engine has not taken a step since: it may never take one."""
     named = Names()
-    named.queue(QueuedPrompt("r", TOKEN, ("tx",)))
+    named.p.prompts.queue(QueuedPrompt("r", TOKEN, ("tx",)))
     if begins:
-        named.begin(prefill("r", "tx", streams=False))
+        named.p.begin_prefill(prefill("r", "tx", streams=False), 0.0)
     assert named.ask(1, until="granted") == named.ask(2, "another") == []
-    named.plans_seen += steps
-    told: Any = {answer.number: answer for _, answer in named.take_late(10.0)}
+    named.p.plans_seen += steps
+    named.p.tick(10.0)
+    told: Any = {answer.number: answer for _, answer in named.take()}
     assert not told[1].final and not told[2].final
     assert (told[1].known, told[2].known) == (bool(steps), False)
 
 
 def test_a_prompt_that_ends_answers_all_and_late_questions_for_a_while() -> None:
     named = Names()
-    named.begin(prefill("r", "tx"))
-    named.ask(1, until="granted")
-    assert said(named.end(TOKEN, 0.0)) == [(1, True)]
+    named.p.begin_prefill(prefill("r", "tx"), 0.0)
+    assert named.ask(1, until="granted") == []
+    assert named.end(0.0) == [(1, True)]
     assert named.ask(2, at=9.9) == [(2, True)]
     assert named.ask(3, at=10.0) == [], "another prompt may come with this name"
 
@@ -559,22 +580,22 @@ def test_another_engine_is_meant() -> None:
 
 
 def test_strangers_displace_only_their_own_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "HELD_RESOLVES", 64)
+    monkeypatch.setattr(serve, "WAITING_SPANS", 64 * serve.WAITING_COST)
     named = Names()
     named.ask(1)
-    questions = [messages.Resolve(number=n, name=f"name {n}") for n in range(500)]
-    told = [answer for question in questions for answer in named.resolve(b"stranger", question, 0.0)]
-    assert len(named.held) <= 64 and {identity for identity, _ in told} == {b"stranger"}
+    for n in range(500):
+        named.p.handle(b"stranger", messages.Resolve(number=n, name=f"name {n}"), 0.0, "")
+    told = named.take()
+    assert len(named.p.waiting) <= 64 and {identity for identity, _ in told} == {b"stranger"}
     assert all(isinstance(answer, messages.Unresolved) and not answer.final for _, answer in told)
-    assert said(named.begin(prefill("r", "tx"))) == [(1, b"params")]
+    named.p.begin_prefill(prefill("r", "tx"), 0.0)
+    assert named.told() == [(1, b"params")]
 
 
-def test_names_of_ended_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "GONE_NAMES", 8)
+def test_what_p_remembers_of_ended_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "ENDED", 8)
     named = Names()
     for n in range(100):
-        named.begin(prefill(f"r{n}", token=n.to_bytes(16, "big")))
-        named.end(n.to_bytes(16, "big"), float(n) / 100)
-    assert len(named.gone) == 8
-    named.take_late(20.0)
-    assert not named.gone
+        named.p.begin_prefill(prefill(f"r{n}", token=n.to_bytes(16, "big")), 0.0)
+        named.end(0.0, n.to_bytes(16, "big"))
+    assert len(named.p.prompts.ended) == 8 and not (named.p.prompts.table or named.p.prompts.by_name)

@@ -7,19 +7,16 @@ import gc
 import math
 import weakref
 from itertools import product
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side import load_state
 from kvferry.connector.decode_side.link import Reason
 from kvferry.connector.pages.deadlines import SWEEP, Deadlines
-from kvferry.connector.prefill_side.lease import LEASE, LeaseEvent, LeaseEventKind, LeasePhase, LeaseState
 from kvferry.connector.wire.states import MAX_HISTORY, Lifetime, TransitionTable, ignore
 from kvferry.transport.fair_table import FairTable
 
@@ -132,30 +129,16 @@ def test_what_is_gone_is_forgotten_long_before_its_time() -> None:
     assert len(living) <= SWEEP + 1
 
 
-def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
-    """Every phase of every lifetime that waits for a time, with its times in each order."""
-    found: list[tuple[TransitionTable[Any, Any, Any], Any]] = [
-        (LEASE, LeaseState(Settings(), phase)) for phase in LeasePhase
-    ]
-    for first, second in product((3.0, 4.0, 5.0), repeat=2):
-        load = load_state.LoadState(
-            load_state.LoadPhase.READY, 1, frozenset({0}), min(first, second), second, Settings(), (1,), 0,
+def test_a_load_is_due_when_a_tick_changes_it() -> None:
+    """In every phase, with its times in each order."""
+    for phase, first, second in product(load_state.LoadPhase, (3.0, 4.0, 5.0), (3.0, 4.0, 5.0)):
+        state = load_state.LoadState(
+            phase, 1, frozenset({0}), min(first, second), second, Settings(), (1,), 0,
             reason=Reason("timeout", "planted"),
         )  # fmt: skip
-        found += [(load_state.LOAD, replace(load, phase=phase)) for phase in load_state.LoadPhase]
-        lease = LeaseState(Settings(), deadline=first, cap=second)
-        found += [(LEASE, replace(lease, phase=phase)) for phase in (LeasePhase.PREEMPTED, LeasePhase.GRANTED)]
-    return found
-
-
-def test_a_lifetime_is_due_when_a_tick_changes_it() -> None:
-    lease_tick = LeaseEvent(LeaseEventKind.TICK)
-    ticks: dict[str, Any] = {"load": load_state.TICK, "lease": lease_tick}
-    for table, state in states():
-        due, tick = state.deadline if table is LEASE else state.due, ticks[table.name]
-        before = math.nextafter(min(due, 1e9), 0.0)
-        assert table.step(state, tick, before) == (state, ()), table.name
-        assert math.isinf(due) or table.step(state, tick, due) != (state, ()), table.name
+        before = math.nextafter(min(state.due, 1e9), 0.0)
+        assert load_state.LOAD.step(state, load_state.TICK, before) == (state, ())
+        assert math.isinf(state.due) or load_state.LOAD.step(state, load_state.TICK, state.due) != (state, ())
 
 
 def test_the_greedy_lose_their_own() -> None:

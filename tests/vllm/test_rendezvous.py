@@ -16,8 +16,16 @@ import torch
 from kvferry.connector.decode_side import links, lookup
 from kvferry.connector.engine.load_planner import RequestPhase
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
-from kvferry.connector.prefill_side import lease
-from tests.support.inside import board_of, consumer_of, leases_of, producer_of, prompts_of, scheduler_half
+from kvferry.connector.prefill_side import prompts
+from tests.support.inside import (
+    board_of,
+    consumer_of,
+    early_questions,
+    leases_of,
+    producer_of,
+    prompts_of,
+    scheduler_half,
+)
 from tests.support.turns import TurnLines
 from tests.vllm.labelled import labels, prompt
 from tests.vllm.stepped import PATIENT, PREFILL, Engine, EngineGroup, Lines, Pair, eventually, loaded, run, settle
@@ -51,7 +59,7 @@ def asked(d: Engine, params: object, p: Engine) -> str:
 
 def questions(p: Engine) -> int:
     """How many questions wait at P."""
-    return len(producer_of(p).named.held)
+    return len(early_questions(p))
 
 
 def lookups(d: Engine, rank: int = 0) -> Any:
@@ -278,7 +286,7 @@ def behind_another(group: EngineGroup) -> tuple[Engine, Engine, str]:
     p.add(IDS, TO_P)
     p.step()
     request_id = asked(d, params, p)
-    assert "tx" in producer_of(p).named.tokens
+    assert "tx" in producer_of(p).prompts.by_name
     return p, d, request_id
 
 
@@ -428,7 +436,7 @@ def test_the_tokens_of_each_step_leave_before_the_next_step(
 def test_p_preempts_the_request_and_others_get_its_blocks(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    monkeypatch.setattr(lease, "PREEMPTED_SECONDS", 600.0)
+    monkeypatch.setattr(prompts, "PREEMPTED_SECONDS", 600.0)
     p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP, ahead=ahead)
     leg, request_id = begin(p, d)
     p.preempt(leg)
@@ -463,8 +471,8 @@ def test_a_forward_that_raises_posts_no_grant(group: EngineGroup) -> None:
 
     def seen() -> bool:
         """The step has ended for KVFerry, one way or the other."""
-        board, prompts = board_of(producer), list(prompts_of(producer).values())
-        return bool(board.posted or (prompts and prompts[0].blocks is not None and prompts[0].blocks.lost))
+        found = list(prompts_of(producer).values())
+        return bool(board_of(producer).posted or (found and found[0].preempted))
 
     eventually(seen)
     assert not board_of(producer).posted

@@ -16,7 +16,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.prefill_side.lease import Lease
+from kvferry.connector.prefill_side.prompts import Prompt
 from kvferry.connector.step_loads import step_load_rule
 from kvferry.connector.step_loads.step_loads import StepOutcome
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
@@ -58,7 +58,7 @@ def add(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
 
     def held(rank: int) -> bool:
         leases = list(leases_of(p.threads[rank]).values())
-        return any(lease.grant.request_id == request_id for lease in leases)
+        return any(lease.request_id == request_id for lease in leases)
 
     eventually(lambda: all(held(rank) for rank in range(p.tp)))
     return d.add(ids, params, **kwargs)
@@ -189,7 +189,7 @@ def test_d_does_not_wait_for_p_s_next_step(group: EngineGroup) -> None:
 def test_p_is_late_to_grant(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next step comes late; that costs time, not the request."""
     p, d = met(group)
-    monkeypatch.setattr(Lease, "whole", False)  # else D need not wait for the lease
+    monkeypatch.setattr(Prompt, "whole", False)  # else D need not wait for the lease
     monkeypatch.setattr(grant_board, "SLOT_BYTES", 64)
     ids = prompt(200, 4)
     request_id = d.add(ids, p.prefill(ids))

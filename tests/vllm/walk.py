@@ -47,7 +47,7 @@ from kvferry.connector.engine import worker_setup  # noqa: E402
 from kvferry.connector.pages.copies import copies_on  # noqa: E402
 from tests.handover.slow_copies import SlowCopies  # noqa: E402
 from tests.support.engines import free_port  # noqa: E402
-from tests.support.inside import early_of, scheduler_half  # noqa: E402
+from tests.support.inside import on_early_release, scheduler_half  # noqa: E402
 from tests.support.streaming_faults import FAULTS  # noqa: E402
 from tests.vllm.labelled import prompt  # noqa: E402
 from tests.vllm.stepped import PATIENT, PREFILL, ROOM, Engine, EngineGroup, Lines, run, settle, tiny_model  # noqa: E402
@@ -194,20 +194,14 @@ class Walk:
         if side == "p":
             self._copies = made
             for rank in range(engine.tp):
-                self._count_early(early_of(engine.threads[rank]))
+                on_early_release(engine.threads[rank], self._count_early)
             if case.at_once:
                 engine.device = partial(self._compute, 0.3)
                 engine.at_layer = lambda layer: self._compute(0.1)
         return engine
 
-    def _count_early(self, early: Any) -> None:
-        vote = early.vote
-
-        def counted(*args: Any, **options: Any) -> None:
-            self.events["D was done before P's lease"] += 1
-            vote(*args, **options)
-
-        early.vote = counted
+    def _count_early(self) -> None:
+        self.events["D was done before P's lease"] += 1
 
     def _compute(self, odds: float) -> None:
         """P's device takes its time, and the transfer thread goes on meanwhile."""
