@@ -111,4 +111,5 @@ class Consumer:
         """Unpack messages with bytes, and look at the copies under way. Returns whether there is more to do at once."""
         if self.reads.by_number or self.reads.writes or self.reads.arrived:
             self._give(self.reads.collect(now), now)
-        return self.reads.backlog
+            return self.reads.backlog
+        return False  # also where the last read was cancelled while its copy moved

@@ -1,22 +1,25 @@
 """D's link to one life of one P rank: connection, handshake, data plane. Driven by polling; nothing here blocks.
 
-First its life as a table, which is pure; then ``Link``, which performs what the table decides. ::
+Its life ::
 
     CONNECTED ─▶ GREETING ─▶ ATTACHING ─▶ MAPPING ─▶ ATTACHED          (each ─▶ FAILED)
                     │          ▲ ▲ └─────────┴── the next plane where P or the memory refuses one
                     └─▶ GREETED ─┘   where D only releases a lease: that needs a session at P, but no data plane
+
+Messages that need no handshake go over it in every phase but FAILED, which is the last one. A phase between CONNECTED
+and ATTACHED has a deadline. A message of the handshake that comes in another phase than its own fails the link.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from kvferry.connector.decode_side.plane_choice import FailedPlanes, PlaneChoice
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
@@ -27,7 +30,6 @@ from kvferry.connector.geometry.read_plan import routes
 from kvferry.connector.pages.rank_context import RankContext, check_model, misfit
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
-from kvferry.connector.wire.states import Lifetime, TransitionTable, ignore
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.channels import DChannel
 from kvferry.transport.errors import (
@@ -60,9 +62,6 @@ class Reason(msgspec.Struct, frozen=True):
         return f"{self.kind}: {self.text}"
 
 
-# --- phases and state -------------------------------------------------------------------------------------------
-
-
 class LinkPhase(enum.Enum):
     CONNECTED = "connected"  # control messages only; no handshake was needed yet
     GREETING = "waiting for the answer to the handshake"
@@ -73,154 +72,6 @@ class LinkPhase(enum.Enum):
     FAILED = "failed"
 
 
-class LinkState(msgspec.Struct, frozen=True):
-    """``timeout``: seconds that a handshake may take. ``plane_wanted``: a read needs a data plane. ``plane``: the data
-    plane under negotiation or in use. ``dropped``: the last one that could not be used, and why."""
-
-    timeout: float
-    phase: LinkPhase = LinkPhase.CONNECTED
-    deadline: float = float("inf")
-    plane: str = ""
-    reason: Reason | None = None
-    plane_wanted: bool = False
-    dropped: tuple[str, str] = ("", "")
-
-
-class LinkEventKind(enum.Enum):
-    """What happens to a link. The values are the names in a log line."""
-
-    GREETING_WANTED = "GreetingWanted"
-    """A message needs a session at P."""
-    HANDSHAKE_WANTED = "HandshakeWanted"
-    """A read needs the link."""
-    WELCOMED = "PeerWelcomed"
-    """P's Welcome was checked and fits."""
-    CHOSEN = "PlaneChosen"
-    """D has connected its end of ``plane``, and asks P for the other end."""
-    ATTACHED = "PlaneAttached"
-    """P's end of ``plane`` is ready. ``ready``: D's end is ready too; else D is mapping P's memory."""
-    MAPPED = "MemoryMapped"
-    """D can address P's memory."""
-    REJECTED = "PlaneRejected"
-    """``plane`` cannot be used, see ``why``."""
-    LOST = "PlaneLost"
-    """The data plane broke, see ``why``."""
-    BROKEN = "LinkBroken"
-    """The peer does not fit, broke the protocol, or is gone: ``reason``."""
-    TICK = "Tick"
-
-
-class LinkEvent(msgspec.Struct, frozen=True):
-    kind: LinkEventKind
-    plane: str = ""
-    why: str = ""
-    ready: bool = False
-    reason: Reason = Reason("internal", "")
-
-
-class LinkEffect(enum.Enum):
-    """What the owner must do."""
-
-    HELLO = "SendHello"
-    """Begin the handshake."""
-    CHOOSE = "ChoosePlane"
-    """Choose the best data plane that is left; answer with CHOSEN or BROKEN."""
-    DROP = "DropPlane"
-    """Close D's end of ``LinkState.dropped`` and do not choose it again."""
-    REPORT = "ReportBroken"
-    """Write ``LinkState.reason`` to the log; the reads over the link fail."""
-
-
-Outcome = tuple[LinkState, tuple[LinkEffect, ...]]
-
-# --- transitions ------------------------------------------------------------------------------------------------
-
-_P, _K, _E = LinkPhase, LinkEventKind, LinkEffect
-
-
-def _greet(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    plane_wanted = event.kind is _K.HANDSHAKE_WANTED
-    return replace(state, phase=_P.GREETING, deadline=now + state.timeout, plane_wanted=plane_wanted), (_E.HELLO,)
-
-
-def _welcomed(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    if state.plane_wanted:
-        return replace(state, phase=_P.ATTACHING), (_E.CHOOSE,)
-    return replace(state, phase=_P.GREETED, deadline=float("inf")), ()
-
-
-def _attach(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return replace(state, phase=_P.ATTACHING, deadline=now + state.timeout, plane_wanted=True), (_E.CHOOSE,)
-
-
-def _attached(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    if event.plane != state.plane:
-        return state, ()  # D has rejected this plane in the meantime
-    return _use(state) if event.ready else (replace(state, phase=_P.MAPPING), ())
-
-
-def _use(state: LinkState) -> Outcome:
-    return replace(state, phase=_P.ATTACHED, deadline=float("inf")), ()
-
-
-def _next_plane(state: LinkState, why: str) -> Outcome:
-    return replace(state, phase=_P.ATTACHING, plane="", dropped=(state.plane, why)), (_E.DROP, _E.CHOOSE)
-
-
-def _late(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    if now < state.deadline:
-        return state, (_E.CHOOSE,) if state.phase is _P.ATTACHING and not state.plane else ()
-    text = f"no answer to the handshake in {state.timeout:g} s ({state.phase.value})"
-    return _fail(state, Reason("timeout", text, blames="peer"))
-
-
-def _out_of_place(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return _fail(state, Reason("data", f"{event.kind.value} came while {state.phase.value}"))
-
-
-def _fail(state: LinkState, reason: Reason) -> Outcome:
-    return replace(state, phase=_P.FAILED, reason=reason, deadline=float("inf")), (_E.REPORT,)
-
-
-_HANDSHAKE = (_P.GREETING, _P.ATTACHING, _P.MAPPING)
-
-LINK: TransitionTable[LinkState, LinkEvent, LinkEffect] = TransitionTable(
-    "link",
-    LinkPhase,
-    LinkEventKind,
-    (
-        ((_P.FAILED,), LinkEventKind, ignore),
-        ((_P.CONNECTED,), (_K.GREETING_WANTED, _K.HANDSHAKE_WANTED), _greet),
-        ((_P.GREETING,), (_K.HANDSHAKE_WANTED,), lambda state, event, now: (replace(state, plane_wanted=True), ())),
-        ((_P.GREETED,), (_K.HANDSHAKE_WANTED,), _attach),
-        ((_P.GREETING,), (_K.WELCOMED,), _welcomed),
-        ((_P.ATTACHING,), (_K.CHOSEN,), lambda state, event, now: (replace(state, plane=event.plane), ())),
-        ((_P.ATTACHING,), (_K.ATTACHED,), _attached),
-        ((_P.MAPPING,), (_K.MAPPED,), lambda state, event, now: _use(state)),
-        (
-            (_P.ATTACHING, _P.MAPPING),
-            (_K.REJECTED,),
-            lambda state, event, now: _next_plane(state, event.why) if event.plane == state.plane else (state, ()),
-        ),
-        # P closes a channel that it refuses, and the close arrives before P's answer.
-        ((_P.ATTACHING, _P.MAPPING), (_K.LOST,), lambda state, event, now: _next_plane(state, event.why)),
-        (
-            (_P.ATTACHED,),
-            (_K.LOST,),
-            lambda state, event, now: _fail(state, Reason("peer_lost", event.why, blames="plane")),
-        ),
-        (_HANDSHAKE, (_K.TICK,), _late),
-        # Nobody is there, or D may not connect there: another attempt would find the same.
-        ((_P.GREETING,), (_K.BROKEN,), lambda state, event, now: _fail(state, replace(event.reason, blames="peer"))),
-        (LinkPhase, (_K.BROKEN,), lambda state, event, now: _fail(state, event.reason)),
-        (LinkPhase, (_K.GREETING_WANTED, _K.HANDSHAKE_WANTED, _K.REJECTED, _K.TICK, _K.LOST), ignore),
-        (LinkPhase, (_K.WELCOMED, _K.ATTACHED, _K.CHOSEN, _K.MAPPED), _out_of_place),
-    ),
-)
-
-
-# --- the link ---------------------------------------------------------------------------------------------------
-
 Place = tuple[str, int, str]
 """Host and port of a rank of P, and the fingerprint of its key: the connection proves them. What else a request says
 of the rank may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
@@ -228,8 +79,14 @@ Life = tuple[Place, bytes]
 """A place, and the incarnation of the rank that has answered there."""
 
 
-_ATTACHED, _MAPPING = LinkPhase.ATTACHED, LinkPhase.MAPPING
+_CONNECTED, _GREETING, _GREETED, _ATTACHING, _MAPPING, _ATTACHED, _FAILED = LinkPhase
 # Python 3.11 finds a member of an enumeration in Python code, which is slow for a look at each link.
+
+
+def story(history: Sequence[tuple[float, enum.Enum]]) -> str:
+    """The phases of a life in one line, each with its seconds after the first."""
+    (begun, first), *later = history
+    return ", ".join([first.value, *(f"{phase.value} +{at - begun:.3f} s" for at, phase in later)])
 
 
 class Link:
@@ -251,7 +108,7 @@ class Link:
         """``failed_planes``: those that broke on links to the P rank come last. ``pending``: the link adds itself where
         it becomes ``pending``."""
         settings = rank_context.settings
-        self._rank_context = rank_context
+        self._rank_context, self._timeout = rank_context, settings.handshake_timeout_seconds
         self._log = log
         self._all_pending = pending
         self.place = place
@@ -259,15 +116,18 @@ class Link:
         self._incarnation = b""  # P's, once it has answered
         self._failed_planes = failed_planes
         self._now = 0.0  # the time that the last call passed
-        self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
-        self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
+        self.phase = self.handled_phase = _CONNECTED  # now, and the last one that the owner has acted on
+        self._history: list[tuple[float, enum.Enum]] = [(self._now, self.phase)]
+        self.reason: Reason | None = None  # of the failure
+        self.deadline = math.inf  # of the handshake
+        self.plane_wanted = False  # a read needs a data plane
         self.failed_at = 0.0
         self.used = True  # a message was sent since the owner last looked
         self.used_at = 0.0
         self.users = 0  # reads that use it
         self.questions: dict[int, Any] = {}  # lookups that wait for P's answer over it, by the question's number
         self.channel: DChannel | None = None
-        self.plane: Plane | None = None
+        self.plane: Plane | None = None  # under negotiation or in use
         self.slot_bytes = 0  # of a chunk in a slot
         self.pages: tuple[PageLayout, ...] = ()
         self.board: BoardReader | None = None  # P's board of posted grants
@@ -276,12 +136,7 @@ class Link:
         self._choice = PlaneChoice(rank_context)
         self.geometry: RankGeometry | None = None
         self._engine_id = ""  # P's own, once it has answered
-        self.connection = rank_context.dialer.connect(
-            self._host,
-            self._port,
-            key=address.key,
-            timeout=settings.handshake_timeout_seconds,
-        )
+        self.connection = rank_context.dialer.connect(self._host, self._port, key=address.key, timeout=self._timeout)
         self.connection.on_news = partial(pending.__setitem__, self, None)
         if self.connection.news:
             pending[self] = None
@@ -291,28 +146,26 @@ class Link:
         """Whose link this is, once P has answered."""
         return self.place, self._incarnation
 
+    def story(self) -> str:
+        return story(self._history)
+
     @property
     def avoids(self) -> bool:
         """Whether this link avoids data planes that broke."""
         return bool(self._choice.avoid)
 
     @property
-    def phase(self) -> LinkPhase:
-        return self.lifetime.state.phase
-
-    @property
     def pending(self) -> bool:
         """Whether ``serve`` has work, or the owner has not acted on the phase. A deadline, and a data plane that
         breaks, bring no work here: see ``may_have_failed``."""
-        phase = self.lifetime.state.phase
-        return self.connection.news or phase is not self.handled_phase or phase is _MAPPING
+        return self.connection.news or self.phase is not self.handled_phase or self.phase is _MAPPING
 
     @property
     def may_have_failed(self) -> bool:
         """Whether ``serve`` must look at the time, or at the data plane. D may have thousands of links, and looks at
         each of them at every tick."""
         channel = self.channel
-        return channel is None or channel.error is not None or self.lifetime.state.phase is not _ATTACHED
+        return channel is None or channel.error is not None or self.phase is not _ATTACHED
 
     @property
     def name(self) -> str:
@@ -339,19 +192,35 @@ class Link:
     @property
     def failure(self) -> Reason:
         """Why the link failed, with the peer's name."""
-        reason = self.lifetime.state.reason
+        reason = self.reason
         assert reason is not None
         return Reason(reason.kind, f"{self.name}: {reason.text}", reason.blames)
 
     def start_handshake(self, now: float) -> None:
         """Start the handshake, unless it was started before."""
         self._now = now
-        self._step(LinkEvent(_K.HANDSHAKE_WANTED))
+        self.plane_wanted = True
+        if self.phase is _CONNECTED:
+            self._greet()
+        elif self.phase is _GREETED:
+            self.deadline = now + self._timeout
+            self._choose_plane()
 
     def start_greeting(self, now: float) -> None:
         """Make this D known to P, unless it is. P keeps a release that precedes its lease only from a known D."""
         self._now = now
-        self._step(LinkEvent(_K.GREETING_WANTED))
+        if self.phase is _CONNECTED:
+            self._greet()
+
+    def _greet(self) -> None:
+        self._enter(_GREETING)
+        self.deadline = self._now + self._timeout
+        ours = self._rank_context
+        hello = messages.Hello(
+            engine_id=ours.engine_id, incarnation=ours.incarnation, geometry=ours.caches.geometry,
+            model=dict(ours.model), converts=ours.settings.convert_dtype,
+        )  # fmt: skip
+        self.send(hello)
 
     def send(self, message: messages.Request) -> None:
         """Send, or fail the link where the peer cannot be reached. A failed link still carries messages, above all a
@@ -367,7 +236,7 @@ class Link:
         self._now = now
         replies: list[messages.Reply] = []
         arrived = self.connection.receive()
-        if self.phase is LinkPhase.FAILED:
+        if self.phase is _FAILED:
             return replies
         for frames in arrived:
             with self._errors_fail_the_link():
@@ -376,15 +245,17 @@ class Link:
                     self._on_handshake_reply(reply)
                 elif not self._on_closing(reply):
                     replies.append(reply)
-        if self.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
+        if self.phase is _MAPPING and self.channel is not None and self.channel.error is None:
             with self._errors_fail_the_link():
                 self._map_pages()
         if self.connection.lost:
             self.fail(self.connection.failure or "peer_lost", self.connection.reason or "the peer is gone")
         elif self.channel is not None and self.channel.error is not None:
-            self._step(LinkEvent(_K.LOST, why=str(self.channel.error)))
-        elif self.phase is not LinkPhase.ATTACHED:  # which has no deadline; D may have thousands
-            self._step(LinkEvent(_K.TICK))
+            self.lose_plane(str(self.channel.error))
+        elif now >= self.deadline:
+            self.fail("timeout", f"no answer to the handshake in {self._timeout:g} s ({self.phase.value})", "peer")
+        elif self.phase is _ATTACHING and self.plane is None:
+            self._choose_plane()
         return replies
 
     @contextmanager
@@ -403,21 +274,37 @@ class Link:
 
     def fail(self, kind: FailureKind, text: str, blames: Blame = "") -> None:
         """End the link. The reads over it fail."""
-        self._step(LinkEvent(_K.BROKEN, reason=Reason(kind, text, blames)))
+        if self.phase is _FAILED:
+            return
+        if self.phase is _GREETING:  # nobody is there, or D may not connect there: another attempt would find the same
+            blames = "peer"
+        self.reason, self.deadline = Reason(kind, text, blames), math.inf
+        self._enter(_FAILED)
+        line = "kvferry: link to %s failed: %s [%s]"
+        self._log.warning(self._key("failed"), line, self.name, text, self.story())
 
     def lose_plane(self, why: str) -> None:
-        """The data plane has broken, and its channel does not know. The reads over the link fail."""
-        self._step(LinkEvent(_K.LOST, why=why))
+        """The data plane has broken. The reads over the link fail; during the handshake the next plane is tried: P
+        closes a channel that it refuses, and the close arrives before P's answer."""
+        if self.phase in (_ATTACHING, _MAPPING) and self.plane is not None:
+            self._next_plane(why)
+        elif self.phase is _ATTACHED:
+            self.fail("peer_lost", why, "plane")
 
     @property
     def broken_plane(self) -> str:
         """The data plane that ended this link, while its control connection stood; empty if something else did."""
-        state = self.lifetime.state
-        return state.plane if state.reason is not None and state.reason.blames == "plane" else ""
+        by_plane = self.reason is not None and self.reason.blames == "plane"
+        return self.plane.name if by_plane and self.plane is not None else ""
+
+    def _enter(self, phase: LinkPhase) -> None:
+        self.phase = phase
+        self._history.append((self._now, phase))
+        self._all_pending[self] = None
 
     def _take_closing(self) -> None:
         """Fail the link with the reason that P gave where it closed the connection, if it has given one."""
-        for frames in self.connection.receive() if self.phase is not LinkPhase.FAILED else ():
+        for frames in self.connection.receive() if self.phase is not _FAILED else ():
             with suppress(ProtocolError):
                 self._on_closing(messages.decode_reply(frames))
 
@@ -439,33 +326,6 @@ class Link:
         self.connection.close()
         self.board = None
 
-    # --- effects ------------------------------------------------------------------------------------------------
-
-    def _step(self, event: LinkEvent) -> None:
-        for effect in self.lifetime.step(event, self._now):
-            match effect:
-                case _E.HELLO:
-                    ours = self._rank_context
-                    hello = messages.Hello(
-                        engine_id=ours.engine_id, incarnation=ours.incarnation, geometry=ours.caches.geometry,
-                        model=dict(ours.model), converts=ours.settings.convert_dtype,
-                    )  # fmt: skip
-                    self.send(hello)
-                case _E.CHOOSE:
-                    with self._errors_fail_the_link():
-                        self._choose_plane()
-                case _E.DROP:
-                    self.detach()
-                    if self.channel is not None:
-                        self._choice.note_error(self.channel.error)
-                    self._choice.drop(*self.lifetime.state.dropped)
-                case _E.REPORT:
-                    text, reason = "kvferry: link to %s failed: %s [%s]", self.lifetime.state.reason
-                    assert reason is not None
-                    self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
-        if self.pending:
-            self._all_pending[self] = None
-
     # --- handshake ----------------------------------------------------------------------------------------------
 
     def _on_handshake_reply(self, reply: messages.HandshakeReply) -> None:
@@ -473,37 +333,48 @@ class Link:
             case messages.Refused():
                 raise misfit(reply.field, reply.theirs, reply.ours)
             case messages.Welcome():
+                if self.phase is not _GREETING:
+                    raise ProtocolError(f"Welcome came while {self.phase.value}")
                 self._check_welcome(reply)
-                self._step(LinkEvent(_K.WELCOMED))
+                if self.plane_wanted:
+                    self._choose_plane()
+                else:
+                    self._enter(_GREETED)
+                    self.deadline = math.inf
             case messages.AttachRefused(detached=True):  # the next load, or the next attempt, makes a new link
                 self.fail("peer_lost", f"the prefill engine has no handshake of ours: {shortened(reply.reason)}")
             case messages.AttachRefused():
-                self._step(LinkEvent(_K.REJECTED, reply.plane, shortened(reply.reason)))
+                if self.plane is not None and reply.plane == self.plane.name and self.phase in (_ATTACHING, _MAPPING):
+                    self._next_plane(shortened(reply.reason))
             case messages.Attached():
                 self._on_attached(reply)
 
     def _on_attached(self, reply: messages.Attached) -> None:
-        if self.phase is not LinkPhase.ATTACHING or self.plane is None or self.channel is None:
+        if self.phase is not _ATTACHING:
             raise ProtocolError(f"Attached came while {self.phase.value}")
-        if reply.plane != self.plane.name:
+        if self.plane is None or self.channel is None or reply.plane != self.plane.name:
             return  # D has rejected this plane in the meantime
         try:
             self.plane.finish(self.channel, reply.payload)
         except PlaneUnavailableError as error:
             self._choice.note_error(error)
-            self._step(LinkEvent(_K.REJECTED, reply.plane, str(error)))
+            self._next_plane(str(error))
             return
         if self.channel.encrypted:
             self._log.info(self._key("encrypted"), "kvferry: KV bytes from %s are encrypted", self.name)
         self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
         if not self.plane.pulls:
-            self._step(LinkEvent(_K.ATTACHED, reply.plane, ready=True))
+            self._attached()
             return
         check_layouts(self.pages, self.theirs)
         self.process = self.channel.process if self.channel.pulls else None
         self.board = None if reply.board is None else self._open_board(reply.board)
-        self._step(LinkEvent(_K.ATTACHED, reply.plane))
+        self._enter(_MAPPING)
         self._map_pages()
+
+    def _attached(self) -> None:
+        self._enter(_ATTACHED)
+        self.deadline = math.inf
 
     def _open_board(self, address: BoardAddress) -> BoardReader | None:
         """P's board; without it D asks for every grant."""
@@ -521,11 +392,9 @@ class Link:
         assert channel is not None and channel.pulls
         if channel.ready:
             self.pages = translate_pages(self.pages, self.theirs, channel.translate)
-            self._step(LinkEvent(_K.MAPPED))
+            self._attached()
 
     def _check_welcome(self, welcome: messages.Welcome) -> None:
-        if self.phase is not LinkPhase.GREETING:
-            return  # the table refuses it
         self._incarnation = welcome.incarnation
         self._choice.avoid = self._failed_planes.of(self.life, self._now)
         check_model(self._rank_context.model, welcome.model)
@@ -573,22 +442,30 @@ class Link:
 
     # --- data plane ---------------------------------------------------------------------------------------------
 
-    def _choose_plane(self) -> None:
-        """Connect the first plane that both sides have. One log line names it, and why no better plane was chosen.
+    def _next_plane(self, why: str) -> None:
+        """Close D's end of the plane under negotiation, do not choose it again, and choose another one."""
+        assert self.plane is not None and self.channel is not None
+        self.detach()
+        self._choice.note_error(self.channel.error)
+        self._choice.drop(self.plane.name, why)
+        self.plane = self.channel = None
+        self._choose_plane()
 
-        Raises:
-            PlaneUnavailableError: no such plane is left.
-        """
-        try:
-            self.plane, self.channel, payload, why = self._choice.connect(
-                self.connection, converts=bool(self.converted)
-            )
-        except PlaneBusyError:
-            return  # the next tick tries again
-        name, because = self.plane.name, f" ({why})" if why else ""
-        lanes = self.plane.lanes_to(self.connection.address)
-        shown = f"{name}, lanes: {lanes}" if lanes else name
-        self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, shown, because)
-        self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
-        self._step(LinkEvent(_K.CHOSEN, name))
-        self.send(messages.Attach(plane=name, payload=payload))
+    def _choose_plane(self) -> None:
+        """Connect the first plane that both sides have, and ask P for the other end. One log line names it, and why no
+        better plane was chosen. Where no such plane is left, the link fails."""
+        if self.phase is not _ATTACHING:
+            self._enter(_ATTACHING)
+        with self._errors_fail_the_link():
+            try:
+                self.plane, self.channel, payload, why = self._choice.connect(
+                    self.connection, converts=bool(self.converted)
+                )
+            except PlaneBusyError:
+                return  # the next tick tries again
+            name, because = self.plane.name, f" ({why})" if why else ""
+            lanes = self.plane.lanes_to(self.connection.address)
+            shown = f"{name}, lanes: {lanes}" if lanes else name
+            self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, shown, because)
+            self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
+            self.send(messages.Attach(plane=name, payload=payload))

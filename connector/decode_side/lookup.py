@@ -201,7 +201,7 @@ class Lookups:
         plane broke, which says nothing about P."""
         for lookup in list(link.questions.values()) if link.phase is LinkPhase.FAILED else ():
             del link.questions[lookup.number]
-            lookup.link, failure = None, link.lifetime.state.reason
+            lookup.link, failure = None, link.reason
             assert failure is not None
             if link.broken_plane:
                 self._ask(lookup, now)

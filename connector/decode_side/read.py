@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.connector.decode_side.link import Link, LinkPhase, Reason
+from kvferry.connector.decode_side.link import Link, LinkPhase, Reason, story
 from kvferry.connector.decode_side.load_state import LoadEffect, LoadEvent, LoadEventKind, LoadState
 from kvferry.connector.decode_side.renew import LeaseRenewals
 from kvferry.connector.decode_side.span_read import Side, SpanRead
@@ -130,8 +130,6 @@ class SourceRead(msgspec.Struct, eq=False):
     fence: Fence = "pushed"
     writes: dict[PageWrite, None] = msgspec.field(default_factory=dict)
     """The copies into D's pages that are under way."""
-    left: int = 0
-    """Messages whose copies have not begun."""
     awaitable: bool = True
     """The engine can wait for all copies that have begun."""
     deadline: float = math.inf
@@ -168,7 +166,7 @@ class SourceRead(msgspec.Struct, eq=False):
     @property
     def all_begun(self) -> bool:
         """Whether all copies into D's pages have ended, or are under way and the engine can wait for them."""
-        return self.landed or (bool(self.writes) and self.left == 0 and self.awaitable)
+        return self.landed or (bool(self.writes) and not self.tags and self.awaitable)
 
     def seconds_left(self, now: float) -> float:
         """How long its bytes should still take, as P's last step has sent them so far. Infinite until half of them have
@@ -181,7 +179,7 @@ class SourceRead(msgspec.Struct, eq=False):
 
     @property
     def due(self) -> float:
-        return self.deadline if self.stopped and self.left else math.inf
+        return self.deadline if self.stopped and self.tags else math.inf
 
     @property
     def grant_stands(self) -> bool:
@@ -197,9 +195,7 @@ class SourceRead(msgspec.Struct, eq=False):
         return self.number << 32 | chunk
 
     def story(self) -> str:
-        """The phases in one line, each with its seconds after the first."""
-        (begun, first), *later = self.history
-        return ", ".join([first.value, *(f"{phase.value} +{at - begun:.3f} s" for at, phase in later)])
+        return story(self.history)
 
     def _enter(self, phase: ReadPhase, now: float) -> None:
         self.phase = phase
@@ -239,10 +235,9 @@ class SourceRead(msgspec.Struct, eq=False):
             self.chunk_bytes = min(link.slot_bytes, max(most, messages.MIN_SLOT_BYTES))
         return None
 
-    def asked(self, left: int, fence: Fence, now: float) -> None:
-        """D asked P, or uses P's posted grant, also one that P posted after D had asked. ``left``: messages that P will
-        send, 0 where D reads P's pages."""
-        self.left, self.fence = left, fence
+    def asked(self, fence: Fence, now: float) -> None:
+        """D asked P, or uses P's posted grant."""
+        self.fence = fence
         self._enter(ReadPhase.ASKED, now)
 
     def take_grant(self, now: float) -> LoadEvent:
@@ -259,7 +254,6 @@ class SourceRead(msgspec.Struct, eq=False):
         """A copy into D's pages has begun, or has ended at once. The load must know that its pages are written, also
         while the grant is on its way."""
         self.writes[write] = None
-        self.left = len(self.tags)
         self.awaitable &= write.copy.on_stream or write.copy.done
         if self.phase is ReadPhase.ASKED:
             self._enter(ReadPhase.MOVING, now)
@@ -272,7 +266,7 @@ class SourceRead(msgspec.Struct, eq=False):
             return None if self.writes else LoadEvent(_E.DRAINED, self.source)
         if failure is not None:
             return LoadEvent(_E.FAILED, self.source, failure)
-        if self.writes or self.left:
+        if self.writes or self.tags:
             return PROGRESS
         self._enter(ReadPhase.LANDED, now)
         return LoadEvent(_E.MOVED, self.source)
@@ -380,7 +374,7 @@ class Reads:
 
     def end(self, read: SourceRead) -> None:
         """The load has ended, or goes on in another attempt."""
-        if not (read.stopped and read.left):
+        if not (read.stopped and read.tags):
             self.forget(read)
 
     def others_move(self, read: SourceRead) -> bool:
@@ -394,7 +388,7 @@ class Reads:
         """Begin with the grant that P has posted for the planned spans, or ask P for them."""
         grant = self._posted_grant(read)
         if grant is not None:
-            read.asked(0, "posted", now)
+            read.asked("posted", now)
             return self.take_grant(read, grant, now)
         load, failure = read.active_load.load, None
         if load.prefix:
@@ -417,7 +411,7 @@ class Reads:
         except Exception as error:  # some chunks may be announced: the read must be cancelled, not forgotten
             self._log.exception("announce", "kvferry: chunks of %s could not be announced", load.request_id)
             failure = read.failed("internal", repr(error))
-        read.asked(len(read.tags), "asked" if read.link.pulls else "pushed", now)
+        read.asked("asked" if read.link.pulls else "pushed", now)
         return failure
 
     def _posted_grant(self, read: SourceRead) -> messages.Grant | None:
@@ -570,12 +564,7 @@ class Reads:
             read.tags.discard(tag)
             if channel is not None and not channel.pulls:
                 channel.forget(tag)
-        self._messages_left(read)
-
-    def _messages_left(self, read: SourceRead) -> None:
-        """Messages of a stopped read were discarded, or will not be sent."""
-        read.left = len(read.tags)
-        if not read.left:
+        if not read.tags:
             self.forget(read)
 
     # --- commit and stop ----------------------------------------------------------------------------------------
@@ -623,8 +612,6 @@ class Reads:
                 channel.stop_writing(tag)
         if read.link.phase is LinkPhase.ATTACHED:
             read.link.send(messages.Cancel(read=read.number))
-        if read.left and not read.tags:  # no copy of the last message has begun, because the message was bad
-            self._messages_left(read)
 
     def on_due(self, read: SourceRead, now: float) -> None:
         """Fail the link of a stopped read whose last messages are overdue."""
@@ -698,7 +685,8 @@ class Reads:
         read.tags.discard(message.tag)
         if read.stopped:
             message.release()
-            self._messages_left(read)
+            if not read.tags:
+                self.forget(read)
             return None
         chunk = message.tag & 0xFFFFFFFF
         if chunk >= read.last_step:

@@ -22,7 +22,7 @@ from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.prefill_side import prompts, send, serve, session
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.step_plan import KeepLease, StepPlan, UnneededLease
+from kvferry.connector.wire.step_plan import KeepLease, StepPlan
 from kvferry.transport.control.listener import Delivery
 from kvferry.transport.errors import GeometryError, ProtocolError
 from kvferry.transport.host import AllowedPeers
@@ -515,19 +515,6 @@ def test_a_real_p_under_a_wrong_form(pair: Pair, wrong: str) -> None:
     assert d.failed == (set() if wrong == "engine_id" else {"0", "2"})
     assert len(d.consumer.links) == 1
     another_works(p, d)
-
-
-def test_many_addresses_do_not_make_many_links(p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MAX_LINKS", 8)
-    real = peer([p])
-    with socket.create_server(("0.0.0.0", 0)) as mute:
-        for number in range(30):
-            life = replace(real.ranks[0], host=f"127.0.0.{number + 1}", port=mute.getsockname()[1])
-            keep = KeepLease(f"r{number}", bytes([number]) * 16, replace(real, ranks=(life,)), False)
-            unneeded = UnneededLease(f"r{number}", keep.token)
-            d.worker.post(StepPlan(decode_engine=b"c" * 16, keeps=(keep,), releases=(unneeded,)))
-        another_works(p, d)
-        assert 2 <= len(d.consumer.links) <= 8, "of 31"
 
 
 def test_made_up_incarnations_of_p_do_not_cost_the_first_honest_link(p: Rank, d: Rank) -> None:

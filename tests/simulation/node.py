@@ -279,8 +279,8 @@ class Node:
                 yield f"load {load.load.request_id}, {state.phase.value}, by {late - state.deadline:.3f} s"
         for link in consumer.links:
             # Only a release waits for this handshake, and the release is sent already.
-            unhurried = IDLE_SECONDS if not link.lifetime.state.plane_wanted else 0.0
-            if link.lifetime.state.deadline + unhurried < late:
+            unhurried = IDLE_SECONDS if not link.plane_wanted else 0.0
+            if link.deadline + unhurried < late:
                 yield f"link to {link.name}, {link.phase.value}"
         for lookup in (*consumer.lookups.open.values(), *consumer.lookups.left):
             if lookup.due < late:
@@ -301,7 +301,7 @@ class Node:
             "messages": reads.arrived,
             "kept leases": consumer.renewals.kept,
             "renewals": consumer.renewals.to_renew,
-            "links": [f"{link.name} {link.lifetime.story()}" for link in consumer.links],
+            "links": [f"{link.name} {link.story()}" for link in consumer.links],
             "leases": [f"{held.request_id} {held.state.value}" for held in leases_of(producer).values()],
             "prompts that are computed": prompts_of(producer),
             "steps that compute them": producer.steps.flights,

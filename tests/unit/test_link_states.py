@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.decode_side.link import (
-    LINK,
-    LinkEffect,
-    LinkEvent,
-    LinkEventKind,
-    LinkPhase,
-    LinkState,
-    Reason,
-)
+from kvferry.connector.decode_side import link
+from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.plane_choice import (
     AVOIDED_SECONDS,
     MAX_PEERS,
@@ -26,106 +22,127 @@ from kvferry.connector.decode_side.plane_choice import (
     PlaneChoice,
     avoided_seconds,
 )
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.step_plan import RankAddress
 from kvferry.transport.errors import PlaneUnavailableError
+from tests.support.ranks import Timed
+from tests.unit.labelled_model import Model
 
-PHASE, K, E = LinkPhase, LinkEventKind, LinkEffect
-GREET, SHAKE, WELCOMED, TICK = map(LinkEvent, (K.GREETING_WANTED, K.HANDSHAKE_WANTED, K.WELCOMED, K.TICK))
-CHOSEN, ATTACHED = LinkEvent(K.CHOSEN, "shm"), LinkEvent(K.ATTACHED, "shm", ready=True)
-MAPS, MAPPED = LinkEvent(K.ATTACHED, "shm"), LinkEvent(K.MAPPED)
-REJECTED, LOST = LinkEvent(K.REJECTED, "shm", "full"), LinkEvent(K.LOST, why="full")
-GONE = LinkEvent(K.BROKEN, reason=Reason("peer_lost", "gone"))
-TCP = (LinkEvent(K.CHOSEN, "tcp"), LinkEvent(K.ATTACHED, "tcp", ready=True))
-BEGUN = (SHAKE, WELCOMED, CHOSEN)
-
-
-def run(*events: LinkEvent, state: LinkState | None = None, now: float = 1) -> tuple[LinkState, list[LinkEffect]]:
-    state, effects = state or LinkState(timeout=10), list[LinkEffect]()
-    for event in events:
-        state, new = LINK.step(state, event, now)
-        effects += new
-    return state, effects
+PHASE, MISSING = LinkPhase, {"nixl": "no RDMA port is up", "ucx": "UCXX is not installed"}
+GEOMETRY = Model(("full",), 1, is_mla=False).rank((0, 1), (0, 1), 16)
+SHM, TCP = (messages.Attached(plane=name, slot_bytes=messages.MIN_SLOT_BYTES) for name in ("shm", "tcp"))
+NO_SHM, NO_TCP = (messages.AttachRefused(plane=name, reason="full") for name in ("shm", "tcp"))
+OFFERS = tuple(messages.PlaneOffer(name, b"") for name in ("shm", "tcp"))
+WELCOME = messages.Welcome(engine_id="p", incarnation=b"p" * 16, geometry=GEOMETRY, model={}, planes=OFFERS)
 
 
-@pytest.mark.parametrize(
-    ("events", "phase", "plane", "effects"),
-    [
-        ((*BEGUN, ATTACHED), PHASE.ATTACHED, "shm", []),
-        ((*BEGUN, MAPS), PHASE.MAPPING, "shm", []),
-        ((*BEGUN, MAPS, MAPPED), PHASE.ATTACHED, "shm", []),
-        ((GREET, SHAKE, WELCOMED, CHOSEN), PHASE.ATTACHING, "shm", []),
-        ((*BEGUN, REJECTED), PHASE.ATTACHING, "", [E.DROP, E.CHOOSE]),
-        ((*BEGUN, LOST), PHASE.ATTACHING, "", [E.DROP, E.CHOOSE]),
-        ((*BEGUN, LOST, REJECTED, ATTACHED), PHASE.ATTACHING, "", [E.DROP, E.CHOOSE]),  # of a plane that was rejected
-        ((*BEGUN, LOST, REJECTED, *TCP), PHASE.ATTACHED, "tcp", [E.DROP, E.CHOOSE]),
-        ((*BEGUN, ATTACHED, LOST), PHASE.FAILED, "shm", [E.REPORT]),
-    ],
-)
-def test_ways(events: tuple[LinkEvent, ...], phase: LinkPhase, plane: str, effects: list[LinkEffect]) -> None:
-    state, found = run(*events)
-    assert (state.phase, state.plane, found) == (phase, plane, [E.HELLO, E.CHOOSE, *effects])
-    assert state.dropped == (("shm", "full") if E.DROP in effects else ("", ""))
-    assert (state.reason == Reason("peer_lost", "full", blames="plane")) == (phase is PHASE.FAILED)
-
-
-def test_a_release_needs_a_session_and_no_plane() -> None:
-    state, effects = run(GREET, GREET, WELCOMED, GREET)
-    assert state.phase is PHASE.GREETED and effects == [E.HELLO]
-    assert run(TICK, state=state, now=1e9)[0] == state
-    state, effects = run(SHAKE, CHOSEN, state=state, now=50)
-    assert state.phase is PHASE.ATTACHING and state.deadline == 60 and effects == [E.CHOOSE]
-
-
-EVENTS = st.sampled_from(
-    [GREET, SHAKE, WELCOMED, CHOSEN, *TCP, ATTACHED, MAPS, MAPPED, REJECTED, LOST, GONE, TICK]
-)  # fmt: skip
-
-
-@given(st.lists(st.tuples(EVENTS, st.floats(0, 20)), max_size=30))
-def test_one_failure_and_it_stays(happenings: list[tuple[LinkEvent, float]]) -> None:
-    state, broken = LinkState(timeout=10), 0
-    for event, now in happenings:
-        before = state
-        state, effects = LINK.step(state, event, now)
-        broken += effects.count(E.REPORT)
-        if before.phase is PHASE.FAILED:
-            assert state == before and not effects
-    assert broken == (state.phase is PHASE.FAILED)
-
-
-MISSING = {"nixl": "no RDMA port is up", "ucx": "UCXX is not installed"}
-
-
-def choice(*planes: str) -> PlaneChoice:
-    """A D on a host without RDMA that has these planes, as P has."""
-    channel = SimpleNamespace(pulls=False, process=None)
+def host(*planes: str, pulls: bool = False, **more: Any) -> Any:
+    """A D on a host without RDMA that has these planes."""
     made = [
         SimpleNamespace(
-            name=name, same_host=False, pulls=False,
-            connect=lambda payload, host: (channel, b""), slower_because=lambda payload, reached: "",
+            name=name, same_host=False, pulls=pulls, slower_because=lambda payload, reached: "",
+            lanes_to=lambda address: "", finish=lambda channel, payload: None,
+            connect=lambda payload, host: (Mock(pulls=pulls, process=None, error=None, ready=False), b""),
         )
         for name in planes
     ]  # fmt: skip
-    context: Any = SimpleNamespace(
-        planes=made,
-        missing_planes=MISSING,
-        caches=SimpleNamespace(device=torch.device("cpu")),
-    )
-    found = PlaneChoice(context)
-    found.take_offers([SimpleNamespace(name=name, payload=b"") for name in planes])  # type: ignore[misc]
+    return Mock(planes=made, missing_planes=MISSING, caches=Mock(geometry=GEOMETRY, device=torch.device("cpu")), **more)
+
+
+class Shaking:
+    """D's link to a P of which each message is an event."""
+
+    def __init__(self, *, pulls: bool = False) -> None:
+        self.now, self.inbox, self.asked = 1.0, list[Any](), list[str]()
+        self.connection = Mock(address="10.0.0.1", news=False, lost=False, send=self.send)
+        self.connection.receive = lambda: [messages.encode(self.inbox.pop(0)) for _ in range(len(self.inbox))]
+        context = host(
+            "shm", "tcp", pulls=pulls, settings=Timed(handshake_timeout_seconds=10), engine_id="d", model={},
+            incarnation=b"d" * 16, dialer=Mock(connect=lambda *_, **__: self.connection),
+        )  # fmt: skip
+        address, log, failed = RankAddress(0, 0, "p", 1, b""), Mock(), FailedPlanes(AVOIDED_SECONDS)
+        self.it = Link(context, address, log, place=("p", 1, ""), failed_planes=failed, pending={})
+
+    def send(self, frames: list[bytes]) -> bool:
+        message = messages.decode_request(frames)
+        self.asked.append(message.plane if isinstance(message, messages.Attach) else "hello")
+        return True
+
+    def happen(self, *events: Any) -> Shaking:
+        """A message of P, seconds that pass, or what D does."""
+        for event in events:
+            if isinstance(event, float):
+                self.now += event
+            elif isinstance(event, str):
+                HAPPENINGS[event](self)
+            else:
+                self.inbox.append(event)
+            with patch.multiple(link, check_layouts=Mock(), translate_pages=Mock()):
+                self.it.serve(self.now)
+        return self
+
+
+HAPPENINGS: dict[str, Callable[[Any], object]] = {
+    "shake": lambda it: it.it.start_handshake(it.now), "greet": lambda it: it.it.start_greeting(it.now),
+    "mapped": lambda it: it.it.channel and it.it.channel.configure_mock(ready=True),
+    "broken": lambda it: it.it.channel and it.it.channel.configure_mock(error=PlaneUnavailableError()),
+    "lost": lambda it: it.connection.configure_mock(lost=True), "fail": lambda it: it.it.fail("internal", "planted"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pulls", "events", "phase", "asked"),
+    [
+        (False, ("shake", WELCOME, SHM), PHASE.ATTACHED, ["hello", "shm"]),
+        (True, ("shake", WELCOME, SHM, "mapped"), PHASE.ATTACHED, ["hello", "shm"]),
+        (True, ("shake", WELCOME, SHM, "broken"), PHASE.ATTACHING, ["hello", "shm", "tcp"]),
+        (False, ("greet", "greet", WELCOME, "greet", 1e9), PHASE.GREETED, ["hello"]),
+        (False, ("greet", WELCOME, 1e9, "shake", 9.0), PHASE.ATTACHING, ["hello", "shm"]),
+        (False, ("greet", WELCOME, "shake", 10.0), PHASE.FAILED, ["hello", "shm"]),
+        (False, ("shake", WELCOME, "broken", NO_SHM, SHM, TCP), PHASE.ATTACHED, ["hello", "shm", "tcp"]),
+        (False, ("shake", WELCOME, NO_SHM, NO_TCP), PHASE.FAILED, ["hello", "shm", "tcp"]),
+        (False, ("shake", WELCOME, SHM, "broken"), PHASE.FAILED, ["hello", "shm"]),
+        (False, (WELCOME,), PHASE.FAILED, []),
+    ],
+)
+def test_ways(pulls: bool, events: tuple[Any, ...], phase: LinkPhase, asked: list[str]) -> None:
+    shaking = Shaking(pulls=pulls).happen(*events)
+    assert (shaking.it.phase, shaking.asked) == (phase, asked)
+    assert (shaking.it.broken_plane == "shm") == (events[-1] == "broken" and phase is PHASE.FAILED)
+
+
+EVENTS = st.sampled_from(["shake", "greet", WELCOME, SHM, TCP, NO_SHM, NO_TCP, "mapped", "broken", "lost", "fail", 6.0])
+
+
+@given(st.booleans(), st.sampled_from([0, 2, 3]), st.lists(EVENTS, max_size=12))
+def test_one_failure_and_it_stays(pulls: bool, begun: int, events: list[Any]) -> None:
+    shaking = Shaking(pulls=pulls).happen(*["shake", WELCOME, SHM][:begun])
+    for event in events:
+        before, reason = shaking.it.phase, shaking.it.reason
+        phase = shaking.happen(event).it.phase
+        assert (shaking.it.reason is not None) == (phase is PHASE.FAILED)
+        assert before is not PHASE.FAILED or (phase, shaking.it.reason) == (before, reason)
+        assert phase is not PHASE.ATTACHED or before in (PHASE.ATTACHING, PHASE.MAPPING, PHASE.ATTACHED)
+        assert math.isfinite(shaking.it.deadline) == (phase in (PHASE.GREETING, PHASE.ATTACHING, PHASE.MAPPING))
+    assert len(set(shaking.asked)) == len(shaking.asked), "no plane is tried twice"
+
+
+def choice(*planes: str) -> PlaneChoice:
+    """Of a D that has these planes, as P has."""
+    found = PlaneChoice(host(*planes))
+    found.take_offers([messages.PlaneOffer(name, b"") for name in planes])
     return found
 
 
 @pytest.mark.parametrize(("chosen", "said"), [("cma", ""), ("shm", ""), ("tcp", "nixl: no RDMA port is up")])
 def test_a_plane_that_is_missing_is_named_where_it_would_have_been_preferred(chosen: str, said: str) -> None:
-    connection: Any = SimpleNamespace(address="10.0.0.1")
-    plane, _, _, why = choice(chosen).connect(connection, converts=False)
+    plane, _, _, why = choice(chosen).connect(Mock(address="10.0.0.1"), converts=False)
     assert (plane.name, why) == (chosen, said)
 
 
 def test_without_a_plane_all_are_named() -> None:
-    connection: Any = SimpleNamespace(address="10.0.0.1")
     with pytest.raises(PlaneUnavailableError, match="nixl: no RDMA port is up; ucx: UCXX is not installed"):
-        choice().connect(connection, converts=False)
+        choice().connect(Mock(address="10.0.0.1"), converts=False)
 
 
 def test_a_plane_that_broke_is_avoided_for_a_time() -> None:

@@ -285,7 +285,7 @@ class Read:
         anything: Any = SimpleNamespace()
         self.it = SourceRead(1, 7, anything, anything, ADDRESS, [(0.0, ReadPhase.WAITING)])
         self.it.tags = set(range(left))
-        self.it.asked(left, fence, 0.0)
+        self.it.asked(fence, 0.0)
 
     def begin(self) -> LoadEvent:
         self.it.tags -= {max(self.it.tags, default=0)}
@@ -362,7 +362,7 @@ def test_stopped_while_copies_write() -> None:
     assert read.it.failed("data", "late") is None
     read = Read(2)
     assert read.it.stop(1.0, 3.0) and read.it.due == 4.0, "messages of it can come"
-    read.it.left = 0
+    read.it.tags.clear()
     assert read.it.due == float("inf")
 
 

@@ -7,6 +7,7 @@ from bisect import bisect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -17,7 +18,8 @@ from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.link import LinkPhase, Reason
-from kvferry.connector.decode_side.lookup import LEFT_SECONDS, RETRY_SECONDS, LookupPhase, Lookups
+from kvferry.connector.decode_side.lookup import LEFT_SECONDS, RETRY_SECONDS, Lookups
+from kvferry.connector.decode_side.lookup import LookupPhase as P
 from kvferry.connector.engine.lease_planner import PAUSE_SECONDS, HeldBlocks
 from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_names, to_transfer_params
 from kvferry.connector.engine.prefill_events import PrefillEvents
@@ -389,8 +391,7 @@ class Asking:
     def __init__(self) -> None:
         self.now, self.sent, self.reports, self.released = 0.0, list[Any](), list[LookupResult](), list[Any]()
         self.link = self.new_link()
-        lease = SimpleNamespace(peer=None, digest="ours")
-        context: Any = SimpleNamespace(log=None, keys=SimpleNamespace(fingerprint="k"), lease_of=lambda params: lease)
+        context = Mock(lease_of=lambda params: Mock(digest="ours"))
         links: Any = SimpleNamespace(get=lambda *_, redial=False: self.link, source_addresses=lambda peer: [None])
         renewals: Any = SimpleNamespace(rank=0, release_for_all=lambda lease, now: self.released.append(lease))
         results: Any = SimpleNamespace(looked_up=lambda request_id, result: self.reports.append(result))
@@ -399,16 +400,13 @@ class Asking:
         self.lookup = self.half.open["r"]
 
     def new_link(self) -> Any:
-        def send(frames: list[bytes]) -> bool:
-            self.sent.append(messages.decode_request(frames))
-            return True
+        link = Mock(phase=LinkPhase.CONNECTED, reason=Reason("unreachable", "gone"), broken_plane="", pulls=False)
+        link.questions, link.connection = {}, Mock(lost=False, failure="unreachable", send=self.send)
+        return link
 
-        connection = SimpleNamespace(send=send, lost=False, failure="unreachable")
-        lifetime = SimpleNamespace(state=SimpleNamespace(reason=Reason("unreachable", "gone")))
-        return SimpleNamespace(
-            connection=connection, lifetime=lifetime, phase=LinkPhase.CONNECTED, broken_plane="", pulls=False,
-            start_handshake=lambda now: None, questions={},
-        )  # fmt: skip
+    def send(self, frames: list[bytes]) -> bool:
+        self.sent.append(messages.decode_request(frames))
+        return True
 
     def questions(self) -> list[str]:
         """What D has asked P for, one after the other."""
@@ -475,13 +473,12 @@ def test_its_end_is_reported_once_and_its_lease_taken_or_released(events: list[s
     reports = [result for result in asking.reports if not result.known]
     assert len(reports) <= 1 and len(asking.released) <= left
     assert bool(asking.link.questions) == (asking.lookup.link is not None), "over no link that has failed"
-    assert len(reports) >= (phase is LookupPhase.FOUND)
-    assert (phase in (LookupPhase.FOUND, LookupPhase.LEFT, LookupPhase.ENDED)) >= left
-    if phase is LookupPhase.ENDED:
+    assert len(reports) >= (phase is P.FOUND) and (phase in (P.FOUND, P.LEFT, P.ENDED)) >= left
+    if phase is P.ENDED:
         assert not asking.half.live and not asking.link.questions and math.isinf(asking.lookup.due)
         assert left or len(reports) == 1
-    elif phase is not LookupPhase.FOUND:  # something is to come
-        assert asking.link.questions or not math.isinf(asking.lookup.due) or phase is LookupPhase.LINKING
+    elif phase is not P.FOUND:  # something is to come
+        assert asking.link.questions or not math.isinf(asking.lookup.due) or phase is P.LINKING
 
 
 @pytest.mark.parametrize("again", [(), ("not yet", RETRY_SECONDS), ("lost", RETRY_SECONDS)])
