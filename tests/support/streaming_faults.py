@@ -12,7 +12,7 @@ from kvferry.connector.engine import params
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.prefill_side import stream
-from kvferry.connector.prefill_side.prompts import Prompt
+from kvferry.connector.prefill_side.prompts import PREEMPTED_SECONDS, Prompt
 from kvferry.connector.prefill_side.send import PackedChunk
 
 LATE_SECONDS = 2e-3
@@ -52,9 +52,17 @@ def before_its_event() -> Iterator[None]:
         yield
 
 
-def not_said() -> AbstractContextManager[Any]:
-    """P's engine does not say that it takes blocks back before others write into them."""
-    return mock.patch.object(PrefillEvents, "take_back", lambda events, plan: None)
+@contextmanager
+def not_said() -> Iterator[None]:
+    """P's engine does not say that it takes blocks back before others write into them: that it preempts the prompt is
+    heard too late."""
+
+    def preempt(prompt: Prompt, now: float) -> None:
+        prompt.parts, prompt.computed, prompt.deadline = [], 0, now + PREEMPTED_SECONDS
+
+    take_back = mock.patch.object(PrefillEvents, "take_back", lambda events, plan: None)
+    with take_back, mock.patch.object(Prompt, "preempt", preempt):
+        yield
 
 
 def grant_stays() -> AbstractContextManager[Any]:
