@@ -211,7 +211,10 @@ class StepLoads:
 
     def end_all(self, end: LoadEnd) -> int:
         """The transfer thread is gone: every load that was not reported ends so, and every lease ends. Returns how many
-        there are."""
+        there are. Of a load that is reported nothing follows, also where another thread runs when a step joins it."""
+        with self.changed:
+            for load in self.by_request.values():
+                load.step(_E.THREAD_ENDED)
         lost = [load for load in self.by_request.values() if not load.claimed]
         for load in lost:
             self._end(load, end)

@@ -119,6 +119,18 @@ def test_what_is_reported_before_its_end(monkeypatch: pytest.MonkeyPatch, forese
     assert rank.take_results().received == reported
 
 
+def test_a_load_that_is_reported_ends_with_its_thread() -> None:
+    """Else the step that joins it waits for the next life of the rank, which knows nothing of it."""
+    rank = StepLoads()
+    (one,) = rank.post([Load("r", b"t" * 16, P, (), ())])
+    one.begun(ends_at=0.0)
+    rank.report_early(0.0, foresees=False)
+    assert one.claimed and rank.take_results().received == {"r"}
+    assert not rank.end_all(LoadEnd("cancelled")) and rank.take_results().received == set()
+    outcome = StepOutcome(rank.join([one.load]), lambda: True, lambda: None)
+    assert outcome.wait_begun(0.0) and outcome.ends()["r"].failed
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Whatever happens when: all threads come to an end, and what stands was under way when the forward was launched
