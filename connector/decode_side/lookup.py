@@ -210,13 +210,12 @@ class Lookups:
             else:
                 reason = _REASONS.get(failure.kind, link.connection.failure or "no_answer")
                 self._fail(lookup, f"{lookup.where} cannot be asked for the lease: {failure.text}", reason)
-        for lookup in [each for each in self.open.values() if link in each.links]:
+        # The links of the others, of which there may be thousands, are not looked at.
+        for lookup in [each for each in self.open.values() if each.phase is _P.LINKING and link in each.links]:
             self._look_at_links(lookup, now)
 
     def _look_at_links(self, lookup: Lookup, now: float) -> None:
         """Go on where it is known whether P sends the bytes. A link that fails does not say so."""
-        if lookup.phase is not _P.LINKING:
-            return
         phases = {link.phase for link in lookup.links}
         if LinkPhase.FAILED in phases:
             self._await_grant(lookup, now)
