@@ -119,6 +119,7 @@ class Link:
         self.phase = self.handled_phase = _CONNECTED  # now, and the last one that the owner has acted on
         self._history: list[tuple[float, enum.Enum]] = [(self._now, self.phase)]
         self.reason: Reason | None = None  # of the failure
+        self.misfit = False  # the handshake alone has failed: P and D do not fit, and P answers questions all the same
         self.deadline = math.inf  # of the handshake
         self.plane_wanted = False  # a read needs a data plane
         self.failed_at = 0.0
@@ -262,7 +263,11 @@ class Link:
     def _errors_fail_the_link(self) -> Iterator[None]:
         try:
             yield
-        except (IncompatiblePeerError, GeometryError, messages.VersionError) as error:
+        except (IncompatiblePeerError, GeometryError) as error:
+            release = isinstance(error, IncompatiblePeerError) and error.field == messages.VERSION
+            self.misfit = not (release or self.phase is _CONNECTED)
+            self.fail("incompatible", str(error))
+        except messages.VersionError as error:
             self.fail("incompatible", str(error))
         except ProtocolError as error:
             self._rank_context.stats.dropped("malformed reply")

@@ -198,13 +198,15 @@ class Lookups:
 
     def link_moved(self, link: Link, now: float) -> None:
         """A link is in another phase. Where it has failed, its questions are asked again: at once where only its data
-        plane broke, which says nothing about P."""
+        plane broke, which says nothing about P. Nor does a handshake for a load, which P has refused."""
         for lookup in list(link.questions.values()) if link.phase is LinkPhase.FAILED else ():
             del link.questions[lookup.number]
             lookup.link, failure = None, link.reason
             assert failure is not None
             if link.broken_plane:
                 self._ask(lookup, now)
+            elif link.misfit:
+                self._wait(lookup, now, lost=lookup.lost)
             elif not lookup.lost:
                 self._wait(lookup, now, lost=True)
             else:

@@ -214,8 +214,8 @@ class Producer:
                 self.handle(identity, messages.decode_request(frames), now, address)
             except messages.VersionError as error:
                 ours, theirs = str(messages.PROTOCOL_VERSION), str(error.theirs)
-                self._replies.send(identity, messages.Refused(field="protocol version", ours=ours, theirs=theirs))
-                self._rank_context.drop("protocol version", error)
+                self._replies.send(identity, messages.Refused(field=messages.VERSION, ours=ours, theirs=theirs))
+                self._rank_context.drop(messages.VERSION, error)
             except ProtocolError as error:
                 self._rank_context.drop("malformed", error)
             except Exception as error:  # an error with one peer must not reach the others

@@ -330,6 +330,10 @@ def _body(frames: list[bytes], limit: int) -> bytes:
     return frames[2]
 
 
+VERSION = "protocol version"
+"""The field of ``Refused`` to a peer of another version: P answers none of its messages."""
+
+
 class VersionError(ProtocolError):
     """The peer uses another protocol version."""
 

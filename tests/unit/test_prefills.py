@@ -401,6 +401,7 @@ class Asking:
 
     def new_link(self) -> Any:
         link = Mock(phase=LinkPhase.CONNECTED, reason=Reason("unreachable", "gone"), broken_plane="", pulls=False)
+        link.misfit = False
         link.questions, link.connection = {}, Mock(lost=False, failure="unreachable", send=self.send)
         return link
 
@@ -420,8 +421,8 @@ class Asking:
                 self.now += event
                 if self.lookup.due <= self.now:
                     self.half.on_due(self.lookup, self.now)
-            elif event in ("lost", "plane breaks"):
-                self.link = self.new_link()
+            elif event in ("lost", "plane breaks", "refused"):
+                self.link, link.misfit = self.new_link(), event == "refused"
                 link.phase, link.broken_plane = LinkPhase.FAILED, "tcp" if event == "plane breaks" else ""
                 self.half.link_moved(link, self.now)
             elif event in ("p sends", "d reads"):
@@ -453,6 +454,8 @@ def test_a_link_that_fails_says_nothing_about_the_prompt() -> None:
     """Where its data plane broke, its questions go on over the next one at once, and as often as that comes."""
     asking = Asking().happen("lost", RETRY_SECONDS, *["plane breaks"] * 5)
     assert asking.questions() == ["begun"] * 7 and not asking.reports
+    asking = Asking().happen(*["refused", RETRY_SECONDS] * 5)  # handshakes for loads of other requests
+    assert asking.questions() == ["begun"] * 6 and not asking.reports
     assert Asking().happen("streams", "lost").questions() == ["begun", "granted"]
 
 
@@ -463,7 +466,8 @@ def test_a_question_waits_where_p_takes_no_more_messages() -> None:
     assert asking.lookup.due == asking.now + RETRY_SECONDS and not asking.link.questions and not asking.reports
 
 
-EVENTS = st.sampled_from([*ANSWERS, "lost", "plane breaks", "p sends", "d reads", RETRY_SECONDS, "left", "taken"])
+HAPPEN = "lost", "plane breaks", "refused", "p sends", "d reads", RETRY_SECONDS, "left", "taken"
+EVENTS = st.sampled_from([*ANSWERS, *HAPPEN])
 
 
 @given(st.lists(EVENTS, max_size=12))
