@@ -403,9 +403,10 @@ class Producer:
                 self._refuse(displaced, "too many requests wait for their prompts here")
 
     def serve_waiting(self, prompt: Prompt, now: float) -> None:
-        """A prompt has changed, or has ended: serve what waits for it."""
+        """A prompt has changed, or has ended: serve what waits for it. What serves one request may end the prompt, and
+        so serve the others."""
         for waiting in self.waiting.values():
-            if waiting.names(prompt):
+            if waiting.names(prompt) and waiting.key in self.waiting:
                 try:
                     served = self._serve(waiting.identity, waiting.request, now)
                 except Exception:  # the lease stands: an error here must not free its blocks
