@@ -169,6 +169,11 @@ class Link:
         return channel is None or channel.error is not None or self.phase is not _ATTACHED
 
     @property
+    def shakes(self) -> bool:
+        """Whether the handshake is under way: a lookup may wait for its end."""
+        return self.deadline < math.inf
+
+    @property
     def name(self) -> str:
         """The peer as a log line names it."""
         known = self.geometry

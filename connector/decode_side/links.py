@@ -83,7 +83,7 @@ class Links:
             )
         link = min(spare, key=lambda link: (link.connection.connected, link.phase is LinkPhase.ATTACHED, link.used_at))
         self._close(link)
-        if link.questions:
+        if link.questions or link.shakes:
             link.fail("peer_lost", "it has not answered, and others are asked")  # the owner acts on it
 
     def _close(self, link: Link) -> None:
@@ -145,7 +145,7 @@ class Links:
             return
         self._next_look = now + UNUSED_LOOK_SECONDS
         for link in self:
-            in_use = link.users or link.questions
+            in_use = link.users or link.questions or link.shakes
             if link.used or in_use:
                 link.used, link.used_at = False, now
             idle = now >= link.used_at + messages.IDLE_LINK_SECONDS

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.decode_side import link
+from kvferry.connector.decode_side import link, links
 from kvferry.connector.decode_side.link import Link, LinkPhase
+from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.plane_choice import (
     AVOIDED_SECONDS,
     MAX_PEERS,
@@ -88,6 +89,18 @@ HAPPENINGS: dict[str, Callable[[Any], object]] = {
     "broken": lambda it: it.it.channel and it.it.channel.configure_mock(error=PlaneUnavailableError()),
     "lost": lambda it: it.connection.configure_mock(lost=True), "fail": lambda it: it.it.fail("internal", "planted"),
 }  # fmt: skip
+
+
+def test_a_link_ends_in_its_handshake_for_those_who_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no read has begun: a lookup waited for a link that was closed, until its request gave up."""
+    monkeypatch.setattr(links, "MAX_LINKS", 1)
+    context = host("shm", settings=Timed(), engine_id="d", model={}, incarnation=b"d" * 16)
+    context.dialer.connect = lambda *_, **__: Mock(news=False, lost=False, connected=True)
+    ours = Links(context)
+    first = ours.get(RankAddress(0, 0, "p", 1, b""), 0.0)
+    first.start_handshake(0.0)
+    ours.get(RankAddress(0, 0, "p", 2, b""), 0.0)
+    assert first.phase is PHASE.FAILED and first in ours.to_serve(all_of_them=False)
 
 
 @pytest.mark.parametrize(
