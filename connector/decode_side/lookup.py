@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -82,8 +81,8 @@ class Lookup:
     """A link has failed since P has last answered. A busy P may have ended it: D asks once more."""
     answer: messages.Resolved | None = None
     """P's last one."""
-    links: Sequence[Link] = ()
-    """To P's ranks, once P has begun."""
+    links: dict[Link, None] = field(default_factory=dict)
+    """To P's ranks, of which there may be thousands, once P has begun."""
 
     @property
     def where(self) -> str:
@@ -212,7 +211,8 @@ class Lookups:
             else:
                 reason = _REASONS.get(failure.kind, link.connection.failure or "no_answer")
                 self._fail(lookup, f"{lookup.where} cannot be asked for the lease: {failure.text}", reason)
-        # The links of the others, of which there may be thousands, are not looked at.
+        if link.phase not in (LinkPhase.ATTACHED, LinkPhase.FAILED):
+            return
         for lookup in [each for each in self.open.values() if each.phase is _P.LINKING and link in each.links]:
             self._look_at_links(lookup, now)
 
@@ -264,7 +264,8 @@ class Lookups:
         """Begin the handshakes, so that they are out of the way when the load begins. False: the lookup has failed."""
         try:
             peer = self._rank_context.lease_of(answer.params).peer
-            lookup.links = [self._links.get(address, now) for address in self._links.source_addresses(peer)]
+            addresses = self._links.source_addresses(peer)
+            lookup.links = dict.fromkeys([self._links.get(address, now) for address in addresses])
         except KVFerryError as error:
             self._fail(lookup, str(error), "malformed")
             return False
