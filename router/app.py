@@ -40,6 +40,9 @@ STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
 TRACE_CONTEXT = ("traceparent", "tracestate")
 BODY_SECONDS = 60.0  # How long a client may take to send its request
 HEAD_SECONDS = 20.0  # How long a connection may be without a request, or with less than the head of one
+SILENT_SECONDS = (
+    1.0  # An older one without a request makes room where there are more than twice as many as requests may be
+)
 STALL_SECONDS = 120.0  # A client that takes nothing of its answer for so long is gone
 TICK_SECONDS = 1.0
 BACKLOG = 128  # Connections that may wait to be accepted
@@ -83,6 +86,7 @@ class App:
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
         self._body_bytes = 0  # of all requests that are not over
+        self._silent: dict[Any, float] = {}  # connections without a request, each since when, the oldest first
         self._loops: list[asyncio.Task[None]] = []
         self._pages: dict[str, Callable[[], web.Response]] = {
             "/": lambda: web.Response(text=page(self._status()), headers=OF_PAGE),
@@ -96,7 +100,7 @@ class App:
         loop, self._server = asyncio.get_running_loop(), web.Server(self._serve, handler_cancellation=True)
         how: dict[str, Any] = {"max_line_size": HEAD_BYTES, "max_field_size": HEAD_BYTES, "auto_decompress": False}
         how |= {"loop": loop, "access_log": None, "keepalive_timeout": HEAD_SECONDS, "logger": _quiet}
-        make = partial(_Connection, self._server, **how)
+        make = partial(_Connection, self._silent, 2 * self._limits.requests, self._server, **how)
         self._listeners = await loop.create_server(make, **where, start_serving=False, backlog=BACKLOG)
 
     async def start(self) -> None:
@@ -139,6 +143,14 @@ class App:
                 log.warning("%d clients that do not read their answers are cut off", cut)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._silent.pop(request.protocol, None)
+        try:
+            return await self._answer(request)
+        finally:
+            if request.protocol.transport is not None:
+                self._silent[request.protocol] = asyncio.get_running_loop().time()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         show = self._pages.get(request.path)
         if show is None and not request.path.startswith("/router/"):
             response = await self._ask(request)
@@ -341,13 +353,27 @@ _quiet.setLevel(logging.CRITICAL)
 
 
 class _Connection(web.RequestHandler):
-    """One whose client asks something and takes its answers. Without a further request aiohttp closes it."""
+    """One whose client asks something and takes its answers. Without a further request aiohttp closes it. ``silent``:
+    those without a request, of which a new one ends the oldest where there are more than ``most``."""
+
+    def __init__(self, silent: dict[Any, float], most: int, server: web.Server[Any], **how: Any) -> None:
+        super().__init__(server, **how)
+        self._silent, self._most = silent, most
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        connected = transport.get_extra_info("socket")
+        connected, loop = transport.get_extra_info("socket"), asyncio.get_running_loop()
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-        asyncio.get_running_loop().call_later(HEAD_SECONDS, self._close_unasked)
+        loop.call_later(HEAD_SECONDS, self._close_unasked)
+        self._silent[self] = loop.time()
+        oldest, since = next(iter(self._silent.items()))
+        if len(self._silent) > self._most and loop.time() > since + SILENT_SECONDS:
+            del self._silent[oldest]
+            oldest.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._silent.pop(self, None)
+        super().connection_lost(exc)
 
     def _close_unasked(self) -> None:
         if not self._request_count:

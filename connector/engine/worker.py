@@ -378,7 +378,7 @@ class WorkerHalf:
         if self._idle:
             waited, self._waited = self._waited, False
             if not waited and (self._loads.awaits_load or self._awaited):
-                due = self._loads.due(self._lead) - time.monotonic()
+                due = self._loads.due(self._lead, foresees=self._foresees) - time.monotonic()
                 thread.results.wait(max(0.0, min(IDLE_WAIT_SECONDS, due)))
         results = thread.results
         alive = thread.alive  # before its reports are taken, so that none is lost

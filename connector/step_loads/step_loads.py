@@ -203,10 +203,10 @@ class StepLoads:
                     load.claimed = True
                     self._results.received.add(name)
 
-    def due(self, lead: float) -> float:
-        """By ``time.monotonic``: when the next load may be reported early; infinite where none is."""
-        past = time.monotonic() - ALONE_SECONDS
-        waits = [load.ends_at - lead for load in self.by_request.values() if not load.claimed]
+    def due(self, lead: float, *, foresees: bool) -> float:
+        """By ``time.monotonic``: when ``report_early`` may report the next load; infinite where none is."""
+        past, loads = time.monotonic() - ALONE_SECONDS, self.by_request.values()
+        waits = [load.ends_at - lead for load in loads if not load.claimed and (foresees or load.under_way)]
         return min([due for due in waits if due > past], default=math.inf)
 
     def end_all(self, end: LoadEnd) -> int:

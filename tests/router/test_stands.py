@@ -102,6 +102,20 @@ def test_silent_connections_end_and_honest_ones_are_answered(monkeypatch: pytest
         eventually(lambda: all(map(closed, found)), "all are closed")
 
 
+def test_of_many_silent_connections_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SILENT_SECONDS", 0.0)
+    go_on = threading.Event()
+    p, d = prefill_engine(), decode_engine(go_on=go_on)
+    with routed(p, d, limits=Limits(2)) as front, ExitStack() as stack, front.streaming() as response:
+        lines = response.iter_lines()
+        assert next(lines) == 'data: {"i": 0}'
+        found = silent(front, 20, stack)
+        eventually(lambda: all(map(closed, found[:16])), "all but four are closed")
+        assert not any(map(closed, found[16:]))
+        go_on.set()
+        assert [line for line in lines if line][-1] == "data: [DONE]", "one with a request is not silent"
+
+
 def test_the_routers_own_fault_is_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine is down, or passed over, and ``/health`` says what is missing."""
     p, d = prefill_engine(), decode_engine()

@@ -114,9 +114,10 @@ def test_what_is_reported_before_its_end(monkeypatch: pytest.MonkeyPatch, forese
         if "sent" not in one.request_id:
             one.begun()
         one.ends_at = 100.0 + ends[one.request_id] - ("ago" in one.request_id) * ALONE_SECONDS
-    assert rank.due(0.5) == pytest.approx(100.0)
+    assert rank.due(0.5, foresees=foresees) == pytest.approx(100.0)
     rank.report_early(0.5, foresees=foresees)
     assert rank.take_results().received == reported
+    assert rank.due(0.5, foresees=foresees) == pytest.approx(100.1), "an engine that waits for it does not spin"
 
 
 def test_a_load_that_is_reported_ends_with_its_thread() -> None:
