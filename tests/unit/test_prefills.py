@@ -454,7 +454,9 @@ def test_a_link_that_fails_says_nothing_about_the_prompt() -> None:
     """Where its data plane broke, its questions go on over the next one at once, and as often as that comes."""
     asking = Asking().happen("lost", RETRY_SECONDS, *["plane breaks"] * 5)
     assert asking.questions() == ["begun"] * 7 and not asking.reports
-    asking = Asking().happen(*["refused", RETRY_SECONDS] * 5)  # handshakes for loads of other requests
+    asking = Asking()
+    for _ in range(5):
+        asking.happen("refused", RETRY_SECONDS)  # handshakes for loads of other requests
     assert asking.questions() == ["begun"] * 6 and not asking.reports
     assert Asking().happen("streams", "lost").questions() == ["begun", "granted"]
 
