@@ -356,7 +356,7 @@ class _Connection(web.RequestHandler):
     """One whose client asks something and takes its answers. Without a further request aiohttp closes it. ``silent``:
     those without a request, of which a new one ends the oldest where there are more than ``most``."""
 
-    def __init__(self, silent: dict[Any, float], most: int, server: web.Server[Any], **how: Any) -> None:
+    def __init__(self, silent: dict[Any, float], most: int, server: web.Server, **how: Any) -> None:
         super().__init__(server, **how)
         self._silent, self._most = silent, most
 
