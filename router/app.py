@@ -40,9 +40,7 @@ STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
 TRACE_CONTEXT = ("traceparent", "tracestate")
 BODY_SECONDS = 60.0  # How long a client may take to send its request
 HEAD_SECONDS = 20.0  # How long a connection may be without a request, or with less than the head of one
-SILENT_SECONDS = (
-    1.0  # An older one without a request makes room where there are more than twice as many as requests may be
-)
+SILENT_SECONDS = 1.0  # Where too many have no request, one that is older makes room for a new one
 STALL_SECONDS = 120.0  # A client that takes nothing of its answer for so long is gone
 TICK_SECONDS = 1.0
 BACKLOG = 128  # Connections that may wait to be accepted
