@@ -147,6 +147,10 @@ class Link:
         """Whose link this is, once P has answered."""
         return self.place, self._incarnation
 
+    @property
+    def answered(self) -> bool:
+        return bool(self._incarnation)
+
     def story(self) -> str:
         return story(self._history)
 

@@ -156,7 +156,9 @@ class Producer:
 
     def end_sessions(self, now: float) -> None:
         """Every D must make a new handshake, also one that needs no message of ours because it reads the board."""
+        told = messages.AttachRefused(plane="any", reason="the weights of this engine have changed", detached=True)
         for session in list(self._sessions.table.values()):
+            self._replies.send(session.identity, told)
             self._end_session(session, now)
         self.prompts.board.close()
         self.prompts.board = GrantBoard()

@@ -137,8 +137,8 @@ class Attached(_Message, frozen=True):
 
 
 class AttachRefused(_Message, frozen=True):
-    """P does not attach this data plane; D may choose another one. ``detached``: P has no session with this D, so it
-    attaches none before another Hello."""
+    """P does not attach this data plane; D may choose another one. ``detached``: P has no session with this D, or ends
+    it unasked, so it attaches none before another Hello."""
 
     plane: Name
     reason: Text

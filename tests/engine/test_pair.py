@@ -165,6 +165,7 @@ def test_other_weights_of_one_configuration(pair: Pair, model: Path, tmp_path: P
     reload(d, model)
     loaded_prompt(p, d, prompt(200, 72))
     reload(p, folder)
+    eventually(lambda: "this rank has other weights" in p.log_text(), "P tells its D")
     refused(73)
     reload(d, folder)
     loaded_prompt(p, d, prompt(200, 74))

@@ -118,8 +118,8 @@ def test_weights_that_change_end_leases_and_links(p: Rank, d: Rank, changed: str
     for rank in {"p": [p], "d": [d], "both": [p, d]}[changed]:
         rank.worker.change_model(OTHER)
         assert wait(lambda rank=rank: rank.context.model is OTHER)
-    if changed != "p":
-        assert wait(lambda: link.handled_phase is LinkPhase.FAILED, [d])
+    assert wait(lambda: link.handled_phase is LinkPhase.FAILED, [p, d])
+    assert "weights of this engine have changed" in link.failure.text
     if changed != "d":
         assert wait(lambda: "held-p" in p.sent, [p]), "its blocks are the engine's again"
     if changed == "both":
