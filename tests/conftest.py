@@ -32,7 +32,7 @@ LONGEST_FIRST = (
     "tests/kernels/test_triton.py",
     "tests/handover/test_lost_peers.py",
     "tests/docs/test_commands.py",
-    "tests/faults/test_fault_proxy.py",
+    "tests/faults/test_faults.py",
     "tests/simulation/test_simulation.py",
     "tests/kernels/test_kv_postprocess.py",
     "tests/examples/test_engine_neutral.py",

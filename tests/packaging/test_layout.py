@@ -197,7 +197,6 @@ def test_every_row_is_there_and_takes_what_its_seed_takes() -> None:
             assert name in RENAMED and (not RENAMED[name] or RENAMED[name] & ours), (utility.name, name)
 
 
-PRODUCT = ("connector", "cli", "transport", "kernels", "router")
 LISTED = {"_make_src_and_dst_indices", "_registry", "_token_to_req_indices_cache"}
 """Names of vLLM's: a utility that engines without vLLM call so, and two that only vLLM's objects have here."""
 PATCHING = ("setattr", "getattr", "hasattr", "delattr", "object")
@@ -242,23 +241,17 @@ def reached(tree: ast.Module) -> Iterator[str]:
 
 def test_no_private_name_of_the_product_is_reached_elsewhere() -> None:
     """Of those that no test and no benchmark has too. What does not name any is not parsed."""
-    private = {
-        name for top in PRODUCT for path in (ROOT / top).rglob("*.py") for name in defined(parsed(path))
-    } - LISTED
-    trees = {
-        path: parsed(path)
+    private = {name for tree in trees().values() for name in defined(tree)} - LISTED
+    elsewhere = {
+        path: ast.parse(path.read_text())
         for top in ("tests", "benchmarks")
         for path in sorted((ROOT / top).rglob("*.py"))
         if not private.isdisjoint(re.findall(r"\b_\w+", path.read_text()))
     }
-    private -= {name for tree in trees.values() for name in defined(tree)}
+    private -= {name for tree in elsewhere.values() for name in defined(tree)}
     found = {
         path.relative_to(ROOT).as_posix(): names
-        for path, tree in trees.items()
+        for path, tree in elsewhere.items()
         if path.name != "inside.py" and (names := private.intersection(reached(tree)))
     }
     assert found == {}, "look through tests/support/inside.py"
-
-
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())

@@ -2,7 +2,8 @@
 
 A program that imports PyTorch needs 2 s of a core before its first line. The server pays this once. At each fork it
 has one thread, no CUDA context and no ZMQ context (``check_idle``), so that a copy differs from a process that was
-started by itself in two points only: the imports are there, and hashes of strings are those of the other copies.
+started by itself in three points only: the imports are there, hashes of strings are those of the other copies, and at
+its end, after threads and exit functions, modules are not taken apart.
 
 Programs that need environment variables at import or another user start by themselves.
 """
@@ -284,7 +285,18 @@ def main() -> None:
     if copy is None:
         os._exit(0)  # without the words that some libraries have for objects that are still there
     become(*copy)
-    execute(copy[0]["args"])
+    try:
+        execute(copy[0]["args"])
+        status = 0
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
+    # As multiprocessing ends its children: to take modules apart would copy the pages of all imports, 0.4 s of a core.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

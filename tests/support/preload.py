@@ -1,4 +1,5 @@
-"""The imports that a fork server makes before it forks (see ``fork_server``).
+"""The imports that a fork server makes before it forks (see ``fork_server``): the product's, and those of the objects
+that tests have in its copies.
 
 They start no thread, no CUDA context and no ZMQ context; ``fork_server`` checks that.
 """
@@ -19,3 +20,7 @@ import kvferry.transport.planes.shm
 import kvferry.transport.planes.tcp
 import kvferry.transport.planes.zmq
 import kvferry.transport.registry  # noqa: F401
+import tests.faults.pair
+import tests.ranks.rank_host
+import tests.support.pair
+import tests.transport.plane_peer  # noqa: F401

@@ -88,24 +88,16 @@ def test_slow_consumer_holds_the_producer_back(peers: Peers) -> None:
     d.until(all_good(tags))
 
 
-def test_two_channels_at_once(peers: Peers) -> None:
-    (p, d), other = peers.pair(), peers.start()
-    join(p, other, "b")
-    join(other, d, "c")  # a rank is producer and consumer at the same time
-    batches = {"a": (p, d), "b": (p, other), "c": (other, d)}
-    for start, (id, (source, target)) in enumerate(batches.items()):
-        announce(source, target, [(start << 32 | i, PART + i) for i in range(60)], id)
-    for start, (id, (_, target)) in enumerate(batches.items()):
-        target.until(all_good([start << 32 | i for i in range(60)], id))
-
-
 def test_one_full_channel_does_not_stop_another(peers: Peers) -> None:
+    """A rank is producer and consumer at the same time."""
     (p, d), slow = peers.pair(), peers.start()
     join(p, slow, "slow")
+    join(slow, d, "c")
     slow("hold", on=True)
     announce(p, slow, [(tag, PART) for tag in range((2 * STAGING + SOCKETS) // PART + 40)], "slow")
     p.until(lambda s: s["refused"]["slow"] > 0)
     carry(p, d, range(1000, 1100), PART)
+    carry(slow, d, range(2000, 2060), PART, "c")
 
 
 def test_cancelled_messages_leave_nothing_behind(peers: Peers) -> None:

@@ -23,10 +23,12 @@ def next_token(ids: Sequence[int]) -> int:
     return (ids[-1] * 31 + len(ids)) % 280 + 2
 
 
-def labels(heads: Sequence[int], start: int, ids: Sequence[int], origin: int) -> torch.Tensor:
+def labels(
+    heads: Sequence[int], start: int, ids: Sequence[int], origin: int, layers: Sequence[int] = range(LAYERS)
+) -> torch.Tensor:
     """[L,H,T,C] int32: labels of the tokens ``ids`` from position ``start`` on; the lowest bit is ``origin``."""
     tokens = torch.arange(start, start + len(ids)) * 521 + torch.tensor(list(ids), dtype=torch.int64)
-    mixed = (_places(tuple(heads)) + tokens[:, None] * CONTENT) & 0x3FFFFFFF
+    mixed = (_places(tuple(heads))[list(layers)] + tokens[:, None] * CONTENT) & 0x3FFFFFFF
     return (mixed * 2 + origin).to(torch.int32)
 
 

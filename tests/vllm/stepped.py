@@ -376,15 +376,14 @@ class Worker:
         self, tables: Sequence[Sequence[int]], start: int, ids: Sequence[int], layers: Sequence[int] = range(LAYERS)
     ) -> None:
         """What a forward leaves in the caches of these layers."""
-        values = labels(self.heads, start, ids, self.engine.origin)
         held = torch.tensor(self.held(start + len(ids)), dtype=torch.int64)
         places = (held >= start).nonzero().flatten()
-        for number in layers:
+        for number, values in zip(layers, labels(self.heads, start, ids, self.engine.origin, layers), strict=True):
             table = torch.tensor(list(tables[self.engine.table_of[number]]), dtype=torch.int64)
             blocks = table[places // self.engine.block]
             assert blocks.all(), f"a token of layer {number} from {start} on goes to the null block"
             cache = self.caches[self.engine.layers[number]].view(torch.int32)
-            cache[blocks, :, places % self.engine.block] = values[number][:, held[places] - start].transpose(0, 1)
+            cache[blocks, :, places % self.engine.block] = values[:, held[places] - start].transpose(0, 1)
 
     def held(self, stop: int) -> list[int]:
         """The tokens before ``stop`` that this rank keeps, which are all but for context parallelism."""

@@ -22,6 +22,7 @@ from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.connector.wire.step_plan import RankAddress
 from kvferry.transport.errors import ConfigError
+from tests.support.cases import each_once
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import BLOCK, HEADS, prompt
 from tests.vllm.stepped import ROOM, Engine, EngineGroup, settle, tiny_model
@@ -85,8 +86,7 @@ def test_any_form_to_any_form(context: EngineGroup, p_form: dict[str, int], d_fo
     hand_over_prompts(p, d)
 
 
-@pytest.mark.parametrize("p_form", P_FORMS)
-@pytest.mark.parametrize("d_form", ["TP 1", "TP 4, DCP 2", "TP 2, PCP 2, DCP 2"])
+@each_once("p_form d_form", P_FORMS, ["TP 4, DCP 2", "TP 1", "TP 2, PCP 2, DCP 2"])
 def test_prefill_context_parallelism_to_any_form(context: EngineGroup, p_form: str, d_form: str) -> None:
     forms: dict[str, dict[str, Any]] = {"TP 1": PLAIN, "TP 4, DCP 2": TWO} | P_FORMS
     p = context.engine(0, extra=ROOM, **MLA, **forms[p_form])

@@ -13,9 +13,10 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvferry.connector.vllm import from_vllm
+from tests.support.cases import each_once
 from tests.support.tiny_model import ModelSpec, build_model
 from tests.vllm.labelled import BLOCK, CONTENT, HEADS, LAYERS, prompt
-from tests.vllm.stepped import Engine, EngineGroup, Forward, Lines, Turn, Worker, hand_over, settle
+from tests.vllm.stepped import RUNNERS, Engine, EngineGroup, Forward, Lines, Turn, Worker, hand_over, settle
 
 HEAD = f"model.layers.{LAYERS}.self_attn.attn"
 DRAFTS = 3
@@ -145,8 +146,7 @@ def of_first(d: DraftingEngine, name: str, tokens: int) -> torch.Tensor:
 LENGTHS = [2, BLOCK, 4 * BLOCK + 1, 250]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@OWN_TABLE
+@each_once("runner ahead own_table", (*RUNNERS, *RUNNERS), (0, 1), (False, True))
 def test_a_head_on_both_sides(make: Make, runner: str, ahead: int, own_table: bool) -> None:
     p, d = (make(n, ahead=ahead, runner=runner, own_table=own_table) for n in range(2))
     for tokens in LENGTHS:
@@ -158,9 +158,7 @@ def test_a_head_on_both_sides(make: Make, runner: str, ahead: int, own_table: bo
     settle(p, d)
 
 
-@OWN_TABLE
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("another", [False, True], ids=["no-head", "another-head"])
+@each_once("tp own_table another", (1, 2, 1, 2), (False, True), (False, True))
 def test_a_p_without_the_head(
     group: EngineGroup, make: Make, lines: Lines, own_table: bool, tp: int, another: bool
 ) -> None:

@@ -10,9 +10,10 @@ import pytest
 from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies, install
+from tests.support.cases import each_once
 from tests.support.inside import consumer_of, report_no_load_early, scheduler_half, thread_of, worker_half
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import EngineGroup, Lines, eventually, loaded, run, settle
+from tests.vllm.stepped import RUNNERS, EngineGroup, Lines, eventually, loaded, run, settle
 from tests.vllm.test_step_loads import POLICIES, add
 
 pytestmark = pytest.mark.vllm
@@ -129,8 +130,7 @@ def test_a_step_that_joins_two_says_nothing_of_the_admission_of_one(
     scene.end()
 
 
-@POLICIES
-@pytest.mark.parametrize("ahead", [0, 1])
+@each_once("runner policy ahead", (*RUNNERS, *RUNNERS), ("fail", "recompute"), (0, 1))
 def test_one_that_fails_is_recovered_from(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, policy: str, ahead: int, lines: Lines
 ) -> None:

@@ -27,9 +27,22 @@ from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferE
 from kvferry.transport import grant_board
 from kvferry.transport.grant_board import PostedGrant
 from tests.handover.slow_copies import install
+from tests.support.cases import each_once
 from tests.support.inside import consumer_of, leases_of, recovery_of, scheduler_half, steps_of, worker_half
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import KVFERRY, Engine, EngineGroup, Lines, Pair, eventually, hand_over, loaded, run, settle
+from tests.vllm.stepped import (
+    KVFERRY,
+    RUNNERS,
+    Engine,
+    EngineGroup,
+    Lines,
+    Pair,
+    eventually,
+    hand_over,
+    loaded,
+    run,
+    settle,
+)
 
 pytestmark = pytest.mark.vllm
 IN_STEP = {"plane": "cma", "step_hold_seconds": 1.0}
@@ -212,8 +225,7 @@ def test_p_is_late_to_grant(group: EngineGroup, monkeypatch: pytest.MonkeyPatch)
     settle(p, d)
 
 
-@POLICIES
-@pytest.mark.parametrize("error", ["", "CUDA error: out of order"])
+@each_once("runner policy error", (*RUNNERS, *RUNNERS), ("fail", "recompute"), ("", "CUDA error: out of order"))
 def test_the_forward_is_launched_before_its_load_has_ended(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, policy: str, error: str
 ) -> None:
@@ -247,6 +259,9 @@ def test_the_forward_is_launched_before_its_load_has_ended(
 
 
 # --- loads that fail ----------------------------------------------------------------------------------------------
+
+
+FAILURES = ("revoked", "not copied", "late", "gone", "over")
 
 
 class Failing:
@@ -304,12 +319,7 @@ def falls(d: Engine, request_id: str, policy: str) -> None:
     assert found == (0 if policy == "fail" else (len(answer.prompt) - 1) // BLOCK * BLOCK)
 
 
-@pytest.mark.parametrize(
-    ("policy", "how"),
-    [("fail", "gone"), ("fail", "over"), *(("recompute", how) for how in ("revoked", "not copied", "late", "gone",
-                                                                        "over"))],
-)  # fmt: skip
-@AHEAD
+@each_once("how policy runner ahead", FAILURES * 2, ("recompute", "recompute", "fail"), RUNNERS, (0, 1))
 def test_alone(group: EngineGroup, runner: str, ahead: int, policy: str, how: str, lines: Lines) -> None:
     """``gone``: P has ended; ``over``: P's lease has."""
     p, d = met(group, {"lease_seconds": 5.0}, runner=runner, ahead=ahead, policy=policy)
@@ -350,8 +360,7 @@ def test_the_transfer_thread_has_ended(group: EngineGroup) -> None:
     assert d.finish(request_id).finish == "length"
 
 
-@AHEAD
-@pytest.mark.parametrize("drafts", [0, 3])
+@each_once("runner drafts ahead", (*RUNNERS, *RUNNERS), (0, 3), (1, 0))
 def test_a_failed_one_beside_others(group: EngineGroup, runner: str, ahead: int, drafts: int) -> None:
     """With one that decodes, one whose load stands, and one that is prefilled in pieces."""
     p, d = met(group, runner=runner, ahead=ahead, drafts=drafts, max_batched=128, policy="recompute", num_blocks=161)

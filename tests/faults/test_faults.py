@@ -1,19 +1,25 @@
-"""A proxy between P and D damages the control stream, the data stream, or a process: seeded, with every fault in it.
+"""Seeded faults between P and D: a proxy damages a stream or a process, a host is cut off, P reuses what is read.
 
 ``python tests/faults/run.py`` goes on with other seeds (``make faults``).
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from tests.faults.outages import DistantPair
 from tests.faults.pair import DATA_BYTES, Case, FaultyPair, covering, draw
 from tests.faults.run import DAMAGED, PAIRS
+from tests.faults.stale_reads import FENCES, race
 from tests.support.fault_proxy import Kind
 
 SLICE = covering()
@@ -52,3 +58,30 @@ def test_hand_overs_through_faults(name: str, make: MakePair) -> None:
 def test_a_seed_gives_the_same_case_again() -> None:
     assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
     assert sum(len(cases_of(name)) for name in PAIRS) == len(SLICE) >= 18
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("plane", "event", "still"),
+    [("tcp", "kill P", "D"), ("zmq", "kill D", "P"), ("tcp", "link", "D"), ("zmq", "link", "P")],
+)
+def test_an_outage_ends_no_other_process(plane: str, event: str, still: str) -> None:
+    """Each while the other one's transfer thread reads nothing."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this container may make no network namespace")
+    with closing(DistantPair(plane)) as pair:
+        pair.strike(event, still)
+
+
+@pytest.mark.parametrize("fence", FENCES)
+def test_races_over_cma(fence: str) -> None:
+    """Forty and more, until some were lost and some were won. With the fence switched off, some loads are stale."""
+    row: dict[str, Any] = {}
+    for seed in range(1, 25):
+        row = race(fence, 40, seed, "cpu")
+        assert (row["stale"] == 0) or fence == "off", row
+        if row["done"] and row["failed"] and row["overlapped"] and (row["stale"] or fence != "off"):
+            return
+    raise AssertionError(row)
