@@ -8,8 +8,8 @@ import typer.main
 
 from kvferry.cli.main import app
 
-PAGES = {"bench": "doctor.md", "doctor": "doctor.md", "drain": "deployment.md", "keygen": "../SECURITY.md"}
-PAGES |= {"check": "doctor.md", "plan": "planning.md", "router": "routers.md"}
+PAGES = {name: f"#kvferry-{name}" for name in ("bench", "check", "doctor", "drain")}
+PAGES |= {"keygen": "../SECURITY.md", "plan": "planning.md", "router": "routers.md"}
 """The page of a command."""
 
 
@@ -30,6 +30,6 @@ def commands() -> str:
         options = ", ".join(shown(one) for one in command.params if one.param_type_name == "option" and not one.hidden)
         does = " ".join(command.help.split("\n\n")[0].split())
         page = PAGES.get(name, "")
-        link = f"[{page.rpartition('/')[2]}]({page})" if page else ""
+        link = f"[{'below' if page.startswith('#') else page.rpartition('/')[2]}]({page})" if page else ""
         rows.append(f"| `kvferry {name}{arguments}` | {does} | {options} | {link} |")
     return "\n".join(rows)

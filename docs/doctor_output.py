@@ -1,4 +1,4 @@
-"""The output of ``kvferry doctor`` for docs/doctor.md, from a recorded report.
+"""The output of ``kvferry doctor`` for docs/commands.md, from a recorded report.
 
 ``docs/doctor.json`` is what ``kvferry doctor --peer ... --model ... --json`` prints.
 """

@@ -32,7 +32,6 @@ from kvferry.connector.wire.series import series_table
 from kvferry.transport.errors import TO_DO
 
 ROOT = Path(__file__).resolve().parent.parent
-README_SETTINGS = ("side_channel_host", "side_channel_port", "plane", "lease_seconds", "key_file")
 
 
 def support(what: str) -> str:
@@ -61,18 +60,13 @@ def reasons() -> str:
 
 
 REGIONS: dict[str, dict[str, Callable[[], str]]] = pages.SECTIONS | {
-    "README.md": {
-        **pages.SECTIONS["README.md"],
-        "settings": lambda: settings_table(README_SETTINGS),
-    },
     "docs/settings.md": {"settings": settings_table},
     "docs/observability.md": {"metrics": series_table},
     "docs/compatibility.md": {
         **{what: partial(support, what) for what in ("families", "pairings", "features", "caches")},
         "dtypes": error_table,
     },
-    "docs/commands.md": {"commands": commands_table.commands},
-    "docs/doctor.md": {"doctor": doctor_output.doctor},
+    "docs/commands.md": {"commands": commands_table.commands, "doctor": doctor_output.doctor},
     "docs/troubleshooting.md": {"reasons": reasons},
     "docs/library.md": {"binding": binding_table.markdown},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import msgspec.inspect
@@ -10,12 +9,11 @@ import msgspec.inspect
 from kvferry.connector.config import ENVIRONMENT, Settings, plane_choices
 
 
-def settings_table(names: Sequence[str] = ()) -> str:
-    """The settings as a Markdown table, for the documentation; only those of ``names`` where there are any."""
+def settings_table() -> str:
+    """The settings as a Markdown table, for the documentation."""
     hints = get_type_hints(Settings, include_extras=True)
     rows = ["| setting | default | from, to | environment | meaning |", "|---|---|---|---|---|"]
-    fields = {field.name: field for field in msgspec.structs.fields(Settings)}
-    for field in (fields[name] for name in names or fields):
+    for field in msgspec.structs.fields(Settings):
         metas = getattr(hints[field.name], "__metadata__", ())
         text = next(m.description for m in metas if m.description)
         default = "unset" if field.default in (None, ()) else f"`{field.default}`"

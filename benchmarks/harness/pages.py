@@ -22,9 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 import msgspec
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-RECOMMENDED_POLICY = "recompute"
-"""What README.md recommends for ``kv_load_failure_policy``."""
-NO_POLICY = "No vLLM engine takes part in this measurement, so no `kv_load_failure_policy` applies."
 PICTURE = "gpu_planes.svg"
 Row = Mapping[str, Any]
 
@@ -49,7 +46,6 @@ class Section(msgspec.Struct, forbid_unknown_fields=True):
     by: list[str] = []
     over: str = ""
     rows: str = "rows"
-    lines: list[dict[str, str]] = []
     part: str = ""
     parts: list[Part] = []
 
@@ -130,12 +126,16 @@ def machine(result: Row, packages: str | list[str]) -> str:
     return f"Machine: {gpus}{found['cpus']} cores ({found['cpu']}), Python {found['python']}{installed}"
 
 
-def policy_sentence(policy: str) -> str:
+def short(result: Row) -> str:
+    """The same in a few words."""
+    found = result["versions"]
+    gpus = found.get("gpus", "none")
+    return f"{found['cpus']} cores ({found['cpu']})" if gpus == "none" else f"{gpus}, vLLM {found['vllm']}"
+
+
+def policy_sentence(result: Row) -> str:
     """Under which ``kv_load_failure_policy`` vLLM engines were measured."""
-    measured = f"Measured with `kv_load_failure_policy` `{policy}`"
-    if policy == RECOMMENDED_POLICY:
-        return f"{measured}, the policy that the README recommends."
-    return f"{measured}, not with the `{RECOMMENDED_POLICY}` that the README recommends."
+    return f"Measured with `kv_load_failure_policy` `{result.get('policy', 'recompute')}`."
 
 
 def text(template: str, known: Row) -> str:
@@ -152,8 +152,8 @@ def filled(name: str, of: Section | Part, template: str) -> str:
     rows = by(section.by, section.over, rows) if section.by and "rows" not in more else rows
     columns = OF[section.like or name].columns
     known = {
-        "no_policy": NO_POLICY, "policy_is": policy_sentence(result.get("policy", "recompute")),
-        "machine": machine(result, of.packages), **result, "table": table(rows, columns), **more,
+        "policy_is": policy_sentence(result), "machine": machine(result, of.packages), "short": short(result), **result,
+        "table": table(rows, columns), **more,
     }  # fmt: skip
     return text(template, known | {"what": of.what.format_map(known)} if isinstance(of, Part) else known)
 
@@ -164,8 +164,7 @@ def section(name: str) -> str:
     if not of.parts:
         return filled(name, of, of.text)
     parts = [filled(name, part, of.part) for part in of.parts if (RESULTS / f"{part.result}.json").exists()]
-    policy = policy_sentence(load(of.result).get("policy", "recompute"))
-    return text(of.text, {"policy_is": policy, "parts": "\n\n".join(parts)})
+    return text(of.text, {"policy_is": policy_sentence(load(of.result)), "parts": "\n\n".join(parts)})
 
 
 # --- what is computed beside the fields of a result, by section -------------------------------------------------------
@@ -233,10 +232,8 @@ def streamed(rows: Iterable[Row]) -> list[Row]:
 
 def streaming(result: Row) -> Row:
     samples = [row["samples"] for row in result["rows"]]
-    counts = {"least": min(samples), "most": max(samples), "number": len(result["targets"])}
-    known = {**result, **counts, "met": sum(one["met"] for one in result["targets"])}
-    texts = {f"{name}_are": text(OF[f"streaming-{name}"].text, known) for name in ("columns", "targets")}
-    return texts | {"rows": streamed(result["rows"])}
+    known = {**result, "least": min(samples), "most": max(samples)}
+    return {"columns_are": text(OF["streaming-columns"].text, known), "rows": streamed(result["rows"])}
 
 
 def prefix_reads(result: Row) -> Row:
@@ -264,15 +261,6 @@ def odd_requests(result: Row) -> Row:
     }
 
 
-def systems(result: Row) -> Row:
-    """KVFerry beside NIXL, of the shortest and the longest prompt. Nothing here has measured Mooncake or LMCache."""
-    busy = load("gpu_busy")
-    cells = by(["sequences", "tokens"], "connector", busy["rows"])
-    known = points() | {f"{cell['sequences']}, {cell['tokens']}": cell for cell in cells}
-    rows = [{name: Cells().cell(form, known) for name, form in line.items()} for line in OF["measured"].lines]
-    return {"rows": rows, "vllm": busy["versions"]["vllm"]}
-
-
 def soak(result: Row) -> Row:
     """Of each quantity, the process that grew most; and what became of the hand-overs."""
     most = [
@@ -297,13 +285,22 @@ def router_cost(result: Row) -> Row:
     return {"waited": ", ".join(f"{wait:.0f} ms ({shape})" for shape, wait in result["waits"].items())}
 
 
+def named(form: str, rows: Iterable[Row]) -> Row:
+    """Rows by what the format makes of their fields."""
+    return {form.format_map(row): row for row in rows}
+
+
 PREPARED: dict[str, Callable[[Row], Row]] = {
+    "end-to-end": lambda _: named("{name}, {tokens}, {way}", load("gpu_streaming")["rows"]),
+    "first-token": lambda run: named("{sequences}, {tokens}", by(["sequences", "tokens"], "connector", run["rows"])),
+    "idle-cost": lambda result: {"rows": [row for row in quiet_step(result)["rows"] if row["figure"] == "gap"]},
     "gpu-bandwidth": gpu_bandwidth, "cpu-bandwidth": cpu_bandwidth, "gpu-quiet-step": quiet_step,
     "gpu-busy": busy, "gpu-busy-long": busy, "gpu-busy-one-gpu": busy,
     "gpu-streaming": streaming, "cpu-streaming": streaming, "prefix-reads": prefix_reads,
     "wrong-answers": wrong_answers,
     "router-cost": router_cost,
-    "odd-requests": odd_requests, "measured": systems,
+    "odd-requests": odd_requests,
+    "bandwidth": gpu_bandwidth,
     "soak": soak, "walks": walks,
 }  # fmt: skip
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {

@@ -22,9 +22,8 @@ from kvferry.transport.registry import plane_names, preferred_planes
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("connector", "cli", "transport", "kernels", "router")
 LIMITS = {
-    "README.md": 150, "CONTRIBUTING.md": 60, "docs/architecture.md": 64, "docs/glossary.md": 55, "docs/testing.md": 100,
-    "docs/faults.md": 70, "connector/README.md": 30, "cli/README.md": 30, "transport/README.md": 30,
-    "router/README.md": 30,
+    "README.md": 120, "CONTRIBUTING.md": 60, "docs/architecture.md": 110, "docs/testing.md": 110,
+    "connector/README.md": 30, "cli/README.md": 30, "transport/README.md": 30, "router/README.md": 30,
 }  # fmt: skip
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 PAGES += [f"{folder}/README.md" for folder in PRODUCT if (ROOT / folder / "README.md").exists()]
@@ -129,7 +128,7 @@ def test_metrics_and_reasons_that_a_page_names_exist() -> None:
     shown = {(page, name) for page in PAGES for name in re.findall(r"vllm:kvferry_\w+[a-z]", read(page))}
     assert len(shown) > len(SERIES) and not {(page, name) for page, name in shown if name not in names}
     text = read("docs/observability.md").replace("\n", " ")
-    found = re.search(r"`reason` of a hand-over or an attempt is one of (.*?)\.", text)
+    found = re.search(r"`reason` of a load or an attempt is one of (.*?)\.", text)
     assert found is not None and CODE.findall(found[1]) == list(FAILURE_KINDS)
     explained = {code for cell in cells("docs/troubleshooting.md", 0) for code in CODE.findall(cell)}
     assert {reason for _, reason in PROMPT_ENDS if reason} <= explained
@@ -200,10 +199,11 @@ def missing_tests(text: str) -> list[str]:
 
 
 def test_every_promise_has_tests() -> None:
-    promises = table_of("Promises")
+    groups = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)[:-1]
+    promises = {promise: tests for group in groups for promise, tests in table_of(group)}
     assert len(promises) > 50
-    for promise, tests, *planted in promises:
-        assert promise and NAMED.search(tests) and len(planted) == 1, promise
+    assert [one for one, tests in promises.items() if not (0 < len(one.split()) <= 20 and NAMED.search(tests))] == []
+    assert {*re.findall(r"^\| (.+?) \| ", read("tests/planted_faults.md"), re.MULTILINE)} <= {*promises, "promise"}
 
 
 def test_every_fault_has_a_row_and_every_cell_says_something() -> None:
@@ -217,7 +217,7 @@ def test_every_fault_has_a_row_and_every_cell_says_something() -> None:
 
 
 def test_tests_that_are_named_exist() -> None:
-    assert missing_tests(PAGE) == []
+    assert missing_tests(PAGE + read("tests/planted_faults.md")) == []
     planted = "`tests/packaging/test_none.py` `tests/none/` `tests/packaging/test_docs.py::test_none`"
     assert len(missing_tests(planted)) == 3
 

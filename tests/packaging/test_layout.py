@@ -141,7 +141,7 @@ def test_no_public_class_name_exists_twice_and_those_of_the_glossary_exist() -> 
     classes = Counter(node.name for tree in trees().values() for node in tree.body if isinstance(node, ast.ClassDef))
     assert len(classes) > 100
     assert [name for name, count in classes.items() if count > 1 and not name.startswith("_")] == []
-    named = set(re.findall(r"`([A-Z][A-Za-z]+)`", (ROOT / "docs" / "glossary.md").read_text()))
+    named = set(re.findall(r"`([A-Z][A-Za-z]+)`", (ROOT / "docs" / "architecture.md").read_text()))
     assert len(named) > 15 and named <= classes.keys(), f"no such type: {sorted(named - classes.keys())}"
 
 

@@ -88,7 +88,7 @@ def test_what_is_left_out_with_a_release_exists_and_is_told() -> None:
     tests = {path.stem: path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py")}
     known = {*tests, *re.findall(r"^def (test_\w+)", "".join(tests.values()), re.MULTILINE)}
     assert known >= COMPILED.keys()
-    page = (Path(__file__).parents[2] / "docs" / "releases.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
     assert not [name for name in COMPILED if f"::{name}`" not in page]
 
 

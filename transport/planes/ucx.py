@@ -1,7 +1,7 @@
 """The UCX data plane: tagged messages between UCX workers, from staging slot to staging slot.
 
 Both sides make an endpoint to the other's worker address, so that each notices the other's death. UCX listens for every
-worker, and crashes on a forged worker address ("What UCX trusts" in docs/data-planes.md). So there is no worker before
+worker, and crashes on a forged worker address ("What UCX trusts" in SECURITY.md). So there is no worker before
 D attaches the plane, one worker serves the peers on this host and has no port beyond it, and the addresses come by the
 control connection, which is authenticated.
 
