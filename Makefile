@@ -54,7 +54,7 @@ demo: install
 # Two processes more than cores: many tests wait. A file's tests share fixtures, so they stay in one process. (Not by
 # --dist loadgroup: pytest-xdist 3.8 sets groups by an attribute that pytest 9.2 no longer reads.)
 # NIXL and UCXX each bring a UCX, and the tests kill peers of both: their tests have processes of their own.
-WITH_NIXL = $(shell sed -n 's/^WITH_NIXL = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
+places = $(shell sed -n 's/^$(1) = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 2)))
 IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 # What is drawn at random for longest, and the families of models.
@@ -63,13 +63,15 @@ LONG := tests/faults tests/simulation tests/soak tests/vllm/test_families_vllm.p
 # each of hundreds of processes compiles all anew.
 test: install
 	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; said=$$(mktemp); trap 'trap - TERM; kill 0' INT TERM; \
-	$(PYTEST) -m "nixl and not engines" $(WITH_NIXL) > $$said 2>&1 & nixl=$$!; \
+	$(PYTEST) -m "nixl and not engines" $(call places,WITH_NIXL) > $$said 2>&1 & nixl=$$!; \
 	$(PYTEST) -m "not engines and not nixl" $(LONG:%=--ignore=%) $(IN_PROCESSES) || failed=1; \
 	wait $$nixl || failed=1; cat $$said; rm $$said; exit $$failed
 
+ENGINES ?= engines and not proxies
 test-engines: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not engines and not nixl" $(LONG) $(IN_PROCESSES)
-	$(PYTEST) -m "engines and not proxies" --durations=12
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "$(ENGINES)" $(call places,WITH_ENGINES) \
+	  --durations=12
 
 # No environment of ours: vLLM for GPUs is the user's. The sources here go before what is installed there.
 GPU_PYTHON ?= python3
@@ -91,7 +93,7 @@ test-vllm: install
 # Downloads the source distribution of a release once, 45 MB.
 test-proxies: install
 	$(BIN)/python .ci/vllm_proxies.py 0.32.0
-	$(PYTEST) -m proxies
+	$(PYTEST) -m proxies tests/engine/test_vllm_proxies.py
 
 # Adds Ray to the environment, 80 MB; ray[llm] would ask for another vLLM.
 test-ray: install

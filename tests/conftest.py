@@ -42,6 +42,8 @@ LONGEST_FIRST = (
 """Files that take half a minute and more: begun last, one of them would run on alone."""
 WITH_NIXL = ("tests/gpu/", "tests/handover/", "tests/ranks/", "tests/transport/")
 """Folders in which ``make test`` looks for tests of ``nixl``: to collect all tests takes as long as to run these."""
+WITH_ENGINES = ("tests/engine/", "tests/examples/", "tests/transport/test_host.py")
+"""Where ``make test-engines`` looks for tests of ``engines``."""
 
 gc.disable()  # until all is imported: see below
 
@@ -57,5 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
     for item in items:
-        if item.get_closest_marker("nixl") is not None and not item.nodeid.startswith(WITH_NIXL):
-            raise pytest.UsageError(f"{item.nodeid}: make test runs no test of nixl there; add its folder to WITH_NIXL")
+        for mark, places in (("nixl", WITH_NIXL), ("engines", WITH_ENGINES)):
+            if item.get_closest_marker(mark) is not None and not item.nodeid.startswith(places):
+                raise pytest.UsageError(f"{item.nodeid}: no make runs a test of {mark} there; add its folder above")

@@ -83,7 +83,7 @@ def start(group: ServerGroup, name: str, address: str, model: Path, netns: str |
         **CPU_ENVIRONMENT,
         "PORT": "8000",
         "KVFERRY_ALLOWED_PEERS": "10.231.77.0/24",
-        "VLLM": " ".join(vllm_command()),
+        "VLLM": os.environ.get("VLLM", " ".join(vllm_command())),
         "PYTHONPATH": python_path(),
     }
     script = [str(HERE / f"{name}.sh"), str(model), address, *arguments]

@@ -15,6 +15,7 @@ import os
 import sys
 from typing import Any
 
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.models import registry
 
 from kvferry.connector.step_loads import step_hold
@@ -39,14 +40,19 @@ class ForkedChild:
         return self.returncode
 
 
-def fork_for_spawn() -> None:
-    """Let vLLM fork where it would start a process anew."""
+def import_nothing() -> None:
+    """Let vLLM fork where it would start a process anew, and look at the class of a model in this process, for which it
+    would start one; and let a process that waits for its peer sleep: vLLM's spins for a second, on a core that another
+    engine needs."""
     get_context = multiprocessing.get_context
 
     def forking(method: str | None = None) -> Any:
         return get_context("fork" if method == "spawn" else method)
 
     multiprocessing.get_context = forking
+    registry._run_in_subprocess = lambda inspect: inspect()
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20  # of two messages in a millisecond it may tell of the first alone
 
 
 def enter_with_sysfs(namespace: str) -> None:
@@ -65,11 +71,6 @@ def enter_with_sysfs(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"/sys of {namespace}")
 
 
-def inspect_here() -> None:
-    """Let vLLM look at the class of a model in this process; it would start one that imports vLLM."""
-    registry._run_in_subprocess = lambda inspect: inspect()
-
-
 def main() -> None:
     grace, step_hold.PATIENCE_SECONDS, arguments = float(sys.argv[1]), float(sys.argv[2]), sys.argv[4:]
     os.setsid()
@@ -80,8 +81,7 @@ def main() -> None:
     if engine:
         sys.exit(process_guard.guard(PIPE, grace, lambda: ForkedChild(engine)))
     os.close(PIPE)
-    fork_for_spawn()
-    inspect_here()
+    import_nothing()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     sys.argv = ["vllm", *arguments]
