@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +10,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.support.engines import ROOT, ServerGroup, python_path
+from tests.support.engines import ServerGroup
 from tests.support.served import Pair, PatientServerGroup, eventually, no_block_held, started_pair
 from tests.support.server import Server
 from tests.support.tiny_model import ModelSpec, build_model
@@ -36,17 +32,6 @@ def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.T
     return report
 
 
-def run_benchmark(script: str, folder: Path, *options: str) -> dict[str, Any]:
-    """The result that a script with engines writes, by its path in the repository; it must succeed."""
-    command = [sys.executable, str(ROOT / script), *options]
-    command += ["--folder", str(folder), "--json", str(folder / "result.json")]
-    environment = os.environ | {"PYTHONPATH": python_path()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return result
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model(tmp_path_factory.mktemp("served") / "model", ModelSpec(layers=4))
@@ -54,7 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with started_pair(tmp_path_factory.mktemp("logs"), model) as pair:
+    often = {"VLLM_LOG_STATS_INTERVAL": "1"}  # seconds
+    with started_pair(tmp_path_factory.mktemp("logs"), model, environment=often) as pair:
         pair.check([7] * 40)  # the first hand-over pays for the handshake
         yield pair
 
@@ -74,13 +60,16 @@ class SharedEngines:
 
     @contextmanager
     def of_a_test(self) -> Iterator[Self]:
-        """Afterwards all engines are alive, and the others end."""
+        """Afterwards all engines must be alive, and the others end."""
         yield self
-        for server in self.group.servers[:]:
-            assert server.alive, server.log_tail()
-            eventually(server.healthy, f"{server.name} answers on /health")
-            if server is not self.one:
-                self.group.stop(server)
+        try:
+            for server in self.group.servers:
+                assert server.alive, server.log_tail()
+                eventually(server.healthy, f"{server.name} answers on /health")
+        finally:
+            for server in self.group.servers[:]:
+                if server is not self.one:
+                    self.group.stop(server)
 
 
 @pytest.fixture

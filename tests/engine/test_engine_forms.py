@@ -62,10 +62,13 @@ def beside(shared: SharedEngines, name: str, *more: str, **options: Any) -> Serv
     return engine
 
 
-# vLLM's CPU engine of two stages ends at its first forward when it is started with --enforce-eager.
+# vLLM's CPU engine of two stages ends at its first forward when started with --enforce-eager. Nothing is compiled.
 TWO = {
     "ranks": (["--tensor-parallel-size", "2"], [f".attn#{head}" for head in (0, HEADS // 2)]),
-    "stages": (["--pipeline-parallel-size", "2", "--no-enforce-eager"], [f"layers.{n}." for n in (0, LAYERS // 2)]),
+    "stages": (
+        ["--pipeline-parallel-size", "2", "--no-enforce-eager", "-cc.backend=eager"],
+        [f"layers.{n}." for n in (0, LAYERS // 2)],
+    ),
 }
 """Arguments, and in which place of each rank a flipped bit is seen."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,10 @@ def levels_follow_a_lease(prefill: Server, decode: Server) -> None:
     assert level(prefill, "lease_blocks") == 0 and level(decode, "requests", stage="loading") == 0
     held = level(prefill, "lease_block_seconds_total")
     assert held is not None and held > 0
-    assert level(decode, "peer_handovers_total", result="done") == 1
+    eventually(
+        lambda: level(decode, "peer_handovers_total", result="done") == 1 or not complete(decode, [7], max_tokens=1),
+        "D counts the hand-over, with a step",
+    )
     complete(decode, prompt(200, 21), kv_transfer_params=prefill_leg(prefill, prompt(200, 22)))
     counts = {reason: level(decode, "prompts_total", reason=reason) for reason in ("", "other_prompt", "cached")}
     assert counts == {"": 1, "other_prompt": 1, "cached": 0}, "on the page once the answers have ended"
@@ -138,5 +140,5 @@ def every_query_of_the_dashboard_has_a_result(prometheus: Prometheus, router: Se
     prefill_leg(prefill, prompt(100, 20))
     eventually(lambda: prometheus.value("vllm:kvferry_leases") == 1, "the lease is scraped")
     before = prometheus.value("vllm:kvferry_lease_block_seconds_total")
-    time.sleep(2)
-    assert prometheus.value("vllm:kvferry_lease_block_seconds_total") > before, "a held lease counts as time goes on"
+    grown = lambda: prometheus.value("vllm:kvferry_lease_block_seconds_total") > before  # noqa: E731
+    eventually(grown, "a held lease counts as time goes on")
