@@ -189,7 +189,7 @@ class CopyNotes:
         self.local = threading.local()  # of the transfer thread: the copies of the read that it is starting
 
     def note(self, read: Any, key: str, *, last: bool = False) -> None:
-        name = name_of(read.active_load.load.request_id)
+        name = name_of(read.fetch.load.request_id)
         started = getattr(self.local, "started", [])
         if name is None:
             started.clear()

@@ -96,16 +96,16 @@ class StepProbe:
 
 def watch_moves(moves: list[tuple[float, int]]) -> None:
     """Note what KVFerry's transfer thread of this process has put into pages."""
-    from kvferry.connector.decode_side.read import Happening, Reads
+    from kvferry.connector.decode_side.read import Reads
 
     collected = Reads.collect
     placed: dict[Any, int] = {}  # bytes of each load
 
-    def collect(self: Reads, now: float) -> Iterator[Happening]:
-        for load, event in collected(self, now):
-            if load.nbytes > (before := placed.get(load, 0)):
-                moves.append((time.monotonic(), load.nbytes - before))
-                placed[load] = load.nbytes
-            yield load, event
+    def collect(self: Reads, now: float) -> Iterator[Any]:
+        for read in collected(self, now):
+            if (nbytes := read.fetch.nbytes) > (before := placed.get(read.fetch, 0)):
+                moves.append((time.monotonic(), nbytes - before))
+                placed[read.fetch] = nbytes
+            yield read
 
     Reads.collect = collect  # type: ignore[method-assign]

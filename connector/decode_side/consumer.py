@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
+from kvferry.connector.decode_side.fetch import Fetch, RankRead
 from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.load import Loads
-from kvferry.connector.decode_side.load_state import TICK
 from kvferry.connector.decode_side.lookup import Answer, Lookup, Lookups
-from kvferry.connector.decode_side.read import ActiveLoad, Happening, ReadReply, Reads, SourceRead
+from kvferry.connector.decode_side.read import ReadReply, Reads
 from kvferry.connector.decode_side.renew import LeaseRenewal, LeaseRenewals
 from kvferry.connector.decode_side.report import Results
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 
-Waiting = ActiveLoad | SourceRead | LeaseRenewal | Lookup
+Waiting = Fetch | RankRead | LeaseRenewal | Lookup
 """What waits for a time, in one heap."""
 
 
@@ -44,7 +44,8 @@ class Consumer:
             try:
                 for reply in link.serve(now):
                     if isinstance(reply, ReadReply):
-                        self._give(self.reads.reply(link, reply, now), now)
+                        if (read := self.reads.reply(link, reply, now)) is not None:
+                            self.loads.read_moved(read, now)
                     elif isinstance(reply, Answer):
                         self.lookups.reply(link, reply, now)
             except Exception as error:  # an error with one peer must not reach the others
@@ -59,15 +60,16 @@ class Consumer:
     def finished_writes(self, now: float) -> None:
         """Handle the copies into D's pages whose end this thread awaited when they began."""
         if self.reads.writes:
-            self._give(self.reads.finished_writes(now), now)
+            for read in self.reads.finished_writes(now):
+                self.loads.read_moved(read, now)
 
     def tick(self, now: float) -> None:
         """Check deadlines, renew leases, close links that have failed long enough or that are not used."""
         for waiting in self._deadlines.due(now):
             match waiting:
-                case ActiveLoad():
-                    self.loads.give(waiting, (TICK,), now)
-                case SourceRead():
+                case Fetch():
+                    self.loads.on_due(waiting, now)
+                case RankRead():
                     self.reads.on_due(waiting, now)
                 case LeaseRenewal():
                     self.renewals.on_due(waiting, now)
@@ -91,15 +93,11 @@ class Consumer:
         self.renewals.close(now)
         self.links.close()
 
-    def _give(self, happenings: Iterable[Happening], now: float) -> None:
-        for active_load, event in happenings:
-            self.loads.give(active_load, (event,), now)
-
     def _link_moved(self, link: Link, now: float) -> None:
         reads = self.reads.through(link)
         for read in reads:
-            if (event := read.link_moved()) is not None:
-                self.loads.give(read.active_load, (event,), now)
+            read.link_moved(now)
+            self.loads.read_moved(read, now)
         if link.phase is LinkPhase.FAILED:
             self.links.failed(link, now)
             for read in reads:
@@ -110,6 +108,7 @@ class Consumer:
     def collect(self, now: float) -> bool:
         """Unpack messages with bytes, and look at the copies under way. Returns whether there is more to do at once."""
         if self.reads.by_number or self.reads.writes or self.reads.arrived:
-            self._give(self.reads.collect(now), now)
+            for read in self.reads.collect(now):
+                self.loads.read_moved(read, now)
             return self.reads.backlog
         return False  # also where the last read was cancelled while its copy moved

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from kvferry.connector.geometry.read_plan import routes
 from kvferry.connector.pages.rank_context import RankContext, check_model, misfit
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
+from kvferry.connector.wire.states import story
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.channels import DChannel
 from kvferry.transport.errors import (
@@ -81,12 +82,6 @@ Life = tuple[Place, bytes]
 
 _CONNECTED, _GREETING, _GREETED, _ATTACHING, _MAPPING, _ATTACHED, _FAILED = LinkPhase
 # Python 3.11 finds a member of an enumeration in Python code, which is slow for a look at each link.
-
-
-def story(history: Sequence[tuple[float, enum.Enum]]) -> str:
-    """The phases of a life in one line, each with its seconds after the first."""
-    (begun, first), *later = history
-    return ", ".join([first.value, *(f"{phase.value} +{at - begun:.3f} s" for at, phase in later)])
 
 
 class Link:

@@ -344,7 +344,7 @@ class TransferThread:
                 logger.exception("kvferry: unexpected error while the transfer thread ends")
 
 
-class PostedPlan(msgspec.Struct, frozen=True):
+class PostedPlan(msgspec.Struct):
     """The work of one step, as the engine's thread posts it."""
 
     plan: StepPlan
@@ -408,8 +408,7 @@ class PostedPlans:
                 self._each(plan.lookups, lookups.begin, now)
             alone = len(posted.loads) == 1 and not self.posted
             for load in posted.loads:
-                begin = partial(self._begin, load, posted.event, now, alone=alone)
-                self._try(load, begin, partial(loads.fail, load, now))
+                self._try(load, partial(self._begin, load, posted, now, alone=alone), partial(loads.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
             for release in plan.releases:
@@ -432,9 +431,10 @@ class PostedPlans:
         self._each([grant for grant, _ in ended], self._producer.refuse, now)
         self._try("the end of all leases", partial(self._producer.end_leases, now))
 
-    def _begin(self, load: StepLoad, event: DeviceEvent | None, now: float, *, alone: bool) -> None:
-        if event is not None and load.load.behind:
-            self._rank_context.caches.copies.wait_event(event)  # as do all copies from now on
+    def _begin(self, load: StepLoad, posted: PostedPlan, now: float, *, alone: bool) -> None:
+        if posted.event is not None and load.load.behind:
+            self._rank_context.caches.copies.wait_event(posted.event)
+            posted.event = None  # all copies from now on wait for it
         self._consumer.loads.begin(load, now, alone=alone)
 
     def grant_computed(self, now: float) -> None:

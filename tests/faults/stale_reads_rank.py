@@ -123,13 +123,12 @@ class Decoder(RacingRank):
         """Make the copies take as long as each order says. They are real, and of real memory of P."""
         begin, receiver = self._receiver.begin_pull, self._receiver
 
-        def begin_pull(read: Any, *rest: Any) -> Any:
-            name = read.active_load.load.request_id
+        def begin_pull(read: Any, *rest: Any) -> None:
+            name = read.fetch.load.request_id
             self._begun[name] = time.monotonic()
             with self._of(name):
-                event = begin(read, *rest)
+                begin(read, *rest)
             self._copies[name] = next(reversed(receiver.writes)).copy
-            return event
 
         receiver.begin_pull = begin_pull
         if self._device == "cuda":
@@ -157,7 +156,7 @@ class Decoder(RacingRank):
         turn, copy_ranges, rank = cma.CmaCopy.turn, cma.copy_ranges, self
 
         def slow_turn(self: cma.CmaCopy) -> None:
-            with rank._of(next(w.read.active_load.load.request_id for w in rank._receiver.writes if w.copy is self)):
+            with rank._of(next(w.read.fetch.load.request_id for w in rank._receiver.writes if w.copy is self)):
                 turn(self)
                 self.ended_at = time.monotonic()
 
@@ -181,9 +180,4 @@ class Decoder(RacingRank):
 
 def take_every_read_for_good() -> None:
     """The planted fault: D does not ask whether the lease stood until the end of its read."""
-    commit = read.SourceRead.commit
-
-    def unfenced(self: Any, now: float) -> Any:
-        return commit(self, now) or self.answered(True, now)
-
-    read.SourceRead.commit = unfenced  # type: ignore[method-assign]
+    read.Reads.commit = lambda self, read, now: read.prove(now)  # type: ignore[method-assign]

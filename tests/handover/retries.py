@@ -6,7 +6,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.connector.decode_side.load_state import LoadPhase
 from tests.handover.scenario import SMALL, WIDE, Pair, RankGroup
 from tests.support.ranks import Rank
 
@@ -69,7 +68,7 @@ def loads_of(d: Rank) -> list[Any]:
 def moving(d: Rank, count: int) -> bool:
     """Whether D has so many loads, and P has granted all of them."""
     loads = loads_of(d)
-    return len(loads) == count and all(load.lifetime.state.phase is LoadPhase.MOVING for load in loads)
+    return len(loads) == count and all(load.moving for load in loads)
 
 
 def in_the_middle(d: Rank) -> bool:

@@ -72,7 +72,7 @@ def test_a_read_whose_last_message_is_bad_does_not_wait_for_p(p: Rank, d: Rank, 
     reply = reads.reply
 
     def all_but_stopped(link: Any, message: Any, now: float) -> Any:
-        return () if isinstance(message, messages.Stopped) else reply(link, message, now)
+        return None if isinstance(message, messages.Stopped) else reply(link, message, now)
 
     monkeypatch.setattr(reads, "reply", all_but_stopped)
     monkeypatch.setattr(type(d.context.caches), "unpack", breaks)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side import links, load_state, renew
+from kvferry.connector.decode_side import fetch, links, renew
 from kvferry.connector.engine import loop
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
@@ -337,9 +337,9 @@ def test_a_d_that_p_forgets_before_it_attaches_greets_again(shm: Pair) -> None:
     assert retried_once(p, d)
 
 
-@pytest.mark.parametrize("where", ["get", "give"], ids=["before it is known", "once it is known"])
+@pytest.mark.parametrize("where", ["get", "new"], ids=["before it is known", "once it is known"])
 def test_a_load_that_breaks_while_it_starts_is_reported(p: Rank, d: Rank, where: str, monkeypatch: Patch) -> None:
-    owner = d.consumer.links if where == "get" else d.consumer.loads
+    owner = d.consumer.links if where == "get" else d.consumer.reads
     real, calls = getattr(owner, where), list[Any]()
 
     def breaks_once(*args: Any, **options: Any) -> Any:
@@ -627,13 +627,13 @@ def boards() -> set[int]:
 def test_the_boards_of_dead_producers_are_unmapped(
     group: RankGroup, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    monkeypatch.setattr(load_state, "SAME_PEER_SECONDS", 0.0)
+    monkeypatch.setattr(fetch, "SAME_PEER_SECONDS", 0.0)
     d = group.rank(engine_id="engine-d", plane="cma")
     links, reads = d.consumer.links, d.consumer.reads
     check = reads.check_grant
 
     def damaged_once(read: Any, given: Any) -> None:
-        if again and read.active_load.number == 1:
+        if again and read.fetch.number == 1:
             raise GeometryError("planted")
         check(read, given)
 

@@ -134,7 +134,8 @@ def test_the_commit_is_a_fence(group: RankGroup) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     gate.open()
     (job,) = loads.running
-    on_its_thread(d, lambda: loads.give(job, filter(None, [reads.commit(read, 0.0) for read in job.reads]), 0.0))
+    (read,) = job.reads
+    on_its_thread(d, lambda: (reads.commit(read, 0.0), loads.read_moved(read, 0.0)))
     assert not ended(p, d) and has_all(d), "the bytes were right: only the commit refused them"
 
 
@@ -299,7 +300,7 @@ class Late:
         if not isinstance(reply, self._kind):
             return self._real(link, reply, now)
         self.held.append((link, reply, now))
-        return ()
+        return None
 
     def come(self) -> None:
         on_its_thread(self._d, self._come)
@@ -308,8 +309,8 @@ class Late:
         self._consumer.reads.reply = self._real
         while self.held:
             *reply, now = self.held.pop(0)
-            for load, event in list(self._real(*reply, now)):
-                self._consumer.loads.give(load, (event,), now)
+            if (read := self._real(*reply, now)) is not None:
+                self._consumer.loads.read_moved(read, now)
 
 
 def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGroup) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side import load_state
+from kvferry.connector.decode_side import fetch
+from kvferry.connector.decode_side.fetch import FetchState
 from kvferry.connector.decode_side.link import Link
-from kvferry.connector.decode_side.load_state import LoadPhase
 from kvferry.connector.decode_side.plane_choice import avoided_seconds
 from kvferry.connector.engine.loop import PostedPlan
 from kvferry.connector.wire.step_plan import KeepLease, PeerEngine, RankAddress, RemoteLease, StepPlan
@@ -182,13 +182,13 @@ def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "at the deadline"])
 def test_a_load_ends_between_attempts(group: RankGroup, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(load_state, "SAME_PEER_SECONDS", 60.0)
+    monkeypatch.setattr(fetch, "SAME_PEER_SECONDS", 60.0)
     p, d = pair(group)
     trickle, reports = Trickle(p, 3), Reports(d)
     begin(p, d)
     assert wait(lambda: in_the_middle(d), [p, d])
     cut(d)
-    assert wait(lambda: load_of(d).lifetime.state.phase is LoadPhase.WAITING, [p, d]) and not reports.ok
+    assert wait(lambda: load_of(d).state is FetchState.WAITING, [p, d]) and not reports.ok
     assert not wait(lambda: bool(p.sent), [p, d], 0.2), "the lease is kept for the next attempt"
     if how == "cancelled":
         d.worker.post(StepPlan(cancels=("req-d",)))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connector.decode_side.read import ReadPhase
+from kvferry.connector.decode_side.fetch import ReadPhase
 from kvferry.connector.pages import caches
 from kvferry.connector.pages.copies import WaitPolicy
 from kvferry.connector.step_loads import step_hold
@@ -257,7 +257,7 @@ def test_a_step_hears_of_a_lease_that_ended_while_its_device_waited(p: Rank, d: 
     copies[1].gate.clear()
     begin_inside(p, d)
     (read,) = d.consumer.reads.by_number.values()
-    read.note, read.fence = SimpleNamespace(is_current=False), "posted"
+    read.note = SimpleNamespace(is_current=False)
     copies[1].gate.set()
     assert not standing(d) and freed(p, d)
 

@@ -126,13 +126,13 @@ def test_p_says_that_it_lives_while_it_computes(group: RankGroup) -> None:
     computing(p, d)
     (active,) = wait_for_reads(p, d)
     for turn in range(1, 4):
-        before = active.lifetime.state.deadline
+        before = active.deadline
         let_time_pass(d, 50 * turn)
         let_time_pass(p, 3 * turn)
-        assert wait(lambda before=before: active.lifetime.state.deadline > before + 40, [p, d])
+        assert wait(lambda before=before: active.deadline > before + 40, [p, d])
     assert not d.failed
     let_time_pass(d, 250)
-    assert wait(lambda: active.number > 1 or active.lifetime.state.reason is not None, [p, d]), "D begins anew"
+    assert wait(lambda: active.number > 1 or active.reason is not None, [p, d]), "D begins anew"
 
 
 def wait_for_reads(p: Rank, d: Rank) -> list[Any]:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from kvferry.connector.decode_side.read import SourceRead
+from kvferry.connector.decode_side.fetch import RankRead
 from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
@@ -108,7 +108,7 @@ class HostedRank:
         reads, producer, stats = consumer_of(thread).reads, producer_of(thread), thread.rank_context.stats
         ask, handle, lease_ended = reads.ask, producer.handle, stats.lease_ended
 
-        def asked(read: SourceRead, now: float) -> Any:
+        def asked(read: RankRead, now: float) -> Any:
             address = read.address
             spans = [msgspec.to_builtins(item.span) for item in read.planned]
             self.asks.append(((address.pp_rank, address.tp_rank), spans))

@@ -12,7 +12,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.decode_side.fetch import FetchState
 from kvferry.connector.engine.loop import IDLE_SECONDS, TICK_SECONDS, PostedPlan, TransferThread
 from kvferry.connector.engine.params import lease_of_answer
 from kvferry.connector.engine.prefill_events import PrefillEvents
@@ -274,9 +274,8 @@ class Node:
         late = self._clock.now - 5 * TICK_SECONDS
         consumer, producer = consumer_of(self), producer_of(self)
         for load in consumer.loads.running:
-            state = load.lifetime.state
-            if state.phase is not LoadPhase.DRAINING and min(state.deadline, state.end) < late:
-                yield f"load {load.load.request_id}, {state.phase.value}, by {late - state.deadline:.3f} s"
+            if load.state is not FetchState.DRAINING and min(load.deadline, load.end) < late:
+                yield f"load {load.load.request_id}, {load.state.value}, by {late - load.deadline:.3f} s"
         for link in consumer.links:
             # Only a release waits for this handshake, and the release is sent already.
             unhurried = IDLE_SECONDS if not link.plane_wanted else 0.0
@@ -295,7 +294,7 @@ class Node:
         consumer, producer = consumer_of(self), producer_of(self)
         reads, lookups, sends = consumer.reads, consumer.lookups, sends_of(producer)
         tables: dict[str, Any] = {
-            "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer.loads.running],
+            "loads": [f"{each.load.request_id} {each.story()}" for each in consumer.loads.running],
             "reads": [f"{r.number} {r.story()} {sorted(r.tags)}" for r in reads.by_number.values()],
             "writes": reads.writes,
             "messages": reads.arrived,

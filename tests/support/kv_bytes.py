@@ -429,7 +429,7 @@ class KVFailing(KVBytes):
         begin = Reads.begin_pull
 
         def begin_pull(reads: Any, read: Any, *args: Any) -> Any:
-            if read.active_load.load.now:
+            if read.fetch.load.now:
                 raise RuntimeError("planted")
             return begin(reads, read, *args)
 

@@ -2,76 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import gc
 import math
 import weakref
-from itertools import product
 
-import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.config import Settings
-from kvferry.connector.decode_side import load_state
-from kvferry.connector.decode_side.link import Reason
 from kvferry.connector.pages.deadlines import SWEEP, Deadlines
-from kvferry.connector.wire.states import MAX_HISTORY, Lifetime, TransitionTable, ignore
 from kvferry.transport.fair_table import FairTable
-
-
-class Light(enum.Enum):
-    RED = "red"
-    GREEN = "green"
-
-
-class Lamp(msgspec.Struct, frozen=True):
-    phase: Light
-    changes: int = 0
-
-
-class Kind(enum.Enum):
-    SWITCH = "Switch"
-    LOOK = "Look"
-
-
-class Event(msgspec.Struct, frozen=True):
-    kind: Kind
-
-
-def switch(lamp: Lamp, event: object, now: float) -> tuple[Lamp, tuple[str, ...]]:
-    other = Light.GREEN if lamp.phase is Light.RED else Light.RED
-    return Lamp(other, lamp.changes + 1), (other.value,)
-
-
-def table(*rows: object) -> TransitionTable[Lamp, Event, str]:
-    return TransitionTable("lamp", Light, Kind, rows)  # type: ignore[arg-type]
-
-
-GOOD = table((Light, (Kind.SWITCH,), switch), (Light, (Kind.LOOK,), ignore))
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([((Light.RED,), (Kind.SWITCH,), switch)],
-         r"lamp: no row for \(RED, LOOK\), \(GREEN, SWITCH\), \(GREEN, LOOK\)"),
-        ([(Light, Kind, switch), (Light, Light, switch)], r"not listed, \(RED, RED\)"),
-        ([(Light, Kind, switch), ((Light.RED,), (Kind.LOOK,), ignore)], r"the row of \(RED, LOOK\) is never used"),
-    ],
-)  # fmt: skip
-def test_a_wrong_row_is_named(rows: list[object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        table(*rows)
-
-
-def test_history_is_bounded() -> None:
-    lamp = Lifetime(GOOD, Lamp(Light.RED), 0.0)
-    for second in range(100):
-        lamp.step(Event(Kind.SWITCH), float(second))
-    assert len(lamp.history) == MAX_HISTORY and lamp.history[-1].at == 99.0
-
 
 calls = st.lists(
     st.tuples(
@@ -127,18 +66,6 @@ def test_what_is_gone_is_forgotten_long_before_its_time() -> None:
         deadlines.note(thing, 604800.0)
     gc.collect()
     assert len(living) <= SWEEP + 1
-
-
-def test_a_load_is_due_when_a_tick_changes_it() -> None:
-    """In every phase, with its times in each order."""
-    for phase, first, second in product(load_state.LoadPhase, (3.0, 4.0, 5.0), (3.0, 4.0, 5.0)):
-        state = load_state.LoadState(
-            phase, 1, frozenset({0}), min(first, second), second, Settings(), (1,), 0,
-            reason=Reason("timeout", "planted"),
-        )  # fmt: skip
-        before = math.nextafter(min(state.due, 1e9), 0.0)
-        assert load_state.LOAD.step(state, load_state.TICK, before) == (state, ())
-        assert math.isinf(state.due) or load_state.LOAD.step(state, load_state.TICK, state.due) != (state, ())
 
 
 def test_the_greedy_lose_their_own() -> None:

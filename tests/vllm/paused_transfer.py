@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 from unittest import mock
 
-from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.decode_side.fetch import FetchState, ReadPhase
 from kvferry.connector.prefill_side import serve
 from kvferry.transport.errors import ProtocolError
 from kvferry.transport.planes import cma
@@ -82,12 +82,14 @@ def job_of(engine: Engine, request_id: str) -> Any:
     return next((each for each in list(loads) if each.load.request_id == request_id), None)
 
 
-def in_phase(engine: Engine, request_id: str, phase: LoadPhase, also: Callable[[Any], bool] = lambda job: True) -> None:
-    """Wait, without stepping, until D's hand-over is in this phase."""
+def in_phase(
+    engine: Engine, request_id: str, phase: FetchState | ReadPhase, also: Callable[[Any], bool] = lambda job: True
+) -> None:
+    """Wait, without stepping, until D's hand-over is in this state, or a read of it in this phase."""
 
     def reached() -> bool:
         job = job_of(engine, request_id)
-        return job is not None and job.lifetime.state.phase is phase and also(job)
+        return job is not None and phase in (job.state, *[read.phase for read in job.reads]) and also(job)
 
     eventually(reached)
 
@@ -98,5 +100,5 @@ def in_mid_transfer(p: Engine, d: Engine, ids: list[int], params: object) -> tup
     paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = d.add(ids, params)
     d.step()
-    in_phase(d, request_id, LoadPhase.MOVING, lambda job: job.nbytes > 0)
+    in_phase(d, request_id, ReadPhase.MOVING, lambda job: job.nbytes > 0)
     return request_id, paused

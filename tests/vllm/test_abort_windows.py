@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.decode_side import link
-from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.decode_side.fetch import FetchState, ReadPhase
 from kvferry.connector.engine import worker
 from kvferry.connector.wire import messages
 from tests.support.inside import leases_of
@@ -49,13 +49,13 @@ def test_while_no_block_is_free(pair: Pair) -> None:
     settle(p, d)
 
 
-STAGES: dict[str, tuple[Callable[[Engine, Engine], PausedTransfer], LoadPhase]] = {
-    "handshaking": (lambda p, d: PausedTransfer(p, messages.Hello), LoadPhase.HANDSHAKING),
-    "attaching": (lambda p, d: PausedTransfer(p, messages.Attach), LoadPhase.HANDSHAKING),
-    "asked": (lambda p, d: PausedTransfer(p, messages.Ask), LoadPhase.READY),
-    "granted": (lambda p, d: PausedTransfer(p, reader=d, chunks=0), LoadPhase.MOVING),
-    "in flight": (lambda p, d: PausedTransfer(p, reader=d, chunks=1), LoadPhase.MOVING),
-    "committing": (lambda p, d: PausedTransfer(p, messages.Commit), LoadPhase.COMMITTING),
+STAGES: dict[str, tuple[Callable[[Engine, Engine], PausedTransfer], FetchState | ReadPhase]] = {
+    "handshaking": (lambda p, d: PausedTransfer(p, messages.Hello), FetchState.CONNECTING),
+    "attaching": (lambda p, d: PausedTransfer(p, messages.Attach), FetchState.CONNECTING),
+    "asked": (lambda p, d: PausedTransfer(p, messages.Ask), ReadPhase.ASKED),
+    "granted": (lambda p, d: PausedTransfer(p, reader=d, chunks=0), ReadPhase.MOVING),
+    "in flight": (lambda p, d: PausedTransfer(p, reader=d, chunks=1), ReadPhase.MOVING),
+    "committing": (lambda p, d: PausedTransfer(p, messages.Commit), FetchState.COMMITTING),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.decode_side.read import SourceRead
+from kvferry.connector.decode_side.fetch import RankRead
 from kvferry.connector.step_loads import step_hold, step_loads
 from kvferry.connector.step_loads.step_loads import StepOutcome
 from tests.support.inside import consumer_of, producer_of, worker_half
@@ -28,7 +28,7 @@ ONE_PROCESS = pytest.mark.parametrize("one_process", [True, False])
 def foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """P is about to send the rest, as far as D can see, once it has sent something."""
     left = lambda read, now: 0.0 if len(read.tags) < len(read.boxes) else math.inf  # noqa: E731
-    monkeypatch.setattr(SourceRead, "seconds_left", left)
+    monkeypatch.setattr(RankRead, "seconds_left", left)
     monkeypatch.setattr(step_loads, "ALONE_SECONDS", math.inf)  # a D may be stepped late
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from kvferry.connector.decode_side.load_state import LoadPhase
+from kvferry.connector.decode_side.fetch import ReadPhase
 from kvferry.connector.engine import worker
 from kvferry.connector.wire.messages import Ask, FindPrefix, LendPrefix
 from kvferry.transport.errors import ConfigError
@@ -182,7 +182,7 @@ def test_blocks_that_are_reused_in_the_middle_of_the_read(group: EngineGroup, pl
     paused = PausedTransfer(a, reader=b, chunks=1)
     name = b.add(history, source(a), max_tokens=8)
     run([b], lambda: job_of(b, name) is not None)
-    in_phase(b, name, LoadPhase.MOVING, lambda job: job.nbytes > 0)
+    in_phase(b, name, ReadPhase.MOVING, lambda job: job.nbytes > 0)
     a.finish(a.add(prompt(250, 1)))
     paused.open()
     b.finish(name)
