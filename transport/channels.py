@@ -174,16 +174,13 @@ class RecvChannel(Channel):
         the bytes belong: a channel that can write there calls it when the message begins to arrive, and the message is
         then ``placed``; every other channel uses a slot."""
 
-    def stop_writing(self, tag: int) -> None:
-        """Write nothing to the memory of ``into`` from now on. The channel still receives the message and drops it."""
-
     @abstractmethod
     def poll(self) -> list[Received]:
         """The messages that arrived since the last call, in any order. One that P has stopped may have ``nbytes`` 0."""
 
     @abstractmethod
     def forget(self, tag: int) -> None:
-        """The announced message will not come. If it comes nevertheless, the channel drops its bytes."""
+        """Write nothing to the memory of ``into`` from now on. Where the message comes, the channel drops it."""
 
 
 # --- PULL -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from kvferry.connector.decode_side.fetch import Fetch, RankRead
+from kvferry.connector.decode_side.fetch import Fetch
 from kvferry.connector.decode_side.link import Link, LinkPhase
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.load import Loads
@@ -15,7 +15,7 @@ from kvferry.connector.decode_side.report import Results
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 
-Waiting = Fetch | RankRead | LeaseRenewal | Lookup
+Waiting = Fetch | LeaseRenewal | Lookup
 """What waits for a time, in one heap."""
 
 
@@ -28,7 +28,7 @@ class Consumer:
         self._deadlines = deadlines = Deadlines[Waiting](lambda waiting: waiting.due)
         self.links = Links(rank_context)
         self.renewals = LeaseRenewals(rank_context, self.links, deadlines)
-        self.reads = Reads(rank_context, self.renewals, deadlines)
+        self.reads = Reads(rank_context, self.renewals)
         self.loads = Loads(rank_context, self.links, self.reads, self.renewals, results, deadlines)
         self.lookups = Lookups(rank_context, self.links, self.renewals, results, deadlines)
 
@@ -45,7 +45,7 @@ class Consumer:
                 for reply in link.serve(now):
                     if isinstance(reply, ReadReply):
                         if (read := self.reads.reply(link, reply, now)) is not None:
-                            self.loads.read_moved(read, now)
+                            self.loads.go_on(read.fetch, now)
                     elif isinstance(reply, Answer):
                         self.lookups.reply(link, reply, now)
             except Exception as error:  # an error with one peer must not reach the others
@@ -61,7 +61,7 @@ class Consumer:
         """Handle the copies into D's pages whose end this thread awaited when they began."""
         if self.reads.writes:
             for read in self.reads.finished_writes(now):
-                self.loads.read_moved(read, now)
+                self.loads.go_on(read.fetch, now)
 
     def tick(self, now: float) -> None:
         """Check deadlines, renew leases, close links that have failed long enough or that are not used."""
@@ -69,8 +69,6 @@ class Consumer:
             match waiting:
                 case Fetch():
                     self.loads.on_due(waiting, now)
-                case RankRead():
-                    self.reads.on_due(waiting, now)
                 case LeaseRenewal():
                     self.renewals.on_due(waiting, now)
                 case Lookup():
@@ -81,9 +79,7 @@ class Consumer:
     @property
     def live(self) -> bool:
         """Whether a deadline is running."""
-        return bool(
-            self.loads.running or self.renewals.kept or self.reads.by_number or self.links.live or self.lookups.live
-        )
+        return bool(self.loads.running or self.renewals.kept or self.links.live or self.lookups.live)
 
     def close(self, now: float, reason: str) -> None:
         """Release every lease and close the links; loads that still run are reported as failed for ``reason``."""
@@ -97,7 +93,7 @@ class Consumer:
         reads = self.reads.through(link)
         for read in reads:
             read.link_moved(now)
-            self.loads.read_moved(read, now)
+            self.loads.go_on(read.fetch, now)
         if link.phase is LinkPhase.FAILED:
             self.links.failed(link, now)
             for read in reads:
@@ -109,6 +105,6 @@ class Consumer:
         """Unpack messages with bytes, and look at the copies under way. Returns whether there is more to do at once."""
         if self.reads.by_number or self.reads.writes or self.reads.arrived:
             for read in self.reads.collect(now):
-                self.loads.read_moved(read, now)
+                self.loads.go_on(read.fetch, now)
             return self.reads.backlog
         return False  # also where the last read was cancelled while its copy moved

@@ -208,8 +208,6 @@ class RankRead:
     """The copies into D's pages that are under way."""
     awaitable: bool = True
     """The engine can wait for all copies that have begun."""
-    deadline: float = math.inf
-    """For the last messages of a stopped read."""
     planned: tuple[PlannedSpan, ...] = ()
     chunk_bytes: int = 0
     boxes: list[PageBox] = field(default_factory=list)
@@ -241,10 +239,6 @@ class RankRead:
     def all_begun(self) -> bool:
         """Whether all copies into D's pages have ended, or are under way and the engine can wait for them."""
         return self.landed or (bool(self.writes) and not self.tags and self.awaitable)
-
-    @property
-    def due(self) -> float:
-        return self.deadline if self.stopped and self.tags else math.inf
 
     @property
     def grant_stands(self) -> bool:
@@ -343,12 +337,9 @@ class RankRead:
         if not self.stopped:
             self.failure = self.failure or reason
 
-    def stop(self, now: float, timeout: float) -> bool:
-        """Begin no more copies. ``timeout``: seconds that the last messages may take. Returns whether P or a copy may
-        be at work."""
+    def stop(self, now: float) -> bool:
+        """Begin no more copies. Returns whether P or a copy may be at work."""
         at_work = self.phase in (_A, _M)
-        if at_work:
-            self.deadline = now + timeout
         if at_work or self.phase in (_W, _C):
             self._enter(_S, now)
         return at_work

@@ -324,6 +324,12 @@ class Link:
         self.fail("peer_lost", f"the prefill engine has ended its leases: {reply.reason}", "peer")
         return True
 
+    def drop_arrived(self) -> None:
+        """Drop messages that came after the stop of the last read over the link, and that the channel did not drop."""
+        if self.channel is not None and not self.channel.pulls:
+            for message in self.channel.poll():
+                message.release()
+
     def detach(self) -> None:
         """Close the data plane; messages in flight there do not arrive. Idempotent."""
         if self.channel is not None:

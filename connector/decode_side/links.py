@@ -142,6 +142,8 @@ class Links:
             return
         self._next_look = now + UNUSED_LOOK_SECONDS
         for link in self:
+            if not link.users:
+                link.drop_arrived()
             in_use = link.users or link.questions or link.shakes
             if link.used or in_use:
                 link.used, link.used_at = False, now

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvferry.connector.decode_side.fetch import ATTEMPTS_PER_PEER, Fetch, FetchState, RankRead, ReadPhase
+from kvferry.connector.decode_side.fetch import ATTEMPTS_PER_PEER, Fetch, FetchState, ReadPhase
 from kvferry.connector.decode_side.link import Reason
 from kvferry.connector.decode_side.links import Links
 from kvferry.connector.decode_side.read import Reads
@@ -135,14 +135,8 @@ class Loads:
         else:
             self._end(fetch, now)
 
-    def read_moved(self, read: RankRead, now: float) -> None:
-        """Something has happened to a read. One that was stopped stays known after its attempt while messages of it may
-        come, and means nothing to the next one."""
-        if not read.stopped or read.fetch.state is _DRAINING:
-            self._go_on(read.fetch, now)
-
-    def _go_on(self, fetch: Fetch, now: float) -> None:
-        """Go on as far as all reads of the attempt have come."""
+    def go_on(self, fetch: Fetch, now: float) -> None:
+        """Something has happened to a read: go on as far as all reads of the attempt have come."""
         if fetch.state is _DRAINING:
             if not fetch.writing:
                 self._attempt_failed(fetch, now)
@@ -201,7 +195,7 @@ class Loads:
         """Begin the first attempt, or the next one: of the last one nothing writes D's pages any more."""
         fetch.begin_attempt(_at(fetch.posted.load, fetch.peer))
         self._enter(fetch, _CONNECTING, min(now + self._settings.handshake_timeout_seconds, fetch.end), now)
-        self._go_on(fetch, now)
+        self.go_on(fetch, now)
 
     def _connect(self, fetch: Fetch, now: float) -> Reason | None:
         """Begin a read from each rank of P that the attempt reads from."""
@@ -280,7 +274,7 @@ class Loads:
         reason, load = fetch.reason, fetch.posted.load
         assert reason is not None
         for read in fetch.reads:
-            self._reads.end(read)
+            self._reads.forget(read)
         fetch.reads = []
         self._rank_context.stats.retried(reason.kind, _short_name(fetch.load.peer))
         peer = _short_name(_at(load, fetch.peer).peer)
@@ -315,7 +309,7 @@ class Loads:
                 self._report_failed(fetch.posted, fetch.reason, fetch)
         finally:
             for read in fetch.reads:
-                self._reads.end(read)
+                self._reads.forget(read)
 
     def _report_begun(self, fetch: Fetch, now: float) -> None:
         """Report, once, that all copies are under way: the engine can wait for them. Where P computes the prompt,

@@ -1,16 +1,13 @@
 """All reads of a rank of D: asks P, announces chunks to the channels, unpacks them, and copies P's pages.
 
-P sends the bytes, or D copies P's pages by itself. A read stays known after its stop as long as messages of it can
-arrive: P answers how many it has sent. The link fails where P does not answer, or where these messages do not come.
+P sends the bytes, or D copies P's pages by itself. Of a read that was stopped the channel drops what still arrives.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from kvferry.connector.decode_side.fetch import Fetch, FetchState, PageWrite, RankRead, ReadPhase
 from kvferry.connector.decode_side.link import Link, LinkPhase, Reason
@@ -21,7 +18,6 @@ from kvferry.connector.geometry.rank_geometry import KEEPS_ALL, RegionGeometry
 from kvferry.connector.geometry.read_plan import PlannedSpan
 from kvferry.connector.geometry.spans import Span, check_spans
 from kvferry.connector.pages.caches import PageBox
-from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind
@@ -38,16 +34,16 @@ _DENIED: dict[messages.DenyReason, FailureKind] = {
     "detached": "peer_lost",
     "failed": "data",
 }
-ReadReply = messages.Grant | messages.Deny | messages.Stopped | messages.Committed
+ReadReply = messages.Grant | messages.Deny | messages.Committed
 
 
 class Reads:
-    """All reads of this rank, also stopped reads whose last messages are still under way. What happens to a read is
-    told to its load by the caller. Used by the transfer thread only."""
+    """The reads of this rank, until the end of their attempt, or of their link. Where something has happened to a
+    read, the caller tells its load. Used by the transfer thread only."""
 
-    def __init__(self, rank_context: RankContext, renewals: LeaseRenewals, deadlines: Deadlines[Any]) -> None:
+    def __init__(self, rank_context: RankContext, renewals: LeaseRenewals) -> None:
         self._rank_context, self._caches, self._log = rank_context, rank_context.caches, rank_context.log
-        self._renewals, self._deadlines = renewals, deadlines
+        self._renewals = renewals
         self.by_number: dict[int, RankRead] = {}
         self._by_link: dict[Link, dict[RankRead, None]] = {}
         self._last = 0
@@ -72,20 +68,14 @@ class Reads:
         return list(self._by_link.get(link, ()))
 
     def forget(self, read: RankRead) -> None:
-        """Forget a read of which no message can arrive any more."""
+        """The attempt or the link has ended."""
         if self.by_number.pop(read.number, None) is None:
             return
-        read.deadline = math.inf
         read.link.users -= 1
         reads = self._by_link[read.link]
         del reads[read]
         if not reads:
             del self._by_link[read.link]
-
-    def end(self, read: RankRead) -> None:
-        """The load has ended, or goes on in another attempt."""
-        if not (read.stopped and read.tags):
-            self.forget(read)
 
     def others_move(self, read: RankRead) -> bool:
         """Whether another read over the link of a read goes on, and has made progress since this one did."""
@@ -265,22 +255,7 @@ class Reads:
                 if read.fetch.state is not FetchState.COMMITTING or not read.granted:
                     return None  # D has not asked
                 self._answered(read, reply.ok, now)
-            case messages.Stopped():
-                self._on_stopped(read, reply.sent)
-                return None
         return read
-
-    def _on_stopped(self, read: RankRead, sent: int) -> None:
-        """P has sent the first ``sent`` chunks of the read, or empty messages, and sends no more."""
-        if not read.stopped:
-            return
-        channel = read.link.channel
-        for tag in [tag for tag in read.tags if tag & 0xFFFFFFFF >= sent]:
-            read.tags.discard(tag)
-            if channel is not None and not channel.pulls:
-                channel.forget(tag)
-        if not read.tags:
-            self.forget(read)
 
     # --- commit and stop ----------------------------------------------------------------------------------------
 
@@ -306,19 +281,14 @@ class Reads:
             read.fail(Reason("expired", "the lease ended before the read was committed"))
 
     def stop(self, read: RankRead, now: float) -> None:
-        """Let no channel write D's pages for this read, and ask P to stop sending.
-
-        A copy that cannot be cancelled goes on: ``finished_writes`` yields its read when it has ended.
-        Messages under way end in staging memory or are dropped; P's ``Stopped`` contains their number. Where none is
-        left, the read need not wait for it.
-        """
-        if read.stop(now, self._rank_context.settings.transfer_timeout_seconds):
+        """Let no channel write D's pages for this read, and ask P to stop sending. A copy that cannot be cancelled goes
+        on: ``finished_writes`` yields its read when it has ended."""
+        if read.stop(now):
             try:
                 self._cancel(read)
             except Exception:
                 self._log.exception("CancelRead", "kvferry: unexpected error in CancelRead of read %d", read.number)
                 self._rank_context.stats.failed("internal")
-            self._deadlines.note(read, read.due)
 
     def _cancel(self, read: RankRead) -> None:
         channel = read.link.channel
@@ -328,17 +298,10 @@ class Reads:
                 if write.copy.done:
                     del self.writes[write], read.writes[write]
         elif channel is not None:
-            for tag in read.tags:
-                channel.stop_writing(tag)
+            while read.tags:
+                channel.forget(read.tags.pop())
         if read.link.phase is LinkPhase.ATTACHED:
             read.link.send(messages.Cancel(read=read.number))
-
-    def on_due(self, read: RankRead, now: float) -> None:
-        """Fail the link of a stopped read whose last messages are overdue."""
-        if now >= read.due:
-            read.deadline = math.inf
-            seconds = self._rank_context.settings.transfer_timeout_seconds
-            read.link.fail("timeout", f"no end of a stopped read in {seconds:g} s")
 
     # --- bytes --------------------------------------------------------------------------------------------------
 
@@ -405,11 +368,6 @@ class Reads:
     def _unpack(self, read: RankRead, message: Received, now: float) -> None:
         """Begin to copy a message into D's pages. It is released when the copy has ended, or here."""
         read.tags.discard(message.tag)
-        if read.stopped:
-            message.release()
-            if not read.tags:
-                self.forget(read)
-            return
         chunk = message.tag & 0xFFFFFFFF
         if chunk >= read.last_step:
             read.last_step_at = min(read.last_step_at, now)

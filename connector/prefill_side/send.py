@@ -32,8 +32,6 @@ from kvferry.transport.wake import RateLimitedLog
 
 _limited = RateLimitedLog(logging.getLogger("vllm.kvferry.send"))
 
-ENDED_READS = 1 << 15
-"""Reads that P remembers after they have ended: how many of their chunks it has sent."""
 LIVE_SPANS = 1 << 17
 """Bound on the reads that P sends, by their spans: 45 MB."""
 READ_COST = 32
@@ -125,8 +123,6 @@ class Sends:
         """The reads that are stopped, and whose pages a copy still reads."""
         self.live: FairTable[ReadKey, OutgoingRead] = FairTable(LIVE_SPANS)
         """All of these."""
-        self.ended: FairTable[ReadKey, int] = FairTable(ENDED_READS)
-        """The number of chunks sent of reads that are stopped."""
 
     def of(self, wanted: Callable[[OutgoingRead], bool]) -> list[OutgoingRead]:
         """The reads that are not stopped, and for which ``wanted`` is true."""
@@ -139,12 +135,12 @@ class Sends:
         ``allocated``: the engine has allocated all blocks.
 
         Raises:
-            GeometryError: its number was used before, its spans are not in our regions, the prompt or its blocks, or
-                its chunks do not fit into slots, or are more than ``MAX_CHUNKS``.
+            GeometryError: a read of its number is under way, its spans are not in our regions, the prompt or its
+                blocks, or its chunks do not fit into slots, or are more than ``MAX_CHUNKS``.
         """
         key = session.identity, ask.read
-        if key in self.live or key in self.ended:
-            raise GeometryError(f"read {ask.read} was asked for before")
+        if key in self.live:
+            raise GeometryError(f"read {ask.read} is under way")
         strange = {span.shard for span in ask.spans} - session.shards
         if strange:  # any other shard would cost a pass over every token
             raise GeometryError(f"span of the tokens of {strange.pop()}, which is none of that rank's")
@@ -176,12 +172,6 @@ class Sends:
     def resume(self, token: bytes) -> None:
         """Reads that wait for the prompt under this token take turns again."""
         self.turns += self.waiting.pop(token, ())
-
-    def refused(self, session: Session, read: int) -> None:
-        """Remember a read that was denied: none of its chunks was sent."""
-        key = session.identity, read
-        if key not in self.live and key not in self.ended:
-            self.ended.put(session.identity, key, 0)
 
     # --- turns --------------------------------------------------------------------------------------------------
 
@@ -283,7 +273,6 @@ class Sends:
         if read.reading:
             assert read.session.sender is not None
             read.session.sender.stop_reading()
-        self.ended.put(read.session.identity, read.key, read.sent)
         return self._gave_back(read)
 
     def drained(self) -> list[OutgoingRead]:

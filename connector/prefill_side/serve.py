@@ -518,12 +518,9 @@ class Producer:
 
     def _cancel(self, session: Session, cancel: messages.Cancel, now: float) -> None:
         key = session.identity, cancel.read
-        if self.waiting.pop((messages.Ask, *key)) is not None:
-            self._sends.refused(session, cancel.read)
+        self.waiting.pop((messages.Ask, *key))
         if (read := self._sends.live.get(key)) is not None:
             self._stop(read, now)
-        sent = self._sends.ended.get(key) or 0  # 0: D never asked for this read
-        self._replies.send(session.identity, messages.Stopped(read=cancel.read, sent=sent))
 
     def _release(self, identity: bytes, release: messages.Release, now: float) -> bool:
         """Count a release, of any D that knows the token, also one whose geometry P has refused. Returns whether it
@@ -650,15 +647,11 @@ class Producer:
 
     def deny(self, identity: bytes, read: int, reason: messages.DenyReason, detail: str = "") -> None:
         """Refuse a read, or what is left of it."""
-        session = self._sessions.table.get(identity)
-        if session is not None:
-            self._sends.refused(session, read)
         self._replies.send(identity, messages.Deny(read=read, reason=reason, detail=detail[:1024]))
 
     def _end_session(self, session: Session, now: float) -> None:
         for read in self._sends.of(lambda read: read.session is session):
             self._stop(read, now)
-        self._sends.ended.drop(session.identity)
         for waiting in self.waiting.values():  # what needs no session waits on
             if waiting.identity == session.identity and isinstance(waiting.request, messages.Ask):
                 self.waiting.pop(waiting.key)

@@ -215,6 +215,4 @@ def refusal(request: messages.Request) -> messages.Reply | None:
             return messages.Deny(read=request.read, reason="detached", detail=text)
         case messages.Commit():
             return messages.Committed(read=request.read, ok=False)
-        case messages.Cancel():
-            return messages.Stopped(read=request.read, sent=0)
     return None

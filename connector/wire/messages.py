@@ -24,7 +24,6 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
                                     ◀── Committed(ok)
     Release(token)                  ──▶
     Cancel(read)                    ──▶                               (any time after Ask)
-                                    ◀── Stopped(read, sent)
 """
 
 from __future__ import annotations
@@ -248,16 +247,9 @@ class Deny(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """D cancels the read."""
+    """D cancels the read. D drops what P has sent, and what P sends before it takes this message."""
 
     read: ReadNumber
-
-
-class Stopped(_Message, frozen=True):
-    """P has stopped the read. ``sent`` chunks are or will be on the data plane, and no more follow."""
-
-    read: ReadNumber
-    sent: Count
 
 
 class Commit(_Message, frozen=True):
@@ -294,7 +286,7 @@ class Renew(_Message, frozen=True):
 
 Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew | Resolve | LeaveName | FindPrefix | LendPrefix
 HandshakeReply = Welcome | Refused | Attached | AttachRefused
-Reply = HandshakeReply | Grant | Deny | Stopped | Committed | Closing | Resolved | Unresolved
+Reply = HandshakeReply | Grant | Deny | Committed | Closing | Resolved | Unresolved
 Message = Request | Reply
 
 _grant_decoder: msgspec.msgpack.Decoder[Grant] = msgspec.msgpack.Decoder(Grant)

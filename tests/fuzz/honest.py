@@ -183,7 +183,7 @@ class Honest:
         self.replies: list[messages.Reply] = [
             self.welcome, self.attached, self.grant, messages.Refused(field="f", ours="a", theirs="b"),
             messages.AttachRefused(plane="tcp", reason="r"), messages.Deny(read=1, reason="expired", detail="d"),
-            messages.Stopped(read=1, sent=2), messages.Committed(read=1, ok=True), messages.Closing(reason="r"),
+            messages.Committed(read=1, ok=True), messages.Closing(reason="r"),
             messages.Unresolved(number=1, final=True, detail="d"),
         ]  # fmt: skip
         self.peer = PeerEngine("engine-f", 1, 1, 30.0, (self.address,))

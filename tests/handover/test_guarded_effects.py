@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.wire import messages
 from tests.handover.scenario import PATIENT, Pair, RankGroup, another_works, begin, breaks, ended, is_wiped, wipe
 from tests.support.ranks import Rank, wait
 
@@ -33,7 +32,7 @@ def test_chunks_that_cannot_be_announced(group: RankGroup, monkeypatch: Patch, p
     begin(p, d)
     assert not ended(p, d)
     wipe(d)
-    assert wait(lambda: not reads.by_number, [p, d]), "P accounts for the messages, and the read is forgotten"
+    assert wait(lambda: not reads.by_number, [p, d]), "the read is forgotten"
     assert is_wiped(d)
     monkeypatch.undo()
     another_works(p, d)
@@ -64,18 +63,3 @@ def test_copies_that_cannot_wait_for_the_engine(p: Rank, d: Rank, monkeypatch: P
     monkeypatch.setattr(copies, "wait_event", breaks)
     begin(p, d)
     assert not ended(p, d)
-
-
-def test_a_read_whose_last_message_is_bad_does_not_wait_for_p(p: Rank, d: Rank, monkeypatch: Patch) -> None:
-    """No message of it can arrive any more, so it is forgotten also where P never answers the Cancel."""
-    reads = d.consumer.reads
-    reply = reads.reply
-
-    def all_but_stopped(link: Any, message: Any, now: float) -> Any:
-        return None if isinstance(message, messages.Stopped) else reply(link, message, now)
-
-    monkeypatch.setattr(reads, "reply", all_but_stopped)
-    monkeypatch.setattr(type(d.context.caches), "unpack", breaks)
-    begin(p, d)
-    assert not ended(p, d)
-    assert wait(lambda: not reads.by_number, [p, d])

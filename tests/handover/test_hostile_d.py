@@ -114,25 +114,6 @@ def test_consumers_of_one_lease_are_bounded(p: Rank, hostile: RawD) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p])
 
 
-def test_cancels_of_reads_that_never_were_keep_nothing(pair: Pair, hostile: RawD) -> None:
-    """Each left an entry in its session for ever."""
-    for number in range(300):
-        hostile.send(messages.Cancel(read=number))
-    hostile.settled()
-    assert len(sends_of(pair[0]).ended) == 0
-    another_works(*pair)
-
-
-def test_reads_that_have_ended_are_bounded(pair: Pair, hostile: RawD, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = sends_of(pair[0]).ended
-    monkeypatch.setattr(ended, "limit", 100)
-    for number in range(300):
-        hostile.send(ask(number))
-        hostile.send(messages.Cancel(read=number))
-    hostile.settled()
-    assert 0 < len(ended) <= 100
-
-
 def test_tokens_that_a_d_draws_displace_no_others(
     group: RankGroup, pair: Pair, hostile: RawD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,14 +208,14 @@ def test_a_large_hello_does_not_hold_p_up(group: RankGroup) -> None:
 def test_a_d_that_does_not_read_gets_its_replies_later(
     pair: Pair, hostile: RawD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection holds a thousand; the others were dropped, and with them the end of reads that D waits for."""
+    """Its connection holds a thousand; the others were dropped, and with them the end of loads that D waits for."""
     listener, replies = listener_of(pair[0]), replies_of(pair[0])
     with monkeypatch.context() as patch:
         patch.setattr(listener, "send", lambda identity, frames: Delivery.FULL)
         for read in range(50):
-            hostile.send(messages.Cancel(read=read))
+            hostile.send(messages.Commit(read=read, token=bytes(16)))
         assert wait(lambda: len(replies.kept) == 50)
-    assert [hostile.answer(messages.Stopped).read for _ in range(50)] == list(range(50)), "all of them, in order"
+    assert [hostile.answer(messages.Committed).read for _ in range(50)] == list(range(50)), "all of them, in order"
     assert wait(lambda: len(replies.kept) == 0) and listener.dropped["full"] == 0
 
 
@@ -285,17 +266,15 @@ def test_a_second_attach_is_refused_once_the_first_was_used(group: RankGroup, pa
     another_works(*pair)
 
 
-@pytest.mark.parametrize("over", [False, True])
-def test_a_read_is_asked_for_once(pair: Pair, raw: RawD, over: bool) -> None:
-    """``over``: also where it has ended."""
+def test_a_number_is_of_one_read_at_a_time(pair: Pair, raw: RawD) -> None:
     token = grant(pair[:1], "req-p", THEIRS, TOKENS)
-    chunk_bytes = 64 << 10 if over else messages.MIN_SLOT_BYTES
-    raw.send(ask(7, token, [WHOLE], chunk_bytes=chunk_bytes))
+    gate = Gate(pair[0].producer, "pump", lambda now: False)
+    raw.send(ask(7, token, [WHOLE]))
     assert raw.answer(messages.Grant).chunks > 0
-    assert not over or wait(lambda: not sends_of(pair[0]).turns)
     raw.send(ask(7, token, [WHOLE]))
     refused = raw.answer(messages.Deny)
-    assert refused.reason == "bounds" and "asked for before" in refused.detail
+    assert refused.reason == "bounds" and "under way" in refused.detail
+    gate.open()
     another_works(*pair)
 
 
@@ -352,21 +331,6 @@ def test_a_load_that_breaks_while_it_starts_is_reported(p: Rank, d: Rank, where:
     monkeypatch.undo()
     another_works(p, d)
     assert not d.consumer.loads.running
-
-
-def test_a_p_that_says_that_it_has_stopped_what_nobody_has(shm: Pair) -> None:
-    """D would take the chunks that are still to come for none."""
-    p, d = shm
-    replies = replies_of(p)
-    reply = replies.send
-
-    def and_stopped(identity: bytes, message: object) -> None:
-        reply(identity, message)
-        if isinstance(message, messages.Grant):
-            reply(identity, messages.Stopped(read=message.read, sent=0))
-
-    replies.send = and_stopped
-    another_works(p, d)
 
 
 def test_a_grant_that_comes_twice_counts_once(p: Rank, d: Rank) -> None:

@@ -135,7 +135,7 @@ def test_the_commit_is_a_fence(group: RankGroup) -> None:
     gate.open()
     (job,) = loads.running
     (read,) = job.reads
-    on_its_thread(d, lambda: (reads.commit(read, 0.0), loads.read_moved(read, 0.0)))
+    on_its_thread(d, lambda: (reads.commit(read, 0.0), loads.go_on(job, 0.0)))
     assert not ended(p, d) and has_all(d), "the bytes were right: only the commit refused them"
 
 
@@ -310,7 +310,7 @@ class Late:
         while self.held:
             *reply, now = self.held.pop(0)
             if (read := self._real(*reply, now)) is not None:
-                self._consumer.loads.read_moved(read, now)
+                self._consumer.loads.go_on(read.fetch, now)
 
 
 def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGroup) -> None:

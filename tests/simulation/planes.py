@@ -421,12 +421,6 @@ class Receiver(End, PushReceiver):
         if use is not None:
             self.plane.host.pages.writes.remove(use)
 
-    def stop_writing(self, tag: int) -> None:
-        expected = self.expected.get(tag)
-        if expected is not None:
-            expected.into = None
-        self._ended(tag)
-
     def forget(self, tag: int) -> None:
         self._ended(tag)
         super().forget(tag)

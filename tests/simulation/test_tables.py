@@ -13,7 +13,7 @@ from tests.simulation.engines import Engine, Request
 from tests.simulation.memory import Form
 from tests.simulation.network import Packet
 from tests.simulation.world import World
-from tests.support.inside import consumer_of, sessions_of
+from tests.support.inside import sessions_of
 
 FORM = Form(1, 2, 128)
 
@@ -63,33 +63,6 @@ def test_p_forgets_a_d_that_is_silent(world: World) -> None:
     assert sessions(p) == 1
     world.run(4.0)
     assert sessions(p) == 0
-
-
-@pytest.mark.parametrize("what", ["reply", "chunk"])
-def test_a_read_whose_end_is_lost_does_not_stay(world: World, what: str) -> None:
-    """``Stopped`` says how many chunks are under way, and all of them must come; else the link is lost."""
-    p, d = (world.engine(name, FORM, ("sim_push",)) for name in "pd")
-    hand_over(p, d)
-    world.run(1.0)
-    request = hand_over(p, d, 2000)  # of several messages
-    under_way(world, "chunk")
-    d.abort(request)
-    if what == "chunk":
-        world.network.lose(under_way(world, what))
-    while what == "reply" and world.timeline.now < 1.1:
-        world.run(20e-6)
-        for packet in [packet for packet in world.network.under_way if packet.what == what]:
-            world.network.lose(packet)
-    world.run(1.0)
-    assert request.phase == "ended", "the engine does not wait for it"
-    receiver = consumer_of(d.nodes[0].thread).reads
-    assert receiver.by_number
-    world.run(world.settings.transfer_timeout_seconds)
-    assert not receiver.by_number
-    world.run(2.0)
-    hand_over(p, d)
-    world.run(2.0)
-    assert d.outcomes["loaded"] == 2, "a new link is made"
 
 
 def test_a_lease_waits_for_siblings_no_longer_than_it_should(world: World) -> None:

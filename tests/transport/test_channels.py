@@ -66,7 +66,7 @@ def test_pieces_arrive_as_one_message(pair: Pair) -> None:
         message.release()
         pair.turn(lambda: sender.reading is None)
     sender.stop_reading()
-    receiver.stop_writing(5)
+    receiver.forget(5)
     assert sender.error is None and receiver.error is None
     pair.turn(lambda: not pair.slots_out)
 

@@ -559,22 +559,19 @@ def test_every_byte_lands_in_its_place(piece_ends: PieceEnds, nbytes: int, piece
     assert piece_ends.sender.reading is None
 
 
-@pytest.mark.parametrize("when", ["before it came", "in the middle", "forgotten"])
+@pytest.mark.parametrize("when", ["before it came", "in the middle"])
 def test_pages_that_d_let_go_are_not_written(piece_ends: PieceEnds, when: str) -> None:
     source, target = Memory(LARGE, 8192, 1, fill=True), Memory(LARGE, 8192, 2)
     if when == "before it came":
         piece_ends.receiver.expect(1, LARGE, lambda: target.pieces)
-        piece_ends.receiver.stop_writing(1)
+        piece_ends.receiver.forget(1)
         piece_ends.sender.send_pieces(lambda: source.pieces, 1)
     else:
         piece_ends.send_half(source, target)
         piece_ends.turn(lambda: bool(target.bytes.any()))
         assert piece_ends.receiver.flows[0].arriving, "it must be caught in the middle"
-        (piece_ends.receiver.forget if when == "forgotten" else piece_ends.receiver.stop_writing)(1)
+        piece_ends.receiver.forget(1)
         target.bytes[:] = 0
-    if when != "forgotten":  # which is not reported
-        message = piece_ends.arrival()
-        assert (message.tag, message.nbytes) == (1, LARGE)
     piece_ends.follows()
     assert not target.bytes.any()
 

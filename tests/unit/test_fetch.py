@@ -103,7 +103,7 @@ class Rank:
 
     def happen(self, what: str | float, source: int = 0, reason: Reason | None = None) -> Rank:
         """Seconds pass, or something happens with a source, or with the oldest copy."""
-        link = self.links.get(source)
+        link: Any = self.links.get(source)
         one = next((each for each in self.fetch.reads if each.link is link), None)
         number = one.number if one is not None else 0
         attached = link is not None and link.phase is LinkPhase.ATTACHED
@@ -212,10 +212,10 @@ def test_a_step_that_computes_with_a_load_comes_before_the_end_of_its_lease() ->
 
 # --- attempts -----------------------------------------------------------------------------------------------------
 def test_the_same_p_is_tried_once_more_and_not_at_once() -> None:
-    rank = Rank(sources=1).happen(10.0 - SAME_PEER_SECONDS).happen("fail")
-    assert rank.fetch.state is STATE.WAITING and rank.fetch.deadline == rank.now + SAME_PEER_SECONDS
+    rank = Rank(planes=2, sources=1).happen(10.0 - SAME_PEER_SECONDS).happen("fail")
+    assert (rank.fetch.state, rank.fetch.deadline) == (STATE.WAITING, rank.now + SAME_PEER_SECONDS)
     rank.happen(SAME_PEER_SECONDS)
-    assert rank.fetch.state is STATE.CONNECTING and (rank.dialed, rank.fetch.reason) == (2, None)
+    assert (rank.fetch.state, rank.dialed, rank.fetch.reason) == (STATE.CONNECTING, 2, None)
     assert rank.happen("fail").reports[0].failed == "peer_lost"
 
 
@@ -375,14 +375,10 @@ def test_stopped_while_copies_write() -> None:
     read = Read(2)
     read.begin()
     read.begin()
-    assert read.it.stop(0.0, 3.0) and not read.it.stop(0.0, 3.0)
+    assert read.it.stop(0.0) and not read.it.stop(0.0)
     assert [read.end(), read.end(PEER_LOST)] == [PHASE.STOPPED] * 2
     read.it.fail(PEER_LOST)
     assert read.it.failure is None and not read.it.writes
-    read = Read(2)
-    assert read.it.stop(1.0, 3.0) and read.it.due == 4.0, "messages of it can come"
-    read.it.tags.clear()
-    assert read.it.due == float("inf")
 
 
 def test_a_burst_says_nothing_of_the_end() -> None:

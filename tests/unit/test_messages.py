@@ -50,7 +50,6 @@ REPLIES: list[Any] = [
     m.AttachRefused(plane="shm", reason="no room", detached=True),
     m.Attached(plane="ucx", slot_bytes=4 << 20),
     m.Deny(read=1, reason="expired"),
-    m.Stopped(read=1, sent=0),
     m.Committed(read=1, ok=True),
     m.Closing(reason="the engine ends"),
     m.Resolved(number=7, params=b"\x80", streams=True, found=16, step_tokens=512),

@@ -18,7 +18,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
@@ -38,7 +37,6 @@ from kvferry.transport.planes.tcp_flows import (
     ReceiveFlow,
     SendFlow,
     aead,
-    nowhere,
 )
 from kvferry.transport.sockets import CHANNEL_BYTES, ENDED, HELLO_BYTES, SECRET_BYTES
 from kvferry.transport.staging import SlotPool
@@ -184,13 +182,8 @@ class TcpRecvChannel(ConnectingReceiver):
         self.fail(GONE)
 
     def forget(self, tag: int) -> None:
-        self.stop_writing(tag)
-        super().forget(tag)
-
-    def stop_writing(self, tag: int) -> None:
-        expected = self.expected.get(tag)
+        expected = self.expected.pop(tag, None)
         if expected is not None:
-            expected.into = partial(nowhere, expected.nbytes)
             for flow in self.flows:
                 flow.stop_writing(expected)
 
