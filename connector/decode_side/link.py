@@ -114,6 +114,7 @@ class Link:
         self.phase = self.handled_phase = _CONNECTED  # now, and the last one that the owner has acted on
         self._history: list[tuple[float, enum.Enum]] = [(self._now, self.phase)]
         self.reason: Reason | None = None  # of the failure
+        self.detached = False  # P has ended its session with this D: it may take a new one at once
         self.misfit = False  # the handshake alone has failed: P and D do not fit, and P answers questions all the same
         self.deadline = math.inf  # of the handshake
         self.plane_wanted = False  # a read needs a data plane
@@ -141,10 +142,6 @@ class Link:
     def life(self) -> Life:
         """Whose link this is, once P has answered."""
         return self.place, self._incarnation
-
-    @property
-    def answered(self) -> bool:
-        return bool(self._incarnation)
 
     def story(self) -> str:
         return story(self._history)
@@ -292,6 +289,11 @@ class Link:
         line = "kvferry: link to %s failed: %s [%s]"
         self._log.warning(self._key("failed"), line, self.name, text, self.story())
 
+    def lose_session(self, why: str) -> None:
+        """P has ended its session with this D. The next load, or the next attempt, makes a new link."""
+        self.detached = True
+        self.fail("peer_lost", f"the prefill engine has no handshake of ours: {why}")
+
     def lose_plane(self, why: str) -> None:
         """The data plane has broken. The reads over the link fail; during the handshake the next plane is tried: P
         closes a channel that it refuses, and the close arrives before P's answer."""
@@ -356,8 +358,8 @@ class Link:
                 else:
                     self._enter(_GREETED)
                     self.deadline = math.inf
-            case messages.AttachRefused(detached=True):  # the next load, or the next attempt, makes a new link
-                self.fail("peer_lost", f"the prefill engine has no handshake of ours: {shortened(reply.reason)}")
+            case messages.AttachRefused(detached=True):
+                self.lose_session(shortened(reply.reason))
             case messages.AttachRefused():
                 if self.plane is not None and reply.plane == self.plane.name and self.phase in (_ATTACHING, _MAPPING):
                     self._next_plane(shortened(reply.reason))

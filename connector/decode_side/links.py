@@ -16,7 +16,7 @@ from kvferry.transport.errors import KVFerryError, TransportError
 from kvferry.transport.wake import RateLimitedLog
 
 FAILED_LINK_SECONDS = 1.0
-"""D keeps a link that P has not answered for this time, so that a burst of requests for a dead peer fails at once."""
+"""D keeps a failed link for this time, so that a burst of requests for a dead peer fails at once."""
 UNUSED_LOOK_SECONDS = 0.25
 """Seconds between two looks for links that are not used. D may have thousands of links, and ticks 50 times a second."""
 MAX_LINKS = 4096
@@ -44,16 +44,19 @@ class Links:
 
     def get(self, address: RankAddress, now: float, *, redial: bool = False) -> Link:
         """The link to a rank of P; a new one where there is none. ``redial``: also where the link has failed, once the
-        owner has acted on that. So it is where P had answered: it may have been restarted on its port, or fit now.
+        owner has acted on that. So it is where another life of the rank had answered, which may have been restarted on
+        its port, and where P has ended the session.
 
         Raises:
             TransportError: no link can be opened.
         """
         place = address.host, address.port, address.key
         link = self._links.get(place)
-        if link is not None and link.handled_phase is LinkPhase.FAILED and (redial or link.answered):
-            self._close(link)
-            link = None
+        if link is not None and link.handled_phase is LinkPhase.FAILED:
+            answered = link.life[1]
+            if redial or link.detached or (answered and answered != address.incarnation):
+                self._close(link)
+                link = None
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._make_room()

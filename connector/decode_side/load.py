@@ -140,8 +140,10 @@ class Loads:
         if fetch.state is _DRAINING:
             if not fetch.writing:
                 self._attempt_failed(fetch, now)
-        elif fetch.state is not _DONE and (failure := self._guarded(self._next_state, fetch, now)) is not None:
-            self._stop(fetch, failure, now)
+        elif fetch.state is not _DONE:
+            failure = self._guarded(self._next_state, fetch, now)
+            if failure is not None and fetch.state is not _DONE:  # an error after the report changes nothing
+                self._stop(fetch, failure, now)
 
     def _next_state(self, fetch: Fetch, now: float) -> Reason | None:
         """Returns why the attempt fails, if it does."""

@@ -247,8 +247,8 @@ class Reads:
                     return None
             case messages.Deny():
                 detail = f": {shortened(reply.detail)!r}" if reply.detail else ""
-                if reply.reason == "detached":  # P has ended its session with this D: the next load makes a new link
-                    link.fail("peer_lost", f"the prefill engine has no handshake of ours{detail}")
+                if reply.reason == "detached":
+                    link.lose_session(shortened(reply.detail))
                 says = f"the prefill engine denied the read, {reply.reason}{detail}"
                 read.fail(Reason(_DENIED[reply.reason], says))
             case messages.Committed():
@@ -286,9 +286,11 @@ class Reads:
         if read.stop(now):
             try:
                 self._cancel(read)
-            except Exception:
+            except Exception as error:
                 self._log.exception("CancelRead", "kvferry: unexpected error in CancelRead of read %d", read.number)
                 self._rank_context.stats.failed("internal")
+                read.link.fail("internal", repr(error))
+                read.link.detach()  # a closed channel writes no page
 
     def _cancel(self, read: RankRead) -> None:
         channel = read.link.channel

@@ -315,3 +315,15 @@ def test_a_p_that_minds_no_credit_is_given_up() -> None:
             sender.send(late_pair.acquired(sender), SLOT, tag)
         late_pair.turn(lambda: receiver.error is not None)
         assert f"sent more than {window} messages without credit" in str(receiver.error)
+
+
+def test_a_d_that_asks_twice_under_one_number_keeps_no_slot() -> None:
+    """D holds the credit of the first message, and P sends another one under its tag."""
+    with closing(Pair("zmq", 4, CPU)) as late_pair:
+        sender, receiver = late_pair.join()
+        receiver.expect(7, SLOT)
+        for _ in range(2):
+            sender.send(late_pair.acquired(sender), SLOT, 7)
+        assert "under way already" in str(sender.error)
+        sender.close()
+        late_pair.turn(lambda: late_pair.p.send_pool.free == 4)

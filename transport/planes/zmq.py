@@ -187,6 +187,10 @@ class ZmqSendChannel(WindowedSender):
         self.fail(f"zmq: the decode rank sent {said[:16]!r}, expected the credit of a message")
 
     def _transmit(self, slot: Slot, nbytes: int, tag: int) -> None:
+        if tag in self._by_tag:  # D has asked again under one number, and holds the credit of the first message
+            self.fail(f"zmq: message {tag:#x} is under way already")
+            self.free(slot.index)
+            return
         data = memoryview(slot.tensor.numpy())[:nbytes]  # type: ignore[arg-type]
         try:
             self.end.socket.send(HEADER.pack(b"m", tag, nbytes), zmq.SNDMORE | zmq.NOBLOCK)
