@@ -70,7 +70,7 @@ class ReadPhase(enum.Enum):
     STOPPED = "stopped"
 
 
-_W, _C, _A, _M, _L, _P, _S = ReadPhase  # see ``link``: Python 3.11 finds a member in Python code
+_WAITING, _CONNECTED, _ASKED, _MOVING, _LANDED, _PROVEN, _STOPPED = ReadPhase  # as in ``link``
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +128,7 @@ class Fetch:
     @property
     def moving(self) -> bool:
         """Whether P has granted a read, or bytes have come."""
-        return any(read.phase in (_M, _L) for read in self.reads)
+        return any(read.phase in (_MOVING, _LANDED) for read in self.reads)
 
     @property
     def writing(self) -> bool:
@@ -198,7 +198,7 @@ class RankRead:
     """The P rank as the request names it."""
     history: list[tuple[float, enum.Enum]]
     """The phases, each with its begin."""
-    phase: ReadPhase = _W
+    phase: ReadPhase = _WAITING
     failure: Reason | None = None
     """The first one; after the stop of a read nothing is a failure."""
     granted: bool = False
@@ -224,16 +224,16 @@ class RankRead:
     @property
     def stopped(self) -> bool:
         """Whether no more copies into D's pages may begin."""
-        return self.phase is _S
+        return self.phase is _STOPPED
 
     @property
     def landed(self) -> bool:
         """Whether all bytes lie in D's pages."""
-        return self.phase in (_L, _P)
+        return self.phase in (_LANDED, _PROVEN)
 
     @property
     def awaits_grant(self) -> bool:
-        return not (self.granted or self.phase in (_W, _C, _S))
+        return not (self.granted or self.phase in (_WAITING, _CONNECTED, _STOPPED))
 
     @property
     def all_begun(self) -> bool:
@@ -276,10 +276,10 @@ class RankRead:
         link = self.link
         if link.phase is LinkPhase.FAILED:
             self.fail(link.failure)
-        elif link.phase is LinkPhase.ATTACHED and self.phase is _W:
+        elif link.phase is LinkPhase.ATTACHED and self.phase is _WAITING:
             try:
                 link.check_addressed(self.fetch.load.peer, self.address)
-                self._enter(_C, now)
+                self._enter(_CONNECTED, now)
             except IncompatiblePeerError as error:
                 self.fail(Reason("incompatible", f"{link.name}: {error}"))
             except TransportError as error:
@@ -291,7 +291,7 @@ class RankRead:
         self.planned, self.chunk_bytes = planned, link.slot_bytes
         if not planned:  # this pipeline stage of P holds none of D's layers
             self.granted = True
-            self._enter(_L, now)
+            self._enter(_LANDED, now)
         elif link.channel is not None and not link.channel.pulls:
             most = link.channel.few_bytes
             if load.step_tokens:
@@ -302,13 +302,13 @@ class RankRead:
 
     def asked(self, now: float) -> None:
         """D asked P, or uses P's posted grant."""
-        self._enter(_A, now)
+        self._enter(_ASKED, now)
 
     def take_grant(self, now: float) -> None:
         """P's grant was checked and fits. It names the prompt of the lease: bytes that came before count only now."""
         self.granted = True
-        if self.phase is _A:
-            self._enter(_M, now)
+        if self.phase is _ASKED:
+            self._enter(_MOVING, now)
         elif self.fetch.state is FetchState.COMMITTING:
             self.prove(now)
 
@@ -316,8 +316,8 @@ class RankRead:
         """A copy into D's pages has begun, or has ended at once; the grant may be on its way."""
         self.writes[write] = None
         self.awaitable &= write.copy.on_stream or write.copy.done
-        if self.phase is _A:
-            self._enter(_M, now)
+        if self.phase is _ASKED:
+            self._enter(_MOVING, now)
 
     def write_ended(self, write: PageWrite, failure: Reason | None, now: float) -> None:
         """``failure``: why the bytes are not there; ``None`` where they are."""
@@ -325,12 +325,12 @@ class RankRead:
         if failure is not None:
             self.fail(failure)
         elif not (self.writes or self.tags or self.stopped):
-            self._enter(_L, now)
+            self._enter(_LANDED, now)
 
     def prove(self, now: float) -> None:
         """The lease stood after the last byte was read."""
-        if self.phase is _L:
-            self._enter(_P, now)
+        if self.phase is _LANDED:
+            self._enter(_PROVEN, now)
 
     def fail(self, reason: Reason) -> None:
         """The link has failed, P has refused the read, or the data are wrong."""
@@ -339,9 +339,9 @@ class RankRead:
 
     def stop(self, now: float) -> bool:
         """Begin no more copies. Returns whether P or a copy may be at work."""
-        at_work = self.phase in (_A, _M)
-        if at_work or self.phase in (_W, _C):
-            self._enter(_S, now)
+        at_work = self.phase in (_ASKED, _MOVING)
+        if at_work or self.phase in (_WAITING, _CONNECTED):
+            self._enter(_STOPPED, now)
         return at_work
 
 

@@ -309,7 +309,7 @@ class NixlRecvChannel(ConnectingReceiver):
 
 
 @dataclass(slots=True)
-class Fetch:
+class MessageRead:
     """A message that D reads: first its bytes into ``slot``, then, once they are there, the number of the use of P's
     slot. The bytes are the message only if P has not begun a new use of the slot before they had been read."""
 
@@ -359,7 +359,7 @@ class NixlPlane(SocketPlane):
         if self._lanes.rdma:
             self._agent.start()  # over TCP, which opens a port, UCX does not start before the first hand-over
         self.sources: dict[str, NixlSource] = {}
-        self.fetches: list[Fetch] = []
+        self.fetches: list[MessageRead] = []
         self._uses_seen = torch.zeros(self.recv_pool.capacity, dtype=torch.int64)
         self._may_read = False  # whether D's slots are registered
         self._moved_at = 0.0
@@ -531,7 +531,7 @@ class NixlPlane(SocketPlane):
                     self._break(source, str(error))
                     break
                 source.users += 1
-                self.fetches.append(Fetch(read, slot, channel, source, ready))
+                self.fetches.append(MessageRead(read, slot, channel, source, ready))
                 self._moved_at = time.monotonic()
             if channel in self.channels:
                 self.channels[channel] = self.channels.pop(channel)
@@ -558,7 +558,7 @@ class NixlPlane(SocketPlane):
             self._moved_at = time.monotonic()
         return moved
 
-    def _goes_on(self, fetch: Fetch) -> bool:
+    def _goes_on(self, fetch: MessageRead) -> bool:
         """The bytes are here: begin to READ the number of the slot's use. ``False``: that is not needed, or done."""
         if fetch.checking or not fetch.wanted:
             return False
@@ -572,7 +572,7 @@ class NixlPlane(SocketPlane):
         fetch.checking = True
         return True
 
-    def _finish(self, fetch: Fetch, *, ok: bool) -> None:
+    def _finish(self, fetch: MessageRead, *, ok: bool) -> None:
         """No READ of this message is under way any more."""
         channel, source = fetch.channel, fetch.source
         if ok and fetch.checking and fetch.wanted:
