@@ -326,4 +326,5 @@ def test_a_d_that_asks_twice_under_one_number_keeps_no_slot() -> None:
             sender.send(late_pair.acquired(sender), SLOT, 7)
         assert "under way already" in str(sender.error)
         sender.close()
-        late_pair.turn(lambda: late_pair.p.send_pool.free == 4)
+        plane: Any = late_pair.p
+        late_pair.turn(lambda: plane.send_pool.free == 4)
