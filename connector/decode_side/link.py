@@ -114,7 +114,7 @@ class Link:
         self.phase = self.handled_phase = _CONNECTED  # now, and the last one that the owner has acted on
         self._history: list[tuple[float, enum.Enum]] = [(self._now, self.phase)]
         self.reason: Reason | None = None  # of the failure
-        self.detached = False  # P has ended its session with this D: it may take a new one at once
+        self.detached = False  # P or D itself has ended the session: the next load may begin a new one at once
         self.misfit = False  # the handshake alone has failed: P and D do not fit, and P answers questions all the same
         self.deadline = math.inf  # of the handshake
         self.plane_wanted = False  # a read needs a data plane

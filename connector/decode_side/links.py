@@ -45,7 +45,7 @@ class Links:
     def get(self, address: RankAddress, now: float, *, redial: bool = False) -> Link:
         """The link to a rank of P; a new one where there is none. ``redial``: also where the link has failed, once the
         owner has acted on that. So it is where another life of the rank had answered, which may have been restarted on
-        its port, and where P has ended the session.
+        its port, and where the link is ``detached``.
 
         Raises:
             TransportError: no link can be opened.
@@ -161,6 +161,7 @@ class Links:
             if link.handled_phase is LinkPhase.FAILED:  # it may have been refused for what has changed
                 self._close(link)
             else:
+                link.detached = True
                 link.fail("peer_lost", why)
 
     def close(self) -> None:
