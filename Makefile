@@ -145,7 +145,7 @@ dist: install
 	$(BIN)/python .ci/release.py
 
 RESULTS ?= .bench
-BENCHMARKS := planes/kernels planes/empty_handover planes/control_round_trip engines/quiet_step \
+BENCHMARKS := planes/kernels planes/empty_handover engines/quiet_step \
   router/router_cost
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \

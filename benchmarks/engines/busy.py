@@ -1,7 +1,6 @@
 """What a hand-over costs on a decoder that is busy, and what it costs those that it decodes for.
 
     python benchmarks/engines/busy.py [--json FILE] [--only kvferry] [--sequences 32] [--tokens 2001 8001]
-    python benchmarks/engines/busy.py --vary hold=0 hold=0.01 --sequences 8 32 128 --tokens 8001 32001
     python benchmarks/engines/busy.py --device cpu --json FILE         # KVFerry alone, a tiny model, to try it out
 
 Two GPUs of one host, two engines per connector, P on the first GPU and D on the second (``--gpus 0 0``: both on one),
@@ -14,9 +13,6 @@ in its prefix cache by then, the next hand-over, and so on. Both compute one tok
 times to first token, and of what the hand-over took beyond the local hit behind it. P finds its prompts in its own
 prefix cache and has answered before D is asked; of a length that would fill this, it holds fewer, and a turn has fewer
 samples.
-
-``--vary``: KVFerry alone, with each of these in turn, on the same engines: ``hold=SECONDS`` is ``step_hold_seconds``,
-and with ``early=0`` no load is reported before its end.
 
 All times are taken in D's engine process, see ``busy_probe.py``; HTTP is in none of them. The gaps of the others are
 those within one period after a hand-over (``gap``), after a local hit (``local_gap``), and before all of them
@@ -139,7 +135,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     model = build_model(
         args.folder / "model", replace(spec, max_tokens=max(spec.max_tokens, longest_of(args))), weights=False
     )
-    cells = [Cell(*cell) for cell in product(args.orders, args.sequences, args.vary)]
+    cells = [Cell(*cell) for cell in product(args.orders, args.sequences)]
     left_out: dict[str, str] = {}
     with servers(args) as group:
         pairs = [start_pair(group, CONNECTORS[name], model, args) for name in args.only]
@@ -194,8 +190,8 @@ def warm_up(pair: BusyPair, args: Namespace) -> None:
 
 
 def result_of(pairs: list[BusyPair], args: Namespace, rounds: int) -> dict[str, Any]:
-    rows = [row for pair in pairs for row in busy_turns.rows_of(pair)]
-    return busy_turns.result_of(rows) | {
+    return {
+        "rows": [row for pair in pairs for row in busy_turns.rows_of(pair)],
         "device": args.device, "kv_gib": args.kv_gib, "gpus_of_p_and_d": list(args.gpus),
         "policy": args.policy, "kv_config": args.kv_config, "rounds": rounds,
         "measured_again": [why for pair in pairs for why in pair.repeated],
@@ -209,7 +205,6 @@ def arguments() -> ArgumentParser:
     parser.add_argument("--sequences", "--seqs", type=int, nargs="+", help="that D decodes; the first comes first")
     parser.add_argument("--tokens", type=int, nargs="+", help="of prompts; a multiple of the block, plus 1")
     parser.add_argument("--orders", choices=ORDERS, nargs="+", default=ORDERS, help="of D's free blocks")
-    parser.add_argument("--vary", nargs="+", default=[""], help="of KVFerry alone; see above")
     parser.add_argument("--cudagraph-mode", help="of vLLM: NONE, PIECEWISE, ...; where unset as vLLM chooses")
     parser.add_argument("--samples", type=int, help="hand-overs for each cell")
     parser.add_argument("--budget", type=float, default=500, help="seconds, with the start of the engines")
@@ -222,10 +217,6 @@ def arguments() -> ArgumentParser:
 def main() -> int:
     parser = arguments()
     args = parser.parse_args()
-    if args.vary != [""]:
-        args.only = args.only or ("kvferry",)
-        if tuple(args.only) != ("kvferry",) or {each.partition("=")[0] for each in args.vary} - {"hold", "early"}:
-            parser.error("--vary: expected hold=SECONDS, early=0 or early=1, of KVFerry alone")
     report.fill_in(args, PLANS[args.device])
     for tokens in args.tokens:
         if tokens % args.setup.block != 1:

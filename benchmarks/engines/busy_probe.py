@@ -8,7 +8,7 @@ whose id has ``fg-NUMBER`` are followed, the ones with ``bg-`` in it are counted
 
 The scheduler runs in the engine's process, to which vLLM's HTTP server passes few calls. ``POST /reset_prefix_cache``
 is one: it makes the scheduler write what it has noted to the file that the environment variable names, and arrange its
-free blocks as the file beside it says; what is behind the order holds for KVFerry from then on, see ``vary``.
+free blocks as the file beside it says.
 
 Marks of a request: ``arrived`` in the engine's queue, ``token``: when it had its first. ``way``: how the connector
 answered. ``external``: tokens that come from P. ``computed``: tokens that D computes in the step that the request is
@@ -18,7 +18,6 @@ scheduled in.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import re
@@ -114,10 +113,7 @@ class _Probed:
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         if done:
-            order, *variant = order_file(self.busy_path).read_text().split()
-            arrange(self.kv_cache_manager.block_pool, order)  # type: ignore[attr-defined]
-            if variant:
-                vary(self.connector, *variant[0].split("="))  # type: ignore[attr-defined]
+            arrange(self.kv_cache_manager.block_pool, order_file(self.busy_path).read_text())  # type: ignore[attr-defined]
         self.busy_notes.write(self.busy_path)
         return done
 
@@ -128,19 +124,6 @@ class ProbedScheduler(_Probed, Scheduler):
 
 class ProbedAsyncScheduler(_Probed, AsyncScheduler):
     """Of an engine with asynchronous scheduling."""
-
-
-def vary(connector: Any, name: str, value: str) -> None:
-    """``hold``: seconds. ``early``: 0 or 1. Each stays until it is said again."""
-    from tests.support.inside import scheduler_half  # not where NIXL's connector is measured
-
-    rule = scheduler_half(connector).step_load_rule
-    if name == "hold":
-        rule.hold_seconds = float(value)
-    elif value == "0":
-        vars(rule)["lead"] = lambda *_: -math.inf
-    else:
-        vars(rule).pop("lead", None)
 
 
 def order_file(notes: Path) -> Path:

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 from benchmarks.engines.engine_pair import (
-    OURS,
-    THEIRS,
     Background,
     DisturbedTurnError,
     Marks,
@@ -31,15 +28,13 @@ from tests.support.server import EngineError, Server, metric_sum
 
 @dataclass(frozen=True)
 class Cell:
-    """What a turn varies but the connector: order of D's free blocks, decoding sequences, and KVFerry as of ``--vary``;
-    empty: as its engine was started."""
+    """What a turn varies but the connector: order of D's free blocks, and decoding sequences."""
 
     order: str
     sequences: int
-    variant: str = ""
 
     def __str__(self) -> str:
-        return f"{self.order}, {self.sequences} sequences {self.variant}".strip()
+        return f"{self.order}, {self.sequences} sequences"
 
 
 @dataclass
@@ -148,7 +143,7 @@ class BusyPair:
 
     def measure_turn(self, cell: Cell, pairs: int) -> tuple[list[Sample], list[float]]:
         """One attempt at a turn: its samples, and the quiet gaps. Raises DisturbedTurnError."""
-        self.collect(f"{cell.order} {cell.variant}")
+        self.collect(cell.order)
         asked = []
         with Background(self.decode.server, self.words, cell.sequences, self.longest) as background:
             begin, end = background.quiet(pairs * self.period)
@@ -198,12 +193,8 @@ def sample_of(cell: Cell, tokens: int, pair: tuple[Marks, Marks], steps: Steps, 
     return Sample(cell, tokens, loaded, local, gaps, local_gaps)
 
 
-# --- rows, ratios and figures ---------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------------------------
 
-BUSY = 32
-"""Decoding sequences of the busy D that figures are of."""
-SIZES = {"2k": 2001, "8k": 8001, "32k": 32001, "128k": 128001}
-LOADS = {"busy": BUSY, "idle": 0}
 Row = dict[str, Any]
 
 
@@ -226,8 +217,8 @@ def row_of(pair: BusyPair, samples: list[Sample]) -> Row:
     loaded, local = ([round(sample.ttft(which), 3) for sample in samples] for which in ("loaded", "local"))
     copies = [ms for sample in samples if (ms := copy_ms(sample.loaded)) is not None]
     return {
-        "connector": pair.connector, "order": cell.order, "sequences": cell.sequences,
-        "variant": cell.variant or None, "tokens": samples[0].tokens, "samples": len(samples),
+        "connector": pair.connector, "order": cell.order, "sequences": cell.sequences, "tokens": samples[0].tokens,
+        "samples": len(samples),
         "ttft_ms": report.percentile(loaded, 50), "local_ttft_ms": report.percentile(local, 50),
         "over_local_ms": report.percentile([a - b for a, b in zip(loaded, local, strict=True)], 50),
         "copy_ms": report.percentile(copies, 50),
@@ -238,35 +229,8 @@ def row_of(pair: BusyPair, samples: list[Sample]) -> Row:
     }  # fmt: skip
 
 
-def summed_up(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
-    """Ratios of both connectors, and KVFerry's figures; those of which a cell was not measured are left out."""
-    usual = [row for row in rows if row.get("variant") is None]
-    found = {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in usual}
-    ratios: dict[str, float] = {}
-    figures: dict[str, float] = {}
-    for (load, sequences), (size, tokens) in product(LOADS.items(), SIZES.items()):
-        ours, theirs = (found.get((connector, "fresh", sequences, tokens)) for connector in (OURS, THEIRS))
-        for what, name in (
-            ("ttft_ms", f"{load}_ttft"),
-            ("local_ttft_ms", f"{load}_local_ttft"),
-            ("gap_p99_ms", "gap_p99"),
-        ):
-            if ours and ours[what] is not None:
-                figures[f"{name}_ms_{size}"] = ours[what]
-                if theirs and theirs[what]:
-                    ratios[f"{name}_vs_nixl_{size}"] = round(ours[what] / theirs[what], 4)
-    return ratios, figures
-
-
-def result_of(rows: list[Row]) -> Row:
-    ratios, figures = summed_up(rows)
-    return {"ratios": ratios, "figures": figures, "rows": rows}
-
-
 def show(result: Row) -> None:
-    """Print the table, what is not in it, then ratios and figures."""
+    """Print the table, and what is not in it."""
     print(pages.table(pages.by_load(result["rows"]), pages.OF["gpu-busy"].columns))
     for name, why in result["left_out"].items():
         print(f"left out: {name}: {why}")
-    for name, value in (result["ratios"] | result["figures"]).items():
-        print(f"{name:38}{value:10.3f}")

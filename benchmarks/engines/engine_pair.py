@@ -114,7 +114,7 @@ class ProbedEngine:
 
     def collect(self, order: str = "fresh") -> tuple[dict[str, Marks], Steps]:
         """What the scheduler noted since the last call. Behind it the prefix cache is empty, and the free blocks are in
-        this order; a number behind the order: see busy_probe.py.
+        this order.
 
         Raises:
             EngineError: blocks are still held after ``PATIENCE_SECONDS``.

@@ -71,7 +71,6 @@ class PrefixPair:
     samples: list[Sample] = field(default_factory=list)
     quiet: dict[int, list[float]] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
-    ways: dict[str, int] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
 
     def introduce(self) -> None:
@@ -158,8 +157,6 @@ class PrefixPair:
             found = of_one.get("external", 0), of_one.get("computed")
             if "token" in of_one and found == expected:
                 times[way] = (of_one["token"] - of_one["arrived"]) * 1e3
-                if way == "read":
-                    self.ways[of_one["way"]] = self.ways.get(of_one["way"], 0) + 1
             elif way != "read" or "token" not in of_one:
                 raise EngineError(f"{tokens} tokens, {way}: {expected} were to be loaded and computed, but {of_one}")
             else:

@@ -104,19 +104,11 @@ def measure(args: Namespace) -> Row:
 def result_of(pair: PrefixPair, args: Namespace) -> Row:
     rows = [row_of(pair, *cell) for cell in dict.fromkeys((sample.sequences, sample.tokens) for sample in pair.samples)]
     replays = [replay_row(pair.turns, *one) for one in dict.fromkeys(map(replay_of, pair.turns))]
-    ends = {each.server.name: ends_of(each.server.metrics()) for each in (pair.source, pair.reader)}
     return {
         "device": args.device, "policy": "recompute", "kv_config": args.kv_config,
         "period_s": args.period, "new_tokens": pair.new, "figures": figures_of(rows), "rows": rows,
-        "replays": replays, "ways": pair.ways, "prefix_reads": ends, "measured_again": pair.repeated,
+        "replays": replays, "measured_again": pair.repeated,
     }  # fmt: skip
-
-
-def ends_of(samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[str, float]:
-    """What KVFerry counted of prefixes on one engine."""
-    counted = {have: value for (name, have), value in samples.items() if name == "vllm:kvferry_prefix_reads_total"}
-    ends = [(dict(labels), value) for labels, value in counted.items() if value]
-    return {f"{labels['result']} {labels['reason']}".rstrip(): value for labels, value in ends}
 
 
 def row_of(pair: PrefixPair, sequences: int, tokens: int) -> Row:
@@ -147,7 +139,6 @@ def replay_row(turns: list[Turn], load: str, form: str, named: bool) -> Row:
         "computed": statistics.median(turn.computed for turn in found),
         "most_over_new": max(turn.computed - turn.new for turn in found),
         "ttft_ms": round(statistics.median(turn.ttft for turn in found), 2),
-        "each": [[turn.prompt, turn.new, turn.computed, round(turn.ttft, 2)] for turn in found],
     }  # fmt: skip
 
 
@@ -165,8 +156,7 @@ def figures_of(rows: list[Row]) -> dict[str, float]:
 def show(result: Row) -> None:
     print(pages.table(result["rows"], pages.OF["prefix-reads"].columns))
     print(pages.table(result["replays"], pages.OF["prefix-replays"].columns))
-    for name in ("figures", "ways", "prefix_reads"):
-        print(name, json.dumps(result[name]))
+    print(json.dumps(result["figures"]))
 
 
 def arguments() -> ArgumentParser:

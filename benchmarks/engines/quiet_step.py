@@ -18,8 +18,6 @@ token, as ``busy_probe.py`` takes it. With 0 sequences there are only these requ
 Models: ``narrow``, a Llama of 128 KiB of KV per token whose step is host-bound; ``8b``, with the shape of Llama-3.1-8B,
 whose step is GPU-bound. Weights are made up.
 
-Each figure of a contender is compared with ``none`` within the same round: the median over the rounds of the
-differences.
 """
 
 from __future__ import annotations
@@ -159,17 +157,13 @@ def measure(args: Namespace) -> dict[str, Any]:
 def result_of(samples: dict[tuple[str, int, str, str], list[list[float]]], args: Namespace) -> dict[str, Any]:
     rows = []
     for (model, sequences, name, figure), rounds in samples.items():
-        bases = samples.get((model, sequences, args.contenders[0], figure), [])
         row: dict[str, Any] = {"model": model, "sequences": sequences, "contender": name, "figure": figure}
         row |= {"rounds": len(rounds), "samples": sum(map(len, rounds))}
         for key, percent in (("p50", 50), ("p99", 99)):
-            pairs = zip(rounds, bases, strict=False)
-            over = [float(np.percentile(ours, percent) - np.percentile(base, percent)) for ours, base in pairs]
             row[f"{key}_ms"] = report.percentile(np.concatenate(rounds), percent)
-            row[f"{key}_over_ms"] = report.percentile(over, 50)
         rows.append(row)
     return {
-        "rows": rows, "device": args.device, "seconds": args.seconds, "hits": args.hits, "base": args.contenders[0],
+        "rows": rows, "device": args.device, "seconds": args.seconds, "hits": args.hits,
         "policy": "recompute",
     }  # fmt: skip
 
@@ -182,7 +176,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> int:
     parser = report.engine_options(__doc__, "quiet_step", gpus="+")
     parser.add_argument("--models", nargs="+", choices=tuple(SETUPS), help="are spread over the GPUs")
-    parser.add_argument("--contenders", nargs="+", help="the first is what the others are compared with")
+    parser.add_argument("--contenders", nargs="+", help="see above")
     parser.add_argument("--sequences", type=int, nargs="+", help="that decode")
     parser.add_argument("--tokens", type=int, nargs="+", help="of the requests that hit the prefix cache")
     parser.add_argument("--hits", type=int, default=8, help="of each length in a turn")

@@ -51,7 +51,6 @@ class StepProbe:
         """Start to note. Returns the system's number of the engine's thread. Idempotent."""
         if "probed_steps" not in self.__dict__:
             self.probed_steps: list[dict[str, Any]] = []
-            self.probed_empty = 0
             self.probed_moves: list[tuple[float, int]] = []
             self.probed_clock = DeviceClock(self.device)  # type: ignore[attr-defined]
             self._watch_steps()
@@ -65,7 +64,6 @@ class StepProbe:
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             tokens = scheduler_output.total_num_scheduled_tokens
             if not tokens:
-                self.probed_empty += 1
                 return execute(scheduler_output, *args, **kwargs)
             ran = time.thread_time()
             step: dict[str, Any] = {"begin": clock.mark(), "tokens": tokens}
@@ -81,17 +79,15 @@ class StepProbe:
         """What was noted since the last call.
 
         ``steps``: those that computed tokens, with ``begin``, ``end``, ``tokens``, and the seconds of the engine's
-        thread on a ``core``. ``empty``: the number of the others. ``moves``: bytes as they came into D's pages, (time,
-        bytes).
+        thread on a ``core``. ``moves``: bytes as they came into D's pages, (time, bytes).
         """
         steps, seconds = list(self.probed_steps), self.probed_clock.seconds
         self.probed_steps.clear()
         for step in steps:
             step["begin"], step["end"] = seconds(step["begin"]), seconds(step["end"])
-        empty, self.probed_empty = self.probed_empty, 0
         moves = self.probed_moves[:]
         del self.probed_moves[: len(moves)]
-        return {"steps": steps, "empty": empty, "moves": moves}
+        return {"steps": steps, "moves": moves}
 
 
 def watch_moves(moves: list[tuple[float, int]]) -> None:

@@ -146,7 +146,7 @@ def started(
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all pairs that start; which do not is in ``left_out``. Raises EngineError: KVFerry on the CPU."""
     rng = random.Random(1)
-    result: dict[str, Any] = {"rows": [], "curves": [], "left_out": [], "targets": [], "chunk": args.chunk}
+    result: dict[str, Any] = {"rows": [], "curves": [], "left_out": [], "chunk": args.chunk}
     result["gpus_of_p_and_d"], result["load_before"] = list(args.gpus), round(os.getloadavg()[0], 1)
     result["kv_kib_per_token"] = model_spec(args).kv_bytes_per_token / 1024
     with ExitStack() as stack:
@@ -170,7 +170,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                         if tokens == max(tokens for tokens, _ in args.cells):
                             result["curves"] += streaming_pair.curves_of(found, name=name, tokens=tokens)
                         print(f"{name}, {tokens} tokens, {rate or '-'} GB/s: {len(found)} turns", flush=True)
-                        result["targets"] = streaming_pair.targets(result["rows"])
                         report.save(args.json, result | {"versions": report.versions()})  # others take as long again
             except (EngineError, httpx.HTTPError) as error:  # such as a plane that this machine does not have
                 if connector == OURS and args.device == "cpu":
@@ -209,7 +208,6 @@ def main() -> int:
 
 def show(result: dict[str, Any]) -> None:
     print(pages.table(pages.streamed(result["rows"]), pages.OF["gpu-streaming"].columns))
-    print(pages.table(result["targets"], pages.OF["streaming-targets"].columns))
 
 
 if __name__ == "__main__":

@@ -37,17 +37,14 @@ Curve = list[tuple[float, int]]
 class Sample:
     """Of one request, in seconds from its sending.
 
-    ``arrived``: when each token came to the client. ``steps``, ``decoding``: those of P for the prompt, and of D, as
-    ``step_probe`` notes them. ``curve``: what had reached D, by the link's counter where there is one, else in its
-    pages. ``empty``: by engine, its steps without a token until the last token came.
+    ``arrived``: when each token came to the client. ``steps``: those of P for the prompt, as ``step_probe`` notes them.
+    ``curve``: what had reached D, by the link's counter where there is one, else in its pages.
     """
 
     way: str
     arrived: list[float]
     steps: list[dict[str, Any]]
-    decoding: list[dict[str, Any]]
     curve: Curve
-    empty: dict[str, int]
 
     @property
     def prefill_end(self) -> float:
@@ -125,12 +122,9 @@ def measure(engines: Engines, way: str, prompt: list[int]) -> Sample:
         curve = list(zip((at for at, _ in of_d["moves"]), accumulate(count for _, count in of_d["moves"]), strict=True))
     else:
         curve = link.curve
-    for step in (*of_prompt, *of_d["steps"]):
+    for step in of_prompt:
         step.update(begin=step["begin"] - began, end=step["end"] - began)
-    return Sample(
-        way, [at - began for at in arrived], of_prompt, of_d["steps"], [(at - began, count) for at, count in curve],
-        {"P": of_p["empty"], "D": of_d["empty"]},
-    )  # fmt: skip
+    return Sample(way, [at - began for at in arrived], of_prompt, [(at - began, count) for at, count in curve])
 
 
 def open_ways(group: ServerGroup, engines: Engines, host: str = "127.0.0.1") -> None:
@@ -191,7 +185,6 @@ def spare_core() -> Iterator[int | None]:
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
-SHORT_TOKENS = 128
 Turns = Sequence[dict[str, Sample]]
 Row = dict[str, Any]
 
@@ -214,9 +207,6 @@ def row(way: str, turns: Turns) -> Row:
     def slower(seconds: Callable[[Sample], float]) -> float:
         return round(100 * (statistics.median(seconds(ours) / seconds(theirs) for ours, theirs in pairs) - 1), 1)
 
-    decode_steps = [
-        step["end"] - step["begin"] for sample in samples for step in sample.decoding if step["tokens"] == 1
-    ]
     first = [sample.arrived[0] for sample in samples]
     return {
         "way": way, "samples": len(samples), "first_ms": ms(first),
@@ -225,14 +215,9 @@ def row(way: str, turns: Turns) -> Row:
         "prefill_ms": ms([sample.prefill for sample in samples]),
         "prefill_slower_percent": slower(lambda sample: sample.prefill),
         "core_slower_percent": slower(lambda sample: sample.core),
-        "d_step_ms": ms(decode_steps) if decode_steps else None,
         "mib": round(statistics.median(sample.curve[-1][1] if sample.curve else 0 for sample in samples) / 2**20, 1),
         "before_end": round(statistics.median(sample.before_end for sample in samples), 3),
         "moving_ms": ms([sample.moving for sample in samples]),
-        "empty_steps": {
-            engine: round(statistics.median(sample.empty[engine] / sample.arrived[-1] for sample in samples))
-            for engine in ("P", "D")
-        },
         "each_first_ms": [round(value * 1e3, 1) for value in first],
     }  # fmt: skip
 
@@ -249,46 +234,3 @@ def curves_of(turns: Turns, **cell: Any) -> list[Row]:
         points = points[: -1 : 1 + len(points) // 50] + points[-1:]
         found.append({"way": way, "prefill_end_ms": round(sample.prefill_end * 1e3, 1), "points": points} | cell)
     return found
-
-
-# --- targets ----------------------------------------------------------------------------------------------------------
-
-
-def targets(rows: Sequence[Row]) -> list[Row]:
-    """What KVFerry should reach, and what it has reached: ``target``, ``cell``, ``figure``, ``limit``, ``met``."""
-    found = {(row["name"], row["tokens"], row["gb_per_s"], row["way"]): row for row in rows}
-    verdicts: list[Row] = []
-    for name, tokens, rate in dict.fromkeys(key[:3] for key in found):
-        cell = {key[3]: row for key, row in found.items() if key[:3] == (name, tokens, rate)}
-        if not name.startswith(OURS_NAME) or AT_ONCE not in cell:
-            continue
-        theirs = found.get((PULL_NAME, tokens, rate, SERIAL))
-        where = f"{name}, {tokens} tokens" + (f", {rate:g} GB/s" if rate else "")
-        verdicts += [{"cell": where} | one for one in _of_cell(cell, theirs, tokens)]
-    return verdicts
-
-
-def _of_cell(cell: dict[str, Row], theirs: Row | None, tokens: int) -> list[Row]:
-    alone, serial, at_once = cell[ALONE], cell[SERIAL], cell[AT_ONCE]
-    step = at_once["d_step_ms"] or 0.0
-    if tokens <= SHORT_TOKENS:
-        noise = statistics.pstdev(serial["each_first_ms"])
-        what = "first token at once: that serially and its spread, ms"
-        return [_at_most(what, at_once["first_ms"], serial["first_ms"] + noise)]
-    if serial["moving_ms"] > alone["prefill_ms"]:
-        limit = 1.1 * serial["moving_ms"] + step
-        what, verdicts = "first token: 1.1 times the transfer alone, and a step of D, ms", []
-    else:
-        what, limit = "first token: that of P alone, a step of D and 5 ms, ms", alone["first_ms"] + step + 5
-        share, at_least = at_once["before_end"], {"limit": ">= 0.95", "met": at_once["before_end"] >= 0.95}
-        verdicts = [{"target": "share of the bytes at D when P's last step ends", "figure": share, **at_least}]
-    verdicts.append(_at_most(what, at_once["first_ms"], limit))
-    verdicts.append(_at_most("P's prefill slower than alone, %", at_once["prefill_slower_percent"], 1))
-    if theirs is not None and tokens >= 8000:
-        share = at_once["first_ms"] / theirs["first_ms"]
-        verdicts.append(_at_most("first token, share of NixlConnector's (pull)", share, 0.5))
-    return verdicts
-
-
-def _at_most(target: str, figure: float, limit: float) -> Row:
-    return {"target": target, "figure": round(figure, 3), "limit": f"<= {limit:.4g}", "met": figure <= limit}

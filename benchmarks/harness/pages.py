@@ -57,13 +57,8 @@ OF = msgspec.convert(_toml, dict[str, Section])
 
 
 def load(name: str) -> dict[str, Any]:
-    """A committed result; where ``{name}_later.json`` is of some of its engines, with what that says of these."""
+    """A committed result."""
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    if (path := RESULTS / f"{name}_later.json").exists():
-        later = json.loads(path.read_text())
-        again = tuple({row["name"] for row in later["rows"]})
-        for part, by_name in (("rows", "name"), ("curves", "name"), ("targets", "cell")):
-            result[part] = later[part] + [one for one in result[part] if not one[by_name].startswith(again)]
     return result
 
 
@@ -205,7 +200,7 @@ def gpu_bandwidth(result: Row) -> Row:
 
 def cpu_bandwidth(result: Row) -> Row:
     times = ", ".join(f"`{row['plane']}` {row['ms_p50']:.2f} ms" for row in load("empty_handover")["rows"])
-    return {"times": times, "computing": load("empty_handover_computing")["figures"]}
+    return {"times": times}
 
 
 def quiet_step(result: Row) -> Row:

@@ -1,5 +1,5 @@
-"""What every benchmark begins and ends with: its options, its rounds, and what ``--json`` writes: ratios, figures,
-rows, and the versions that they hold for."""
+"""What every benchmark begins and ends with: its options, its rounds, and what ``--json`` writes, with the versions
+that it holds for."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """What a hand-over costs that moves next to nothing: one token, between two processes, handshake done before.
 
-    python benchmarks/planes/empty_handover.py [--rounds 300] [--computing] [--json FILE]
+    python benchmarks/planes/empty_handover.py [--rounds 300] [--json FILE]
 
 Time is taken on D from the request to its report, in milliseconds. Beside it the processor time that an idle transfer
 thread uses, as a share of one core. ``nixl`` goes over TCP here, unless ``UCX_TLS`` names other lanes.
-With ``--computing`` D's main thread computes in Python until the report is there, in every other turn, and gives the
-interpreter up only when it is told to.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ SHAPE: dict[str, Any] = {"layers": 32, "total_heads": 8, "blocks": 64, "block_si
 """32 layers x 8 KV heads x 32 tokens x 256 bytes."""
 
 
-def measure(plane: str, rounds: int, idle_seconds: float = 3.0, *, computes: bool = False) -> dict[str, Any]:
+def measure(plane: str, rounds: int, idle_seconds: float = 3.0) -> dict[str, Any]:
     """Median and p99 milliseconds, the first hand-over's, and the idle share of a core on D and on P."""
     torch.set_num_threads(1)
     p = RemoteRank(settings={"plane": plane}, **SHAPE)
@@ -44,8 +42,7 @@ def measure(plane: str, rounds: int, idle_seconds: float = 3.0, *, computes: boo
             d.worker.post(load_plan(name, token, remote_peer([p]), [63 - number % 64], 0, 1))
             while name not in d.received:
                 d.poll()
-                if not computes:
-                    time.sleep(5e-5)
+                time.sleep(5e-5)
             times.append((time.perf_counter() - begun) * 1e3)
         if d.failed:
             raise RuntimeError(f"{len(d.failed)} of {rounds + 1} hand-overs failed")
@@ -59,7 +56,7 @@ def measure(plane: str, rounds: int, idle_seconds: float = 3.0, *, computes: boo
         d.close()
     first, rest = times[0], sorted(times[1:])
     return {
-        "plane": plane, "d_computes": computes, "ms_p50": round(statistics.median(rest), 3),
+        "plane": plane, "ms_p50": round(statistics.median(rest), 3),
         "ms_p99": round(rest[int(0.99 * (len(rest) - 1))], 3), "ms_first": round(first, 3),
         "idle_percent_d": round(100 * idle["d"], 3), "idle_percent_p": round(100 * idle["p"], 3),
     }  # fmt: skip
@@ -68,25 +65,12 @@ def measure(plane: str, rounds: int, idle_seconds: float = 3.0, *, computes: boo
 def main() -> None:
     parser = report.options(__doc__)
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--turns", type=int, default=5, help="of --computing")
-    parser.add_argument("--computing", action="store_true", help="D waits, and D computes, in turn, over cma")
     args = parser.parse_args()
-    cases = [(plane, False) for plane in PLANES]
-    if args.computing:
-        cases = [(PLANES[0], False), (PLANES[0], True)] * args.turns
     rows = []
-    for plane, computes in cases:
-        rows.append(measure(plane, args.rounds, 0.1 if args.computing else 3.0, computes=computes))
+    for plane in PLANES:
+        rows.append(measure(plane, args.rounds))
         report.line(rows[-1])
-    figures = {}
-    if args.computing:
-        for name, of in (("d_waits", rows[::2]), ("d_computes", rows[1::2])):
-            figures[f"{name}_ms_p50"] = statistics.median(row["ms_p50"] for row in of)
-    else:
-        figures = {f"empty_handover_ms_p50_{row['plane']}": row["ms_p50"] for row in rows}
-        figures["empty_handover_ms_p50"] = rows[0]["ms_p50"]
-        figures["idle_percent"] = max(row[f"idle_percent_{side}"] for row in rows for side in "dp")
-    report.write(args.json, {"ratios": {}, "figures": figures, "rows": rows})
+    report.write(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":

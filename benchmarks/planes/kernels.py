@@ -162,7 +162,7 @@ def main() -> None:
     ]
     for row in rows:
         report.line(row)
-    report.write(options.json, {"ratios": {}, "figures": {}, "device": options.device, "rows": rows})
+    report.write(options.json, {"device": options.device, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ and one process; ``tcp, flows``: with the threads that ``tcp`` has between GPUs.
 choice of transport, "tcp" sets UCX_TLS=tcp for all. NIXL's progress thread serves on P, and D polls; both are stopped
 while others are at work.
 
-``--encrypt``: ``tcp`` with and without the setting, and ``zmq``, in turn; ratios of the same turn, by time and by time
-on a core: the busier of both ends bounds the throughput where each has a core of its own, and other work changes it
-less.
+``--encrypt``: ``tcp`` with and without the setting, and ``zmq``, in turn; ratios of the same turn.
 """
 
 from __future__ import annotations
@@ -233,20 +231,13 @@ def show(result: dict[str, Any]) -> None:
         print(f"FAILED: {failure['contender']} at {failure['at']}: {failure['error'][:400]}")
 
 
-def took(pair: Pair, way: str, point: str) -> tuple[float, ...]:
-    """Of one move the seconds, and those of P and of D on a core."""
-    before = pair.on_core()
-    (seconds,) = pair.move(way, point)
-    return seconds, *(b - a for a, b in zip(before, pair.on_core(), strict=True))
-
-
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """``--encrypt``: by plane and block size, what AES-256-GCM and CURVE cost."""
     group = [channel("tcp"), channel("tcp, encrypt", encrypt=True), channel("zmq")]
     points = forms.host_points(options.mib, options.kib)
     rows: list[dict[str, Any]] = []
     run = Run(group, points, "cpu")
-    found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)  # by plane and point; see ``took``
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)  # seconds, by plane and point
     try:
         run.open()
         run.verify()
@@ -255,21 +246,19 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds):
             for point in points:
                 for one in group[:: -1 if number % 2 else 1]:
-                    found[one.name, point.name].append(took(run.pairs[one.pair], one.name, point.name))
+                    found[one.name, point.name] += run.pairs[one.pair].move(one.name, point.name)
     finally:
         run.close()
     for one in group:
         for point in points:
-            ours, base = (list(zip(*found[name, point.name], strict=True)) for name in (one.name, group[0].name))
-            busier, of_base = (max(map(statistics.median, each[1:])) for each in (ours, base))
+            ours, base = (found[name, point.name] for name in (one.name, group[0].name))
             rows.append({
                 "plane": one.name, "base": group[0].name, "block_kib": point.p.block_bytes >> 10,
-                "gb_per_s": round(point.nbytes / statistics.median(ours[0]) / 1e9, 3),
-                "of_base": round(statistics.median(b / a for a, b in zip(ours[0], base[0], strict=True)), 3),
-                "core_of_base": round(of_base / busier, 3),
+                "gb_per_s": round(point.nbytes / statistics.median(ours) / 1e9, 3),
+                "of_base": round(statistics.median(b / a for a, b in zip(ours, base, strict=True)), 3),
             })  # fmt: skip
             report.line(rows[-1])
-    return {"ratios": {}, "figures": {}, "rows": rows, "mib": options.mib, "rounds": options.rounds}
+    return {"rows": rows, "mib": options.mib, "rounds": options.rounds}
 
 
 def main() -> None:

@@ -184,11 +184,6 @@ class Pair:
         with self._awake():
             verify(self.source, self.target, way, point)
 
-    def on_core(self) -> tuple[float, ...]:
-        """Seconds that P and D have run on a core so far, all threads of each."""
-        tasks = (Path(f"/proc/{end.process.pid}/task").glob("*/schedstat") for end in self.ends)
-        return tuple(sum(int(task.read_text().split()[0]) for task in of_end) / 1e9 for of_end in tasks)
-
 
 def introduce(source: Orders, target: Orders, peer: str = "main") -> None:
     """Blobs go to and fro until one is None."""

@@ -237,13 +237,7 @@ def main() -> None:
         report.line(rows[-1])
     large = asyncio.run(measure(WAITS, args.rounds))
     report.line(large)
-    figures = {
-        "longest_wait_ms": max(large["longest_wait_ms"].values()),
-        "router_own_cost_ms_p50": max(row["own_cost_ms_p50"] for row in rows),
-        "router_requests_per_core_second": min(row["requests_per_core_second"] for row in rows),
-    }
-    print(figures)
-    report.write(args.json, {"ratios": {}, "figures": figures, "rows": rows, "waits": large["longest_wait_ms"]})
+    report.write(args.json, {"rows": rows, "waits": large["longest_wait_ms"]})
 
 
 if __name__ == "__main__":
