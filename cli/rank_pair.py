@@ -24,9 +24,9 @@ from msgspec import Meta
 
 from kvferry.cli.terminal import FailedError
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, pack_ids
+from kvferry.connector.worker.worker import WorkerHalf
 from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.errors import KVFerryError
 

@@ -17,7 +17,7 @@ SEQUENCE_PARALLEL = "kvferry.connector.binding.sequence_parallel"
 MM_PLACEHOLDERS = "kvferry.connector.binding.mm_placeholders"
 ENCODER_BUDGET = "kvferry.connector.binding.encoder_budget"
 BLOCK_OPS = "kvferry.connector.binding.block_ops"
-AGGREGATOR = "kvferry.connector.engine.aggregator"
+AGGREGATOR = "kvferry.connector.worker.aggregator"
 HELD = "0.32"
 OWN = "own test oracle"
 

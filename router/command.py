@@ -25,8 +25,8 @@ from kvferry.router.legs import LegTimeouts, log
 from kvferry.router.membership import DnsName, EnginesFile, Source
 from kvferry.router.router import Router
 from kvferry.transport.errors import UsageError, check_positive, quoted, quoted_url
+from kvferry.transport.limited_log import LimitedLines
 from kvferry.transport.tracing import open_tracer
-from kvferry.transport.wake import LimitedLines
 
 LINE = "%(asctime)s %(name)s %(levelname)s %(message)s"
 OWN_DESCRIPTORS = 256  # For listeners, names, files, and connections that are refused

@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 from benchmarks.planes.endpoints import Cache, Endpoint
 from benchmarks.planes.points import Config, Form, Point, Side, num_blocks
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.wire.step_plan import (
     KeepLease,
@@ -40,6 +39,7 @@ from kvferry.connector.wire.step_plan import (
     StepPlan,
     pack_ids,
 )
+from kvferry.connector.worker.worker import WorkerHalf
 
 SETTLE_SECONDS = 15.0
 """How long P may take to hear that its leases are over."""

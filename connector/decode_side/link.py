@@ -44,9 +44,9 @@ from kvferry.transport.errors import (
     shortened,
 )
 from kvferry.transport.grant_board import BoardAddress, BoardReader
+from kvferry.transport.limited_log import RateLimitedLog
 from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane
-from kvferry.transport.wake import RateLimitedLog
 
 Blame = Literal["", "plane", "peer"]
 """What must not be used again: nothing that is known, the data plane of the link, or this life of P."""

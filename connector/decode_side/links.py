@@ -13,7 +13,7 @@ from kvferry.connector.pages.rank_context import P_ENGINES, RankContext
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.transport.errors import KVFerryError, TransportError
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 
 FAILED_LINK_SECONDS = 1.0
 """D keeps a failed link for this time, so that a burst of requests for a dead peer fails at once."""

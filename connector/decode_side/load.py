@@ -24,7 +24,7 @@ from kvferry.connector.step_loads.step_loads import StepLoad, StepLoadPhase
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, RemoteLease, unpack_ids
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.errors import KVFerryError, TransportError
-from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
+from kvferry.transport.limited_log import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.load")
 

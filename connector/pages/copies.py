@@ -28,7 +28,7 @@ import torch
 from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Copy
 from kvferry.transport.errors import TransportError
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.copies")
 

@@ -21,9 +21,9 @@ from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import IncompatiblePeerError, ProtocolError
 from kvferry.transport.host import AllowedPeers
+from kvferry.transport.limited_log import RateLimitedLog
 from kvferry.transport.plane import Plane
 from kvferry.transport.tracing import Attributes, Tracer, time_of_zero
-from kvferry.transport.wake import RateLimitedLog
 
 P_ENGINES = 64
 """P engines of which D remembers what is the same for all hand-overs from them: ranks, and their addresses."""

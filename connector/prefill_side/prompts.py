@@ -38,7 +38,7 @@ from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, QueuedPrompt
 from kvferry.transport.errors import quoted
 from kvferry.transport.fair_table import FairTable
 from kvferry.transport.grant_board import GrantBoard
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 
 PREEMPTED_SECONDS = 5.0
 """How long reads wait for a prompt that the engine has preempted. D holds blocks for them. P's engine may wait for

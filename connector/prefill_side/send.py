@@ -28,7 +28,7 @@ from kvferry.connector.wire import messages
 from kvferry.transport.channels import Copy, SendChannel, Slot
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.fair_table import FairTable
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 
 _limited = RateLimitedLog(logging.getLogger("vllm.kvferry.send"))
 

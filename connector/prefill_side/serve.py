@@ -35,7 +35,7 @@ from kvferry.transport.control.listener import Delivery, Listener
 from kvferry.transport.errors import KVFerryError, ProtocolError
 from kvferry.transport.fair_table import FairTable
 from kvferry.transport.grant_board import GrantBoard
-from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
+from kvferry.transport.limited_log import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.serve")
 

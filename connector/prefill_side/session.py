@@ -21,7 +21,7 @@ from kvferry.transport.errors import (
 )
 from kvferry.transport.grant_board import BoardAddress
 from kvferry.transport.host import is_ours
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.session")
 

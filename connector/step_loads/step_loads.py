@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.pages.copies import Copies
-from kvferry.connector.step_loads.step_load_rule import ALONE_SECONDS
 from kvferry.connector.wire.states import Moves, Phases
-from kvferry.connector.wire.step_plan import LOST, LeaseGrant, Load, LoadEnd, StepResults
+from kvferry.connector.wire.step_plan import ALONE_SECONDS, LOST, LeaseGrant, Load, LoadEnd, StepResults
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.transport.channels import Copy
 

@@ -38,14 +38,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.config import Settings, load_settings, unknown_variables
-from kvferry.connector.engine.planning import NULL_BLOCK
-from kvferry.connector.engine.prefill_events import PrefillEvents
-from kvferry.connector.engine.prefixes import model_seed, names_sources, with_hints
-from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.engine.worker_setup import check_before_caches
+from kvferry.connector.scheduler.planning import NULL_BLOCK
+from kvferry.connector.scheduler.prefixes import model_seed, names_sources, with_hints
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
 from kvferry.connector.step_loads.step_loads import StepOutcome
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat, from_vllm, hooks, plugin
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery
@@ -53,6 +50,9 @@ from kvferry.connector.vllm.store_beside import fence, wanted
 from kvferry.connector.vllm.weights import EngineWeights
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PromptLookup, RankAddress, StepPlan, StepResults
+from kvferry.connector.worker.prefill_events import PrefillEvents
+from kvferry.connector.worker.worker import WorkerHalf
+from kvferry.connector.worker.worker_setup import check_before_caches
 from kvferry.transport.errors import ConfigError, KVFerryError
 from kvferry.transport.host import host_id
 from kvferry.transport.registry import MemoryKind

@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheGroupRole, KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.engine.params import from_p2p
 from kvferry.connector.geometry import model_identity, packing
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
 from kvferry.connector.geometry.engine_types import (
@@ -37,6 +36,7 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.vllm.cache_kinds import cache_kind, entry_tokens, first_spec, is_ring, keeps_blocks, layer_specs
 from kvferry.connector.vllm.lora_content import REPLACED, known_adapters, lora_content
+from kvferry.connector.wire.params import from_p2p
 from kvferry.connector.wire.step_plan import RankAddress
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.tracing import sampled_traceparent

@@ -20,13 +20,13 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.engine.planning import NULL_BLOCK
 from kvferry.connector.geometry.engine_types import BlockTable
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.scheduler.planning import NULL_BLOCK
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.worker_meta import load_ends
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, StepPlan, unpack_ids
-from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
+from kvferry.transport.limited_log import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.adapter")
 

@@ -18,9 +18,9 @@ import msgspec
 import torch
 from huggingface_hub import snapshot_download
 
-from kvferry.connector.engine.weights import WeightsDigest, checkpoint_digest, counts, sampled
 from kvferry.connector.geometry.model_identity import weights_fact
 from kvferry.connector.vllm import hooks
+from kvferry.connector.worker.weights import WeightsDigest, checkpoint_digest, counts, sampled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

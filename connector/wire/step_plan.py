@@ -21,6 +21,8 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.wire.metrics import LoadFailure, LocalReason
 
 _T = TypeVar("_T")
+ALONE_SECONDS = 0.05
+"""The most for which a step may wait that computes for no other request. A request that arrives meanwhile waits."""
 
 
 class RankAddress(msgspec.Struct, frozen=True):

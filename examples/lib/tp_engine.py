@@ -16,17 +16,17 @@ import msgspec
 from tp_step import CacheForm, StepOrder, StepOutput, decode_output
 
 from kvferry.connector.config import load_settings
-from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
-from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
 from kvferry.connector.wire.step_plan import RankAddress
+from kvferry.connector.worker.aggregator import ConnectorOutput, KVOutputAggregator
 from kvferry.transport.host import host_id
 
 SECONDS = 300.0
 """The longest wait for one answer of a rank."""
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["kvferry.connector.engine.worker", "torch.distributed"]
+    ["kvferry.connector.worker.worker", "torch.distributed"]
 )  # imported once, not per rank
 Digests = list[dict[int, set[str]]]
 """Per layer, by global KV head: the digests of all ranks that hold the head, one where they agree."""

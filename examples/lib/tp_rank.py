@@ -14,8 +14,8 @@ from paged_llama import Llama, PagedLlama
 from tp_step import CacheForm, StepOrder, StepOutput
 
 from kvferry.connector.config import load_settings
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
+from kvferry.connector.worker.worker import WorkerHalf
 from kvferry.transport.errors import KVFerryError
 
 

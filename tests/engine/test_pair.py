@@ -61,7 +61,7 @@ def test_the_log_and_the_page_of_d_are_short(pair: Pair) -> None:
     eventually(summed_up, "vLLM logs its figures")
     lines = [line for line in pair.decode.log_text().splitlines() if "kvferry: " in line]
     places = {found[1] for line in lines if (found := re.search(r"\[(\w+\.py):\d+\] kvferry: ", line))}
-    assert len(places) > 1 and "wake.py" not in places and not any(" done: " in line for line in lines)
+    assert len(places) > 1 and "limited_log.py" not in places and not any(" done: " in line for line in lines)
     series = [name for name, _ in pair.decode.metrics() if name.startswith("vllm:kvferry_")]
     assert 88 < len(series) < 260 and not any("prefix" in name for name in series)
 

@@ -56,7 +56,7 @@ def test_no_vllm_is_imported() -> None:
     script = (
         "import sys; sys.modules['vllm'] = None; sys.argv = ['x', '--help']; import runpy\n"
         f"sys.path.insert(0, {str(EXAMPLE.parent / 'lib')!r})\n"
-        "import tp_engine, tp_rank, kvferry.connector.engine.worker, kvferry.connector.engine.scheduler\n"
+        "import tp_engine, tp_rank, kvferry.connector.worker.worker, kvferry.connector.scheduler.scheduler\n"
         f"table = runpy.run_path({str(EXAMPLE.parents[1] / 'docs' / 'binding_table.py')!r})\n"
         "[table['resolve'](each) for each in table['UTILITIES']]\n"
     )

@@ -19,7 +19,15 @@ import numpy as np
 import zmq
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.params import (
+from kvferry.connector.geometry.byte_ranges import check_layouts
+from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.geometry.spans import check_spans
+from kvferry.connector.geometry.topology import TpKVTopology
+from kvferry.connector.pages.rank_context import check_model
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
+from kvferry.connector.wire import messages
+from kvferry.connector.wire.params import (
     RemotePrompt,
     check_reachable,
     from_transfer_params,
@@ -27,14 +35,6 @@ from kvferry.connector.engine.params import (
     prompt_of_answer,
     to_transfer_params,
 )
-from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.geometry.byte_ranges import check_layouts
-from kvferry.connector.geometry.compatibility import compatible
-from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.geometry.spans import check_spans
-from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.connector.pages.rank_context import check_model
-from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.spans import Span
 from kvferry.connector.wire import messages
+from kvferry.connector.wire.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.wire.step_plan import PeerEngine, pack_ids
 from kvferry.transport import grant_board
 from kvferry.transport.errors import ProtocolError

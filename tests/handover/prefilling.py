@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.wire.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, StepPlan, pack_ids
+from kvferry.connector.worker.prefill_events import PrefillEvents
 from tests.support.ranks import Rank, load_plan, peer
 
 GARBAGE = -7

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.engine import worker_setup
 from kvferry.connector.pages.copies import Copies, DeviceEvent, WaitPolicy
+from kvferry.connector.worker import worker_setup
 from kvferry.transport.channels import Copy
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
-from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
+from kvferry.connector.wire.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.transport.planes import tcp_flows
 from tests.handover.scenario import (

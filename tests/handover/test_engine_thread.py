@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.engine import worker
 from kvferry.connector.step_loads.step_loads import LOOK_SECONDS, StepLoads
 from kvferry.connector.wire.step_plan import LOST, Load, LoadEnd, PeerEngine, StepPlan
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, TransferEstimate
+from kvferry.connector.worker import worker
 from tests.handover.scenario import OURS, TOKENS, Pair, RankGroup, another_works, ended, lease_plan, leased, load_from
 from tests.support.inside import leases_of
 from tests.support.ranks import Rank, load_plan, peer, standing, wait

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.engine_types import CacheDtype
 from kvferry.connector.geometry.read_plan import plan_reads
 from kvferry.connector.geometry.spans import Span, check_span, check_spans
+from kvferry.connector.worker.aggregator import ConnectorOutput, KVOutputAggregator
 from kvferry.transport import wake
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 from kvferry.transport.planes import cma

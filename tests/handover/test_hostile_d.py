@@ -17,12 +17,12 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.connector.decode_side import fetch, links, renew
-from kvferry.connector.engine import loop
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.prefill_side import prompts, send, serve, session
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan
+from kvferry.connector.worker import loop
 from kvferry.transport.control.listener import Delivery
 from kvferry.transport.errors import GeometryError, ProtocolError
 from kvferry.transport.host import AllowedPeers

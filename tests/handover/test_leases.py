@@ -18,7 +18,7 @@ from kvferry.connector.prefill_side import serve
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import StepPlan
 from kvferry.transport import grant_board
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 from tests.handover.scenario import (
     OURS,
     PATIENT,

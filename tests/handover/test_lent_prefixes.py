@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvferry.connector.decode_side.read import Reads
-from kvferry.connector.engine.prefixes import model_seed, prefix_digests
 from kvferry.connector.geometry.engine_types import KVContent
 from kvferry.connector.pages.caches import RankCaches
 from kvferry.connector.prefill_side import prefixes
+from kvferry.connector.scheduler.prefixes import model_seed, prefix_digests
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.messages import DIGEST_BYTES
 from kvferry.connector.wire.step_plan import KeepLease, Load, PrefixOffer, StepPlan, pack_ids

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from kvferry.connector.config import Settings, load_keys
-from kvferry.connector.engine import worker_setup
-from kvferry.connector.engine.worker_setup import make_planes
 from kvferry.connector.prefill_side import session
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
+from kvferry.connector.worker import worker_setup
+from kvferry.connector.worker.worker_setup import make_planes
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvferry.connector.engine import loop
 from kvferry.connector.wire.step_plan import StepPlan
+from kvferry.connector.worker import loop
 from kvferry.transport.planes.cma import CmaChannel
 from tests.handover.retries import Trickle, cut, in_the_middle, pair
 from tests.handover.scenario import OURS, THEIRS, TOKENS, RankGroup, breaks, ended, forget, lease_plan
@@ -24,7 +24,7 @@ from tests.support.inside import ident_of, leases_of, sleeps
 from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans
 
-PACKAGES = tuple(loop.__file__.removesuffix("connector/engine/loop.py") + name
+PACKAGES = tuple(loop.__file__.removesuffix("connector/worker/loop.py") + name
                  for name in ("connector/", "transport/", "kernels/"))  # fmt: skip
 MAX_CALLS = 426
 """Calls of functions of this project, in the transfer threads of P and D and in the engines' calls. They are 418 on

@@ -17,8 +17,8 @@ from kvferry.connector.decode_side import fetch
 from kvferry.connector.decode_side.fetch import FetchState
 from kvferry.connector.decode_side.link import Link
 from kvferry.connector.decode_side.plane_choice import avoided_seconds
-from kvferry.connector.engine.loop import PostedPlan
 from kvferry.connector.wire.step_plan import KeepLease, PeerEngine, RankAddress, RemoteLease, StepPlan
+from kvferry.connector.worker.loop import PostedPlan
 from tests.handover.retries import LONG, Reports, Trickle, cut, in_the_middle, load_of, loads_of, moving, pair
 from tests.handover.scenario import (
     OTHERS,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvferry.connector.decode_side.link import LinkPhase
-from kvferry.connector.engine import worker
 from kvferry.connector.geometry.model_identity import WEIGHTS, weights_fact
 from kvferry.connector.prefill_side.serve import Producer
+from kvferry.connector.worker import worker
 from kvferry.transport.errors import TransportError
 from tests.handover.scenario import (
     OURS,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.engine import loop
 from kvferry.connector.prefill_side.prompts import PREEMPTED_SECONDS
 from kvferry.connector.prefill_side.send import Sends
 from kvferry.connector.wire.step_plan import StepPlan
+from kvferry.connector.worker import loop
 from tests.handover.prefilling import PrefillingEngine
 from tests.handover.scenario import OURS, THEIRS, TOKENS, Pair, RankGroup, wipe
 from tests.handover.slow_copies import SlowCopies, install

@@ -269,7 +269,7 @@ def test_a_page_reads_as_it_does_in_the_repository(page: str, site: Path) -> Non
 def test_the_reference_has_each_name_with_its_members(site: Path) -> None:
     page = (site / "docs" / "api.html").read_text()
     names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    half = "kvferry.connector.engine.scheduler.SchedulerHalf"
+    half = "kvferry.connector.scheduler.scheduler.SchedulerHalf"
     names += [f"{half}.take_plan", f"{half}.set_ranks", f"{half}.clock"]  # its own, of a base class, a field
     assert [name for name in names if f'id="{name}"' not in page] == []
     assert "Tokens of a block, on all ranks together" in page  # the comment behind a field

@@ -17,8 +17,6 @@ import msgspec
 import torch
 
 from kvferry.connector.decode_side.fetch import RankRead
-from kvferry.connector.engine import worker_setup
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import StateArray, sections
@@ -27,6 +25,8 @@ from kvferry.connector.pages import copies
 from kvferry.connector.pages.copies import WaitPolicy
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, pack_ids
+from kvferry.connector.worker import worker_setup
+from kvferry.connector.worker.worker import WorkerHalf
 from kvferry.transport.channels import Copy
 from tests.handover.slow_copies import SlowCopies
 from tests.ranks.caches import RankCaches, StateCaches, Table, layer_name

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import params
-from kvferry.connector.engine.load_planner import MAX_PATIENCE
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_of_answer, to_transfer_params
 from kvferry.connector.geometry.engine_types import RequestView
+from kvferry.connector.scheduler.load_planner import MAX_PATIENCE
 from kvferry.connector.step_loads.step_loads import Check
+from kvferry.connector.wire import params
 from kvferry.connector.wire.metrics import Figures, add, no_figures
+from kvferry.connector.wire.params import RemotePrompt, prompt_digest, prompt_of_answer, to_transfer_params
 from kvferry.connector.wire.step_plan import (
     KeepLease,
     LeaseGrant,

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.worker_setup import bind_caches
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.pages.caches import PageBox, RankCaches
 from kvferry.connector.pages.copies import Copies, DeviceEvent, WaitPolicy
+from kvferry.connector.worker.worker_setup import bind_caches
 from kvferry.transport.channels import CPU, Copy
 from tests.simulation.network import Timeline, Violation
 

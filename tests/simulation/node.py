@@ -13,16 +13,17 @@ from unittest.mock import patch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.fetch import FetchState
-from kvferry.connector.engine.loop import IDLE_SECONDS, TICK_SECONDS, PostedPlan, TransferThread
-from kvferry.connector.engine.params import lease_of_answer
-from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.step_loads.step_loads import Check, StepLoad, StepOutcome
+from kvferry.connector.wire.params import lease_of_answer
 from kvferry.connector.wire.step_plan import LOST, Load, LookupResult, RankAddress, StepPlan
+from kvferry.connector.worker.loop import IDLE_SECONDS, TICK_SECONDS, PostedPlan, TransferThread
+from kvferry.connector.worker.prefill_events import PrefillEvents
 from kvferry.transport.channels import Copy
 from kvferry.transport.control.keys import Keys, new_secret
-from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
+from kvferry.transport.limited_log import RateLimitedLog
+from kvferry.transport.wake import RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
 from tests.simulation.network import WAKER_FD, Network, SimDialer, SimListener, Violation
 from tests.simulation.planes import PlacePlane, PullPlane, PushPlane, SimPlane

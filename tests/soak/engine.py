@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
 from tests.support.inside import consumer_of, leases_of, producer_of, sends_of, sessions_of, thread_of
 from tests.support.ranks import Rank, Timed, labels, left_in_tables, let_time_pass
 from tests.support.remote import tell

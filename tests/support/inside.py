@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.connector.engine.load_planner import RequestPhase
-from kvferry.connector.engine.loop import PostedPlans, TransferThread
-from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.prefill_side.prompts import PromptState
+from kvferry.connector.scheduler.load_planner import RequestPhase
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
 from kvferry.connector.wire import messages
+from kvferry.connector.worker.loop import PostedPlans, TransferThread
+from kvferry.connector.worker.worker import WorkerHalf
 from kvferry.kernels import launch
 from kvferry.transport import cuda
 from kvferry.transport.wake import RunningClock

@@ -6,8 +6,8 @@ They start no thread, no CUDA context and no ZMQ context; ``fork_server`` checks
 
 from __future__ import annotations
 
-import kvferry.connector.engine.scheduler
-import kvferry.connector.engine.worker
+import kvferry.connector.scheduler.scheduler
+import kvferry.connector.worker.worker
 import kvferry.kernels.convert
 import kvferry.kernels.kv_postprocess
 import kvferry.kernels.paged_copy

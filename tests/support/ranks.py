@@ -14,8 +14,6 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.link import LinkPhase
-from kvferry.connector.engine.loop import TransferThread
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
@@ -32,6 +30,8 @@ from kvferry.connector.wire.step_plan import (
     StepResults,
     pack_ids,
 )
+from kvferry.connector.worker.loop import TransferThread
+from kvferry.connector.worker.worker import WorkerHalf
 from tests.support.inside import (
     clock_of,
     consumer_of,

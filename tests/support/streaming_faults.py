@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from kvferry.connector.engine import params
-from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.pages.computed_steps import PromptBlocks
 from kvferry.connector.prefill_side import stream
 from kvferry.connector.prefill_side.prompts import PREEMPTED_SECONDS, Prompt
 from kvferry.connector.prefill_side.send import PackedChunk
+from kvferry.connector.wire import params
+from kvferry.connector.worker.prefill_events import PrefillEvents
 
 LATE_SECONDS = 2e-3
 """For which the engine's thread lets the transfer thread send what it should not."""

@@ -19,7 +19,8 @@ import pytest
 from kvferry.transport import staging
 from kvferry.transport.channels import CPU, Pieces
 from kvferry.transport.errors import TransportError
-from kvferry.transport.wake import FAILED_LINES, HELD_UP_SECONDS, LimitedLines, RateLimitedLog, RunningClock, Waker
+from kvferry.transport.limited_log import FAILED_LINES, LimitedLines, RateLimitedLog
+from kvferry.transport.wake import HELD_UP_SECONDS, RunningClock, Waker
 from tests.support.fork_server import fork_server
 from tests.transport.plane_pair import PLANES, Pair, pattern
 

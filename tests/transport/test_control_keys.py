@@ -39,7 +39,7 @@ from kvferry.transport.control.key_file import default_key_file, make_key_file, 
 from kvferry.transport.control.keys import WHO_LISTENS, Keys, new_secret
 from kvferry.transport.control.stream import ANSWER
 from kvferry.transport.errors import ConfigError
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 from tests.doctor.planted import NOBODY, as_nobody
 from tests.fuzz.attackers import HTTP, client_hello
 from tests.support.fault_proxy import Fault, FaultProxy, Kind

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from kvferry.connector.config import ENVIRONMENT, Settings, load_keys, load_settings, unknown_variables
-from kvferry.connector.engine.params import (
+from kvferry.connector.geometry.token_sharding import TokenSharding
+from kvferry.connector.wire.params import (
     MAX_ALTERNATIVES,
     RemotePrompt,
     alternatives,
@@ -20,7 +21,6 @@ from kvferry.connector.engine.params import (
     to_transfer_params,
     wants_prefill,
 )
-from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, RemoteLease
 from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.control.keys import Keys, new_secret

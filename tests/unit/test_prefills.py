@@ -20,10 +20,6 @@ from kvferry.connector.config import Settings
 from kvferry.connector.decode_side.link import LinkPhase, Reason
 from kvferry.connector.decode_side.lookup import LEFT_SECONDS, RETRY_SECONDS, Lookups
 from kvferry.connector.decode_side.lookup import LookupPhase as P
-from kvferry.connector.engine.lease_planner import PAUSE_SECONDS, HeldBlocks
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, prompt_names, to_transfer_params
-from kvferry.connector.engine.prefill_events import PrefillEvents
-from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
 from kvferry.connector.pages import computed_steps
 from kvferry.connector.pages.computed_steps import ComputedStep
@@ -31,8 +27,11 @@ from kvferry.connector.pages.copies import Copies
 from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.prefill_side import prompts, serve
 from kvferry.connector.prefill_side.serve import Producer
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.scheduler.lease_planner import PAUSE_SECONDS, HeldBlocks
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
 from kvferry.connector.wire import messages
+from kvferry.connector.wire.params import RemotePrompt, prompt_digest, prompt_names, to_transfer_params
 from kvferry.connector.wire.step_plan import (
     LeftAnswer,
     LookupResult,
@@ -46,6 +45,7 @@ from kvferry.connector.wire.step_plan import (
     StepPlan,
     unpack_ids,
 )
+from kvferry.connector.worker.prefill_events import PrefillEvents
 from kvferry.transport.control.listener import Delivery
 from tests.unit.labelled_model import Model
 

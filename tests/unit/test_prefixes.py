@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.params import RemotePrompt, to_transfer_params
-from kvferry.connector.engine.prefixes import (
+from kvferry.connector.geometry.engine_types import BlockTable, KVContent, RequestView
+from kvferry.connector.prefill_side.prefixes import MAX_LENT, PrefixIndex
+from kvferry.connector.scheduler.prefixes import (
     OfferedBlocks,
     model_seed,
     names_sources,
@@ -18,10 +19,9 @@ from kvferry.connector.engine.prefixes import (
     sources_of,
     with_hints,
 )
-from kvferry.connector.engine.scheduler import SchedulerHalf
-from kvferry.connector.geometry.engine_types import BlockTable, KVContent, RequestView
-from kvferry.connector.prefill_side.prefixes import MAX_LENT, PrefixIndex
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
 from kvferry.connector.wire.messages import DIGEST_BYTES, PREFIX_TOKENS
+from kvferry.connector.wire.params import RemotePrompt, to_transfer_params
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PeerEngine, RankAddress, StepPlan, pack_ids
 
 SEED = model_seed({"architectures": "Labelled"})

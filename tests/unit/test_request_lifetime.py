@@ -17,12 +17,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
-from kvferry.connector.engine.load_planner import MAX_PATIENCE
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
-from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.scheduler.load_planner import MAX_PATIENCE
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
+from kvferry.connector.wire.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.wire.step_plan import LoadEnd, LookupResult, PeerEngine, RankAddress, StepPlan, StepResults
+from kvferry.connector.worker.aggregator import ConnectorOutput, KVOutputAggregator
 
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
 IDS = list(range(65))

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.connector.scheduler.step_load_rule import StepLoadRule
+from kvferry.connector.scheduler.steps_in_flight import REMEMBERED_STEPS, StepsInFlight
 from kvferry.connector.step_loads import step_loads
-from kvferry.connector.step_loads.step_load_rule import ALONE_SECONDS, StepLoadRule
 from kvferry.connector.step_loads.step_loads import StepLoad, StepLoads, StepOutcome
-from kvferry.connector.step_loads.steps_in_flight import REMEMBERED_STEPS, StepsInFlight
 from kvferry.connector.wire import step_plan as wire
-from kvferry.connector.wire.step_plan import Load, LoadEnd, PeerEngine, StepPlan, by_region, pack_ids
+from kvferry.connector.wire.step_plan import ALONE_SECONDS, Load, LoadEnd, PeerEngine, StepPlan, by_region, pack_ids
 
 P = PeerEngine("p", 1, 1, 30.0, ())
 LONG = 600.0

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
 from kvferry.connector.step_loads import step_hold
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from tests.vllm.releases import why_not
 from tests.vllm.stepped import RUNNERS, EngineGroup, Lines, Pair, tiny_model
 

@@ -27,8 +27,9 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvferry.cli.plan.model import model_shape
-from kvferry.connector.engine import params, scheduler
+from kvferry.connector.scheduler import scheduler
 from kvferry.connector.vllm import from_vllm
+from kvferry.connector.wire import params
 from kvferry.transport.errors import ConfigError
 from tests.support.families import ALL, WINDOW, Family
 from tests.vllm.stepped import PREFILL, settle

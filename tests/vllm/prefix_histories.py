@@ -41,14 +41,14 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from benchmarks.harness import report  # noqa: E402
 from kvferry.connector.decode_side import link  # noqa: E402
-from kvferry.connector.engine import load_planner, prefixes  # noqa: E402
-from kvferry.connector.engine.lease_planner import LeasePlanner  # noqa: E402
-from kvferry.connector.engine.params import HANDED_OVER  # noqa: E402
 from kvferry.connector.pages.computed_steps import PromptBlocks  # noqa: E402
 from kvferry.connector.prefill_side import session  # noqa: E402
 from kvferry.connector.prefill_side.prefixes import PrefixIndex  # noqa: E402
+from kvferry.connector.scheduler import load_planner, prefixes  # noqa: E402
+from kvferry.connector.scheduler.lease_planner import LeasePlanner  # noqa: E402
 from kvferry.connector.vllm import adapter, from_vllm  # noqa: E402
 from kvferry.connector.wire.messages import Ask, LendPrefix  # noqa: E402
+from kvferry.connector.wire.params import HANDED_OVER  # noqa: E402
 from tests.support.inside import consumer_of, leases_of, prompts_of, sends_of  # noqa: E402
 from tests.vllm import stepped  # noqa: E402
 from tests.vllm.labelled import CONTENT, HEADS, LAYERS, prompt  # noqa: E402

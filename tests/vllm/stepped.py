@@ -56,10 +56,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvferry.connector.engine.params import from_p2p, wants_load, wants_prefill
 from kvferry.connector.vllm import from_vllm
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import load_ends
+from kvferry.connector.wire.params import from_p2p, wants_load, wants_prefill
 from tests.support.inside import request_phase, scheduler_half, thread_of, worker_half
 from tests.support.ranks import put_forward
 from tests.support.tiny_model import ModelSpec, build_model

@@ -10,8 +10,8 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.decode_side import link
 from kvferry.connector.decode_side.fetch import FetchState, ReadPhase
-from kvferry.connector.engine import worker
 from kvferry.connector.wire import messages
+from kvferry.connector.worker import worker
 from tests.support.inside import leases_of
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of, no_board

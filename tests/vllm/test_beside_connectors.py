@@ -14,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.vllm import compat
 from kvferry.connector.wire.messages import Ask
 from kvferry.connector.wire.step_plan import StepResults
+from kvferry.connector.worker.worker import WorkerHalf
 from kvferry.transport.errors import ConfigError
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer

@@ -22,12 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvferry.connector.engine.aggregator import KVOutputAggregator
 from kvferry.connector.step_loads.step_loads import StepLoads, StepOutcome
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.adapter import KVFerryConnector
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, load_ends
 from kvferry.connector.wire.step_plan import Load, LoadEnd, PeerEngine, pack_ids
+from kvferry.connector.worker.aggregator import KVOutputAggregator
 from kvferry.transport.errors import ConfigError
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import prompt

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.engine import worker_setup
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.vllm import compat
 from kvferry.connector.wire.step_plan import Load, StepPlan
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
+from kvferry.connector.worker import worker_setup
+from kvferry.connector.worker.worker import WorkerHalf
 from tests.handover.slow_copies import SlowCopies
 from tests.support.inside import scheduler_half
 from tests.vllm.labelled import prompt

@@ -21,12 +21,12 @@ from vllm.config.device import DeviceConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kvferry.connector.engine.weights import checkpoint_digest
 from kvferry.connector.geometry.dtypes import layer_cache_dtype
 from kvferry.connector.geometry.model_identity import WEIGHTS
 from kvferry.connector.pages.rank_context import check_model
 from kvferry.connector.vllm import from_vllm
 from kvferry.connector.vllm.weights import EngineWeights
+from kvferry.connector.worker.weights import checkpoint_digest
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.float_formats import Conversion
 from kvferry.kernels.paged_copy import wire_pages

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies, install
 from tests.support.cases import each_once

@@ -43,7 +43,7 @@ from kvferry.connector.binding.block_ops import KVBlockZeroer, _make_src_and_dst
 from kvferry.connector.binding.encoder_budget import MultiModalBudget
 from kvferry.connector.binding.memory_request import request_memory
 from kvferry.connector.binding.mm_placeholders import sanity_check_mm_encoder_outputs
-from kvferry.connector.engine.aggregator import yield_req_data
+from kvferry.connector.worker.aggregator import yield_req_data
 from kvferry.kernels import kv_postprocess as ours
 from kvferry.transport.errors import ProtocolError
 from tests.vllm.fake_layers import (

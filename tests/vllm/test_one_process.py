@@ -18,13 +18,13 @@ import vllm
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 import kvferry.connector.config
-from kvferry.connector.engine import worker
-from kvferry.connector.engine.load_planner import RequestPhase
+from kvferry.connector.scheduler.load_planner import RequestPhase
 from kvferry.connector.step_loads import step_hold
 from kvferry.connector.vllm import compat, hooks
 from kvferry.connector.vllm.prometheus import KVFerryStats
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.connector.wire.step_plan import LoadEnd
+from kvferry.connector.worker import worker
 from kvferry.transport import wake
 from kvferry.transport.wake import ShortSwitchInterval
 from tests.handover.slow_copies import install

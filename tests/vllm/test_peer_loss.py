@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.loop import QUIET_SECONDS
+from kvferry.connector.worker.loop import QUIET_SECONDS
 from tests.support.engines import free_port
 from tests.support.inside import consumer_of
 from tests.vllm.labelled import BLOCK, prompt

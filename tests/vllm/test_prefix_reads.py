@@ -10,8 +10,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from kvferry.connector.decode_side.fetch import ReadPhase
-from kvferry.connector.engine import worker
 from kvferry.connector.wire.messages import Ask, FindPrefix, LendPrefix
+from kvferry.connector.worker import worker
 from kvferry.transport.errors import ConfigError
 from tests.support.engines import free_port
 from tests.vllm.labelled import prompt

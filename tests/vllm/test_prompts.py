@@ -18,14 +18,14 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from kvferry.connector.decode_side import load
-from kvferry.connector.engine import planning
+from kvferry.connector.scheduler import planning
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import PROMPT_ENDS
 from kvferry.router.engines import identity_of
 from kvferry.transport.control.key_file import make_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import TO_DO
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 from tests.support.inside import (
     consumer_of,
     producer_of,

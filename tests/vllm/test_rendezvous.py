@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvferry.connector.decode_side import links, lookup
-from kvferry.connector.engine.load_planner import RequestPhase
-from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.prefill_side import prompts
+from kvferry.connector.scheduler.load_planner import RequestPhase
+from kvferry.connector.worker.worker import IDLE_WAIT_SECONDS
 from tests.support.inside import (
     board_of,
     consumer_of,

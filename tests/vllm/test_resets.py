@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from kvferry.connector.engine import lease_planner
-from kvferry.connector.engine.load_planner import RequestPhase
+from kvferry.connector.scheduler import lease_planner
+from kvferry.connector.scheduler.load_planner import RequestPhase
 from kvferry.connector.wire import metrics
 from tests.support.inside import leases_of, scheduler_half
 from tests.vllm.labelled import BLOCK, prompt

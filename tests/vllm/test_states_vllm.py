@@ -24,13 +24,13 @@ from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.geometry.rank_geometry import RankGeometry
 from kvferry.connector.vllm import from_vllm
 from kvferry.connector.vllm.from_vllm import layer_groups
 from kvferry.connector.wire.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
+from kvferry.connector.worker.worker import WorkerHalf
 from kvferry.transport.errors import IncompatiblePeerError
 from tests.vllm.stepped import PATIENT
 

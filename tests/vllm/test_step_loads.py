@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
-from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.prefill_side.prompts import Prompt
-from kvferry.connector.step_loads import step_load_rule
+from kvferry.connector.scheduler import step_load_rule
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
 from kvferry.connector.step_loads.step_loads import StepOutcome
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import step_load_recovery
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
+from kvferry.connector.wire.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress, StepPlan
 from kvferry.connector.wire.transfer_estimate import TransferEstimate, TransferEstimates
 from kvferry.transport import grant_board

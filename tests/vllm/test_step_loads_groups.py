@@ -19,11 +19,11 @@ from vllm.config import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.params import RemotePrompt, prompt_digest, to_transfer_params
-from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.scheduler.scheduler import SchedulerHalf
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
 from kvferry.connector.vllm import from_vllm
+from kvferry.connector.wire.params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.wire.step_plan import PeerEngine, RankAddress
 from kvferry.connector.wire.transfer_estimate import TransferEstimate
 from tests.support.cases import each_once

@@ -43,8 +43,8 @@ import torch  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
 from benchmarks.harness import report  # noqa: E402
-from kvferry.connector.engine import worker_setup  # noqa: E402
 from kvferry.connector.pages.copies import copies_on  # noqa: E402
+from kvferry.connector.worker import worker_setup  # noqa: E402
 from tests.handover.slow_copies import SlowCopies  # noqa: E402
 from tests.support.engines import free_port  # noqa: E402
 from tests.support.inside import on_early_release, scheduler_half  # noqa: E402

@@ -27,8 +27,9 @@ from kvferry.transport.control.stream import (
     silence,
 )
 from kvferry.transport.errors import ConfigError
+from kvferry.transport.limited_log import RateLimitedLog
 from kvferry.transport.sockets import HELLO_SECONDS, Sockets, Stranger, Strangers, tune
-from kvferry.transport.wake import RateLimitedLog, Waker
+from kvferry.transport.wake import Waker
 
 MAX_PORT = 65535
 MAX_PEERS = 2048

@@ -31,9 +31,10 @@ import numpy.typing as npt
 
 from kvferry.transport.channels import Pieces, Received, Slot
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
+from kvferry.transport.limited_log import RateLimitedLog
 from kvferry.transport.planes.push import Expected
 from kvferry.transport.sockets import ENDED, EXHAUSTED, READABLE, SILENCE_SECONDS, WRITABLE, Sockets
-from kvferry.transport.wake import RateLimitedLog, Waker, keep_time_exactly
+from kvferry.transport.wake import Waker, keep_time_exactly
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.connector.engine.lease_planner import LeasePlanner
-from kvferry.connector.engine.load_planner import ACTIVE, LoadPlanner, RequestPhase
-from kvferry.connector.engine.params import HANDED_OVER, wants_load, wants_prefill
-from kvferry.connector.engine.prefixes import SOURCE, names_sources, next_turn_params, source_params
 from kvferry.connector.geometry.engine_types import RequestView, ScheduledTokens
+from kvferry.connector.scheduler.lease_planner import LeasePlanner
+from kvferry.connector.scheduler.load_planner import ACTIVE, LoadPlanner, RequestPhase
+from kvferry.connector.scheduler.prefixes import SOURCE, names_sources, next_turn_params, source_params
 from kvferry.connector.wire.metrics import Figures, HandoverStats
+from kvferry.connector.wire.params import HANDED_OVER, wants_load, wants_prefill
 from kvferry.connector.wire.step_plan import StepPlan
 
 REQUEST_LEVELS = {

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.engine.params import address_of
 from kvferry.connector.geometry.engine_types import KVContent
 from kvferry.connector.geometry.model_identity import WEIGHTS
 from kvferry.connector.wire.messages import DIGEST_BYTES, MAX_DIGESTS, PREFIX_TOKENS
+from kvferry.connector.wire.params import address_of
 from kvferry.connector.wire.step_plan import PrefixOffer, PromptLookup, RankAddress, pack_ids
 from kvferry.transport.errors import ProtocolError, quoted
 

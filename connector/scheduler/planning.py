@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.engine_types import BlockTable
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
 from kvferry.connector.wire.metrics import HandoverStats
 from kvferry.connector.wire.step_plan import (
     KeepLease,
@@ -33,7 +33,7 @@ from kvferry.connector.wire.step_plan import (
     UnneededLease,
     pack_ids,
 )
-from kvferry.transport.wake import FAILED_LINES, RateLimitedLog
+from kvferry.transport.limited_log import FAILED_LINES, RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 

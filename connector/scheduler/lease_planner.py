@@ -17,7 +17,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from kvferry.connector.engine.params import (
+from kvferry.connector.geometry.engine_types import KVContent, RequestView, ScheduledTokens
+from kvferry.connector.geometry.rank_geometry import CacheKind
+from kvferry.connector.scheduler.planning import EngineFacts, covers, first_held, logger, used_blocks
+from kvferry.connector.scheduler.prefixes import OfferedBlocks
+from kvferry.connector.wire.params import (
     TRANSFER_ID,
     RemotePrompt,
     prompt_digest,
@@ -26,10 +30,6 @@ from kvferry.connector.engine.params import (
     usable_name,
     wants_prefill,
 )
-from kvferry.connector.engine.planning import EngineFacts, covers, first_held, logger, used_blocks
-from kvferry.connector.engine.prefixes import OfferedBlocks
-from kvferry.connector.geometry.engine_types import KVContent, RequestView, ScheduledTokens
-from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.wire.step_plan import (
     ID_BYTES,
     LeaseGrant,

@@ -20,10 +20,6 @@ from dataclasses import replace
 import torch
 
 from kvferry.connector.config import Settings, load_keys
-from kvferry.connector.engine.loop import PostedPlan, TransferThread
-from kvferry.connector.engine.params import lease_of_answer
-from kvferry.connector.engine.prefill_events import PrefillEvents
-from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import NO_DRAFTS, ElementOrder
 from kvferry.connector.pages.copies import Copies, DeviceEvent
@@ -32,6 +28,7 @@ from kvferry.connector.step_loads.step_hold import StepHold
 from kvferry.connector.step_loads.step_loads import StepLoad, StepLoads, StepOutcome
 from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
 from kvferry.connector.wire.metrics import Figures, rank_stats
+from kvferry.connector.wire.params import lease_of_answer
 from kvferry.connector.wire.step_plan import (
     LOST,
     LoadEnd,
@@ -43,6 +40,9 @@ from kvferry.connector.wire.step_plan import (
     by_region,
 )
 from kvferry.connector.wire.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
+from kvferry.connector.worker.loop import PostedPlan, TransferThread
+from kvferry.connector.worker.prefill_events import PrefillEvents
+from kvferry.connector.worker.worker_setup import bind_caches, make_planes
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import TransportError
 from kvferry.transport.host import AllowedPeers, raise_file_limit

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from kvferry.connector.wire.step_plan import LoadEnd, StepResults, of_both
 from kvferry.transport.errors import ProtocolError
-from kvferry.transport.wake import RateLimitedLog
+from kvferry.transport.limited_log import RateLimitedLog
 
 _log = logging.getLogger("vllm.kvferry.aggregator")
 _limited = RateLimitedLog(_log)

@@ -19,15 +19,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvferry.connector.engine import params
-from kvferry.connector.engine.params import RemotePrompt, UnusablePromptError
-from kvferry.connector.engine.planning import EngineFacts, first_held, used_blocks
-from kvferry.connector.engine.prefixes import LEAST_GAIN, prefix_digests, sources_of
 from kvferry.connector.geometry.engine_types import KVContent, RequestView
-from kvferry.connector.step_loads.step_load_rule import StepLoadRule
-from kvferry.connector.step_loads.steps_in_flight import StepsInFlight
+from kvferry.connector.scheduler.planning import EngineFacts, first_held, used_blocks
+from kvferry.connector.scheduler.prefixes import LEAST_GAIN, prefix_digests, sources_of
+from kvferry.connector.scheduler.step_load_rule import StepLoadRule
+from kvferry.connector.scheduler.steps_in_flight import StepsInFlight
+from kvferry.connector.wire import params
 from kvferry.connector.wire.messages import DIGEST_BYTES, PREFIX_TOKENS
 from kvferry.connector.wire.metrics import LocalReason, PromptReason, PromptResult
+from kvferry.connector.wire.params import RemotePrompt, UnusablePromptError
 from kvferry.connector.wire.states import Moves, Phases
 from kvferry.connector.wire.step_plan import (
     KeepLease,

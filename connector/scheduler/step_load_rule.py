@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 
-ALONE_SECONDS = 0.05
-"""The most for which a step may wait that computes for no other request. A request that arrives meanwhile waits."""
+from kvferry.connector.wire.step_plan import ALONE_SECONDS
 
 
 class StepLoadRule:

@@ -1,0 +1,1 @@
+"""The worker half of an engine: one rank, in the worker's process. No vLLM."""
