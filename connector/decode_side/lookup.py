@@ -254,7 +254,7 @@ class Lookups:
                 number=lookup.number, name=wanted.name, engine_id=wanted.engine_id,
                 until="granted" if lookup.phase is _P.AWAITING_GRANT else "begun",
             )  # fmt: skip
-        # Not ``Link.send``: where P does not read fast enough, the question waits, and the reads over the link go on.
+        # Not ``Link.send``: where too many wait for the connection to be made, this one waits, and the link stands.
         if link.connection.send(messages.encode(question)) or link.connection.lost:  # the link fails then
             link.questions[lookup.number], lookup.link = lookup, link
         else:

@@ -31,7 +31,7 @@ from kvferry.connector.wire.step_plan import (
     pack_ids,
     unpack_ids,
 )
-from kvferry.transport.control.listener import Delivery, Listener
+from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import KVFerryError, ProtocolError
 from kvferry.transport.fair_table import FairTable
 from kvferry.transport.grant_board import GrantBoard
@@ -52,16 +52,11 @@ SIGN_SECONDS = 2.0
 MAX_READERS = 1024
 """Reads of one prompt that P grants by message before its lease; others wait for the lease."""
 CLOSING_SECONDS = 0.02
-"""How long the last message to each D, why P closes, stands alone. A D that sees it together with the end of the
-connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
+"""How long the last message to each D, why P closes, stands alone: else D may find the end of the data plane first."""
 WAITING_SPANS = 1 << 17
 """Bound on the requests that wait, of all peers together, by their spans and ranks: 48 MB."""
 WAITING_COST = 8
 """Cost of a request beside its spans and ranks."""
-UNSENT_BYTES = 16 << 20
-"""Bound on the replies that are kept, for all peers together."""
-REPLY_BYTES = 256
-"""What a kept reply takes beside its bytes."""
 
 
 EarlyRequest = messages.Ask | messages.Release | messages.Resolve
@@ -108,7 +103,6 @@ class Producer:
         self._log, self._expired = rank_context.log, RateLimitedLog(logger, per_key=FAILED_LINES)
         self.prompts = Prompts(rank_context)
         self._sessions = Sessions(rank_context, self.prompts.board.place)
-        self._replies = Replies(rank_context, listener, self._sessions)
         self._attaching: dict[Session, messages.Attach] = {}  # whose connection is not here yet
         self._sends = Sends(rank_context.caches, rank_context.clock)
         self.steps = PrefillSteps(rank_context.caches)
@@ -158,7 +152,7 @@ class Producer:
         """Every D must make a new handshake, also one that needs no message of ours because it reads the board."""
         told = messages.AttachRefused(plane="any", reason="the weights of this engine have changed", detached=True)
         for session in list(self._sessions.table.values()):
-            self._replies.send(session.identity, told)
+            self.send(session.identity, told)
             self._end_session(session, now)
         self.prompts.board.close()
         self.prompts.board = GrantBoard()
@@ -216,7 +210,7 @@ class Producer:
                 self.handle(identity, messages.decode_request(frames), now, address)
             except messages.VersionError as error:
                 ours, theirs = str(messages.PROTOCOL_VERSION), str(error.theirs)
-                self._replies.send(identity, messages.Refused(field=messages.VERSION, ours=ours, theirs=theirs))
+                self.send(identity, messages.Refused(field=messages.VERSION, ours=ours, theirs=theirs))
                 self._rank_context.drop(messages.VERSION, error)
             except ProtocolError as error:
                 self._rank_context.drop("malformed", error)
@@ -260,7 +254,7 @@ class Producer:
         if now >= self._next_sign and self._sends.waiting:
             self._next_sign = now + SIGN_SECONDS
             for read in chain.from_iterable(self._sends.waiting.values()):
-                self._replies.send(read.session.identity, read.prompt.answer(read.ask.read, read.chunks))
+                self.send(read.session.identity, read.prompt.answer(read.ask.read, read.chunks))
         for late in self.waiting.first(lambda waiting: now >= waiting.deadline):
             self.waiting.pop(late.key)
             self._refuse(late, "no such prompt came in time")
@@ -271,16 +265,6 @@ class Producer:
                 del self._attaching[session]
         for session in self._sessions.gone(now):
             self._end_session(session, now)
-        self._replies.flush()
-        while self._replies.lost:
-            unread = self._sessions.table.get(self._replies.lost.pop())
-            if unread is not None:
-                text = (
-                    f"kvferry: the decode engine {unread.engine_id[:8]} does not read the replies of this "
-                    "rank: its session ends"
-                )
-                self._log.warning("unread replies", text)
-                self._end_session(unread, now)
 
     def _attach(self, session: Session, attach: messages.Attach, now: float) -> None:
         """Accept the data plane that D chose; again at the next tick, where D's connection is not here yet."""
@@ -289,7 +273,7 @@ class Producer:
             self._attaching[session] = attach
         else:
             self._attaching.pop(session, None)
-            self._replies.send(session.identity, reply)
+            self.send(session.identity, reply)
 
     @property
     def reads_wait(self) -> bool:
@@ -305,7 +289,7 @@ class Producer:
     def live(self) -> bool:
         """Whether any deadline is running."""
         waiting = self.waiting.cost or self._sends.waiting or self._attaching
-        return bool(self.prompts.held or waiting or self._replies.kept.cost)
+        return bool(self.prompts.held or waiting)
 
     def withdraw(self) -> None:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
@@ -314,7 +298,7 @@ class Producer:
     def say_closing(self, reason: str) -> None:
         """Tell every D that all leases have ended, and why. Blocks for ``CLOSING_SECONDS``. ``close`` must follow."""
         for session in self._sessions.table.values():
-            self._replies.send(session.identity, messages.Closing(reason=reason))
+            self.send(session.identity, messages.Closing(reason=reason))
         if self._sessions.table:
             time.sleep(CLOSING_SECONDS)
 
@@ -341,10 +325,10 @@ class Producer:
             case messages.LeaveName():
                 self.waiting.pop((messages.Resolve, identity, request.number))
             case messages.FindPrefix():
-                self._replies.send(identity, self._find_prefix(request))
+                self.send(identity, self._find_prefix(request))
             case _ if session is None:
                 if (reply := refusal(request)) is not None:  # it lets D start a new handshake
-                    self._replies.send(identity, reply)
+                    self.send(identity, reply)
                 raise ProtocolError(f"{type(request).__name__} before Hello")
             case messages.Attach():
                 self._attach(session, request, now)
@@ -357,14 +341,14 @@ class Producer:
                 self._cancel(session, request, now)
             case messages.Commit():
                 ok = self._may_commit(identity, request)
-                self._replies.send(identity, messages.Committed(read=request.read, ok=ok))
+                self.send(identity, messages.Committed(read=request.read, ok=ok))
 
     def _hello(self, identity: bytes, hello: messages.Hello, now: float, address: str) -> None:
         refused = self._sessions.check(hello)
         if refused is None:
             for session in self._sessions.displaced(identity):
                 self._end_session(session, now)
-        self._replies.send(identity, refused or self._sessions.begin(identity, hello, address, now))
+        self.send(identity, refused or self._sessions.begin(identity, hello, address, now))
 
     def _find_prefix(self, wanted: messages.FindPrefix) -> messages.Resolved | messages.Unresolved:
         ours, prefixes = self._rank_context.engine_id, self.prefixes
@@ -436,7 +420,7 @@ class Producer:
             case messages.Resolve(number=number, name=name):
                 known = name in self.prompts.by_name and waiting.plans != self.plans_seen
                 reply = messages.Unresolved(number=number, final=False, known=known, detail=why)
-                self._replies.send(waiting.identity, reply)
+                self.send(waiting.identity, reply)
 
     def _resolve(self, identity: bytes, wanted: messages.Resolve, now: float) -> bool:
         """D asks for a prompt by its name. It needs no handshake, and may not have chosen a data plane yet."""
@@ -458,7 +442,7 @@ class Producer:
             )
         else:
             return False
-        self._replies.send(identity, reply)
+        self.send(identity, reply)
         return True
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> bool:
@@ -494,7 +478,7 @@ class Producer:
         if pulls and not prompt.granted and prompt.blocks is not None:
             prompt.readers[identity, read] = prompt.blocks
         # Only a D that reads P's pages by itself receives the block ids.
-        self._replies.send(identity, prompt.answer(read, chunks, prompt.block_ids if pulls else ()))
+        self.send(identity, prompt.answer(read, chunks, prompt.block_ids if pulls else ()))
         if chunks:
             displaced = self._sends.begin(session, ask, prompt, chunks)
             prompt.reads += 1
@@ -645,9 +629,14 @@ class Producer:
             self._log.exception(name, "kvferry: unexpected error in %s of a read", name)
             self._rank_context.stats.failed("internal")
 
+    def send(self, identity: bytes, message: messages.Reply) -> None:
+        """Send a reply, which waits until D reads. The listener ends the connection of a D that leaves too many."""
+        if not (self._listener.send(identity, messages.encode(message)) or isinstance(message, messages.Closing)):
+            self._rank_context.drop("reply to a peer that is gone", type(message).__name__)
+
     def deny(self, identity: bytes, read: int, reason: messages.DenyReason, detail: str = "") -> None:
         """Refuse a read, or what is left of it."""
-        self._replies.send(identity, messages.Deny(read=read, reason=reason, detail=detail[:1024]))
+        self.send(identity, messages.Deny(read=read, reason=reason, detail=detail[:1024]))
 
     def _end_session(self, session: Session, now: float) -> None:
         for read in self._sends.of(lambda read: read.session is session):
@@ -656,53 +645,4 @@ class Producer:
             if waiting.identity == session.identity and isinstance(waiting.request, messages.Ask):
                 self.waiting.pop(waiting.key)
         self.prompts.drawn.drop(session.identity)
-        self._replies.kept.drop(session.identity)
         self._sessions.end(session)
-
-
-class Replies:
-    """Sends replies. The listener holds some thousand messages for a D that does not read; then further ones are kept
-    here, for the peers with a session, and sent later, in order.
-
-    ``lost`` contains the peers of which a kept reply found no room any more. Their sessions must end: D would wait for
-    a reply that never comes.
-    """
-
-    def __init__(self, rank_context: RankContext, listener: Listener, sessions: Sessions) -> None:
-        self._rank_context, self._listener, self._sessions = rank_context, listener, sessions
-        self.kept: FairTable[tuple[bytes, int], tuple[bytes, list[bytes]]] = FairTable(UNSENT_BYTES)
-        """By identity and the number of the reply."""
-        self._last = 0
-        self.lost: set[bytes] = set()
-
-    def send(self, identity: bytes, message: messages.Reply) -> None:
-        """Send a reply, or keep it where the queue of this D is full. A reply that finds no room there is dropped."""
-        frames = messages.encode(message)
-        sent = Delivery.FULL if self.kept.owns(identity) else self._listener.send(identity, frames)
-        if sent is Delivery.SENT:
-            return
-        if sent is Delivery.FULL and self._sessions.table.get(identity) is not None and identity not in self.lost:
-            self._last += 1
-            cost = REPLY_BYTES + sum(map(len, frames))
-            for owner, _ in self.kept.put(identity, (identity, self._last), (identity, frames), cost):
-                self.kept.drop(owner)
-                self.lost.add(owner)
-            if identity not in self.lost:
-                return
-        elif sent is Delivery.FULL:
-            self._listener.dropped["full"] += 1
-        if not isinstance(message, messages.Closing):  # D has left first
-            self._rank_context.drop("reply to a peer that is gone", type(message).__name__)
-
-    def flush(self) -> None:
-        """Send the kept replies for which there is room now."""
-        for owner in self.kept.owners():
-            while (key := self.kept.oldest(owner)) is not None:
-                kept = self.kept.get(key)
-                assert kept is not None
-                sent = self._listener.send(*kept)
-                if sent is Delivery.FULL:
-                    break
-                self.kept.pop(key)
-                if sent is Delivery.GONE:
-                    self.kept.drop(owner)

@@ -16,8 +16,6 @@ from itertools import accumulate
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
-from kvferry.transport.control.listener import Delivery
-
 
 class Violation(AssertionError):
     """A promise was broken."""
@@ -288,14 +286,14 @@ class SimListener:
             self.host.mark(self.fd)
         return inbox
 
-    def send(self, identity: bytes, frames: list[bytes]) -> Delivery:
+    def send(self, identity: bytes, frames: list[bytes]) -> bool:
         peer = self.peers.get(identity)
         if peer is None:
             self.dropped["gone"] += 1
-            return Delivery.GONE
+            return False
         assert peer.back is not None
         peer.back.send("reply", lambda: peer.arrived(frames))
-        return Delivery.SENT
+        return True
 
     def take(self, connection: SimConnection, frames: list[bytes]) -> None:
         """A message of a D has arrived."""

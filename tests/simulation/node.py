@@ -34,7 +34,6 @@ from tests.support.inside import (
     plans_of,
     producer_of,
     prompts_of,
-    replies_of,
     sends_of,
     sessions_of,
 )
@@ -309,7 +308,6 @@ class Node:
             "names": producer.prompts.by_name,
             "lookups": [each.phase.value for each in (*lookups.open.values(), *lookups.left)],
             "early requests": producer.waiting.values(),
-            "replies": replies_of(producer).kept.values(),
             "messages that have arrived": producer.arrived,
             "outgoing reads": sends.turns,
             "live reads": sends.live.values(),

@@ -86,11 +86,6 @@ def sessions_of(of: Any) -> Any:
     return producer_of(of)._sessions.table
 
 
-def replies_of(of: Any) -> Any:
-    """What sends and keeps P's replies."""
-    return producer_of(of)._replies
-
-
 def sends_of(of: Any) -> Any:
     """The reads that P sends."""
     return producer_of(of)._sends

@@ -70,14 +70,15 @@ def test_a_reconnect_gets_a_new_identity_and_the_old_one_is_gone(listener, conne
     assert listener.send(new, MESSAGE) and arrived(second) == [MESSAGE]
 
 
-def test_send_says_false_when_the_peer_does_not_read(listener, connect):
-    _, identity = joined(listener, connect)
-    block = [b"", b"", bytes(LIMIT // 64)]  # full long before the silence of the peer's socket counts as its death
-    sent = next(n for n in range(5000) if not listener.send(identity, block))
-    assert sent < 3 * stream.SEND_QUEUE
-    assert listener.send(identity, block) is control_listener.Delivery.FULL
+def test_a_peer_that_does_not_read_gets_all_of_it_later(listener, connect):
+    connection, identity = joined(listener, connect)
+    blocks = [[b"", number.to_bytes(2, "big"), bytes(LIMIT // 256)] for number in range(3000)]  # 12 MB
+    assert all(listener.send(identity, block) for block in blocks)
     other, free = joined(listener, connect)
-    assert listener.send(free, MESSAGE) and arrived(other) == [MESSAGE], "a full queue holds up nobody else"
+    assert listener.send(free, MESSAGE) and arrived(other) == [MESSAGE], "a full socket holds up nobody else"
+    found = []
+    assert until(lambda: listener.receive() or found.extend(connection.receive()) or len(found) == len(blocks))
+    assert found == blocks
 
 
 @pytest.mark.parametrize("host", ["::1", "localhost"])
@@ -149,8 +150,8 @@ def test_a_server_that_never_answers(connect):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         begun = time.monotonic()
         connection = connect(silent.getsockname()[1], timeout=0.5)
-        assert all(connection.send(MESSAGE) for _ in range(stream.SEND_QUEUE))
-        assert not connection.send(MESSAGE) and connection.dropped["full"] == 1, "what waits is bounded"
+        assert all(connection.send(MESSAGE) for _ in range(control_dialer.SEND_QUEUE))
+        assert not connection.send(MESSAGE), "what waits is bounded"
         assert until(lambda: connection.lost) and "no answer" in connection.reason
         assert time.monotonic() - begun > 0.4 and not connection.failure, "it was reached"
 
@@ -333,12 +334,13 @@ def test_messages_without_end_are_cut(listener, good):
     served(listener, good)
 
 
-def test_answers_that_nobody_reads_are_bounded(listener, good):
+@pytest.mark.parametrize("size", [LIMIT // 2, 1])
+def test_answers_that_nobody_reads_are_bounded(listener, good, size):
     """The holder of the key that reads nothing is ended."""
     served(listener, good)
     with holder(listener, message()), traced():
         [(identity, _, _)] = until(listener.receive)
-        assert next(n for n in range(1000) if not listener.send(identity, [b"x", b"x", bytes(LIMIT // 2)])) < 100
+        assert next(n for n in range(500_000) if not listener.send(identity, [b"x", b"x", bytes(size)])) > 1
         assert listener.dropped == {"flood": 1} and listener.peers == 1
         assert tracemalloc.get_traced_memory()[1] < BOUND, "at its peak"
         assert not listener.send(identity, MESSAGE) and listener.dropped["gone"] == 1

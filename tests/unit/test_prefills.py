@@ -46,7 +46,6 @@ from kvferry.connector.wire.step_plan import (
     unpack_ids,
 )
 from kvferry.connector.worker.prefill_events import PrefillEvents
-from kvferry.transport.control.listener import Delivery
 from tests.unit.labelled_model import Model
 
 RANK = RankAddress(0, 0, "10.0.0.1", 1234, bytes(16))
@@ -520,9 +519,9 @@ class Names:
         listener: Any = SimpleNamespace(send=self._sent)
         self.p, self._answers = Producer(context, listener, lambda request_id: None), list[tuple[bytes, Any]]()
 
-    def _sent(self, identity: bytes, frames: list[bytes]) -> Delivery:
+    def _sent(self, identity: bytes, frames: list[bytes]) -> bool:
         self._answers.append((identity, messages.decode_reply(frames)))
-        return Delivery.SENT
+        return True
 
     def take(self) -> list[tuple[bytes, Any]]:
         """To whom, and what."""

@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import suppress
 from functools import partial
@@ -21,7 +21,6 @@ from kvferry.transport.control.stream import (
     FULL,
     HEARD,
     KEEP_ALIVE,
-    SEND_QUEUE,
     Shared,
     Stream,
     StreamEndedError,
@@ -40,6 +39,8 @@ Refusal = Callable[[str], str]
 """Why there must be no connection to a numeric address; empty where there may be one."""
 NOBODY_LISTENS = "nobody listens there, or no way leads there; is the engine up, and its address told right?"
 CONNECT_TIMEOUT_SECONDS = 10.0
+SEND_QUEUE = 1024
+"""Messages that wait for a connection to be established."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks for peers that say nothing."""
 NAMES = BlockingCalls("kvferry-dns", threads=8, waiting=1024)
@@ -62,7 +63,6 @@ class Connection:
         news: messages have arrived, or the connection was established or lost, since the last ``receive``.
         on_news: called where ``news`` becomes true. The owner sets it.
         resolving: it waits for a name.
-        dropped: the number of messages not sent by reason, "full" and "gone".
     """
 
     def __init__(self, dialer: Dialer, host: str, port: int, key: str, timeout: float) -> None:
@@ -72,7 +72,6 @@ class Connection:
         self.on_news: Callable[[], None] = _nobody
         self.reason = ""
         self.failure: Failure = "unreachable"
-        self.dropped: Counter[str] = Counter()
         self._dialer, self._key = dialer, key
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self.inbox: list[list[bytes]] = []
@@ -103,19 +102,16 @@ class Connection:
         return found
 
     def send(self, frames: list[bytes]) -> bool:
-        """Queue a message. False: the connection is lost, or the queue is full because P does not read."""
-        failure = ""
+        """Queue a message. False: the connection is lost, or too many wait for it to be established."""
         if self._stream is not None:
-            failure = self._stream.send(frames)
-            while failure == "gone" and not self.reason:  # what P has said before still counts
+            sent = self._stream.send(frames)
+            while not (sent or self.reason):  # what P has said before still counts
                 self._serve(self._stream)
-        elif self.reason or len(self._waiting) >= SEND_QUEUE:
-            failure = "gone" if self.reason else "full"
-        else:
-            self._waiting.append(frames)
-        if failure:
-            self.dropped[failure] += 1
-        return not failure
+            return sent
+        if self.reason or len(self._waiting) >= SEND_QUEUE:
+            return False
+        self._waiting.append(frames)
+        return True
 
     def close(self) -> None:
         """Close the connection and drop unsent messages. Idempotent."""

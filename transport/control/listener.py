@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import errno
 import ipaddress
 import itertools
@@ -41,15 +40,6 @@ STRANGER_SECONDS, LATE_SECONDS = 0.1, 0.01
 """Seconds of the processor that handshakes of one address may take in ``HELLO_SECONDS`` without an admission. After
 that, the handshakes of all such addresses have ``LATE_SECONDS`` between two looks for others."""
 log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
-
-
-class Delivery(enum.Enum):
-    """What has become of a message to a peer. Only ``SENT`` is true. ``FULL``: its queue, because it does not read."""
-
-    SENT, FULL, GONE = "", "full", "gone"
-
-    def __bool__(self) -> bool:
-        return self is Delivery.SENT
 
 
 class _Gate:
@@ -169,8 +159,7 @@ class Listener:
         port, endpoint: the port, and ``address:port``, on which it listens.
         fd: a descriptor that is readable while there is something to receive.
         dropped: refusals by reason: "handshake", "key", "peers", "oversize", "flood" (too many bytes that are no whole
-            message, or that it does not read) are connections; "gone" and "full" are messages not sent. The caller of
-            ``send`` counts the full ones: it may keep the message.
+            message, or that it does not read) are connections; "gone" are messages not sent.
 
     Raises:
         ConfigError: the port is in use, the address is not ours, or means all interfaces; one line.
@@ -217,16 +206,16 @@ class Listener:
         found, self._arrived, self._taken, self._taken_bytes = self._arrived, [], 0, 0
         return found
 
-    def send(self, identity: bytes, frames: list[bytes]) -> Delivery:
-        """Queue a message for one peer."""
+    def send(self, identity: bytes, frames: list[bytes]) -> bool:
+        """Queue a message for one peer. False: the peer is gone, or its connection ends because it does not read."""
         peer = self.streams.get(identity)
-        sent = Delivery("gone" if peer is None else peer.send(frames))
-        if peer is not None and sent is Delivery.GONE:
+        sent = peer is not None and peer.send(frames)
+        if peer is not None and not sent:
             self._late[peer] = None  # what it said before still counts
         self._end_excess()
-        if sent is Delivery.GONE:
+        if not sent:
             self.dropped["gone"] += 1
-        return Delivery.GONE if sent is Delivery.SENT and identity not in self.streams else sent
+        return sent and identity in self.streams
 
     @property
     def peers(self) -> int:
@@ -290,8 +279,8 @@ class Listener:
                 if frames != KEEP_ALIVE:
                     self._taken_bytes += len(frames[2])
                     self._arrived.append((peer.identity, frames, peer.address))
-            if KEEP_ALIVE in messages and peer.send(KEEP_ALIVE) == "full":
-                raise StreamEndedError("full", "it does not read its answers")
+            if KEEP_ALIVE in messages:
+                peer.send(KEEP_ALIVE)
         except StreamEndedError as error:
             if error.reason != "gone":
                 self.refused(error.reason, str(error))

@@ -25,8 +25,8 @@ other threads spin on all cores with ``sched_yield``, as vLLM's workers do, a th
 for a core (Linux 6.18)."""
 MAX_HELD_BYTES = 16 << 20
 """Bytes of unfinished and of unsent messages that one end holds, over all of its connections."""
-SEND_QUEUE = 1024
-"""Messages that one connection holds until its peer reads."""
+MESSAGE_BYTES = 256
+"""What an unsent message takes beside its bytes."""
 ADMITTED, FULL = b"\1", b"\3"
 """What P says once it knows D's key; at the last one it ends the connection."""
 ANSWER, HEARD = b"kvferry ", re.compile(rb"(?:kvfer)?ry ([0-9a-f]{12})")
@@ -146,17 +146,15 @@ class Stream:
         del self._arrived[:at]
         return found
 
-    def send(self, frames: list[bytes]) -> str:
-        """Send a message, or queue it. Returns why it cannot leave, "full" or "gone"; else an empty string."""
+    def send(self, frames: list[bytes]) -> bool:
+        """Send a message, or queue it until the peer reads. Returns whether the connection stands."""
         if self._broken:
-            return "gone"
-        if len(self._unsent) >= SEND_QUEUE:
-            return "full"
+            return False
         first, second, third = frames
         data = memoryview(b"".join((_HEAD.pack(len(first), len(second), len(third)), *frames)))
         self._unsent.append(data)
         self._unsent_bytes += len(data)
-        return "" if self._flush() else "gone"
+        return self._flush()
 
     def close(self) -> None:
         """Close the connection; forget what has arrived and what is queued. Idempotent."""
@@ -187,7 +185,7 @@ class Stream:
         return not self._broken
 
     def _count(self) -> None:
-        size = len(self._arrived) + self._unsent_bytes
+        size = len(self._arrived) + self._unsent_bytes + MESSAGE_BYTES * len(self._unsent)
         if size != self._counted:
             self._counted = size
             self._shared.count(self, size)
