@@ -216,10 +216,6 @@ def by_load(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row["order"], row["sequences"], row["tokens"]))
 
 
-def busy(result: Row) -> Row:
-    return {"rows": by_load(result["rows"])}
-
-
 def streamed(rows: Iterable[Row]) -> list[Row]:
     """Without the times of a transfer where next to no KV went to D."""
     return [row if row["mib"] >= 1 else {**row, "mib": None, "before_end": None, "moving_ms": None} for row in rows]
@@ -286,11 +282,14 @@ def named(form: str, rows: Iterable[Row]) -> Row:
 
 
 PREPARED: dict[str, Callable[[Row], Row]] = {
-    "end-to-end": lambda _: named("{name}, {tokens}, {way}", load("gpu_streaming")["rows"]),
+    "end-to-end": lambda _: (
+        named("{name}, {tokens}, {way}", load("gpu_streaming")["rows"])
+        | named("scattered {tokens} {connector}", load("gpu_busy_scattered")["rows"])
+    ),
     "first-token": lambda run: named("{sequences}, {tokens}", by(["sequences", "tokens"], "connector", run["rows"])),
     "idle-cost": lambda result: {"rows": [row for row in quiet_step(result)["rows"] if row["figure"] == "gap"]},
     "gpu-bandwidth": gpu_bandwidth, "cpu-bandwidth": cpu_bandwidth, "gpu-quiet-step": quiet_step,
-    "gpu-busy": busy, "gpu-busy-long": busy, "gpu-busy-one-gpu": busy,
+    "gpu-busy": lambda result: {"rows": by_load(result["rows"])},
     "gpu-streaming": streaming, "cpu-streaming": streaming, "prefix-reads": prefix_reads,
     "wrong-answers": wrong_answers,
     "router-cost": router_cost,
