@@ -107,7 +107,7 @@ class App:
         loops = [self._membership.watch(), self._watch_unread()]
         if self._health is not None:
             await self._health.round()
-            loops += [self._health.watch(), self._health.watch_requests()]
+            loops.append(self._health.watch())
         self._loops = [asyncio.ensure_future(loop) for loop in loops]
         await self._listeners.start_serving()
 

@@ -1,14 +1,12 @@
 """The engines that a router knows: their states and loads, and which one takes a request. Pure: no I/O, no clock.
 
-JOINING: added at run time, no check has passed. LEAVING: no new requests. UP, JOINING and DOWN may besides be passed
-over for a while, because a request to the engine has failed.
+LEAVING: no new requests. UP and DOWN may besides be passed over for a while, because a request has failed there.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-import logging
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -16,17 +14,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvferry.router.handed_over import HandedOver
+from kvferry.router.prefix_affinity import PromptPrefix
 from kvferry.transport.errors import UsageError, quoted, quoted_url
 
-log = logging.getLogger("kvferry.router")
-MAX_ENGINES = 1024
 REFUSALS = 3
-"""So many different requests that were answered with 5xx, or 4xx where D answered them, none well between them, and an
+"""So many different prompts that were answered with 5xx, or 4xx where D answered them, none well between them, and an
 engine is passed over."""
-STILL_SECONDS, MOST_STILL_SECONDS = 5.0, 60.0
-"""An engine whose counters stand still for so long while a request waits is given up, and at most the second one where
-it was seen to go on after a longer time than the first."""
-LEFT_OUT_SECONDS = 30.0  # Such an engine, or one that refuses what others answer, is tried again after so long
 IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
 IDENTITY_ALSO = ("remote_key", "remote_host_id", "tp_size", "pp_size", "dcp_size", "transfer_mode")
 """What D needs to ask P for a prompt that P has not finished, and what goes with it where P's answer has it."""
@@ -38,41 +31,7 @@ class Role(enum.StrEnum):
 
 
 class EngineState(enum.StrEnum):
-    JOINING, UP, DOWN, LEAVING = "joining", "up", "down", "leaving"
-
-
-_S = EngineState
-BEFORE: dict[EngineState, Collection[EngineState]] = {
-    _S.JOINING: (_S.LEAVING,),  # it is to get requests again
-    _S.UP: (_S.JOINING, _S.DOWN),  # a health check passed
-    _S.DOWN: (_S.UP,),  # several in a row failed
-    _S.LEAVING: tuple(_S),
-}
-"""For each state, those that it can follow."""
-
-
-class Identity:
-    """What D is told of a P before it has answered; None: P is asked serially. ``url``: of P."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._known: dict[str, Any] | None = None
-        self._changes = 0  # Without a failure between
-
-    def get(self) -> dict[str, Any] | None:
-        return self._known if self._changes < 2 else None
-
-    def learn(self, params: dict[str, Any] | None) -> None:
-        """P's answer had these ``kv_transfer_params``. What changes once is a P that has started again."""
-        before, self._known = self._known, identity_of(params)
-        if before not in (None, self._known):
-            self._changes += 1
-            if self._changes == 2:
-                log.warning("several engines answer at %s: it is asked serially; name each of them", self._url)
-
-    def failed(self) -> None:
-        """P failed: another engine may answer at its URL next."""
-        self._known, self._changes = None, 0
+    UP, DOWN, LEAVING = "up", "down", "leaving"
 
 
 def identity_of(params: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -94,20 +53,14 @@ class Engine:
     load: float = 0.0  # What it computes: prompt tokens for P, requests for D
     failed_checks: int = 0  # In a row
     passed_over_until: float = 0.0  # By the clock of the caller
-    page: int | None = None  # What its /metrics counted at the last look
-    moved_at: float = 0.0  # When that was seen to change
-    still_since: float | None = None  # A request that waited since then was given up, and nothing has moved
-    patience: float = STILL_SECONDS
+    page: int | None = None  # A hash of what its /metrics counted at the last look; None: it is not known
+    still: int = 0  # So many looks in a row have seen that unchanged, while a request waited
     last_taken: int = 0  # The number of its last request, of all engines' requests
-    refused: set[tuple[bool, int]] = field(default_factory=set)
-    """Whether it was a 4xx, and a hash, of each request that it refused since it last answered one well."""
+    refused: set[PromptPrefix] = field(default_factory=set)  # Since it last answered one well
     source: dict[str, Any] | None = None
     """Where other engines can read a prefix from it, as it says; empty where they cannot, None before it was asked."""
-    identity: Identity = field(init=False)
+    identity: dict[str, Any] | None = None  # What D is told of a P before it has answered; None: P is asked serially
     handed_over: HandedOver = field(default_factory=HandedOver)
-
-    def __post_init__(self) -> None:
-        self.identity = Identity(self.url)
 
     def usable(self, now: float) -> bool:
         return self.state is EngineState.UP and self.passed_over_until <= now
@@ -173,25 +126,20 @@ class EnginePool:
 
     # --- which engines there are
 
-    def add(self, url: str, role: Role, state: EngineState = EngineState.JOINING) -> Engine:
+    def add(self, url: str, role: Role, state: EngineState = EngineState.DOWN) -> Engine:
         """A new engine, also where the one at this URL had another role; or the known one, which gets requests again if
-        it was leaving. Raises UsageError: ``url`` is none, or there are too many engines."""
+        it was leaving. Raises UsageError: ``url`` is none."""
         url = engine_url(url)
         engine = self._engines.get(url)
-        if engine is not None and engine.role is role:
-            self.move(engine, EngineState.JOINING)
-        elif engine is None and len(self._engines) >= MAX_ENGINES:
-            raise UsageError(f"{url} is one engine too many: at most {MAX_ENGINES} fit; remove one first")
-        else:
-            if engine is not None and engine.state is not EngineState.LEAVING:
-                state = engine.state
+        if engine is not None and engine.state is not EngineState.LEAVING:
+            state = engine.state
+        if engine is None or engine.role is not role:
             engine = self._engines[url] = Engine(url, role, state)
+        engine.state = state
         return engine
 
-    def move(self, engine: Engine, state: EngineState) -> None:
-        """To this state, where it can follow the engine's."""
-        if engine.state in BEFORE[state]:
-            engine.state = state
+    def leave(self, engine: Engine) -> None:
+        engine.state = EngineState.LEAVING
         self.forget_if_idle(engine)
 
     def forget_if_idle(self, engine: Engine) -> None:
@@ -235,50 +183,29 @@ class EnginePool:
 
     # --- what requests and health checks say
 
-    def failed(self, engine: Engine, now: float) -> None:
-        """The engine has lost a connection: pass it over for a while."""
-        engine.passed_over_until = max(engine.passed_over_until, now + self.cool_down)
+    def failed(self, engine: Engine, now: float, seconds: float = 0.0) -> None:
+        """The engine has lost a connection: pass it over for a while, or for so many ``seconds``."""
+        engine.passed_over_until = max(engine.passed_over_until, now + (seconds or self.cool_down))
         engine.refused.clear()
 
-    def answered(self, engine: Engine, status: int, request: int, now: float) -> None:
-        """The engine answered a request, of this hash. One bad request is no fault of an engine, several are. A 4xx
-        counts where another engine answered the same request."""
+    def answered(self, engine: Engine, status: int, prompt: PromptPrefix, now: float) -> None:
+        """The engine answered this prompt. One bad request is no fault of an engine, several are. A 4xx of a P counts
+        where a D answered the same request."""
         if status < 400 or (status < 500 and engine.role is Role.DECODE):
             engine.refused.clear()
             return
-        engine.refused.add((status < 500, request))
-        if sum(each == (status < 500) for each, _ in engine.refused) >= REFUSALS:
+        engine.refused.add(prompt)
+        if len(engine.refused) >= REFUSALS:
             self.failed(engine, now)
-            if status < 500:
-                engine.handed_over.refused(status, REFUSALS)
-                engine.passed_over_until = now + LEFT_OUT_SECONDS
-
-    def moved(self, engine: Engine, page: int | None, now: float) -> bool:
-        """A look at what the engine's page counts; None: nothing that is known. Whether it stood still until now."""
-        if page is not None and page == engine.page:
-            return False
-        since, engine.still_since, engine.page, engine.moved_at = engine.still_since, None, page, now
-        if since is not None:
-            engine.patience = min(max(engine.patience, 2 * (now - since)), MOST_STILL_SECONDS)
-            engine.passed_over_until = now
-        return since is not None
-
-    def stands_still(self, engine: Engine, since: float, now: float) -> bool:
-        """A request has waited for it since then, for too long. Whether it is the first one."""
-        first = engine.still_since is None
-        engine.still_since = since if first else engine.still_since
-        engine.passed_over_until = now + LEFT_OUT_SECONDS
-        return first
 
     def checked(self, engine: Engine, passed: bool, threshold: int) -> bool:
         """The result of a health check. Whether the engine's state has changed."""
         before = engine.state
         engine.failed_checks = 0 if passed else engine.failed_checks + 1
-        if passed or engine.failed_checks >= threshold:
-            self.move(engine, EngineState.UP if passed else EngineState.DOWN)
+        if before is not EngineState.LEAVING and (passed or engine.failed_checks >= threshold):
+            engine.state = EngineState.UP if passed else EngineState.DOWN
         if engine.state is not before:
-            engine.source = None  # it may be another engine
-            engine.identity.failed()
+            engine.source = engine.identity = None  # it may be another engine
         return engine.state is not before
 
 

@@ -59,17 +59,13 @@ class HandedOver:
         self._missed: Counter[str] = Counter()  # likewise: prompts by reason
         self._computed = 0  # likewise: tokens, less those of D's own cache
 
-    def prefilled(self, params: dict[str, Any] | None) -> None:
-        """P has answered a prompt with these parameters for D."""
+    def prefilled(self, params: dict[str, Any] | None, status: int = 200) -> None:
+        """P has answered a prompt with this status and these parameters for D."""
         self.sent = self.sent + 1 if params is None else 0
         self.known |= params is not None
         few = self.sent < (LAST_PROMPTS if self.known else FIRST_PROMPTS)
-        self.degraded = "" if few else f"none of its last {self.sent} answers had kv_transfer_params: {NO_PARAMS}"
-
-    def refused(self, status: int, prompts: int) -> None:
-        """P has answered its last prompts with this status, a 4xx, and decode engines have answered the same ones."""
-        its = {401: "API key", 403: "API key", 404: "--served-model-name"}.get(status, "options")
-        self.degraded = f"it answered {status} to {prompts} prompts that decode engines answered: has it their {its}?"
+        why = NO_PARAMS if status == 200 else f"it answers {status}: has it D's --api-key and --served-model-name?"
+        self.degraded = "" if few else f"none of its last {self.sent} answers had kv_transfer_params: {why}"
 
     def take(self, page: Counts) -> None:
         """D's page counts this now."""

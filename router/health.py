@@ -19,17 +19,15 @@ from kvferry.router.router import Router
 
 MAX_PAGE_BYTES, MAX_LINE_BYTES = 8 << 20, 4 << 10
 """Of a page of metrics; and of one of its lines that are of interest, for the parser's time grows with its square."""
-LOOK_SECONDS = 1.0
-"""After so long without a byte of an answer, and as often, the router looks whether its engine moves."""
-PAGE_SECONDS = 2.0  # Of such a look
 TOKENS_PER_SECOND = 1000.0
 """A step that computes this few moves no counter until it ends."""
+LEFT_OUT_SECONDS = 30.0  # An engine that stands still is tried again after so long
 
 
 @dataclass(frozen=True)
 class Checks:
     interval: float = 5.0  # Seconds between two checks of an engine
-    failures: int = 3  # So many in a row, and the engine is down
+    failures: int = 3  # So many in a row, and the engine is down; or so many without a movement, and it stands still
     timeout: float = 5.0  # Seconds that one check may take
 
 
@@ -50,40 +48,6 @@ class HealthChecks:
             await asyncio.sleep(self._checks.interval)
             await self.round(self._checks.failures)
 
-    async def watch_requests(self) -> None:
-        """Look at engines that let requests wait, and give up those of one that stands still."""
-        while True:
-            began = time.monotonic()
-            await asyncio.sleep(LOOK_SECONDS)
-            router, now = self._router, time.monotonic()
-            late = now - began - LOOK_SECONDS  # this process stood still: no engine is to blame
-            waiting: dict[str, list[RequestProgress]] = {}
-            for leg, url in router.http.under_way.items():
-                leg.at += late
-                if leg.sent and not leg.held and now - leg.at >= LOOK_SECONDS:
-                    waiting.setdefault(url, []).append(leg)
-            looked = [each for each in router.engines if each.url in waiting or each.still_since is not None]
-            there = await asyncio.gather(*(self._look(each, waits=True) for each in looked))
-            for engine, answers in zip(looked, there, strict=True):
-                for leg in waiting.get(engine.url, ()):
-                    self._judge(engine, leg, answers)
-
-    def _judge(self, engine: Engine, leg: RequestProgress, answers: bool) -> None:
-        """``answers``: the engine takes connections. Where not, or where another one can be asked, the leg is given up
-        soon; else as late as a prefill. One that was only passed on tells nothing of an engine."""
-        router, now = self._router, time.monotonic()
-        if leg.passed and answers and engine.still_since is None and engine.state is not EngineState.DOWN:
-            return
-        since = max(leg.at, engine.moved_at)
-        patience = engine.patience + leg.tokens / TOKENS_PER_SECOND
-        if answers and engine.role is Role.DECODE and (leg.answered or not router.another_decode([engine])):
-            patience = max(patience, router.timeouts.prefill)
-        if not leg.held and now - since >= patience:
-            why = f"it stands still: nothing on its /metrics has changed for {now - since:.0f} s while a request waits"
-            if router.engines.stands_still(engine, since, router.clock()):
-                log.warning("%s engine %s is left out: %s", engine.role, engine.url, why)
-            leg.give_up(why)
-
     async def _check(self, engine: Engine, threshold: int) -> None:
         limit = self._checks.timeout
         try:
@@ -100,33 +64,35 @@ class HealthChecks:
             level = logging.INFO if passed else logging.WARNING
             log.log(level, "%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
 
-    async def _look(self, engine: Engine, *, waits: bool = False) -> bool:
-        """What a D has counted, or whether an engine moves for which a request waits. Where its page cannot be had,
-        nothing is known anew. Returns whether it takes connections."""
-        router, handed_over, there, answer = self._router, engine.handed_over, True, None
-        if waits or (engine.role is Role.DECODE and engine.state is not EngineState.DOWN):
-            limit = PAGE_SECONDS if waits else self._checks.timeout
+    async def _look(self, engine: Engine) -> None:
+        """What a D has counted, and whether an engine moves for which a request waits. Where its page cannot be had,
+        nothing is known anew."""
+        router, handed_over, limit = self._router, engine.handed_over, self._checks.timeout
+        since = time.monotonic() - self._checks.interval  # what came after it may have moved nothing yet
+        under_way = [leg for leg, url in router.http.under_way.items() if url == engine.url]
+        legs = [leg for leg in under_way if leg.sent and not leg.held and leg.at <= since]
+        if legs or (engine.role is Role.DECODE and engine.state is not EngineState.DOWN):
+            moved = False  # also where nobody answers
             try:
                 async with asyncio.timeout(limit):
                     answer = await router.http.send("GET", engine.url, "/metrics", connect=limit)
+                    moved = True
                     with closing(answer):
-                        lines, counted = _lines_of(answer, await answer.body(MAX_PAGE_BYTES))
-                    if router.engines.moved(engine, counted, router.clock()):
-                        log.info("%s engine %s goes on", engine.role, engine.url)
+                        lines, page = _lines_of(answer, await answer.body(MAX_PAGE_BYTES))
+                    moved, engine.page = page is None or page != engine.page, page
                     counts = await asyncio.to_thread(counts_of, lines)
                 if engine.role is Role.DECODE:
                     handed_over.take(counts)
                     handed_over.unreadable = False
-            except TimeoutError:
+            except OwnFaultError:
+                moved = True  # nobody knows
+            except (HttpError, TimeoutError):
                 pass
-            except HttpError as error:
-                there = answer is not None or isinstance(error, OwnFaultError)
-                if there:  # nobody knows what it counts
-                    router.engines.moved(engine, None, router.clock())
             except Exception as error:  # the parser raises many kinds, and no page may end the checks of all engines
                 if not handed_over.unreadable:
                     handed_over.unreadable = True
                     log.warning("%s engine %s: its page of metrics is unusable: %.200r", engine.role, engine.url, error)
+            self._judge(engine, legs, moved=moved)
         if bool(handed_over.degraded) != handed_over.logged:
             handed_over.logged = not handed_over.logged
             if handed_over.degraded:
@@ -134,7 +100,26 @@ class HealthChecks:
                 log.warning(said, engine.role, engine.url, handed_over.degraded)
             else:
                 log.info("%s engine %s: prompts are handed over again", engine.role, engine.url)
-        return there
+
+    def _judge(self, engine: Engine, legs: list[RequestProgress], *, moved: bool) -> None:
+        """Give up ``legs``, which wait, of an engine that stands still. A D that has begun an answer, or that no other
+        one can replace, gets as long as a prefill. A request that was only passed on tells nothing of an engine."""
+        router = self._router
+        waits = not all(leg.passed for leg in legs) or (bool(legs) and engine.state is EngineState.DOWN)
+        engine.still = engine.still + 1 if waits and not moved else 0
+        still = engine.still * self._checks.interval
+        patience = self._checks.failures * self._checks.interval
+        patience += max((leg.tokens for leg in legs), default=0.0) / TOKENS_PER_SECOND
+        if not waits or still < patience:
+            return
+        why = f"it stands still: nothing on its /metrics has changed for {still:.0f} s while a request waits"
+        if engine.passed_over_until <= router.clock():
+            log.warning("%s engine %s is left out: %s", engine.role, engine.url, why)
+        router.engines.failed(engine, router.clock(), LEFT_OUT_SECONDS)
+        for leg in legs:
+            last = engine.role is Role.DECODE and (leg.answered or not router.another_decode([engine]))
+            if not last or still >= router.timeouts.prefill:
+                leg.give_up(why)
 
 
 def _lines_of(answer: Answer, page: bytes) -> tuple[str, int | None]:

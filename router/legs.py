@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from xxhash import xxh3_64
 
 from kvferry.router.engines import Engine, EnginePool, EngineState, Role, Seat, identity_of
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
@@ -27,7 +26,6 @@ from kvferry.router.request_bodies import (
     Body,
     is_estimate_of,
     off_loop,
-    pieces_of,
     small_body,
     without_params,
 )
@@ -124,13 +122,6 @@ class ClientRequest:
     def decode_body(self, params: dict[str, Any]) -> Body:
         """For a D that is to load the prompt."""
         return self.body | {"kv_transfer_params": params | {"report": True} if self.checks else params}
-
-    def digest(self) -> int:
-        """The same for the same request only."""
-        found = xxh3_64(self.path.encode())
-        for piece in pieces_of(self.body):
-            found.update(piece)
-        return found.intdigest()
 
     def hold(self) -> None:
         self._holders += 1
@@ -269,7 +260,7 @@ class Legs:
                 self.failed(engine, error)
             else:  # perhaps the prompt is that long
                 self._answered(asked, engine, 504)
-            engine.identity.failed()
+            engine.identity = None  # another engine may answer there next
             asked.alone = f"prefill engine {url} failed: {why(error)}"
             log.warning("%s: %s", asked.name, asked.alone)
             return Prefilled(failed=isinstance(error, HttpError) and not progress.given_up)
@@ -280,7 +271,7 @@ class Legs:
             asked.alone = f"prefill engine {url} answered {answer.status}"
             if answer.status >= 500:
                 self._answered(asked, engine, answer.status)
-                engine.identity.failed()
+                engine.identity = None
                 log.warning("%s: %s", asked.name, asked.alone)
             else:
                 asked.refused_by = engine, answer.status
@@ -298,7 +289,9 @@ class Legs:
         asked.alone = "" if params else f"prefill engine {url} handed nothing over: {NO_PARAMS}"
         if asked.alone:
             log.info("%s: %s", asked.name, asked.alone)
-        engine.identity.learn(params)
+        before, engine.identity = engine.identity, identity_of(params)
+        if before not in (None, engine.identity):
+            log.warning("another engine answers at %s than before: name each engine by itself", url)
         engine.handed_over.prefilled(params)
         return Prefilled(params)
 
@@ -309,16 +302,15 @@ class Legs:
             self.engines.failed(engine, self.clock())
 
     def _answered(self, asked: ClientRequest, engine: Engine, status: int) -> None:
-        request = 0
         if status >= 500:
             self.metrics.failed_legs.labels(engine.role).inc()
-            request = asked.digest()
         elif self.prefix_reads and status == 200 and engine.source is None:
             self.start(self._learn_source(asked, engine), asked)
-        self.engines.answered(engine, status, request, self.clock())
+        self.engines.answered(engine, status, asked.prefix, self.clock())
         if engine.role is Role.DECODE and status == 200 and asked.refused_by is not None:
             refused_by, status = asked.refused_by
-            self.engines.answered(refused_by, status, hash(asked.id), self.clock())
+            refused_by.handed_over.prefilled(None, status)
+            self.engines.answered(refused_by, status, asked.prefix, self.clock())
 
     async def abandon(
         self, asked: ClientRequest, leg: asyncio.Task[Prefilled], seconds: float | None = None, told: Any = None

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from kvferry.router.engines import MAX_ENGINES, EngineState, Role, engine_url
+from kvferry.router.engines import EngineState, Role, engine_url
 from kvferry.router.legs import log
 from kvferry.router.router import Router
 from kvferry.transport.errors import UsageError, quoted_url
 
 Named = dict[str, Role]  # Engines by URL
 LOOK_SECONDS = 3.0
-MAX_FILE_BYTES = 1 << 20
 
 
 class Source(Protocol):
@@ -41,11 +40,7 @@ class EnginesFile:
         return f"engines file {self._path}"
 
     async def named(self) -> Named:
-        with self._path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise UsageError(f"it has over {MAX_FILE_BYTES} bytes")
-        return engines_of(content.decode(errors="replace"))
+        return engines_of(self._path.read_text(errors="replace"))
 
 
 class DnsName:
@@ -83,8 +78,8 @@ def engines_of(text: str) -> Named:
         url = engine_url(words[1])
         if named.setdefault(url, Role(words[0])) != words[0]:
             raise UsageError(f"line {number} gives {url} a second role; name each engine once")
-    if not named or len(named) > MAX_ENGINES:
-        raise UsageError(f"it names {len(named)} engines; expected 1 to {MAX_ENGINES}")
+    if not named:
+        raise UsageError("it names no engine")
     return named
 
 
@@ -99,36 +94,31 @@ class Membership:
     async def look(self, state: EngineState = EngineState.UP) -> None:
         """Once at all sources. Engines of the first look take requests at once."""
         for source in self._named:
+            wrong = ""
             try:
-                wrong = self._take_over(source, await source.named(), state)
+                self._take_over(source, await source.named(), state)
             except (OSError, UsageError) as error:
-                wrong = f"is not usable, and nothing is changed: {getattr(error, 'strerror', None) or error}"
+                wrong = str(getattr(error, "strerror", None) or error)
             if wrong and self._errors.get(source) != wrong:  # once, until it is over or another one
-                log.error("the %s %s", source, wrong)
+                log.error("the %s is not usable, and nothing is changed: %s", source, wrong)
             self._errors[source] = wrong
 
     async def watch(self) -> None:
         """For ever."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await self.look(EngineState.JOINING)
+            await self.look(EngineState.DOWN)
 
-    def _take_over(self, source: Source, named: Named, state: EngineState) -> str:
-        """What is wrong with an engine that is named; the others are taken over. Those that leave make room."""
-        engines, before, wrong = self._router.engines, self._named[source], ""
+    def _take_over(self, source: Source, named: Named, state: EngineState) -> None:
+        engines, before = self._router.engines, self._named[source]
         for url in before.keys() - named.keys():
             engine = engines.get(url)
             if engine is not None:
-                engines.move(engine, EngineState.LEAVING)
+                engines.leave(engine)
                 log.info("%s engine %s is drained: the %s names it no longer", engine.role, url, source)
             del before[url]
         for url, role in named.items():
             if before.get(url) is not role:
-                try:
-                    engines.add(url, role, state)
-                except UsageError as error:
-                    wrong = wrong or f"names an engine that is not taken: {error}"
-                else:
-                    log.info("%s engine %s is named by the %s", role, url, source)
-                    before[url] = role
-        return wrong
+                engines.add(url, role, state)
+                log.info("%s engine %s is named by the %s", role, url, source)
+                before[url] = role

@@ -182,7 +182,7 @@ class Router(Legs):
 
     async def _answer_by(self, asked: ClientRequest, reply: Reply, seat: Seat) -> web.StreamResponse | None:
         """The answer where this P computes the prompt; None where it fails and another P may not."""
-        identity = None if self.serial else seat.engine.identity.get()
+        identity = None if self.serial else seat.engine.identity
         if identity is not None:
             return await self._at_once(asked, reply, seat, identity)
         leg = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path, PREFILL_TAG | asked.sources))

@@ -242,7 +242,7 @@ class Front(Site):
         """From now on, in this order."""
         engines = self.router.engines
         for engine in engines.of(Role.DECODE):
-            engines.move(engine, EngineState.LEAVING)
+            engines.leave(engine)
         for url in urls:
             engines.add(url, Role.DECODE, EngineState.UP)
 

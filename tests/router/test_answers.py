@@ -145,7 +145,7 @@ def test_one_bad_request_takes_no_engine_from_others() -> None:
         assert front.ask({"prompt": "x"}).status_code == 200
         assert d.seen[-1][0]["kv_transfer_params"] == PARAMS and front.get("/health").status_code == 200
         for number in range(3):
-            front.ask({"prompt": f"{number}", "structured_outputs": [1]})
+            front.ask({"prompt": "x" * 4 * number, "structured_outputs": [1]})
         assert not any(engine.usable(front.router.clock()) for engine in front.router.engines)
 
 

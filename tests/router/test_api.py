@@ -158,7 +158,7 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
         (["--decode", "http://d:1", "--host", "192.0.2.1"], "port 9000 of '192.0.2.1' cannot be bound: "),
         (["--decode", "http://d:1", "--host", "a..b"], "port 9000 of 'a..b' cannot be bound: it is no name of a host"),
         (["--engines-file", "/none"], "the engines file /none is not usable: No such file or directory"),
-        (["--engines-file", "/dev/null"], "the engines file /dev/null is not usable: it names 0 engines"),
+        (["--engines-file", "/dev/null"], "the engines file /dev/null is not usable: it names no engine"),
         (["--prefill-timeout", "-1"], "--prefill-timeout is -1, expected a number above 0"),
         (["--connect-timeout", "0"], "--connect-timeout is 0, expected a number above 0"),
         (["--abandoned-prefill-timeout", "inf"], "--abandoned-prefill-timeout is inf, expected a number above 0"),

@@ -76,7 +76,7 @@ def test_a_d_that_failed_is_asked_where_there_is_no_other() -> None:
     seat = pool.take_decode(2.0)
     assert seat is not None and seat.engine.url == A, "the one that failed first"
     for engine in pool:
-        pool.move(engine, EngineState.LEAVING)
+        pool.leave(engine)
     assert pool.take_decode(2.0) is None
 
 
@@ -85,9 +85,9 @@ def test_health_checks_change_the_state_after_several_failures() -> None:
     (engine,) = pool
     assert [pool.checked(engine, False, 3) for _ in range(3)] == [False, False, True]
     assert (engine.state, pool.best_prefill(1, 0.0)) == (EngineState.DOWN, None)
-    engine.identity.learn(PUSH)
+    engine.identity = PUSH
     assert pool.checked(engine, True, 3) and engine.state is EngineState.UP
-    assert engine.identity.get() is None, "another engine may have started there"
+    assert engine.identity is None, "another engine may have started there"
     assert [pool.checked(engine, passed, 3) for passed in (False, False, True, False, False)] == [False] * 5
     pool = EnginePool()
     engine = pool.add(A + "/", Role.PREFILL)

@@ -10,7 +10,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from kvferry.router import health
-from kvferry.router.engines import EnginePool, EngineState, Role
+from kvferry.router.engines import EnginePool, Role
 from kvferry.router.handed_over import (
     FIRST_PROMPTS,
     LAST_PROMPTS,
@@ -267,14 +267,14 @@ def status(health: dict[str, Any], *engines: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_page_of_a_router_refers_to_nothing_outside_and_has_its_engines() -> None:
     with routed(prefill_engine(), decode_engine()) as front:
-        front.router.engines.add("http://h:1/<b>bold</b>", Role.DECODE, EngineState.JOINING)
+        front.router.engines.add("http://h:1/<b>bold</b>", Role.DECODE)
         front.ask({"prompt": "x"})
         answer = front.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert not re.search(r"<[^>]*\b(src|href|action|data)=", answer.text) and 'http-equiv="refresh"' in answer.text
     assert f"<td>{front.p[0]}</td><td>up</td>" in answer.text and f"<td>{front.d[0]}</td><td>up</td>" in answer.text
-    assert "<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td>joining</td>" in answer.text
+    assert "<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td>down</td>" in answer.text
     assert '<span class="ok">ok</span>' in answer.text
 
 

@@ -113,7 +113,7 @@ def test_a_p_that_is_gone_is_no_source_and_one_that_leaves_is(state: EngineState
         assert legs(other)
         gone = next(each for each in front.router.engines if each.url == front.p[[p, q].index(had)])
         seat = Seat(gone, 1.0, front.router.engines)  # a request of its own
-        front.router.engines.move(gone, state)
+        gone.state = state
         front.ask({"prompt": history(3), "model": "m"})
         front.idle()
         told = legs(other)[-1]["kv_transfer_params"]

@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from kvferry.router import legs, router
-from kvferry.router.engines import IDENTITY, Identity
+from kvferry.router.engines import IDENTITY
 from kvferry.router.health import Checks
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.router.stand_ins import (
@@ -204,7 +204,7 @@ def test_another_p_that_answers_after_d_keeps_no_lease(at_once: Served, monkeypa
     at_once.nothing_left()
 
 
-def test_another_p_answers(at_once: Served) -> None:
+def test_another_p_answers(at_once: Served, caplog: pytest.LogCaptureFixture) -> None:
     other = PUSH | {"remote_engine_id": "p-1"}
     at_once.p.answer = lambda body: answer_of_p(other)
     client = at_once.held_by_both()
@@ -214,6 +214,7 @@ def test_another_p_answers(at_once: Served) -> None:
     assert client.result().json() == {"text": "from D"} and at_once.d.params[-1] == other
     at_once.ask({"prompt": "z"})
     assert known(other).items() <= (at_once.d.params[-1] or {}).items(), "the other P is known now"
+    assert len([line for line in caplog.messages if "another engine answers at" in line]) == 1
 
 
 def test_a_client_that_leaves_while_ds_leg_is_ended_leaves_no_lease(
@@ -237,19 +238,6 @@ def test_a_client_that_leaves_while_ds_leg_is_ended_leaves_no_lease(
     eventually(lambda: at_once.d.bodies[-1].get("max_tokens") == 0, "D is told to release the lease")
     assert at_once.d.params[-1] == other
     at_once.nothing_left()
-
-
-def test_a_place_where_several_answer_is_asked_serially() -> None:
-    identity = Identity("http://p")
-    other = PUSH | {"remote_engine_id": "p-1"}
-    for params in (PUSH, other, other):
-        identity.learn(params)
-    assert (identity.get() or {})["remote_engine_id"] == "p-1", "a P that started again is known"
-    identity.learn(PUSH)
-    assert identity.get() is None
-    identity.failed()
-    identity.learn(PUSH)
-    assert identity.get() is not None, "another engine may answer there"
 
 
 REFUSAL = {"error": {"message": "too long"}}
@@ -286,10 +274,10 @@ def test_an_error_that_nobody_expects_ends_ds_leg(at_once: Served, monkeypatch: 
     """Its seat would count as a request of D for good."""
     at_once.d.held = True
 
-    def breaks(params: Any, now: float) -> None:
+    def breaks(params: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(next(iter(at_once.router.engines)).identity, "learn", breaks)
+    monkeypatch.setattr(next(iter(at_once.router.engines)).handed_over, "prefilled", breaks)
     assert at_once.ask({"prompt": "y"}).status_code == 500
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
     at_once.nothing_left()

@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from kvferry.router import engines, membership
+from kvferry.router import membership
 from kvferry.router.engines import EngineState, Role, Seat
 from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HttpError
@@ -188,7 +188,7 @@ def test_a_file_brings_and_takes_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("prefill a b", "line 1"), ("\nprefill x", "no URL"), ("# none", "0 engines"), ("both http://a:1", "line 1"),
+        ("prefill a b", "line 1"), ("\nprefill x", "no URL"), ("# none", "no engine"), ("both http://a:1", "line 1"),
         ("prefil http://user:secret@a:1", "line 1 is 'a:1'"), ("decode http://user:secret@a:1", "a user or a password"),
     ],
 )  # fmt: skip
@@ -294,7 +294,7 @@ def test_an_engine_that_left_may_come_again(monkeypatch: pytest.MonkeyPatch) -> 
     listed.now = {B: Role.DECODE}
     assert look() == {B: "up"}
     listed.now = {A: Role.DECODE, B: Role.DECODE}
-    assert look() == {A: "joining", B: "up"} and router.engines.get(A) is not first
+    assert look() == {A: "down", B: "up"} and router.engines.get(A) is not first
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), UsageError("line 3 is wrong")])
@@ -316,30 +316,9 @@ def test_a_source_that_fails_does_not_hold_up_the_others(monkeypatch: pytest.Mon
     router, look = watched(monkeypatch, failing, listed)
     assert states_of(router) == {B: "up"}, "what is there at the first look waits for no check"
     listed.now = {A: Role.DECODE}
-    assert look() == {A: "joining"}
+    assert look() == {A: "down"}
     failing.now = {C: Role.DECODE}
-    assert look() == {A: "joining", C: "joining"}
-
-
-def test_engines_beyond_the_limit_come_when_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(engines, "MAX_ENGINES", 2)
-    listed = Listed(A, B, C)
-    router, look = watched(monkeypatch, listed)
-    assert states_of(router) == {A: "up", B: "up"} and f"is not taken: {C} is one engine too many" in caplog.text
-    listed.now = {B: Role.DECODE, C: Role.DECODE}
-    assert look() == {B: "up", C: "joining"}
-
-
-def test_a_file_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(membership, "MAX_FILE_BYTES", 60)
-    file = tmp_path / "engines"
-    file.write_text(f"decode {A}\n")
-    assert asyncio.run(EnginesFile(file).named()) == {A: "decode"}
-    file.write_text(f"decode {A}\n" + "#" * 60)
-    with pytest.raises(UsageError, match="over 60 bytes"):
-        asyncio.run(EnginesFile(file).named())
+    assert look() == {A: "down", C: "down"}
 
 
 # --- health checks
@@ -349,7 +328,7 @@ class Http:
     """Answers ``/health`` by URL: a status, an exception, or an event that is never set. There are no metrics."""
 
     def __init__(self, **answers: Any) -> None:
-        self.answers, self.asked = answers, asyncio.Event()
+        self.answers, self.asked, self.under_way = answers, asyncio.Event(), {}
         self.urls: list[str] = []
 
     async def send(self, method: str, base: str, path: str, **_: Any) -> Any:
