@@ -56,7 +56,7 @@ demo: install
 # NIXL and UCXX each bring a UCX, and the tests kill peers of both: their tests have processes of their own. So have files
 # that import vLLM: each process imports all files of its part, and vLLM takes 12 s of a core.
 places = $(shell sed -n 's/^$(1) = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
-WITH_VLLM = $(shell grep -rlE '^(from|import) vllm' tests/unit) tests/vllm
+WITH_VLLM = $(shell grep -rlE '^ *(from|import) vllm' tests/docs tests/examples tests/planning tests/unit) tests/vllm
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 2)))
 IN_PROCESSES = --dist loadfile --no-loadscope-reorder -n
 # What is drawn at random for longest, and the families of models.

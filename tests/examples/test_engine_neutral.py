@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ def test_it_fails_on_planted_corruption() -> None:
     ],
 )
 def test_it_fails_where_the_plane_cannot_be_had(plane: str, said: str) -> None:
-    done = run("--plane", plane, "--prefill-tp", 1)
+    done = run("--plane", plane, "--prefill-tp", 1, "--decode-tp", 1)
     assert done.returncode == 1 and "Traceback" not in done.stderr and said in done.stderr
     if plane == "cuda_ipc":
         (why,) = [line for line in done.stderr.splitlines() if line.startswith("prefill rank 0: ")]
@@ -54,11 +52,12 @@ def test_it_fails_where_the_plane_cannot_be_had(plane: str, said: str) -> None:
 
 def test_no_vllm_is_imported() -> None:
     script = (
-        "import sys; sys.modules['vllm'] = None; sys.argv = ['x', '--help']; import runpy\n"
+        "import sys, runpy; assert 'vllm' not in sys.modules\n"
+        "sys.modules['vllm'] = None; sys.argv = ['x', '--help']\n"
         f"sys.path.insert(0, {str(EXAMPLE.parent / 'lib')!r})\n"
         "import tp_engine, tp_rank, kvferry.connector.worker.worker, kvferry.connector.scheduler.scheduler\n"
         f"table = runpy.run_path({str(EXAMPLE.parents[1] / 'docs' / 'binding_table.py')!r})\n"
         "[table['resolve'](each) for each in table['UTILITIES']]\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=800, check=False)
+    done = fork_server().run("-c", script, timeout=800)
     assert done.returncode == 0, done.stderr

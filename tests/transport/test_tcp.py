@@ -182,8 +182,8 @@ def test_slots_that_wait_for_a_d_that_reads_nothing_come_back(ends: Ends, first:
     for tag in range(10_000):
         ends.receiver.expect(tag, ends.sender.slot_bytes)
     for each in (*ends.sender.flows, *ends.receiver.flows):  # the sockets soon hold all that they can
-        each.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        each.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        each.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        each.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     held: list[Received] = []
 
     def stuck() -> bool:

@@ -55,6 +55,7 @@ FORMS = {
 }
 FORM = pytest.mark.parametrize("form", FORMS)
 MAMBA2, NUM_BLOCKS = "align, with states of the middle of a prompt", 200
+MODES = ("align", MAMBA2, "none")
 
 
 def options(form: str, **more: Any) -> dict[str, Any]:
@@ -241,19 +242,17 @@ def state_engine(
     return engine
 
 
-@pytest.fixture(params=["align", MAMBA2, "none"])
-def states(
-    group: EngineGroup, tiny: ModelConfig, request: pytest.FixtureRequest, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> Pair:
+@pytest.fixture
+def states(group: EngineGroup, tiny: ModelConfig, mode: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> Pair:
     monkeypatch.setattr(from_vllm, "packing_name", lambda config, spec, layers: "")
-    p, d = (state_engine(group, tiny, origin, request.param, policy) for origin in range(2))
+    p, d = (state_engine(group, tiny, origin, mode, policy) for origin in range(2))
     scheduler_half(d).step_load_rule.hold_seconds = AGES
     meet(p, d)
     return p, d
 
 
-@pytest.mark.parametrize("policy", ["recompute"])
-def test_a_state_and_what_the_step_makes_of_it(states: Pair, policy: str) -> None:
+@each_once("mode policy", MODES, ["recompute"])
+def test_a_state_and_what_the_step_makes_of_it(states: Pair, mode: str, policy: str) -> None:
     p, d = states
     assert scheduler_half(d).clears_blocks
     caches = d.config.cache_config.enable_prefix_caching
@@ -268,8 +267,8 @@ def test_a_state_and_what_the_step_makes_of_it(states: Pair, policy: str) -> Non
         settle(p, d)
 
 
-@POLICIES
-def test_a_state_that_does_not_come(states: Pair, policy: str) -> None:
+@each_once("mode policy", MODES, ("fail", "recompute"))
+def test_a_state_that_does_not_come(states: Pair, mode: str, policy: str) -> None:
     """Beside another request that begins alike, and comes in that step or in the next one. The step has written the
     state of 304 tokens, which end a block, to where that of 303 should have been, and vLLM has given it their hash.
     ``old``: of the load the other one finds only this, beside right KV of long ago."""
@@ -307,9 +306,8 @@ def test_a_state_that_does_not_come(states: Pair, policy: str) -> None:
         settle(p, d)
 
 
-@POLICIES
-@pytest.mark.parametrize("what", ["left", "preempted"])
-def test_a_state_that_does_not_come_to_a_request_that_has(states: Pair, policy: str, what: str) -> None:
+@each_once("mode policy what", MODES, ("fail", "recompute"), ("left", "preempted"))
+def test_a_state_that_does_not_come_to_a_request_that_has(states: Pair, mode: str, policy: str, what: str) -> None:
     """Before the engine knows: nobody has the block, and another request may get it next."""
     p, d = states
     ids = prompt(304, 9)
