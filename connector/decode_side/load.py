@@ -305,9 +305,11 @@ class Loads:
         try:
             if fetch.reason is None:
                 self._report_succeeded(fetch)
-            else:
+                return
+            try:
                 if self._drafts:
                     self._rank_context.caches.copies.synchronize()  # zeros under way: others may get the blocks now
+            finally:  # after an error the device does nothing more
                 self._report_failed(fetch.posted, fetch.reason, fetch)
         finally:
             for read in fetch.reads:

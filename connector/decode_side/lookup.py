@@ -246,14 +246,10 @@ class Lookups:
             self._fail(lookup, str(error), "no_answer")
             return
         self.asked = lookup.number = (self.asked + 1) % (1 << 32)
-        question: messages.Request
-        if wanted.prefix:
-            question = messages.FindPrefix(number=lookup.number, digests=wanted.prefix, engine_id=wanted.engine_id)
-        else:
-            question = messages.Resolve(
-                number=lookup.number, name=wanted.name, engine_id=wanted.engine_id,
-                until="granted" if lookup.phase is _P.AWAITING_GRANT else "begun",
-            )  # fmt: skip
+        question = messages.Resolve(
+            number=lookup.number, name=wanted.name, engine_id=wanted.engine_id, prefix=wanted.prefix,
+            until="granted" if lookup.phase is _P.AWAITING_GRANT else "begun",
+        )  # fmt: skip
         # Not ``Link.send``: where too many wait for the connection to be made, this one waits, and the link stands.
         if link.connection.send(messages.encode(question)) or link.connection.lost:  # the link fails then
             link.questions[lookup.number], lookup.link = lookup, link

@@ -92,8 +92,6 @@ class Reads:
             self.take_grant(read, grant, now)
             return
         load = read.fetch.load
-        if load.prefix:
-            read.link.send(messages.LendPrefix(token=load.token, digests=load.prefix))
         read.link.send(
             messages.Ask(
                 read=read.number,
@@ -103,6 +101,7 @@ class Reads:
                 expected=self._renewals.expected(load.peer, read.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
                 chunk_bytes=read.chunk_bytes,
+                prefix=load.prefix,
             )
         )
         try:

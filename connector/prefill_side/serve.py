@@ -324,16 +324,12 @@ class Producer:
                     self._hold(identity, request, now)
             case messages.LeaveName():
                 self.waiting.pop((messages.Resolve, identity, request.number))
-            case messages.FindPrefix():
-                self.send(identity, self._find_prefix(request))
             case _ if session is None:
                 if (reply := refusal(request)) is not None:  # it lets D start a new handshake
                     self.send(identity, reply)
                 raise ProtocolError(f"{type(request).__name__} before Hello")
             case messages.Attach():
                 self._attach(session, request, now)
-            case messages.LendPrefix():
-                self._lend(session, request, now)
             case messages.Ask():
                 if not self._ask(session, request, now):
                     self._hold(identity, request, now)
@@ -350,18 +346,8 @@ class Producer:
                 self._end_session(session, now)
         self.send(identity, refused or self._sessions.begin(identity, hello, address, now))
 
-    def _find_prefix(self, wanted: messages.FindPrefix) -> messages.Resolved | messages.Unresolved:
-        ours, prefixes = self._rank_context.engine_id, self.prefixes
-        if wanted.engine_id not in ("", ours):
-            return messages.Unresolved(number=wanted.number, final=True, detail=f"this is engine {ours[:256]}")
-        if not prefixes.params:
-            return messages.Unresolved(number=wanted.number, final=True, detail="this engine has no prefix to read")
-        found = prefixes.find(wanted.digests) * PREFIX_TOKENS
-        return messages.Resolved(number=wanted.number, params=prefixes.params, granted=True, found=found)
-
-    def _lend(self, session: Session, wanted: messages.LendPrefix, now: float) -> None:
-        """D is about to read a prefix. Where it does not lie here any more, the ask that follows is refused."""
-        token, digests = wanted.token, wanted.digests
+    def _lend(self, session: Session, token: bytes, digests: bytes, now: float) -> None:
+        """D asks to read a prefix. Where it does not lie here any more, its token is over."""
         if token in self.prompts.table or self.prompts.is_over(token):
             return  # another rank of D has asked
         self.prompts.drawn.put(session.identity, token, None)
@@ -423,11 +409,16 @@ class Producer:
                 self.send(waiting.identity, reply)
 
     def _resolve(self, identity: bytes, wanted: messages.Resolve, now: float) -> bool:
-        """D asks for a prompt by its name. It needs no handshake, and may not have chosen a data plane yet."""
+        """D asks for a prompt by its name, or for a prefix. It needs neither a handshake nor a data plane."""
         ours, number, prompt = self._rank_context.engine_id, wanted.number, self.prompts.by_name.get(wanted.name)
         reply: messages.Resolved | messages.Unresolved
         if wanted.engine_id not in ("", ours):
             reply = messages.Unresolved(number=number, final=True, detail=f"this is engine {ours[:256]}")
+        elif wanted.prefix and not (params := self.prefixes.params):
+            reply = messages.Unresolved(number=number, final=True, detail="this engine has no prefix to read")
+        elif wanted.prefix:
+            found = self.prefixes.find(wanted.prefix) * PREFIX_TOKENS
+            reply = messages.Resolved(number=number, params=params, granted=True, found=found)
         elif prompt is None and now < self.prompts.ended.get(wanted.name, now):
             text = "the prompt was not handed over, or its lease has ended"
             reply = messages.Unresolved(number=number, final=True, detail=text)
@@ -447,6 +438,9 @@ class Producer:
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> bool:
         """D asks to read. Returns whether it need not wait."""
+        if ask.prefix:
+            with self._guarded("LendPrefix"):
+                self._lend(session, ask.token, ask.prefix, now)
         identity, read, prompt = session.identity, ask.read, self.prompts.table.get(ask.token)
         if prompt is None and not self.prompts.is_over(ask.token):
             return False

@@ -194,7 +194,7 @@ class LeasePlanner(EngineFacts):
         kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
         params, encoded = self._params(view, prompt, kept)
         prompt.phase = PromptPhase.ENDED
-        self._plan.parts.leases.append(
+        self._plan.leases.append(
             LeaseGrant(
                 view.request_id,
                 prompt.token,
@@ -240,14 +240,14 @@ class LeasePlanner(EngineFacts):
             self._told = self._us
             params = msgspec.msgpack.encode(to_transfer_params(RemotePrompt(bytes(16), 1, "", self._us)))
             offer = replace(offer, params=params)
-        self._plan.parts.offers.append(offer)
+        self._plan.offers.append(offer)
         self.watch_blocks(blocks)
 
     def block_reused(self, block_id: int) -> None:
         """The engine gives a block to another request, or has reset its prefix cache. The ranks learn of it before they
         get the work of the next step."""
         if self._offered is not None and self._offered.reused(block_id):
-            self._plan.parts.reused.append(block_id)
+            self._plan.reused.append(block_id)
             self._plan.urgent = True
 
     # --- drain, pause, reset ------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class LeasePlanner(EngineFacts):
                 prompt.queued = True
                 view, token = prompt.view, prompt.token
                 names = prompt_names(view.request_id, view.params, token)
-                self._plan.parts.queued.append(QueuedPrompt(view.request_id, token, names))
+                self._plan.queued.append(QueuedPrompt(view.request_id, token, names))
 
     def _may_lease(self, prompt: _Prompt) -> bool:
         return not (self._draining or self._pause_lasts or prompt.stale)
@@ -355,7 +355,7 @@ class LeasePlanner(EngineFacts):
         if prompt.streams and tokens.start < stop and prompt.phase in _BEGUN:
             ids, restarts = self._new_blocks(prompt, tokens), prompt.phase is PromptPhase.PREEMPTED
             prompt.phase = PromptPhase.COMPUTING
-            self._plan.parts.prefill_chunks.append(PrefillChunk(prompt.token, tokens.start, stop, ids, restarts, ready))
+            self._plan.prefill_chunks.append(PrefillChunk(prompt.token, tokens.start, stop, ids, restarts, ready))
 
     def _new_blocks(self, prompt: _Prompt, tokens: ScheduledTokens) -> tuple[bytes, ...]:
         """The blocks that the ranks do not know, without those behind the prompt."""
@@ -379,7 +379,7 @@ class LeasePlanner(EngineFacts):
             prompt.digest = prompt_digest(view.prompt_token_ids, view.extra)
             prompt.params = self._params(view, prompt)[1]
         prompt.phase, prompt.streams = PromptPhase.COMPUTING, streams and bool(prompt.params)
-        self._plan.parts.prefills.append(
+        self._plan.prefills.append(
             Prefill(
                 request_id=view.request_id,
                 token=prompt.token,
@@ -406,12 +406,12 @@ class LeasePlanner(EngineFacts):
         """The engine has preempted the request."""
         if prompt.phase is PromptPhase.COMPUTING:
             prompt.phase = PromptPhase.PREEMPTED
-            self._plan.parts.stops.append(PrefillStop(prompt.token, ended=False))
+            self._plan.stops.append(PrefillStop(prompt.token, ended=False))
 
     def _give_up(self, prompt: _Prompt) -> None:
         """The prompt will not be handed over."""
         if prompt.phase in _BEGUN:
-            self._plan.parts.stops.append(PrefillStop(prompt.token, ended=True))
+            self._plan.stops.append(PrefillStop(prompt.token, ended=True))
         prompt.phase = PromptPhase.ENDED
 
 

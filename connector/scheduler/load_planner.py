@@ -210,7 +210,7 @@ class LoadPlanner(EngineFacts):
                 params.check_hosts((request.params or {}).get("remote_host_id"), (wanted.host,), self.host_id)
                 end = now + MAX_PATIENCE * self._timeout
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout, end)
-                self._plan.parts.lookups.append(wanted)
+                self._plan.lookups.append(wanted)
                 self._advance(entry, RequestEvent.AWAITED)
             elif remote_prompt := params.from_transfer_params(request.params, self.max_sizes):
                 self._offer(entry, request, remote_prompt)
@@ -247,14 +247,14 @@ class LoadPlanner(EngineFacts):
         alone = self._alone
         self._ask_source(awaited)
         if alone and (told := self.look_up(awaited.wanted)) is not None:
-            self._plan.parts.lookups.clear()
+            self._plan.lookups.clear()
             self.lookups_answered(told)
 
     @property
     def _alone(self) -> bool:
         """Whether an answer may be waited for here, as the engine waits for a millisecond after a step without tokens:
         nobody else waits meanwhile, and peers get first what is planned for them."""
-        parts = self._plan.parts
+        parts = self._plan
         return not (self.shares_steps or len(self._requests) > 1 or parts.leases or parts.left or parts.lookups)
 
     def _ask_source(self, awaited: AwaitedPrompt) -> bool:
@@ -263,7 +263,7 @@ class LoadPlanner(EngineFacts):
             return False
         awaited.wanted = replace(awaited.sources[0], prefix=awaited.digests)
         awaited.sources = awaited.sources[1:]
-        self._plan.parts.lookups.append(awaited.wanted)
+        self._plan.lookups.append(awaited.wanted)
         return True
 
     def asked_prefixes(self, request_id: str) -> tuple[KVContent, bytes] | None:
@@ -288,7 +288,7 @@ class LoadPlanner(EngineFacts):
         token, digest = secrets.token_bytes(16), digests[: count * DIGEST_BYTES][-DIGEST_BYTES:]
         entry.remote_prompt = RemotePrompt(token, tokens, digest.hex(), peer)
         entry.leases = (RemoteLease(token, peer),)
-        self._plan.parts.keeps.append(KeepLease(entry.request_id, token, peer, siblings=False))
+        self._plan.keeps.append(KeepLease(entry.request_id, token, peer, siblings=False))
         self._advance(entry, RequestEvent.OFFERED)
 
     def _offer(self, entry: EngineRequest, request: RequestView, remote_prompt: RemotePrompt) -> None:
@@ -306,9 +306,7 @@ class LoadPlanner(EngineFacts):
         siblings = _CHILD.match(request.request_id) is not None
         entry.remote_prompt = remote_prompt
         entry.leases = (RemoteLease(remote_prompt.token, remote_prompt.peer), *usable)
-        self._plan.parts.keeps += [
-            KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in entry.leases
-        ]
+        self._plan.keeps += [KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in entry.leases]
         self._advance(entry, RequestEvent.OFFERED)
         params.check_adapter(request, remote_prompt)  # the lease is this request's, and is released
 
@@ -389,7 +387,7 @@ class LoadPlanner(EngineFacts):
 
     def _advance(self, entry: EngineRequest, event: RequestEvent) -> None:
         """Every lease that is kept is released once, or is part of the load. A question to P is answered or left."""
-        before, parts = entry.life.step(event, self.clock()), self._plan.parts
+        before, parts = entry.life.step(event, self.clock()), self._plan
         after = entry.life.phase
         self._phases[before] -= 1
         self._phases[after] += 1
@@ -490,7 +488,7 @@ class LoadPlanner(EngineFacts):
             entry.load = load
         else:
             self.step_load_rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self.clock()))
-        self._plan.parts.loads.append(load)
+        self._plan.loads.append(load)
         self._advance(entry, RequestEvent.INSIDE if load.now else RequestEvent.BESIDE)
 
     def _load(
@@ -546,7 +544,7 @@ class LoadPlanner(EngineFacts):
                 continue
             ranks = 0 if loading.end is None else loading.end.ranks
             if loading.load is not None and loading.load.seconds < math.inf and ranks < self.tp_size * self.pp_size:
-                self._plan.parts.joins.append(loading.load)
+                self._plan.joins.append(loading.load)
                 self._joining = loading.tokens, self.clock()
                 if loading.end is not None and loading.end.failed:
                     self._load_ended(loading, loading.end)

@@ -98,10 +98,17 @@ class EngineFacts:
         self._quiet = False  # there was nothing to report when the metrics were taken last
 
 
-@dataclass
-class PlanParts:
-    """The lists of a ``StepPlan``."""
+@dataclass(eq=False)
+class StepPlanBuilder:
+    """Collects the parts of one step plan after the other; each list is one of ``StepPlan``."""
 
+    decode_engine: bytes
+    """Names this life of this engine to P."""
+    step: int = 0
+    """The number of the last plan that was taken."""
+    ends_leases: bool = False
+    urgent: bool = False
+    """Whether the engine must take the next plan also where it has no request."""
     leases: list[LeaseGrant] = field(default_factory=list)
     keeps: list[KeepLease] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -117,45 +124,37 @@ class PlanParts:
     reused: list[int] = field(default_factory=list)
     joins: list[Load] = field(default_factory=list)
 
-
-class StepPlanBuilder:
-    """Collects the parts of one step plan after the other. ``decode_engine``: names this life of this engine to P."""
-
-    def __init__(self, decode_engine: bytes) -> None:
-        self._decode_engine = decode_engine
-        self._nothing = {idle: StepPlan(decode_engine=decode_engine, idle=idle, nothing=True) for idle in (False, True)}
-        self.step = 0
-        """The number of the last plan that was taken."""
-        self.parts = PlanParts()
-        self.ends_leases = False
-        self.urgent = False
-        """Whether the engine must take the next plan also where it has no request."""
+    def __post_init__(self) -> None:
+        self._nothing = {
+            idle: StepPlan(decode_engine=self.decode_engine, idle=idle, nothing=True) for idle in (False, True)
+        }
 
     def leave(self, left: LeftAnswer) -> None:
         """Add that a request does not need P's answer any more."""
-        for number, asked in enumerate(self.parts.lookups):
+        for number, asked in enumerate(self.lookups):
             if asked.request_id == left.request_id:
-                self.parts.lookups[number] = replace(asked, ended=left)
+                self.lookups[number] = replace(asked, ended=left)
                 return
-        self.parts.left.append(left)
+        self.left.append(left)
 
     @property
     def loads_inside(self) -> bool:
         """Whether the next step computes with the tokens of a load that may fail yet."""
-        return bool(self.parts.joins) or any(load.now for load in self.parts.loads)
+        return bool(self.joins) or any(load.now for load in self.loads)
 
     def take(self, *, idle: bool, after_prefill: bool) -> StepPlan:
         """The plan of the next step, with everything that was added since the last one."""
         self.step += 1
-        if not (after_prefill or self.ends_leases or any(vars(self.parts).values())):  # as in most steps
+        parts: dict[str, Any] = {name: tuple(part) for name, part in vars(self).items() if type(part) is list and part}
+        if not (after_prefill or self.ends_leases or parts):  # as in most steps
             return self._nothing[idle]
-        parts: dict[str, Any] = {name: tuple(found) for name, found in vars(self.parts).items()}
-        parts["reused"] = pack_ids(self.parts.reused)
         plan = StepPlan(
-            decode_engine=self._decode_engine, idle=idle, step=self.step, after_prefill=after_prefill,
-            ends_leases=self.ends_leases, **parts,
+            decode_engine=self.decode_engine, idle=idle, step=self.step, after_prefill=after_prefill,
+            ends_leases=self.ends_leases, **parts | {"reused": pack_ids(self.reused)},
         )  # fmt: skip
-        self.parts, self.ends_leases, self.urgent = PlanParts(), False, False
+        self.ends_leases = self.urgent = False
+        for name in parts:
+            setattr(self, name, [])
         return plan
 
 

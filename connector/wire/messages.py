@@ -12,9 +12,8 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
                                     ◀── Attached | AttachRefused      (once per pair of ranks)
     Resolve(number, name)           ──▶ held until P begins, or grants, a prompt of this name
                                     ◀── Resolved(number, params) | Unresolved
-    FindPrefix(number, digests)     ──▶
+    Resolve(number, prefix)         ──▶
                                     ◀── Resolved(number, params, found) | Unresolved
-    LendPrefix(token, digests)      ──▶                               (before an Ask of the prefix)
     Renew(tokens)                   ──▶                               (any time while D waits)
     Ask(read, token, spans)         ──▶ held if the lease is not there yet
                                     ◀── Grant(read, chunks) | Deny
@@ -74,7 +73,8 @@ PREFIX_TOKENS = 16
 DIGEST_BYTES = 16
 MAX_DIGESTS = 1 << 15
 """Digests of one message; of a prompt of 512 K tokens."""
-PrefixDigests = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=MAX_DIGESTS * DIGEST_BYTES)]
+PrefixDigests = Annotated[bytes, Meta(max_length=MAX_DIGESTS * DIGEST_BYTES)]
+"""Of a prompt's prefixes (``scheduler/prefixes.py``), one behind the other."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True):
@@ -149,7 +149,8 @@ class Ask(_Message, frozen=True):
 
     ``decode_engine`` names this life of D's engine, the same on all of its ranks. ``expected`` are D's ranks that will
     release the lease at this P rank (``TpKVTopology.expected_consumers``); the first ask of a decode engine fixes them.
-    ``chunk_bytes`` bounds one chunk; both sides cut spans by ``spans.cut_span``.
+    ``chunk_bytes`` bounds one chunk; both sides cut spans by ``spans.cut_span``. ``prefix``: D reads the prefix with
+    the last of these digests, under a token that it has drawn; empty under a lease.
     """
 
     read: ReadNumber
@@ -159,6 +160,7 @@ class Ask(_Message, frozen=True):
     expected: DecodeRanks
     spans: Annotated[tuple[Span, ...], Meta(max_length=MAX_SPANS)]
     chunk_bytes: SlotBytes
+    prefix: PrefixDigests = b""
 
 
 class Resolve(_Message, frozen=True):
@@ -166,35 +168,21 @@ class Resolve(_Message, frozen=True):
 
     ``until``: P answers when it has begun to compute the prompt, or when it has granted its lease. Where that does not
     happen within ``ask_hold_seconds``, P answers ``Unresolved``, and D may ask again. ``engine_id``: the engine that D
-    means; empty where D does not know it.
+    means; empty where D does not know it. ``prefix``: in place of a name; D asks how many leading tokens of a prompt P
+    has now, and P answers at once.
     """
 
     number: ReadNumber
-    name: Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
+    name: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
     engine_id: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)] = ""
     until: Literal["begun", "granted"] = "begun"
-
-
-class FindPrefix(_Message, frozen=True):
-    """D asks how many leading tokens of a prompt P has now. Needs no handshake, and P answers at once. ``digests``: of
-    the prompt's prefixes (``engine/prefixes.py``), one behind the other. ``engine_id``: as in ``Resolve``."""
-
-    number: ReadNumber
-    digests: PrefixDigests
-    engine_id: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)] = ""
-
-
-class LendPrefix(_Message, frozen=True):
-    """D is about to ask for the prefix with the last of these digests, under a token that D has drawn."""
-
-    token: Token
-    digests: PrefixDigests
+    prefix: PrefixDigests = b""
 
 
 class Resolved(_Message, frozen=True):
     """P's answer: ``params`` are the ``kv_transfer_params`` of the lease, in MessagePack. ``streams``, ``found`` and
     ``step_tokens``: as in ``step_plan.Prefill``. ``granted``: the lease is granted, or P has computed the
-    prompt and has posted the grant; ``streams`` is false then. To ``FindPrefix``: ``found`` leading tokens of the
+    prompt and has posted the grant; ``streams`` is false then. Of a prefix: ``found`` leading tokens of the
     prompt are here, and ``params`` name P's ranks, but no lease."""
 
     number: ReadNumber
@@ -226,7 +214,7 @@ class Grant(_Message, frozen=True):
     computes tokens of the read, as a sign of life.
 
     ``num_tokens`` and ``digest`` describe the prompt that the lease covers: its length, and the digest of its tokens
-    (``prompt_digest`` of ``engine/params.py``).
+    (``prompt_digest`` of ``params.py``).
     ``block_ids`` are packed little-endian int32, one run per region, for planes where D reads P's pages.
     """
 
@@ -284,7 +272,7 @@ class Renew(_Message, frozen=True):
     tokens: Annotated[tuple[Token, ...], Meta(max_length=MAX_RENEWED)]
 
 
-Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew | Resolve | LeaveName | FindPrefix | LendPrefix
+Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew | Resolve | LeaveName
 HandshakeReply = Welcome | Refused | Attached | AttachRefused
 Reply = HandshakeReply | Grant | Deny | Committed | Closing | Resolved | Unresolved
 Message = Request | Reply

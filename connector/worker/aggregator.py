@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 
 from kvferry.connector.wire.step_plan import LoadEnd, StepResults, of_both
 from kvferry.transport.errors import ProtocolError
@@ -22,20 +22,6 @@ _log = logging.getLogger("vllm.kvferry.aggregator")
 _limited = RateLimitedLog(_log)
 
 
-class FinishedCounting(Protocol):
-    """The part of a connector that ``from_connector`` uses."""
-
-    def get_finished_count(self) -> int | None:
-        """How many workers report each request; ``None`` for all workers."""
-
-
-class WorkerOutput(Protocol):
-    """One worker's output of one step. Its report is ``StepResults``, or has vLLM's fields of ``ConnectorOutput``."""
-
-    kv_connector_output: Any
-
-
-_Output = TypeVar("_Output", bound=WorkerOutput)
 _Tally = dict[str, tuple[int, list[int]]]
 """Of each request that is not complete: how many reports it needs, and the workers that have reported it."""
 
@@ -88,15 +74,17 @@ class KVOutputAggregator:
         self._type: type[Any] | None = None
 
     @classmethod
-    def from_connector(cls, connector: FinishedCounting, world_size: int) -> Self:
-        """An aggregator of as many reports as the connector names, by default one from every worker."""
+    def from_connector(cls, connector: Any, world_size: int) -> Self:
+        """An aggregator of as many reports as the connector's ``get_finished_count`` names; ``None``: one from every
+        worker."""
         return cls(connector.get_finished_count() or world_size)
 
-    def aggregate(self, outputs: Sequence[_Output | None], output_rank: int = 0) -> _Output | None:
+    def aggregate(self, outputs: Sequence[Any], output_rank: int = 0) -> Any:
         """The output of worker ``output_rank``, changed in place: the ``kv_connector_output`` of all workers is merged
         into it. ``None`` where that worker has no output; the reports of the others are then kept for the next step.
 
-        ``outputs``: one per worker, always in the same order; ``None`` for a worker without an output in this step.
+        ``outputs``: one per worker, always in the same order; ``None`` for a worker without an output in this step. Its
+        ``kv_connector_output`` is ``StepResults``, or has vLLM's fields of ``ConnectorOutput``.
         """
         reports = [(worker, output.kv_connector_output) for worker, output in enumerate(outputs) if output is not None]
         reports = self._held + [(worker, _as_output(report)) for worker, report in reports if report is not None]
@@ -126,7 +114,7 @@ class KVOutputAggregator:
         message of an engine that gives up waiting. ``UNKNOWN_WORKER`` stands for a worker of a step that failed."""
         return {request: tuple(workers) for request, (_, workers) in (self._sending | self._recving).items()}
 
-    def _merge(self, reports: Sequence[tuple[int, Any]], world_size: int, output: WorkerOutput) -> Any:
+    def _merge(self, reports: Sequence[tuple[int, Any]], world_size: int, output: Any) -> Any:
         sent: set[str] = set()
         received: set[str] = set()
         invalid: set[int] = set()
@@ -212,7 +200,7 @@ def _merged(total: Any, new: Any, mixed: bool = False) -> Any:
     return total.aggregate(new)
 
 
-def _report_type(reports: Sequence[tuple[int, Any]], output: WorkerOutput) -> type[Any]:
+def _report_type(reports: Sequence[tuple[int, Any]], output: Any) -> type[Any]:
     """The engine's type for a report: the type that its workers send, else the type that the output declares, else
     ``ConnectorOutput``."""
     candidates: list[Any] = [type(report) for _, report in reports]

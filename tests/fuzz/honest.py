@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.spans import Span
@@ -178,7 +179,7 @@ class Honest:
             messages.Commit(read=3, token=token), messages.Renew(tokens=(token, token)),
             messages.Release(token=token, decode_engine=life, decode_rank=1, expected=ranks),
             messages.Resolve(number=1, name="tx-1", engine_id="e"), messages.LeaveName(number=1),
-            messages.FindPrefix(number=1, digests=bytes(range(32))), messages.LendPrefix(token=life, digests=life * 2),
+            messages.Resolve(number=1, name="", prefix=bytes(range(32))), replace(self.ask, prefix=life * 2),
         ]  # fmt: skip
         self.replies: list[messages.Reply] = [
             self.welcome, self.attached, self.grant, messages.Refused(field="f", ours="a", theirs="b"),

@@ -121,10 +121,10 @@ def test_tokens_that_a_d_draws_displace_no_others(
     monkeypatch.setattr(prompts, "ENDED", 64)
     monkeypatch.setattr(p.producer.prompts.drawn, "limit", 64)
     honest.send(release(over[0]))
-    honest.send(messages.LendPrefix(token=over[1], digests=bytes(16)))
-    honest.settled()
+    honest.send(ask(0, over[1], prefix=bytes(16)))
+    assert honest.answer(messages.Deny).reason == "expired"
     for number in range(300):
-        hostile.send(messages.LendPrefix(token=number.to_bytes(16, "big"), digests=bytes(16)))
+        hostile.send(ask(number, number.to_bytes(16, "big"), prefix=bytes(16)))
     hostile.settled()
     for read, token in enumerate(over):
         honest.send(ask(read, token))

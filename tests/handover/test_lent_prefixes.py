@@ -18,7 +18,7 @@ from kvferry.connector.scheduler.prefixes import model_seed, prefix_digests
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.messages import DIGEST_BYTES
 from kvferry.connector.wire.step_plan import KeepLease, Load, PrefixOffer, StepPlan, pack_ids
-from tests.handover.scenario import OURS, PATIENT, PLANES, SMALL, THEIRS, TOKENS, RankGroup, wipe
+from tests.handover.scenario import OURS, PATIENT, PLANES, SMALL, THEIRS, TOKENS, RankGroup, ask, wipe
 from tests.support.inside import prompts_of
 from tests.support.ranks import Rank, let_time_pass, peer, reason_of, wait
 
@@ -122,11 +122,11 @@ def test_a_reader_that_dies_holds_nothing_up(group: RankGroup) -> None:
     p, d = group.pair(lease_seconds=30.0)
     offer([p])
     raw = group.raw(p, d)
-    raw.send(messages.LendPrefix(token=b"t" * 16, digests=DIGESTS))
+    raw.send(ask(1, prefix=DIGESTS))
     assert wait(lambda: bool(prompts_of(p)))
     let_time_pass(p, 31.0)
     assert wait(lambda: nothing_lent(p)) and p.counts("prefix_reads") == {"lent expired": 1}
-    raw.send(messages.LendPrefix(token=b"t" * 16, digests=DIGESTS))
+    raw.send(ask(1, prefix=DIGESTS))
     raw.settled()
     assert nothing_lent(p), "its token is over"
 
@@ -138,7 +138,7 @@ def test_the_peers_of_one_host_share_its_places(group: RankGroup, monkeypatch: p
     offer([p])
     for token in (b"1" * 16, b"2" * 16):
         raw = group.raw(p, d)
-        raw.send(messages.LendPrefix(token=token, digests=DIGESTS))
+        raw.send(ask(1, token, prefix=DIGESTS))
         raw.settled()
     assert p.thread.prefixes.lent.keys() == {b"1" * 16} and p.counts("prefix_reads") == {"lent gone": 1}
 
@@ -149,7 +149,7 @@ def test_what_p_answers(group: RankGroup) -> None:
     raw = group.raw(p, d, attached=False)
 
     def found(digests: bytes, engine_id: str = "") -> int | None:
-        raw.send(messages.FindPrefix(number=1, digests=digests, engine_id=engine_id))
+        raw.send(messages.Resolve(number=1, name="", prefix=digests, engine_id=engine_id))
         reply = raw.reply()
         if isinstance(reply, messages.Unresolved):
             assert reply.final

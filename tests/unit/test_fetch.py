@@ -51,11 +51,14 @@ class Rank:
     fetches two chunks, or by one copy if it ``pulls``."""
 
     def __init__(
-        self, peers: int = 1, planes: int = 1, sources: int = 2, *, inside: bool = False, pulls: bool = False
-    ) -> None:
+        self, peers: int = 1, planes: int = 1, sources: int = 2, *, inside: bool = False, pulls: bool = False,
+        drafts: bool = False,
+    ) -> None:  # fmt: skip
         self.now, self.pulls, self.links, self.copies, self.dialed = 0.0, pulls, dict[int, Any](), list[Copy](), 0
         self.writing, self.reports, self.releases = set[Copy](), list[LoadEnd](), 0
-        caches = Mock(geometry=SimpleNamespace(regions=()), cut=lambda *_, **__: [None] * 2, unpack=self.copy)
+        regions = (SimpleNamespace(draft="layer"),) * drafts
+        caches = Mock(geometry=SimpleNamespace(regions=regions), cut=lambda *_, **__: [None] * 2, unpack=self.copy)
+        self.synchronize = caches.copies.synchronize
         caches.nbytes, caches.in_pieces = lambda box: 1, lambda box: False
         context = Mock(caches=caches, settings=SETTINGS, clock=lambda: self.now, planes=[None] * planes)
         links: Any = Mock(get=self.dial, source_addresses=lambda peer: P.ranks[:sources])
@@ -132,7 +135,7 @@ class Rank:
             case "claim":
                 self.posted.claimed = True
         with (
-            patch.multiple(loads, plan_reads=lambda *_: (WHOLE,), check_complete=Mock()),
+            patch.multiple(loads, plan_reads=lambda *_: (WHOLE,), check_complete=Mock(), draft_layers=lambda *_: ()),
             patch.multiple(reads, pages_of=Mock(), SpanRead=Mock()),
         ):
             self.it.serve(self.now)
@@ -230,6 +233,13 @@ def test_all_named_p_are_tried_before_the_first_again(blames: Blame, expected: l
 def test_no_attempt_follows_one_with_which_a_step_computes() -> None:
     rank = Rank(peers=3).all_of(*GRANTED).happen("claim").happen("fail")
     assert rank.dialed == 1 and rank.reports[0].failed == "peer_lost"
+
+
+def test_a_failed_load_is_reported_also_where_the_device_has_failed() -> None:
+    rank = Rank(drafts=True)
+    rank.synchronize.side_effect = RuntimeError("CUDA error")
+    rank.all_of(*GRANTED).happen("fail").happen("cancel")
+    assert rank.synchronize.called and (len(rank.reports), rank.releases) == (1, 1)
 
 
 GOOD = ["attach", "grant", "chunk", "chunk", "copied", "copied", "committed", 0.02, 1.0]

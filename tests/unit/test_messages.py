@@ -42,8 +42,8 @@ REQUESTS: list[Any] = [
     m.Release(token=TOKEN, decode_engine=LIFE, decode_rank=0, expected=(0,)),
     m.Resolve(number=7, name="tx-é", engine_id="P-é-1", until="granted"),
     m.LeaveName(number=7),
-    m.FindPrefix(number=7, digests=bytes(32), engine_id="P-é-1"),
-    m.LendPrefix(token=TOKEN, digests=bytes(range(16))),
+    m.Resolve(number=7, name="", engine_id="P-é-1", prefix=bytes(32)),
+    replace(ASK, prefix=bytes(range(16))),
 ]  # fmt: skip
 REPLIES: list[Any] = [
     WELCOME, REFUSED, GRANT,

@@ -47,7 +47,7 @@ from kvferry.connector.prefill_side.prefixes import PrefixIndex  # noqa: E402
 from kvferry.connector.scheduler import load_planner, prefixes  # noqa: E402
 from kvferry.connector.scheduler.lease_planner import LeasePlanner  # noqa: E402
 from kvferry.connector.vllm import adapter, from_vllm  # noqa: E402
-from kvferry.connector.wire.messages import Ask, LendPrefix  # noqa: E402
+from kvferry.connector.wire.messages import Ask  # noqa: E402
 from kvferry.connector.wire.params import HANDED_OVER  # noqa: E402
 from tests.support.inside import consumer_of, leases_of, prompts_of, sends_of  # noqa: E402
 from tests.vllm import stepped  # noqa: E402
@@ -284,7 +284,7 @@ class Case:
         others = [each for each in self.engines if each.place in history.sources and each is not engine]
         held = rng.choice(others) if others and self._held and not self._paused and rng.random() < 0.8 else None
         if held is not None:
-            kinds, chunks = rng.choice((((), 0), ((), 1), ((LendPrefix, Ask), None)))
+            kinds, chunks = rng.choice((((), 0), ((), 1), ((Ask,), None)))
             self._paused.append(PausedTransfer(held, *kinds, chunks=chunks, reader=engine))
             self.events["held reads"] += 1
         history.request, history.engine = f"turn-{self.events['turns']}", engine

@@ -10,7 +10,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from kvferry.connector.decode_side.fetch import ReadPhase
-from kvferry.connector.wire.messages import Ask, FindPrefix, LendPrefix
+from kvferry.connector.wire.messages import Ask, Resolve
 from kvferry.connector.worker import worker
 from kvferry.transport.errors import ConfigError
 from tests.support.engines import free_port
@@ -195,7 +195,7 @@ def test_blocks_that_are_reused_in_the_middle_of_the_read(group: EngineGroup, pl
 def test_blocks_that_are_reused_between_the_answer_and_the_read(group: EngineGroup) -> None:
     a, b = both(group, {"num_blocks": 20})
     history = turn(a, prompt(200))
-    paused = PausedTransfer(a, LendPrefix, Ask)
+    paused = PausedTransfer(a, Ask)
     name = b.add(history, source(a), max_tokens=8)
     run([b], lambda: job_of(b, name) is not None)
     a.finish(a.add(prompt(250, 1)))
@@ -332,7 +332,7 @@ def test_a_source_that_restarts_under_its_address(group: EngineGroup) -> None:
 def test_a_source_that_answers_late(group: EngineGroup) -> None:
     a, b = both(group, extra={"prefix_wait_seconds": 0.02})
     history = turn(a, prompt(100))
-    paused = PausedTransfer(a, FindPrefix)
+    paused = PausedTransfer(a, Resolve)
     name = b.add(history, source(a), max_tokens=8)
     b.finish(name)
     paused.open()
