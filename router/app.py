@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 import socket
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvferry.router.engines import Role, Seat
+from kvferry.router.engines import Role
 from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HEAD_BYTES, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.legs import ClientRequest, log, shown_pieces, why
@@ -30,6 +29,7 @@ from kvferry.router.request_bodies import (
     Body,
     HostNames,
     changes_engine,
+    given,
     members,
     off_loop,
     without,
@@ -40,17 +40,11 @@ STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
 TRACE_CONTEXT = ("traceparent", "tracestate")
 BODY_SECONDS = 60.0  # How long a client may take to send its request
 HEAD_SECONDS = 20.0  # How long a connection may be without a request, or with less than the head of one
-SILENT_SECONDS = 1.0  # Where too many have no request, one that is older makes room for a new one
 STALL_SECONDS = 120.0  # A client that takes nothing of its answer for so long is gone
-TICK_SECONDS = 1.0
 BACKLOG = 128  # Connections that may wait to be accepted
-FAULT_SECONDS = 30.0  # For so long ``/health`` names a fault of this machine
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 OF_PAGE = {"content-type": "text/html; charset=utf-8", "content-security-policy": POLICY}
 OF_METRICS = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-FOR_D = {"x-data-parallel-rank"}
-"""Headers that vLLM's server reads, and that mean one engine: P has other ranks."""
-SESSION, NEW_SESSION = "x-amzn-sagemaker-session-id", "x-amzn-sagemaker-new-session-id"
 OF_A_HOP = OF_A_CONNECTION | {"host", "expect"}
 OF_A_LEG = OF_A_HOP | {"accept-encoding", "content-length", "x-request-id"}
 """Headers of a request that the router or its client sets anew; of a leg, whose answer the router reads, also these."""
@@ -61,7 +55,6 @@ class Limits:
     requests: int = 4096  # In flight, of all clients together
     body_bytes: int = 64 << 20  # Of one request
     all_body_bytes: int = 256 << 20  # Of all requests in flight, at least those of one
-    unread_bytes: int = 64 << 20  # Of all answers, those that wait for their clients
 
 
 class RefusedError(Exception):
@@ -84,7 +77,6 @@ class App:
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
         self._body_bytes = 0  # of all requests that are not over
-        self._silent: dict[Any, float] = {}  # connections without a request, each since when, the oldest first
         self._loops: list[asyncio.Task[None]] = []
         self._pages: dict[str, Callable[[], web.Response]] = {
             "/": lambda: web.Response(text=page(self._status()), headers=OF_PAGE),
@@ -95,16 +87,16 @@ class App:
 
     async def bind(self, **where: Any) -> None:
         """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
-        loop, self._server = asyncio.get_running_loop(), web.Server(self._serve, handler_cancellation=True)
+        loop, self._server = asyncio.get_running_loop(), web.Server(self._answer, handler_cancellation=True)
         how: dict[str, Any] = {"max_line_size": HEAD_BYTES, "max_field_size": HEAD_BYTES, "auto_decompress": False}
         how |= {"loop": loop, "access_log": None, "keepalive_timeout": HEAD_SECONDS, "logger": _quiet}
-        make = partial(_Connection, self._silent, 2 * self._limits.requests, self._server, **how)
+        make = partial(_Connection, self._server, **how)
         self._listeners = await loop.create_server(make, **where, start_serving=False, backlog=BACKLOG)
 
     async def start(self) -> None:
         """Accept connections, once the engines are known."""
         await self._membership.look()
-        loops = [self._membership.watch(), self._watch_unread()]
+        loops = [self._membership.watch()]
         if self._health is not None:
             await self._health.round()
             loops.append(self._health.watch())
@@ -125,28 +117,6 @@ class App:
         await self._router.http.close()
         if self._router.tracer is not None:
             await asyncio.to_thread(self._router.tracer.close)
-
-    async def _watch_unread(self) -> None:
-        """Where too many bytes wait for clients, those of whom the most wait have left."""
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            to = [one.transport for one in self._server.connections if one.transport is not None]
-            waiting = sorted(((one.get_write_buffer_size(), number) for number, one in enumerate(to)), reverse=True)
-            total, cut = sum(size for size, _ in waiting), 0
-            while total > self._limits.unread_bytes:
-                size, number = waiting[cut]
-                total, cut = total - size, cut + 1
-                to[number].abort()
-            if cut:
-                log.warning("%d clients that do not read their answers are cut off", cut)
-
-    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._silent.pop(request.protocol, None)
-        try:
-            return await self._answer(request)
-        finally:
-            if request.protocol.transport is not None:
-                self._silent[request.protocol] = asyncio.get_running_loop().time()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         show = self._pages.get(request.path)
@@ -221,9 +191,16 @@ class App:
         kind = http.headers.get("content-type", "").lower()
         if kind.startswith("multipart/") and re.search(r';\s*charset\s*=\s*"?(?!utf-?8"?\s*(;|$))', kind):
             raise RefusedError(415, "the fields of a form are UTF-8: leave charset out of its Content-Type")
+        self._check_stored(http.path.startswith(f"{RESPONSES}/"))
         if not self._changes and changes_engine(_target(http).partition("?")[0]):
             said = "changes an engine: ask that engine itself, or start the router with --allow-engine-changes"
             raise RefusedError(403, f"{http.path[:200]} {said}")
+
+    def _check_stored(self, asked: bool) -> None:
+        """Of a response that an engine has stored. Raises RefusedError: which one has it is not known."""
+        if asked and len(self._router.engines.of(Role.DECODE)) > 1:
+            said = "which of several decode engines has stored a response is not known: send the whole conversation"
+            raise RefusedError(400, said)
 
     async def _read(self, http: web.BaseRequest) -> tuple[ClientRequest | None, bytes]:
         """The request, or a body that is no JSON object, which is still counted among all. Raises RefusedError."""
@@ -241,17 +218,17 @@ class App:
                 raise RefusedError(400, f"no engine is asked for such a body: {why(error)}") from None
             if body is None:
                 return None, bytes(content)
+            self._check_stored(http.path == RESPONSES and given(body, "previous_response_id"))
             headers = _headers(http, OF_A_LEG)
-            given = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
-            headers["x-request-id"] = given or uuid.uuid4().hex
-            for_d = {name: headers.pop(name) for name in FOR_D & headers.keys()}
+            named = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
+            headers["x-request-id"] = named or uuid.uuid4().hex
             span = None
             if self._router.tracer is not None:
                 about = {"url.path": http.path, "kvferry.request_id": headers["x-request-id"][:256]}
                 span = self._router.tracer.begin("kvferry.request", headers, about)
                 headers = {name: text for name, text in headers.items() if name not in TRACE_CONTEXT} | span.headers
             over = partial(self._count, -len(content))
-            asked = ClientRequest(http.path, body, headers, _target(http), span, over, for_d=for_d)
+            asked = ClientRequest(http.path, body, headers, _target(http), span, over)
         except BaseException:
             self._count(-len(content))
             raise
@@ -280,9 +257,7 @@ class App:
                 raise
             progress.go_on()
 
-        name = http.path.split("/")[3] if http.path.startswith(f"{RESPONSES}/") else ""
-        home = router.homes.find(router.engines, name, http.headers.get(SESSION, ""))
-        seat = router.engines.take_decode(router.clock()) if home is None else Seat(home, 1.0, router.engines)
+        seat = router.engines.take_decode(router.clock())
         if seat is None:
             return error_response(503, "no decode engine takes requests; see /health", http.path)
         answer, begun, url = None, None, seat.engine.url
@@ -290,15 +265,14 @@ class App:
             how: dict[str, Any] = {"headers": _headers(http, OF_A_HOP), "connect": router.timeouts.connect}
             sent = body() if http.body_exists else None
             answer = await router.http.send(http.method, url, _target(http), body=sent, progress=progress, **how)
-            router.homes.note(answer.headers.get(NEW_SESSION, "").partition(";")[0], url)
-            given, pieces = kept_headers(answer), answer.pieces()
-            if "location" in given:  # the client asks the router again
+            headers, pieces = kept_headers(answer), answer.pieces()
+            if "location" in headers:  # the client asks the router again
                 host = re.escape(answer.response.request_info.headers["host"])
-                given["location"] = re.sub(rf"^https?://{host}(?=/)", "", given["location"])
+                headers["location"] = re.sub(rf"^https?://{host}(?=/)", "", headers["location"])
             if router.prefix_reads and http.path.startswith(RESPONSES) and http.method != "HEAD":  # stored by D
-                given.popall("content-length", None)
+                headers.popall("content-length", None)
                 pieces = shown_pieces(answer)
-            begun = web.StreamResponse(status=answer.status, reason=answer.response.reason, headers=given)
+            begun = web.StreamResponse(status=answer.status, reason=answer.response.reason, headers=headers)
             await begun.prepare(http)
             async for piece in pieces:
                 await begun.write(piece)
@@ -333,8 +307,6 @@ class App:
         status = "down" if not ok else "degraded" if found else "ok"
         if found:
             up["handed_over"] = found
-        if time.monotonic() - router.http.own_fault_at < FAULT_SECONDS:
-            up["router"] = f"no connection to spare: {router.http.own_fault}"
         return {"status": status} | up
 
     def _status(self) -> dict[str, Any]:
@@ -351,27 +323,13 @@ _quiet.setLevel(logging.CRITICAL)
 
 
 class _Connection(web.RequestHandler):
-    """One whose client asks something and takes its answers. Without a further request aiohttp closes it. ``silent``:
-    those without a request, of which a new one ends the oldest where there are more than ``most``."""
-
-    def __init__(self, silent: dict[Any, float], most: int, server: web.Server, **how: Any) -> None:
-        super().__init__(server, **how)
-        self._silent, self._most = silent, most
+    """One whose client asks something and takes its answers. Without a further request aiohttp closes it."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        connected, loop = transport.get_extra_info("socket"), asyncio.get_running_loop()
+        connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-        loop.call_later(HEAD_SECONDS, self._close_unasked)
-        self._silent[self] = loop.time()
-        oldest, since = next(iter(self._silent.items()))
-        if len(self._silent) > self._most and loop.time() > since + SILENT_SECONDS:
-            del self._silent[oldest]
-            oldest.force_close()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._silent.pop(self, None)
-        super().connection_lost(exc)
+        asyncio.get_running_loop().call_later(HEAD_SECONDS, self._close_unasked)
 
     def _close_unasked(self) -> None:
         if not self._request_count:
@@ -421,8 +379,8 @@ def _headers(request: web.BaseRequest, but: set[str]) -> dict[str, str]:
     """Those for an engine. One that came several times is one list."""
     found: dict[str, str] = {}
     but = but | {name.strip() for name in request.headers.get("connection", "").lower().split(",")}
-    for given, value in request.headers.items():
-        name = given.lower()
+    for cased, value in request.headers.items():
+        name = cased.lower()
         if name in found:
             found[name] += ("; " if name == "cookie" else ", ") + value
         elif name not in but:

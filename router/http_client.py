@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import ssl
 import time
@@ -56,14 +55,6 @@ def _socket(found: AddrInfoType) -> socket.socket:
     return made
 
 
-def _left(connection: aiohttp.connector.Connection) -> bool:
-    """The engine has closed it, also where the event loop has not seen that yet."""
-    assert connection.transport is not None
-    poll = select.poll()
-    poll.register(connection.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-    return bool(poll.poll(0))
-
-
 @dataclass(eq=False)
 class RequestProgress:
     """How far one request has come."""
@@ -94,14 +85,9 @@ _progress: ContextVar[RequestProgress] = ContextVar("progress")
 class _Connector(aiohttp.TCPConnector):
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
         progress = _progress.get()
-        while True:
-            connection = await super().connect(*args, **kwargs)
-            protocol: Any = connection.protocol
-            if not (hasattr(protocol, "kept") and _left(connection)):
-                protocol.kept = True
-                progress.connection, progress.sent = connection, True
-                return connection
-            connection.close()
+        progress.connection = await super().connect(*args, **kwargs)
+        progress.sent = True
+        return progress.connection
 
 
 class Answer:
@@ -150,8 +136,6 @@ class Answer:
 class HttpClient:
     """Sends requests to any engine. Use it in one event loop."""
 
-    own_fault, own_fault_at = "", -1e9  # What this machine had too little of, and when, by ``time.monotonic``
-
     def __init__(self) -> None:
         self.under_way: dict[RequestProgress, str] = {}  # Requests with a ``progress``, and their engines
         self.session: aiohttp.ClientSession | None = None
@@ -192,8 +176,8 @@ class HttpClient:
                 raise
             number = getattr(getattr(error, "os_error", error), "errno", None)
             if number in _OWN_FAULTS:
-                self.own_fault, self.own_fault_at = errno.errorcode[number], time.monotonic()
-                raise OwnFaultError(f"the router has no connection to spare ({self.own_fault}); try again") from None
+                fault = f"the router has no connection to spare ({errno.errorcode[number]}); try again"
+                raise OwnFaultError(fault) from None
             raise HttpError(progress.given_up or said(error)) from None
 
     async def close(self) -> None:

@@ -38,6 +38,8 @@ T = TypeVar("T")
 MAX_NAME_CHARS = 128
 CHECK = "x-kvferry-check"
 """With this header D says in its answer what became of the prompt, and the router in headers which engines it asked."""
+FOR_D = "x-data-parallel-rank"
+"""A header that vLLM's server reads, and that means one engine: P has other ranks."""
 _COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
 """What a stream of events may begin with that is no part of an answer."""
 _OPENING = re.compile(
@@ -92,8 +94,6 @@ class ClientRequest:
     broken: str = ""  # Why the answer broke off
     by: dict[str, str] = field(default_factory=dict)  # The engines that answered, and why D got no parameters of a P
     chosen: Engine | None = None  # The D that is to prefill the prompt
-    home: Engine | None = None  # The D that has what the request names; no other is asked
-    for_d: dict[str, str] = field(default_factory=dict)  # Headers that are meant for D only
     prefilled_at: float | None = None  # When P had answered
     refused_by: tuple[Engine, int] | None = None  # The P that answered with this status, a 4xx
     alone: str = ""  # Why D got no parameters of a P
@@ -356,12 +356,9 @@ class Legs:
         P has answered. ``tried``: these failed for the request before, so that the next one is the last; those asked
         now are added. Raises HttpError: D failed; the log says so."""
         tried = [] if tried is None else tried
-        again = not tried and asked.home is None
+        again = not tried
         while True:
-            seat = (
-                self.engines.take_decode(self.clock(), tried, asked.chosen) if asked.home is None
-                else Seat(asked.home, 1.0, self.engines)
-            )  # fmt: skip
+            seat = self.engines.take_decode(self.clock(), tried, asked.chosen)
             if seat is None:
                 raise NoEngineError("no decode engine takes requests; see /health")
             tried.append(seat.engine)
@@ -452,7 +449,8 @@ class Legs:
         self, asked: ClientRequest, engine: Engine, body: Body, progress: RequestProgress, path: str = ""
     ) -> Answer:
         """The head of an engine's answer. It is sent once: an engine that has it computes it. Raises HttpError."""
-        headers = asked.headers | (asked.for_d if engine.role is Role.DECODE else {})
+        left_out = FOR_D if engine.role is Role.PREFILL else ""
+        headers = {name: value for name, value in asked.headers.items() if name != left_out}
         path, progress.tokens = path or asked.target or asked.path, asked.prefix.tokens
         how: dict[str, Any] = {"progress": progress, "connect": self.timeouts.connect}
         return await self.http.send("POST", engine.url, path, body=body, headers=headers, **how)

@@ -183,9 +183,9 @@ def small_body(body: Body, params: dict[str, Any], tokens: int) -> Body:
 def can_hand_over(body: Body, path: str) -> bool:
     """Whether D's engine would take a prompt from P: the request holds one prompt, whose log probabilities nobody
     wants, and D's server would not refuse it before."""
-    if any(_given(body, name) for name in _NOT_HANDED_OVER) or (path == RESPONSES and _given(body, "tools")):
+    if any(given(body, name) for name in _NOT_HANDED_OVER) or (path == RESPONSES and given(body, "tools")):
         return False
-    if _given(body, "stream_options") and not _given(body, "stream"):
+    if given(body, "stream_options") and not given(body, "stream"):
         return False
     if "n" in body and not _NUMBER.fullmatch(body["n"]):
         return False
@@ -193,7 +193,7 @@ def can_hand_over(body: Body, path: str) -> bool:
         limit, budget = _LIMIT.fullmatch(body.get("max_tokens", b"")), _BUDGET.search(body.get("thinking", b""))
         if limit is None or (budget is not None and int(budget[1]) >= int(limit[0])):
             return False
-    if _given(body, "echo") and (path == CHAT or _given(body, "logprobs")):
+    if given(body, "echo") and (path == CHAT or given(body, "logprobs")):
         return False
     prompt = body.get("prompt")
     if prompt is None or re.match(rb"[^\[]|\[\s*-?\d", _begin(prompt)):  # a text, or token ids
@@ -209,7 +209,8 @@ def _begin(value: Any) -> bytes:
     return bytes(memoryview(value)[:64])
 
 
-def _given(body: Body, name: str) -> bool:
+def given(body: Body, name: str) -> bool:
+    """Whether a parameter is neither null nor false."""
     value = body.get(name)
     return value is not None and _begin(value).rstrip() not in (b"null", b"false")
 

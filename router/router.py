@@ -10,20 +10,16 @@ follows a failure is a table of docs/routers.md. No state is kept of requests: r
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
-from collections import OrderedDict
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from kvferry.router.engines import Engine, EnginePool, Role, Seat, identity_of
+from kvferry.router.engines import Engine, Seat, identity_of
 from kvferry.router.http_client import Answer, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.legs import (
-    MAX_NAME_CHARS,
     ClientRequest,
     Decoded,
     Legs,
@@ -34,7 +30,7 @@ from kvferry.router.legs import (
     why,
 )
 from kvferry.router.prefix_affinity import BYTES_PER_TOKEN
-from kvferry.router.request_bodies import NOT_JSON, PREFILL_TAG, RESPONSES, can_hand_over, error_of, prefill_body
+from kvferry.router.request_bodies import PREFILL_TAG, can_hand_over, error_of, prefill_body
 
 OF_A_CONNECTION = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -43,8 +39,6 @@ OF_A_CONNECTION = {
 """Headers that belong to one connection."""
 PREFILL_TRIES = 2
 LATE_SECONDS = 1.0  # P's leg may take so much longer than D's
-MAX_HOMES = 1 << 16
-_RESPONSE_ID = re.compile(rb'"id": ?"([ -!#-~]+)"')
 
 
 class Reply:
@@ -74,9 +68,6 @@ class Reply:
     async def give(self, decoded: Decoded) -> web.StreamResponse:
         """D's answer as it is. Raises ConnectionError."""
         last, asked = b"\n\n", self._asked
-        stores = asked.path == RESPONSES and decoded.answer.status == 200
-        if stores and (found := _RESPONSE_ID.search((decoded.body or decoded.first)[:1024])):
-            self._router.homes.note(found[1].decode(), decoded.engine.url)
         prefill = asked.seats[-1].engine.url if asked.seats else ""
         by = {"decode": decoded.engine.url, "prefill": prefill, "alone": asked.alone}
         asked.by = {name: text for name, text in by.items() if text}
@@ -129,38 +120,11 @@ def kept_headers(answer: Answer, **own: str) -> CIMultiDict[str]:
     return kept
 
 
-class Homes:
-    """The D that has what a client may ask for by an id: a response that it stored, or a session. The last ones."""
-
-    def __init__(self) -> None:
-        self._urls = OrderedDict[str, str]()
-
-    def note(self, name: str, url: str) -> None:
-        """A name that is known stays where it is: clients may choose names."""
-        if 0 < len(name) <= MAX_NAME_CHARS:
-            self._urls.setdefault(name, url)
-            self._urls.move_to_end(name)
-            if len(self._urls) > MAX_HOMES:
-                self._urls.popitem(last=False)
-
-    def find(self, engines: EnginePool, *names: str) -> Engine | None:
-        """The D that has one of these, also one that is drained."""
-        found = (engines.get(self._urls[name]) for name in names if name in self._urls)
-        return next((engine for engine in found if engine is not None and engine.role is Role.DECODE), None)
-
-
 class Router(Legs):
     """Decides which leg is sent when."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.homes = Homes()
-
     async def answer(self, asked: ClientRequest, reply: Reply) -> web.StreamResponse:
         """The answer to a request that P may have a part in. It is cancelled when the client goes away."""
-        with suppress(*NOT_JSON):  # D refuses what is no text
-            before = msgspec.json.decode(bytes(asked.body.get("previous_response_id", b'""')), type=str)
-            asked.home = self.homes.find(self.engines, before)
         try:
             tried: list[Engine] = []
             if can_hand_over(asked.body, asked.path) and self.choose(asked):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import socket
-import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -15,17 +12,15 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvferry.router import app as server
-from kvferry.router import router as routing
 from kvferry.router.app import Limits
+from kvferry.router.engines import Role
 from kvferry.router.request_bodies import NEVER_SENT
 from tests.router.stand_ins import (
     PARAMS,
     PLAIN,
-    Engine,
     Front,
     RawEngine,
     Served,
@@ -35,7 +30,6 @@ from tests.router.stand_ins import (
     served,
 )
 from tests.router.test_http_client import engine
-from tests.support.served import eventually
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -187,54 +181,19 @@ def test_no_passed_body_names_hosts_for_an_engine(path: str) -> None:
 # --- what belongs to one engine
 
 
-def responding(name: str) -> Engine:
-    """A D that stores what it answers: it has responses of its own only."""
-    made: dict[str, Any] = {}
-
-    async def answer(request: Request, body: dict[str, Any]) -> Response:
-        before = body.get("previous_response_id")
-        if before is not None and before not in made:
-            return JSONResponse({"error": {"message": "not found"}}, 404)
-        made[f"resp_{name}_{len(made)}"] = response = {"id": f"resp_{name}_{len(made)}", "from": name}
-        if body.get("stream"):
-            text = f"event: response.created\ndata: {json.dumps({'response': response})}\n\nevent: more\ndata: {{}}\n\n"
-            return StreamingResponse(iter((text.encode(),)), media_type="text/event-stream")
-        return JSONResponse(response)
-
-    async def stored(request: Request) -> Response:
-        return JSONResponse({}, 200 if request.path_params["name"] in made else 404)
-
-    stands = Engine(answer)
-    stands.app.routes.append(Route(RESPONSES + "/{name}{rest:path}", stored, methods=["GET", "POST"]))
-    return stands
-
-
-def test_what_a_d_has_stored_is_asked_of_that_d(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = [responding("a"), responding("b")]
-    with routed(prefill_engine(), both) as front:
-        for stream in (False, True):
-            begun = [front.ask({"input": "x", "stream": stream}, RESPONSES).text for _ in range(10)]
-            ids = ["resp_" + text.partition("resp_")[2].partition('"')[0] for text in begun]
-            assert len({one[:6] for one in ids}) == 2, "both have some"
-            for one in ids:
-                assert front.ask({"input": "y", "previous_response_id": one}, RESPONSES).status_code == 200
-                assert front.get(f"{RESPONSES}/{one}").status_code == 200
-                assert front.request("POST", f"{RESPONSES}/{one}/cancel").status_code == 200
-        eventually(lambda: not any(engine.requests for engine in front.router.engines), "no seat is left taken")
-        for name in ("v1", "null", ids[0], ids[1]):  # names that a client has chosen
-            front.router.homes.note(name, front.d[0])
-        assert {front.get(f"{RESPONSES}/{one}").status_code for one in ids} == {200}
-        before = [len(each.seen) for each in both]
-        for _ in range(4):
-            assert front.ask({"input": "y", "previous_response_id": None}, RESPONSES).status_code == 200
-        assert all(len(each.seen) > count for each, count in zip(both, before, strict=True)), "no name moves to one D"
-    homes = routing.Homes()
-    monkeypatch.setattr(routing, "MAX_HOMES", 2)
-    with routed([], ["http://d:1"]) as front:
-        for name in ("a", "b", "a", "c", "x" * 1000):
-            homes.note(name, "http://d:1")
-        found = [homes.find(front.router.engines, name) is not None for name in ("a", "b", "c", "x" * 1000)]
-    assert found == [True, False, True, False], "the last ones"
+def test_which_of_several_d_has_stored_a_response_is_not_known() -> None:
+    seen: list[str] = []
+    with served(stand_in(seen)) as d, routed([], d) as front:
+        assert front.ask({"input": "y", "previous_response_id": "resp_1"}, RESPONSES).status_code == 418
+        assert front.get(f"{RESPONSES}/resp_1").status_code == 418 and len(seen) == 2, "it can be only this one"
+        front.router.engines.add("http://d:1", Role.DECODE)
+        for answer in (
+            front.ask({"input": "y", "previous_response_id": "resp_1"}, RESPONSES),
+            front.get(f"{RESPONSES}/resp_1"),
+            front.request("POST", f"{RESPONSES}/resp_1/cancel"),
+        ):
+            assert answer.status_code == 400 and "send the whole conversation" in answer.json()["error"]["message"]
+        assert front.ask({"input": "y", "previous_response_id": None}, RESPONSES).status_code == 418 and len(seen) == 3
 
 
 def test_a_rank_of_d_is_not_one_of_p(at_once: Served) -> None:
@@ -270,36 +229,3 @@ def test_messages_go_through_both_legs_and_have_errors_of_their_form() -> None:
         for path, asked, status in ((MESSAGES, {}, 503), (MESSAGES, body, 413), (MESSAGES + "/count_tokens", {}, 503)):
             answer = front.ask(asked, path)
             assert answer.status_code == status and answer.json()["type"] == "error" and answer.json()["error"]["type"]
-
-
-# --- clients that do not read
-
-
-def test_answers_that_nobody_reads_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "TICK_SECONDS", 0.1)
-    over, taken = threading.Event(), 0
-
-    async def endless() -> AsyncIterator[bytes]:
-        nonlocal taken
-        while not over.is_set():
-            yield b"data: " + b"x" * (1 << 16) + b"\n\n"
-            taken += 1
-            await asyncio.sleep(0)
-
-    async def answer(request: Request, body: dict[str, Any]) -> Response:
-        return StreamingResponse(endless(), media_type="text/event-stream")
-
-    head, content = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 11\r\n\r\n", b'{"input":1}'
-    with routed([], Engine(answer), limits=Limits(unread_bytes=1 << 20)) as front:
-        clients = [socket.socket() for _ in range(24)]
-        for client in clients:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
-            client.connect(("127.0.0.1", front.port))
-            client.sendall(head % RESPONSES.encode() + content)
-        with httpx.stream("POST", front.url + RESPONSES, json={}, timeout=800, **PLAIN) as honest:
-            pieces = honest.iter_raw()
-            eventually(lambda: next(pieces) and front.counts("requests").get("499", 0) > 3, "some are cut off")
-            assert front.counts("requests")["499"] < 24, "not all"
-        for client in clients:
-            client.close()
-        over.set()

@@ -328,7 +328,8 @@ class Http:
     """Answers ``/health`` by URL: a status, an exception, or an event that is never set. There are no metrics."""
 
     def __init__(self, **answers: Any) -> None:
-        self.answers, self.asked, self.under_way = answers, asyncio.Event(), {}
+        self.answers, self.asked = answers, asyncio.Event()
+        self.under_way: dict[Any, str] = {}
         self.urls: list[str] = []
 
     async def send(self, method: str, base: str, path: str, **_: Any) -> Any:

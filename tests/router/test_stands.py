@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -61,8 +60,7 @@ async def at_the_same_time(site: Site, count: int, full: threading.Event) -> lis
 
 
 def test_more_requests_than_descriptors_get_503_and_none_is_reset() -> None:
-    """The limit was low when it started, and is raised as far as it goes: to 600, which is 68 requests and 140
-    connections without one. More of those the router may close, and a client may stand still before it sends."""
+    """The limit was low when it started, and is raised as far as it goes: to 600, which is 68 requests."""
     full = threading.Event()
 
     async def answer(request: Request, body: dict[str, Any]) -> JSONResponse:
@@ -102,27 +100,16 @@ def test_silent_connections_end_and_honest_ones_are_answered(monkeypatch: pytest
         eventually(lambda: all(map(closed, found)), "all are closed")
 
 
-def test_of_many_silent_connections_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "SILENT_SECONDS", 0.0)
-    go_on = threading.Event()
-    p, d = prefill_engine(), decode_engine(go_on=go_on)
-    with routed(p, d, limits=Limits(2)) as front, ExitStack() as stack, front.streaming() as response:
-        lines = response.iter_lines()
-        assert next(lines) == 'data: {"i": 0}'
-        found = silent(front, 20, stack)
-        eventually(lambda: all(map(closed, found[:16])), "all but four are closed")
-        assert not any(map(closed, found[16:]))
-        go_on.set()
-        assert [line for line in lines if line][-1] == "data: [DONE]", "one with a request is not silent"
-
-
 def test_the_routers_own_fault_is_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine is down, or passed over, and ``/health`` says what is missing."""
+    """No engine is down, or passed over."""
     p, d = prefill_engine(), decode_engine()
     with routed(p, d, cool_down=600, checks=Checks(0.1, failures=1, timeout=60)) as front:
         assert front.ask({"prompt": "x"}).status_code == 200
 
+        tries = list[int]()
+
         async def none_left(*_: Any, **__: Any) -> Any:
+            tries.append(1)
             raise OSError(24, "Too many open files")
 
         session = front.router.http.session
@@ -130,9 +117,8 @@ def test_the_routers_own_fault_is_no_engines(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(session.connector, "connect", none_left)
         refused = front.ask({"prompt": "y"})
         assert refused.status_code == 503 and "EMFILE" in refused.json()["error"]["message"]
-        time.sleep(0.5)  # several health checks
-        health = front.get("/health")
-        assert health.status_code == 200 and "EMFILE" in health.json()["router"]
+        eventually(lambda: len(tries) > 8, "several health checks")
+        assert front.get("/health").status_code == 200
         assert all(engine.usable(front.router.clock()) for engine in front.router.engines)
         monkeypatch.undo()
         assert front.ask({"prompt": "x"}).status_code == 200
