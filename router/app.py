@@ -18,7 +18,7 @@ from aiohttp import web
 from kvferry.router.engines import Role
 from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HEAD_BYTES, HttpError, OwnFaultError, RequestProgress
-from kvferry.router.legs import ClientRequest, log, shown_pieces, why
+from kvferry.router.legs import ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
 from kvferry.router.page import page
 from kvferry.router.request_bodies import (
@@ -265,16 +265,13 @@ class App:
             how: dict[str, Any] = {"headers": _headers(http, OF_A_HOP), "connect": router.timeouts.connect}
             sent = body() if http.body_exists else None
             answer = await router.http.send(http.method, url, _target(http), body=sent, progress=progress, **how)
-            headers, pieces = kept_headers(answer), answer.pieces()
+            headers = kept_headers(answer)
             if "location" in headers:  # the client asks the router again
                 host = re.escape(answer.response.request_info.headers["host"])
                 headers["location"] = re.sub(rf"^https?://{host}(?=/)", "", headers["location"])
-            if router.prefix_reads and http.path.startswith(RESPONSES) and http.method != "HEAD":  # stored by D
-                headers.popall("content-length", None)
-                pieces = shown_pieces(answer)
             begun = web.StreamResponse(status=answer.status, reason=answer.response.reason, headers=headers)
             await begun.prepare(http)
-            async for piece in pieces:
+            async for piece in answer.pieces():
                 await begun.write(piece)
             await begun.write_eof()
             return begun

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,12 +21,9 @@ from kvferry.router.prefix_affinity import BLOCK_TOKENS, PrefixAffinity, PromptP
 from kvferry.router.request_bodies import (
     COMPLETIONS,
     NOT_JSON,
-    RESPONSES,
     Body,
     is_estimate_of,
-    off_loop,
     small_body,
-    without_params,
 )
 from kvferry.transport.errors import NO_PARAMS
 from kvferry.transport.tracing import OpenSpan, Tracer
@@ -183,30 +179,26 @@ class Legs:
 
     def choose(self, asked: ClientRequest) -> bool:
         """Whether a D is to prefill the prompt, which then is ``asked.chosen``. A check is of a hand-over."""
-        if self.choice is not None and not asked.checks and (best := self._best_prefill(asked)[1]) is not None:
+        if self.choice is not None and not asked.checks and (best := self._best_prefill(asked)) is not None:
             asked.chosen = self.choice.decode_engine(asked.prefix, *best, self.clock())
         return asked.chosen is not None
 
-    def _best_prefill(
-        self, asked: ClientRequest, but: Collection[Engine] = ()
-    ) -> tuple[str | None, tuple[Engine, float] | None]:
-        """The P that has the prompt's prefix; and the P that is to take it, with the tokens that it has to compute."""
+    def _best_prefill(self, asked: ClientRequest, but: Collection[Engine] = ()) -> tuple[Engine, float] | None:
+        """The P that is to take the prompt, with the tokens that it has to compute."""
         now = self.clock()
         known = {engine.url for engine in self.engines.usable(Role.PREFILL, now, but)}
         url, cached = self.affinity.find(asked.prefix, known)
-        return url, self.engines.best_prefill(asked.prefix.tokens, now, url, cached, but)
+        return self.engines.best_prefill(asked.prefix.tokens, now, url, cached, but)
 
     def take_prefill(self, asked: ClientRequest, but: Collection[Engine] = ()) -> Seat | None:
         """A P for this request; None: there is none."""
-        url, best = self._best_prefill(asked, but)
+        best = self._best_prefill(asked, but)
         if best is None:
             return None
         engine = best[0]
         if self.prefix_reads:
             asked.sources = self._sources(asked.prefix, engine)
         self.affinity.note(asked.prefix, engine.url)
-        followed = "none" if url is None else "followed" if url == engine.url else "given_up"
-        self.metrics.prefix_affinity.labels(followed).inc()
         asked.seats.append(Seat(*best, self.engines))
         return asked.seats[-1]
 
@@ -400,19 +392,14 @@ class Legs:
         answer = None
         try:
             answer = await self._send(asked, seat.engine, body, progress)
-            hides = self.prefix_reads and "kv_transfer_params" in body
             pieces = answer.pieces()
             size = int(answer.headers.get("content-length", MAX_BODY_BYTES))
-            if not answer.streamed and (hides or size < MAX_BODY_BYTES):
+            if not answer.streamed and size < MAX_BODY_BYTES:
                 content = await answer.body()
                 if answer.status == 200 and _ended(content):
                     progress.answered = False
                     raise HttpError(ENDS)
-                if hides:
-                    content = await off_loop(content, partial(without_params, report=asked.checks))
                 return Decoded(seat.engine, answer, content, pieces, seat)
-            if hides and asked.path == RESPONSES:  # no other stream has D's parameters
-                pieces = shown_pieces(answer)
             first = await anext(pieces, b"")
             while answer.streamed and first and _COMMENTS.fullmatch(first):
                 progress.answered = False
@@ -496,19 +483,6 @@ def _ended(answer: bytes) -> bool:
 def _without_token(events: bytes) -> int:
     """So many bytes, from the first one, hold no token."""
     return next(_OPENING.finditer(events)).end()
-
-
-async def shown_pieces(answer: Answer) -> AsyncIterator[bytes]:
-    """An answer, or its events in whole lines: the last one has the whole answer."""
-    held: list[bytes] = []
-    async for piece in answer.pieces():
-        end = len(piece) if answer.whole else piece.rfind(b"\n") + 1
-        held.append(piece[:end] if end else piece)
-        if end:
-            yield await off_loop(b"".join(held), without_params)
-            held = [piece[end:]]
-    if any(held):
-        yield await off_loop(b"".join(held), without_params)
 
 
 async def ended(leg: asyncio.Task[Decoded]) -> None:

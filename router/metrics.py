@@ -40,7 +40,6 @@ class Metrics:
         self.requests = series(Counter, "requests", "Answered requests by status", "status")
         self.decode_legs = series(Counter, "decode_legs", "Requests by how D was asked", "how")
         self.failed_legs = series(Counter, "failed_legs", "Legs that failed, by the engine's role", "role")
-        self.prefix_affinity = series(Counter, "prefix_affinity", "Choices of a P by prefix", "result")
         seconds = "Seconds to the first byte of an answer", "Seconds to the end of an answer"
         self._first_byte = series(Histogram, "first_byte_seconds", seconds[0], buckets=BUCKETS)
         self._whole = series(Histogram, "request_seconds", seconds[1], buckets=BUCKETS)

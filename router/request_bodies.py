@@ -51,9 +51,6 @@ KINDS = {
 _NOT_FOR_P = {"stream_options", "min_tokens", "best_of", "prompt_logprobs", "echo"}
 _NOT_HANDED_OVER = ("use_beam_search", "prompt_embeds", "prompt_logprobs", "previous_response_id", "background")
 """D's engine never asks P for the prompt of a request that has one of these, or computes the prompt itself."""
-_NUMBER, _LIMIT = re.compile(rb"null|-?\d+"), re.compile(rb"\d{1,9}")
-_BUDGET = re.compile(rb'"budget_tokens"\s*+:\s*+(\d{1,9})')
-_PARAMS = b'"kv_transfer_params"'
 _ONE_PROMPT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(tuple[msgspec.Raw])
 _MEMBERS: msgspec.json.Decoder[Body] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -126,28 +123,6 @@ class HostNames:
         return self._find(text) is not None
 
 
-def without_params(answer: bytes, *, report: bool = False) -> bytes:
-    """An engine's answer, or whole lines of events, with null for its ``kv_transfer_params``, which name hosts: as of a
-    request that had none. ``report``: what became of the prompt stays."""
-    if _PARAMS not in answer:
-        return answer
-    lines = [answer] if answer.lstrip().startswith(b"{") else answer.split(b"\n")
-    return b"\n".join(_without_params(line, report) if _PARAMS in line else line for line in lines)
-
-
-def _without_params(line: bytes, report: bool) -> bytes:
-    try:
-        found = _MEMBERS.decode(line.removeprefix(b"data:"))
-        if NEVER_SENT[0] not in found:  # an event that has the whole answer in it
-            found = _MEMBERS.decode(found["response"])
-        raw = bytes(found.get("kv_transfer_params", b"null"))
-        params = msgspec.json.decode(raw) or {}
-    except (*NOT_JSON, KeyError):
-        return line
-    kept = {name: params[name] for name in ("handed_over",) if report and name in params} or None
-    return line.replace(raw, msgspec.json.encode(kept)) if params else line
-
-
 async def off_loop(content: Content, work: Callable[[Content], T]) -> T:
     """What ``work`` makes of a body. Others do not wait for a large one."""
     return work(content) if len(content) <= SMALL_BYTES else await asyncio.to_thread(work, content)
@@ -182,17 +157,9 @@ def small_body(body: Body, params: dict[str, Any], tokens: int) -> Body:
 
 def can_hand_over(body: Body, path: str) -> bool:
     """Whether D's engine would take a prompt from P: the request holds one prompt, whose log probabilities nobody
-    wants, and D's server would not refuse it before."""
+    wants."""
     if any(given(body, name) for name in _NOT_HANDED_OVER) or (path == RESPONSES and given(body, "tools")):
         return False
-    if given(body, "stream_options") and not given(body, "stream"):
-        return False
-    if "n" in body and not _NUMBER.fullmatch(body["n"]):
-        return False
-    if path == MESSAGES:
-        limit, budget = _LIMIT.fullmatch(body.get("max_tokens", b"")), _BUDGET.search(body.get("thinking", b""))
-        if limit is None or (budget is not None and int(budget[1]) >= int(limit[0])):
-            return False
     if given(body, "echo") and (path == CHAT or given(body, "logprobs")):
         return False
     prompt = body.get("prompt")

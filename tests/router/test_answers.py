@@ -67,10 +67,8 @@ HANDED_OVER: list[dict[str, Any]] = [
 ]  # fmt: skip
 LEFT_TO_D: list[dict[str, Any]] = [
     {"prompt": ["x", "y"]}, {"prompt": [[1], [2]]}, {"prompt": []}, {"prompt": "x", "use_beam_search": True},
-    {"prompt": "x", "prompt_embeds": "AAAA"}, {"prompt": "x", "prompt_logprobs": 0}, {"prompt": "x", "n": "x"},
-    {"prompt": "x", "echo": True, "logprobs": 0}, {"prompt": "x", "stream_options": {}},
-    {"prompt": "x", "stream": False, "stream_options": {"include_usage": True}},
-    {"messages": [], "echo": True},
+    {"prompt": "x", "prompt_embeds": "AAAA"}, {"prompt": "x", "prompt_logprobs": 0},
+    {"prompt": "x", "echo": True, "logprobs": 0}, {"messages": [], "echo": True},
 ]  # fmt: skip
 
 

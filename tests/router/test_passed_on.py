@@ -7,7 +7,6 @@ import json
 import socket
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 from starlette.applications import Starlette
@@ -208,6 +207,8 @@ def test_a_rank_of_d_is_not_one_of_p(at_once: Served) -> None:
 
 
 def test_messages_go_through_both_legs_and_have_errors_of_their_form() -> None:
+    import anthropic  # takes seconds of a core
+
     p, d = prefill_engine(), decode_engine(break_after=1)
     begun = b'event: content_block_delta\ndata: {"type": "content_block_delta"}\n\n'
     raw = RawEngine("D", b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\n" + begun)
@@ -216,9 +217,6 @@ def test_messages_go_through_both_legs_and_have_errors_of_their_form() -> None:
         assert front.ask(body, MESSAGES).json() == {"text": "from D"}
         assert p.seen[0][0]["max_tokens"] == 1 and p.seen[0][0]["stream"] is False
         assert d.seen[0][0] == body | {"kv_transfer_params": PARAMS}
-        for more in ({"max_tokens": None}, {"thinking": {"type": "enabled", "budget_tokens": 9}}):
-            front.ask(body | more, MESSAGES)
-            assert len(p.seen) == 1 and d.seen[-1][0] == body | more, "D refuses it"
         client = anthropic.Anthropic(base_url=front.url, api_key="x", max_retries=0)
         with pytest.raises(anthropic.APIStatusError):
             list(client.messages.create(**body, stream=True))
