@@ -2,7 +2,7 @@
 
 Its life ::
 
-    CONNECTED ─▶ GREETING ─▶ ATTACHING ─▶ MAPPING ─▶ ATTACHED          (each ─▶ FAILED)
+    CONNECTED ─▶ GREETING ─▶ ATTACHING ─▶ MAPPING ─▶ ATTACHED          (each ─▶ FAILED; MAPPING only where D pulls)
                     │          ▲ ▲ └─────────┴── the next plane where P or the memory refuses one
                     └─▶ GREETED ─┘   where D only releases a lease: that needs a session at P, but no data plane
 

@@ -36,7 +36,7 @@ _NO_LINK, _PROVEN = ReadPhase.WAITING, ReadPhase.PROVEN
 
 
 class Loads:
-    """All hand-overs into this rank that have begun and are not reported. Used by the transfer thread only."""
+    """All loads of this rank that have begun, until they are recorded. Used by the transfer thread only."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ Releases write the same model in different ways; this module writes it in one wa
 form. It takes what K and V depend on: the computation of the layers, rotary positions, quantised weights. The geometry
 has dtype, scales, heads and windows. It leaves out the release, the attention backend, parallel sizes, the longest
 prompt, the dtype of the computation, and all after the last layer. Of the weights it has a digest beside their name
-(``engine/weights.py``); ``model_tag`` in the settings takes the place of both, and of their quantisation.
+(``worker/weights.py``); ``model_tag`` in the settings takes the place of both, and of their quantisation.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ An OPEN prompt has the engine's blocks, which the engine may take back at any ti
 ``PromptBlocks`` until it does; what a step has computed into earlier ones counts no more. A *lent* prefix is computed,
 lies in blocks that nobody holds, and ends when the engine takes one of them. Of a HELD prompt P holds the blocks.
 
-An *own* read is one that P packs and sends, before the lease or under it. P waits for it in DRAINING, because only its
-end proves that nothing reads the pages. A *peer* read is a read by D's kernel over mapped memory. P can neither see nor
-stop it, so it does not appear here. D must commit it.
+An *own* read is one that P packs and sends, before the lease or under it. P waits for it in DRAINING, which a prompt
+without one skips, because only its end proves that nothing reads the pages. A *peer* read is one by D itself. P can
+neither see nor stop it, so it does not appear here. D must commit it.
 
 The first ask of a decode engine fixes which of its ranks must release; the lease ends when all of one engine have.
 Sets of ranks are numbers, one bit for each rank: a peer names thousands of ranks in a message, and a lease keeps them.

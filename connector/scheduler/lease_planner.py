@@ -58,7 +58,7 @@ class PromptPhase(enum.Enum):
     COMPUTING = "computing"
     PREEMPTED = "preempted"
     """The engine has taken its blocks. One that is preempted twice has lost them once."""
-    ENDED = "ended"
+    ENDED = "ended"  # its lease begins, or it will not be handed over
 
 
 _BEGUN = (PromptPhase.COMPUTING, PromptPhase.PREEMPTED)

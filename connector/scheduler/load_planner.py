@@ -65,10 +65,10 @@ class RequestPhase(enum.Enum):
          │        ▲ └─────────────────────▲
          └──▶ AWAITED
 
-    In AWAITED, D waits until P tells the token of the lease; the engine is told to ask later, and gives no blocks.
-    vLLM asks again after a failed load and after preemption, and the same answer would loop for ever. So the engine is
-    offered tokens only in OFFERED, and nothing leads back there. In SETTLED the engine has decided to load nothing, or
-    the load was reported, or the load ends inside the step that computes with it.
+    From AWAITED a refusal leads to LOCAL, too, and the request may end in every phase. In AWAITED, P has not sent the
+    lease's token; the engine asks again later, and gives no blocks. vLLM asks again after a failed load and after
+    preemption, and the same answer would loop for ever. So the engine is offered tokens only in OFFERED, and nothing
+    leads back there. In SETTLED the load was declined or reported, or is inside a step; its end is ``handed_over``.
     """
 
     NEW = "new"
@@ -571,7 +571,7 @@ class LoadPlanner(EngineFacts):
             self._load_ended(entry, end)
 
     def _loading(self, request_id: str) -> EngineRequest | None:
-        """The request whose load is not reported. Either may have been given up: the ranks may still write."""
+        """The request of a load whose end is not known here. It, or its load, may be given up; ranks may yet write."""
         entry = self._unreported.get(request_id) or self._requests.get(request_id)
         if entry is None or not entry.tokens:
             return None

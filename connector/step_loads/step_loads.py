@@ -41,9 +41,9 @@ class StepLoadPhase(enum.Enum):
            │            └───────▶ FAILED
            └─▶ GIVEN_UP ────────────▲
 
-    In UNDER_WAY all copies are under way, or have ended, and the device can wait for them. The engine launches the
-    forward once no load of the step is POSTED. A load that the engine has given up fails whatever its copies do. STANDS
-    and FAILED are final, and in both nothing writes the load's blocks any more.
+    A POSTED load may also end at once, as where P sends. In UNDER_WAY all copies are under way, or have ended, and the
+    device can wait for them. The engine launches the forward once no load of the step is POSTED. A load that the engine
+    has given up fails whatever its copies do. In STANDS and FAILED, both final, nothing writes its blocks any more.
     """
 
     POSTED = "posted"

@@ -41,7 +41,7 @@ class Figures(TypedDict):
     counts: dict[str, dict[str, int]]
     """By series of ``series.SERIES``, and by its labels, with a space between them."""
     peers: dict[str, dict[str, int]]
-    """Hand-overs on D by P engine, and of each by ``PEER_COUNTS``."""
+    """Hand-overs on D by P engine, and of each by ``PeerCount``."""
     levels: dict[str, dict[str, int]]
     """What there is now, by its source (a rank, or the scheduler) and by name. A later report of a source replaces the
     earlier one; different sources add up."""

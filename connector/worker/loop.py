@@ -1,6 +1,6 @@
 """The transfer thread: the thread of a rank that runs the protocol. The engine's thread posts work and takes results.
 
-The engine's thread calls ``post`` and ``results.take_*``, which never block, and ``results.wait`` where it cannot go
+The engine's thread calls ``post`` and ``results.take``, which never block, and ``results.wait`` where it cannot go
 on. While there is traffic, the transfer thread polls the control sockets and the data planes. While there is none, it
 sleeps in one ``poll`` call, without the GIL. ``PostedPlans`` runs what the engine has posted.
 """

@@ -1,9 +1,9 @@
 """The worker half: one rank's caches, its transfer thread, and the results of each step. No vLLM.
 
 The engine's thread calls in here. These calls may block: ``register`` at start-up, ``unregister`` and ``restore``
-around the engine's sleep, ``close`` at the end, ``begin_step`` until the copies are under way with which the step
-computes (in host memory until they have ended), and ``take_results`` and ``look_up`` for a moment, in an engine that
-computes nothing.
+around the engine's sleep, ``close`` at the end, ``post`` for ``BEGIN_SECONDS``, ``join`` and ``begin_step`` until the
+copies are under way with which the step computes (in host memory until they have ended), and ``take_results`` and
+``look_up`` for a moment, in an engine that computes nothing.
 """
 
 from __future__ import annotations

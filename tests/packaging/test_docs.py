@@ -26,7 +26,7 @@ LIMITS = {
     "connector/README.md": 30, "cli/README.md": 30, "transport/README.md": 30, "router/README.md": 30,
 }  # fmt: skip
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-PAGES += [f"{folder}/README.md" for folder in PRODUCT if (ROOT / folder / "README.md").exists()]
+PAGES += [str(page.relative_to(ROOT)) for folder in PRODUCT for page in sorted((ROOT / folder).rglob("README.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 
@@ -156,6 +156,13 @@ def exists(dotted: str) -> bool:
     return False
 
 
+@cache
+def classes() -> dict[str, str]:
+    """The code of each class of the product."""
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.ClassDef)}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_modules_files_and_folders_that_are_named_exist(page: str) -> None:
     codes = CODE.findall(read(page))
@@ -165,6 +172,8 @@ def test_modules_files_and_folders_that_are_named_exist(page: str) -> None:
     tops = "connector|cli|transport|kernels|router|tests|examples|benchmarks|docs"
     files = [code for code in codes if re.fullmatch(rf"({tops})(/[\w.\-]+)+/?", code)]
     assert [name for name in files if "NAME" not in name and not (ROOT / name).exists()] == []
+    named = [match for code in codes if (match := re.fullmatch(r"(\w+)\.(\w+)", code)) and match[1] in classes()]
+    assert [one[0] for one in named if not re.search(rf"^    (def )?{one[2]}\b", classes()[one[1]], re.MULTILINE)] == []
 
 
 def test_make_targets_that_are_named_exist() -> None:
