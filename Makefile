@@ -139,7 +139,7 @@ docs: install
 	$(BIN)/python docs/generate.py
 
 site: install
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: install
 	$(BIN)/python .ci/release.py

@@ -13,7 +13,14 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from kvferry import __version__
+
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.site_name += f" {__version__}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -270,7 +270,7 @@ def test_a_page_reads_as_it_does_in_the_repository(page: str, site: Path) -> Non
     """MkDocs' Markdown is not CommonMark: a list right behind a line of text is none for it."""
     expected = MarkdownIt("commonmark").enable("table").render((ROOT / page).read_text())
     path = site / ("index.html" if page == "README.md" else Path(page).with_suffix(".html"))
-    shown = path.read_text().split('itemprop="articleBody">')[1].split("<footer>")[0]
+    shown = path.read_text().split('<article class="md-content__inner md-typeset">')[1].split("</article>")[0]
     for tag in ("li", "tr", "td", "pre", "code", "h1", "h2", "h3", "img", "ol", "ul", "strong"):
         assert len(re.findall(f"<{tag}[ >]", shown)) == len(re.findall(f"<{tag}[ >]", expected)), tag
 
