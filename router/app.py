@@ -326,7 +326,11 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-        asyncio.get_running_loop().call_later(HEAD_SECONDS, self._close_unasked)
+        self._unasked = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._close_unasked)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._unasked.cancel()  # it holds this connection, and what its requests had read
+        super().connection_lost(exc)
 
     def _close_unasked(self) -> None:
         if not self._request_count:

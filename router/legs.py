@@ -127,6 +127,7 @@ class ClientRequest:
         if not self._holders:
             for seat in self.seats:
                 seat.release()
+            self.comment = None  # who has it has this request, and its body
             self.over()
 
 
