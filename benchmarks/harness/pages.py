@@ -276,7 +276,7 @@ def router_cost(result: Row) -> Row:
     return {"waited": ", ".join(f"{wait:.0f} ms ({shape})" for shape, wait in result["waits"].items())}
 
 
-def named(form: str, rows: Iterable[Row]) -> Row:
+def named(form: str, rows: Iterable[Row]) -> dict[str, Row]:
     """Rows by what the format makes of their fields."""
     return {form.format_map(row): row for row in rows}
 

@@ -146,13 +146,14 @@ class StepPlanBuilder:
         """The plan of the next step, with everything that was added since the last one."""
         self.step += 1
         parts: dict[str, Any] = {name: tuple(part) for name, part in vars(self).items() if type(part) is list and part}
+        self.urgent = False
         if not (after_prefill or self.ends_leases or parts):  # as in most steps
             return self._nothing[idle]
         plan = StepPlan(
             decode_engine=self.decode_engine, idle=idle, step=self.step, after_prefill=after_prefill,
             ends_leases=self.ends_leases, **parts | {"reused": pack_ids(self.reused)},
         )  # fmt: skip
-        self.ends_leases = self.urgent = False
+        self.ends_leases = False
         for name in parts:
             setattr(self, name, [])
         return plan

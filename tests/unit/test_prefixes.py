@@ -387,6 +387,13 @@ def test_a_request_that_ends_before_its_load(when: str) -> None:
     assert (len(plan.left), len(plan.releases)) == {"new": (0, 0), "asked": (1, 0), "offered": (0, 1)}[when]
 
 
+def test_a_reset_is_urgent_until_the_next_plan() -> None:
+    """Also where nothing was asked yet, so that the plan is empty: an idle engine would take steps for ever."""
+    reader = Reader()
+    assert reader.half.reset_caches() and reader.half.has_urgent_plan
+    assert reader.half.take_plan().nothing and not reader.half.has_urgent_plan
+
+
 @pytest.mark.parametrize("params", [b"", b"\xc1", msgspec.msgpack.encode({"do_remote_prefill": True, "kvferry": 7})])
 def test_an_answer_that_is_malformed(params: bytes) -> None:
     reader = Reader()
