@@ -263,7 +263,11 @@ class Producer:
                 self._attach(session, attach, now)
             else:
                 del self._attaching[session]
-        for session in self._sessions.gone(now):
+        ended = set[bytes]()
+        if not self.arrived:  # what a D said before its connection has ended counts
+            ended.update(self._listener.ended)
+            self._listener.ended.clear()
+        for session in self._sessions.gone(ended):
             self._end_session(session, now)
 
     def _attach(self, session: Session, attach: messages.Attach, now: float) -> None:
@@ -311,7 +315,7 @@ class Producer:
 
     def handle(self, identity: bytes, request: messages.Request, now: float, address: str) -> None:
         """Handle a request."""
-        session = self._sessions.find(identity, now)
+        session = self._sessions.table.get(identity)
         match request:
             case messages.Hello():
                 self._hello(identity, request, now, address)
@@ -341,10 +345,9 @@ class Producer:
 
     def _hello(self, identity: bytes, hello: messages.Hello, now: float, address: str) -> None:
         refused = self._sessions.check(hello)
-        if refused is None:
-            for session in self._sessions.displaced(identity):
-                self._end_session(session, now)
-        self.send(identity, refused or self._sessions.begin(identity, hello, address, now))
+        if refused is None and (former := self._sessions.table.get(identity)) is not None:
+            self._end_session(former, now)
+        self.send(identity, refused or self._sessions.begin(identity, hello, address))
 
     def _lend(self, session: Session, token: bytes, digests: bytes, now: float) -> None:
         """D asks to read a prefix. Where it does not lie here any more, its token is over."""

@@ -1,10 +1,9 @@
-"""P's side of the handshake. A rank of D has one session from its Hello on."""
+"""P's side of the handshake. A rank of D has one session from its Hello to the end of its connection."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Set
 from dataclasses import dataclass
 
 from kvferry.connector.geometry.compatibility import compatible
@@ -25,11 +24,6 @@ from kvferry.transport.limited_log import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.session")
 
-SESSIONS = 4096
-LOOKED_AT = 64
-"""Sessions whose data plane ``gone`` looks at in one call."""
-SILENT_SECONDS = 2 * messages.IDLE_LINK_SECONDS
-"""D has closed the link of a session from which no message came for this time."""
 CONNECT_SECONDS = 10.0
 """For so long P looks for the connection of a D that has chosen a data plane."""
 NO_SLOT_BYTES = messages.MIN_SLOT_BYTES
@@ -39,8 +33,7 @@ NO_SLOT_BYTES = messages.MIN_SLOT_BYTES
 @dataclass(slots=True, eq=False)
 class Session:
     """One rank of D. ``shards``: the tokens that it can hold, one shard for each token sharding of its engine.
-    ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session.
-    ``heard``: when its last message came."""
+    ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session."""
 
     identity: bytes
     engine_id: str
@@ -49,7 +42,6 @@ class Session:
     here: bool
     channel: PChannel | None = None
     asked: bool = False
-    heard: float = 0.0
     attach_until: float = 0.0
     """Until when D's connection may come; 0 where none is expected."""
 
@@ -71,22 +63,13 @@ class Session:
 
 
 class Sessions:
-    """All sessions of this rank. The session whose D has been silent longest comes first."""
+    """All sessions of this rank, by the identities of D's connections."""
 
     def __init__(self, rank_context: RankContext, board: BoardAddress) -> None:
         self._rank_context = rank_context
         self.board = board
         self._log = RateLimitedLog(logger)
-        self.table: OrderedDict[bytes, Session] = OrderedDict()
-        self._to_look_at: list[Session] = []
-
-    def find(self, identity: bytes, now: float) -> Session | None:
-        """The session of a D rank that has sent a message. It moves to the end of the order of displacement."""
-        session = self.table.get(identity)
-        if session is not None:
-            session.heard = now
-            self.table.move_to_end(identity)
-        return session
+        self.table: dict[bytes, Session] = {}
 
     def check(self, hello: messages.Hello) -> messages.Refused | None:
         """The refusal of a D whose model or geometry does not fit; ``None`` where P can serve this D."""
@@ -102,23 +85,13 @@ class Sessions:
             return messages.Refused(field="geometry", ours="a valid geometry", theirs=str(error)[:1024])
         return None
 
-    def displaced(self, identity: bytes) -> Iterator[Session]:
-        """The sessions that must end before a session of ``identity`` begins: its former session; and, where
-        ``SESSIONS`` are open, of the host that has most of them the one that has been silent longest."""
-        former = self.table.get(identity)
-        if former is not None:
-            yield former
-        while len(self.table) >= SESSIONS:
-            ((most, _),) = Counter(session.address for session in self.table.values()).most_common(1)
-            yield next(session for session in self.table.values() if session.address == most)
-
-    def begin(self, identity: bytes, hello: messages.Hello, address: str, now: float) -> messages.Welcome:
+    def begin(self, identity: bytes, hello: messages.Hello, address: str) -> messages.Welcome:
         """Begin a session for a Hello that has passed ``check`` and came from ``address``. Only a D on this host learns
         of the planes that join processes of one host: their offers name processes and files."""
         theirs = hello.geometry
         shards = frozenset(sharding.shard(theirs.tp_rank) for sharding in theirs.shardings)
         here = is_ours(address)
-        self.table[identity] = Session(identity, hello.engine_id, shards, address, here, heard=now)
+        self.table[identity] = Session(identity, hello.engine_id, shards, address, here)
         rank_context = self._rank_context
         return messages.Welcome(
             engine_id=rank_context.engine_id,
@@ -172,24 +145,15 @@ class Sessions:
             )
         return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
 
-    def gone(self, now: float) -> list[Session]:
-        """The sessions whose D is gone: their data plane has an error, of ``LOOKED_AT`` in turn, or they have been
-        silent for long. Where D reads P's pages by itself, P holds nothing that could have an error. No lease that such
-        a D knew stands any more."""
+    def gone(self, ended: Set[bytes]) -> list[Session]:
+        """The sessions whose D is gone: their connection has ``ended``, or their data plane has an error."""
         gone = []
-        self._to_look_at = self._to_look_at or list(self.table.values())
-        for _ in range(min(LOOKED_AT, len(self._to_look_at))):
-            session = self._to_look_at.pop()
-            stands = self.table.get(session.identity) is session
-            if stands and session.channel is not None and session.channel.error is not None:
-                gone.append(session)
+        for session in self.table.values():
+            error = None if session.channel is None else session.channel.error
+            if error is not None:
                 key, text = f"gone {session.engine_id}", "kvferry: decode rank of %s is gone: %s"
-                self._log.info(key, text, session.engine_id[:8], session.channel.error)
-        silent = max(SILENT_SECONDS, self._rank_context.settings.lease_cap_seconds)
-        for session in self.table.values():  # the one that has been silent longest comes first
-            if now < session.heard + silent:
-                break
-            if session not in gone:
+                self._log.info(key, text, session.engine_id[:8], error)
+            if error is not None or session.identity in ended:
                 gone.append(session)
         return gone
 

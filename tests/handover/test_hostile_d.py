@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from kvferry.connector.decode_side import fetch, links, renew
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
-from kvferry.connector.prefill_side import prompts, send, serve, session
+from kvferry.connector.prefill_side import prompts, send, serve
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.step_plan import KeepLease, StepPlan
 from kvferry.connector.worker import loop
@@ -50,7 +50,6 @@ from tests.handover.scenario import (
     wipe,
 )
 from tests.support.inside import (
-    board_of,
     early_releases,
     leases_of,
     listener_of,
@@ -132,16 +131,21 @@ def test_tokens_that_a_d_draws_displace_no_others(
     assert len(p.producer.prompts.drawn) <= 64
 
 
-def test_a_host_with_many_sessions_ends_its_own(p: Rank, hostile: RawD, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who connects again and again ended the session of the D that was silent for longest, and its reads."""
-    monkeypatch.setattr(session, "SESSIONS", 8)
-    sessions = session.Sessions(p.context, board_of(p).place)
-    for number in range(40):
-        identity, address = bytes([number]), "10.0.0.2" if number else "10.0.0.1"
-        for displaced in sessions.displaced(identity):
-            sessions.end(displaced)
-        sessions.begin(identity, hostile.hello, address, float(number))
-    assert list(sessions.table) == [bytes([number]) for number in (0, *range(33, 40))]
+def test_a_session_ends_with_its_connection(p: Rank, hostile: RawD) -> None:
+    token = secrets.token_bytes(16)
+    hostile.send(release(token))
+    hostile.settled()
+    assert len(sessions_of(p)) == 1
+    hostile.connection.close()
+    assert wait(lambda: not sessions_of(p), [p])
+    p.worker.post(lease_plan(token))
+    assert wait(lambda: p.sent == {"req-p"}, [p]), "what it has said before counts"
+
+
+def test_a_session_ends_with_its_data_plane(p: Rank, hostile: RawD) -> None:
+    (session,) = sessions_of(p).values()
+    session.channel.fail("planted")
+    assert wait(lambda: not sessions_of(p), [p])
 
 
 def test_smaller_chunks_than_settings_allow_are_no_message() -> None:
@@ -290,7 +294,7 @@ def retried_once(p: Rank, d: Rank) -> bool:
 def test_a_d_that_p_has_forgotten_greets_again(shm: Pair) -> None:
     p, d = shm
     another_works(p, d)
-    sessions_of(p).clear()  # what the bound on their number does
+    sessions_of(p).clear()
     d.figures()
     assert retried_once(p, d)
     forget(p, d)

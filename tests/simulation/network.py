@@ -277,6 +277,7 @@ class SimListener:
         self.port, self.endpoint = address[1], f"sim://{address[0]}:{address[1]}"
         self.dropped: Counter[str] = Counter()
         self.peers: dict[bytes, SimConnection] = {}
+        self.ended: list[bytes] = []
         self.inbox: list[Any] = []
         network.listeners[address] = self
 
@@ -302,6 +303,7 @@ class SimListener:
 
     def gone(self, connection: SimConnection) -> None:
         self.peers.pop(connection.identity, None)
+        self.ended.append(connection.identity)
         self.network.leave(connection.host, self.host, (connection, "listener"))
 
     def close(self) -> None:

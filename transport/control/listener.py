@@ -158,6 +158,7 @@ class Listener:
     Attributes:
         port, endpoint: the port, and ``address:port``, on which it listens.
         fd: a descriptor that is readable while there is something to receive.
+        ended: the identities of connections that have ended, until the caller of ``receive`` removes them.
         dropped: refusals by reason: "handshake", "key", "peers", "oversize", "flood" (too many bytes that are no whole
             message, or that it does not read) are connections; "gone" are messages not sent.
 
@@ -171,6 +172,7 @@ class Listener:
         self.dropped: Counter[str] = Counter()
         self._shared = Shared(max_message_bytes)
         self.streams: dict[bytes, Stream] = {}
+        self.ended: list[bytes] = []
         self._serial = itertools.count(1)
         self._admitted: deque[ssl.SSLSocket] = deque()
         self._arrived: list[tuple[bytes, list[bytes], str]] = []
@@ -295,6 +297,7 @@ class Listener:
 
     def _end(self, peer: Stream) -> None:
         self.streams.pop(peer.identity, None)
+        self.ended.append(peer.identity)
         peer.close()
 
 
