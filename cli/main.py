@@ -294,9 +294,6 @@ def router(
     ] = 5.0,
     max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 503")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
-    allow_engine_changes: Annotated[
-        bool, typer.Option("--allow-engine-changes", help="pass paths that change an engine, as /sleep, to a D")
-    ] = False,
     otlp_traces_endpoint: Annotated[str, typer.Option(help="URL to send spans of requests to (extra: otel)")] = "",
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="debug: all lines")] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="log one JSON object a line")] = False,

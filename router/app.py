@@ -67,13 +67,13 @@ class RefusedError(Exception):
 
 class App:
     """What a router serves: bind, start, and stop it. ``checks``: None: engines' health is not checked. ``sources``:
-    what names engines at run time. ``changes``: requests that change an engine are passed on."""
+    what names engines at run time."""
 
     def __init__(
         self, router: Router, *, limits: Limits | None = None, checks: Checks | None = None,
-        sources: Sequence[Source] = (), changes: bool = False,
+        sources: Sequence[Source] = (),
     ) -> None:  # fmt: skip
-        self._router, self._limits, self._changes = router, limits or Limits(), changes
+        self._router, self._limits = router, limits or Limits()
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
         self._body_bytes = 0  # of all requests that are not over
@@ -192,9 +192,8 @@ class App:
         if kind.startswith("multipart/") and re.search(r';\s*charset\s*=\s*"?(?!utf-?8"?\s*(;|$))', kind):
             raise RefusedError(415, "the fields of a form are UTF-8: leave charset out of its Content-Type")
         self._check_stored(http.path.startswith(f"{RESPONSES}/"))
-        if not self._changes and changes_engine(_target(http).partition("?")[0]):
-            said = "changes an engine: ask that engine itself, or start the router with --allow-engine-changes"
-            raise RefusedError(403, f"{http.path[:200]} {said}")
+        if changes_engine(_target(http).partition("?")[0]):
+            raise RefusedError(403, f"{http.path[:200]} changes an engine: ask that engine itself")
 
     def _check_stored(self, asked: bool) -> None:
         """Of a response that an engine has stored. Raises RefusedError: which one has it is not known."""

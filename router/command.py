@@ -37,7 +37,7 @@ def router(
     prefill: Sequence[str] | None, decode: Sequence[str] | None, engines_file: Path | None, *, host: str, port: int,
     serial: bool, always: bool, prefix_reads: bool, connect_timeout: float, prefill_timeout: float,
     abandoned_prefill_timeout: float, health_interval: float, max_requests: int, max_body_mib: int,
-    allow_engine_changes: bool, otlp_traces_endpoint: str, log_level: str, log_json: bool,
+    otlp_traces_endpoint: str, log_level: str, log_json: bool,
 ) -> None:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C; requests in flight end first. Raises KVFerryError: an argument is not usable."""
     timeouts = connect_timeout, prefill_timeout, abandoned_prefill_timeout
@@ -72,7 +72,7 @@ def router(
     app = App(
         Router(engines, LegTimeouts(*timeouts), serial=serial, always=always, prefix_reads=prefix_reads, tracer=tracer),
         limits=limits_of(max_requests, max_body_mib << 20), checks=Checks(health_interval, timeout=health_interval),
-        sources=sources, changes=allow_engine_changes,
+        sources=sources,
     )  # fmt: skip
     with suppress(KeyboardInterrupt):
         uvloop.run(_serve(app, host, port, engines))

@@ -22,7 +22,6 @@ from kvferry.router.request_bodies import (
     COMPLETIONS,
     NOT_JSON,
     Body,
-    is_estimate_of,
     small_body,
 )
 from kvferry.transport.errors import NO_PARAMS
@@ -56,7 +55,6 @@ WORTH_READING = 512
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
-    usage: Any = None
 
 
 _PREFILLED = msgspec.json.Decoder(_PrefillAnswer)
@@ -143,10 +141,9 @@ class Decoded:
 
     engine: Engine
     answer: Answer  # The head
-    body: bytes | None  # All of it, or None:
-    pieces: AsyncIterator[bytes]  # what follows ``first``
+    first: bytes  # All of a short one, else the first piece
+    pieces: AsyncIterator[bytes]  # What follows that
     seat: Seat
-    first: bytes = b""
 
     @property
     def refused(self) -> bool:
@@ -277,7 +274,7 @@ class Legs:
             params = {
                 name: value for name, value in (told.kv_transfer_params or {}).items() if name != "source"
             } or None
-            if self.choice is not None and is_estimate_of(asked.prefix.tokens, told.usage):
+            if self.choice is not None:
                 self.choice.prefilled(engine, tokens, asked.prefilled_at - began, asked.prefilled_at)
         asked.alone = "" if params else f"prefill engine {url} handed nothing over: {NO_PARAMS}"
         if asked.alone:
@@ -423,7 +420,7 @@ class Legs:
                 answer.close()
             seat.release()
             raise
-        return Decoded(seat.engine, answer, None, pieces, seat, first)
+        return Decoded(seat.engine, answer, first, pieces, seat)
 
     def gave(self, asked: ClientRequest, decoded: Decoded, tokens: float) -> None:
         """The client has D's whole answer, of about so many tokens, and D has the KV of it."""

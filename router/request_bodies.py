@@ -182,12 +182,6 @@ def given(body: Body, name: str) -> bool:
     return value is not None and _begin(value).rstrip() not in (b"null", b"false")
 
 
-def is_estimate_of(tokens: float, usage: Any) -> bool:
-    """Whether an engine that said its ``usage`` has computed about so many tokens: an image is large, but not long."""
-    told = [usage.get(name) for name in ("prompt_tokens", "input_tokens")] if isinstance(usage, dict) else []
-    return all(tokens / 4 <= one <= tokens * 4 for one in told if isinstance(one, int))
-
-
 def error_of(status: int, message: str, path: str = "") -> dict[str, Any]:
     """An error as vLLM writes it: on the path of Anthropic's API in Anthropic's form, elsewhere in OpenAI's."""
     kind = KINDS.get(status, "BadRequestError" if status < 500 else "InternalServerError")

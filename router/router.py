@@ -74,13 +74,8 @@ class Reply:
         if asked.checks:
             self._own |= {f"x-kvferry-{name}": text for name, text in asked.by.items()}
         try:
-            if self._begun is None and decoded.body is not None:
-                self.first = self._router.clock()
-                headers = kept_headers(decoded.answer, **self._own, **{"content-length": str(len(decoded.body))})
-                self._router.gave(asked, decoded, len(decoded.body) / BYTES_PER_TOKEN)
-                return web.Response(body=decoded.body, status=decoded.answer.status, headers=headers)
-            if decoded.body is not None:
-                return await self.fail(decoded.answer.status, decoded.body.decode(errors="replace"))
+            if self._begun is not None and not decoded.answer.streamed:
+                return await self.fail(decoded.answer.status, decoded.first.decode(errors="replace"))
             piece, self.first, events = decoded.first, self._router.clock(), 0
             while not decoded.answer.whole:
                 events += piece.count(b"data: ")
@@ -89,7 +84,7 @@ class Reply:
                 piece = await anext(decoded.pieces, b"")
             begun = await self._begin(decoded.answer)
             await begun.write_eof(piece)
-            self._router.gave(asked, decoded, events)
+            self._router.gave(asked, decoded, events if decoded.answer.streamed else len(piece) / BYTES_PER_TOKEN)
             return begun
         except HttpError as error:  # too late for a status: say it in the stream, and end it without [DONE]
             self._router.failed(decoded.engine, error)

@@ -21,7 +21,7 @@ from kvferry.router.prefill_choice import (
     TimeLine,
 )
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, PromptPrefix, prompt_prefix
-from kvferry.router.request_bodies import is_estimate_of, members
+from kvferry.router.request_bodies import members
 from kvferry.transport.errors import UsageError
 from tests.router.stand_ins import PUSH, Front, Scripted, answer_of_p, decode_engine, gone, prefill_engine, routed
 
@@ -312,15 +312,6 @@ def test_a_slow_d_is_learned_and_one_too_fast_to_be_true_is_not() -> None:
         pair.choice.began(pair.d, 2.0 ** (15 + number % 4), 0.01, pair.now, alone=True)  # an image
     pair.now += 1
     assert pair.choose(2000) is None
-
-
-@pytest.mark.parametrize(
-    ("usage", "believed"),
-    [({"prompt_tokens": 900}, True), ({"input_tokens": 900}, True), ({"prompt_tokens": 100}, False),
-     ({"prompt_tokens": 9000}, False), (None, True), ({"prompt_tokens": "x"}, True), ([], True)],
-)  # fmt: skip
-def test_a_time_counts_if_p_computed_about_what_was_estimated(usage: Any, believed: bool) -> None:
-    assert is_estimate_of(1000.0, usage) is believed
 
 
 # --- in the router

@@ -1,7 +1,5 @@
 """A router before two P and two D, stand-ins for engines, among clients that leave, lie or stall: no honest request is
 lost, and the router's memory and descriptors are afterwards what they were.
-
-``run_fleet.py`` does the same with engines and ``vllm bench serve``.
 """
 
 from __future__ import annotations

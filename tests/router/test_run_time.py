@@ -230,6 +230,13 @@ def test_a_name_brings_and_takes_its_addresses(monkeypatch: pytest.MonkeyPatch) 
     assert urls() == {"http://10.0.0.3:8000", "http://[fd00::1]:8000"}
 
 
+def test_a_name_is_looked_up_as_the_host_does() -> None:
+    found = asyncio.run(DnsName("dns://localhost:8000", Role.DECODE).named())
+    assert found["http://127.0.0.1:8000"] is Role.DECODE
+    with pytest.raises(OSError, match=r"Name|name resolution"):
+        asyncio.run(DnsName("dns://no-such-name.invalid:8000", Role.DECODE).named())
+
+
 @pytest.mark.parametrize("url", ["dns://p.example", "dns://:8000", "dns://p.example:x", "dns://p.example:8000/path"])
 def test_a_name_that_is_wrong_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="expected dns://NAME:PORT"):
