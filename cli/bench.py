@@ -37,8 +37,6 @@ PLANE_SECONDS, HANDOVER_SECONDS = 120.0, 60.0
 """Bounds on the start of two ranks, and on one hand-over with the check of its bytes."""
 MEMORY = {"cpu": "host", "cuda": "gpu"}
 
-Layout = Literal["HND", "NHD"]
-
 
 class BenchRow(msgspec.Struct):
     """Hand-overs of one prompt length over one plane. ``wrong_bytes``: of the first, which is not counted."""
@@ -58,17 +56,15 @@ class BenchResult(msgspec.Struct, frozen=True):
     form: str
     machine: dict[str, str]
     model: dict[str, Any]
-    p: CacheForm
-    d: CacheForm
+    caches: CacheForm  # Of either rank
     rows: list[BenchRow]
     copy_gb_per_second: float  # Of the longest prompt in one contiguous copy, without KVFerry
     failed: list[str]  # By plane, why it was not measured
 
 
 def bench(
-    *, model: Path | None, kv_dtype: str, tp: int, p_block_size: int, d_block_size: int, p_layout: Layout,
-    d_layout: Layout, prompt: list[int] | None, plane: list[str] | None, device: Literal["auto", "cpu", "cuda"],
-    rounds: int, json_file: Path | None,
+    *, model: Path | None, kv_dtype: str, tp: int, prompt: list[int] | None, plane: list[str] | None,
+    device: Literal["auto", "cpu", "cuda"], rounds: int, json_file: Path | None,
 ) -> bool:  # fmt: skip
     """Measure, print, and write the files that are asked for. Returns whether all was measured. Raises KVFerryError,
     FailedError."""
@@ -79,13 +75,12 @@ def bench(
         raise ConfigError("--device cuda: PyTorch sees no GPU; give --device cpu")
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     where = torch.device("cuda" if on_gpu else "cpu")
-    p = cache_form(shape, tp, prompts[-1], p_block_size, p_layout)
-    d = cache_form(shape, tp, prompts[-1], d_block_size, d_layout)
-    _check_memory(where, p.token_bytes * prompts[-1])
+    form = cache_form(shape, tp, prompts[-1])
+    _check_memory(where, form.token_bytes * prompts[-1])
     planes, missing = _planes(plane, where)
     if plane and not planes:
         raise FailedError("not measured: " + "; ".join(missing))
-    result = _measured(shape, p, d, planes, missing, prompts, rounds, where)
+    result = _measured(shape, form, planes, missing, prompts, rounds, where)
     _print(result, where)
     write_json(json_file, result)
     return bool(result.rows) and not result.failed
@@ -94,7 +89,7 @@ def bench(
 # --- input ----------------------------------------------------------------------------------------------------------
 
 
-def cache_form(shape: ModelShape, tp: int, tokens: int, block_tokens: int, layout: Layout) -> CacheForm:
+def cache_form(shape: ModelShape, tp: int, tokens: int) -> CacheForm:
     """The cache of the first rank of an engine. Raises ConfigError."""
     kv, *others = shape.kv
     if others or kv.window:
@@ -105,7 +100,7 @@ def cache_form(shape: ModelShape, tp: int, tokens: int, block_tokens: int, layou
     if shape.attention_heads % tp:
         raise ConfigError(f"--tp is {tp}, expected a divisor of the {shape.attention_heads} attention heads")
     _, heads = TpKVTopology.head_interval(0, tp, kv.total_heads)
-    return CacheForm(shape.num_layers, heads, kv.content_bytes // ELEMENT_BYTES, tokens, block_tokens, layout)
+    return CacheForm(shape.num_layers, heads, kv.content_bytes // ELEMENT_BYTES, tokens)
 
 
 def _check_memory(device: torch.device, nbytes: int) -> None:
@@ -137,18 +132,16 @@ def _planes(wanted: Sequence[str] | None, device: torch.device) -> tuple[list[st
 
 
 def measure(
-    pair: RankPair, plane: str, device: torch.device, forms: tuple[CacheForm, CacheForm], prompts: Sequence[int],
-    rounds: int,
+    pair: RankPair, plane: str, device: torch.device, form: CacheForm, prompts: Sequence[int], rounds: int
 ) -> list[BenchRow]:  # fmt: skip
-    """The rows of one plane. ``forms``: of P's and D's caches. Raises FailedError: the plane cannot be measured;
-    the pair is closed then."""
+    """The rows of one plane. Raises FailedError: the plane cannot be measured; the pair is closed then."""
 
     def deadline() -> float:
         return time.monotonic() + HANDOVER_SECONDS
 
     rows = []
     try:
-        pair.start(plane, device, *forms, time.monotonic() + PLANE_SECONDS)
+        pair.start(plane, device, form, time.monotonic() + PLANE_SECONDS)
         for tokens in prompts:
             nbytes = pair.hand_over(tokens, deadline()).nbytes
             wrong = pair.differing(tokens, deadline())
@@ -164,24 +157,24 @@ def measure(
 
 
 def _measured(
-    shape: ModelShape, p: CacheForm, d: CacheForm, planes: Sequence[str], failed: list[str], prompts: Sequence[int],
-    rounds: int, device: torch.device,
+    shape: ModelShape, form: CacheForm, planes: Sequence[str], failed: list[str], prompts: Sequence[int], rounds: int,
+    device: torch.device,
 ) -> BenchResult:  # fmt: skip
     rows: list[BenchRow] = []
     with closing(RankPair("127.0.0.1")) as pair:
         for plane in track(planes, "planes", console=Console(stderr=True), transient=True):
             try:
-                rows += measure(pair, plane, device, (p, d), prompts, rounds)
+                rows += measure(pair, plane, device, form, prompts, rounds)
             except FailedError as error:
                 failed.append(str(error))
-    nbytes = min(p.token_bytes * prompts[-1], MAX_COPIED_BYTES)
+    nbytes = min(form.token_bytes * prompts[-1], MAX_COPIED_BYTES)
     copied = nbytes / statistics.median(_copy_seconds(device, nbytes) for _ in range(min(rounds, 5))) / 1e9
     failed += [f"{row.plane}: {row.wrong_bytes} bytes arrived wrong" for row in rows if row.wrong_bytes]
     machine = {
         "python": platform.python_version(), "torch": str(torch.__version__), "system": platform.platform(),
         "device": torch.cuda.get_device_name(0) if device.type == "cuda" else f"{platform.machine()} host memory",
     }  # fmt: skip
-    return BenchResult("kvferry-bench-2", machine, msgspec.to_builtins(shape), p, d, rows, copied, failed)
+    return BenchResult("kvferry-bench-3", machine, msgspec.to_builtins(shape), form, rows, copied, failed)
 
 
 def _copy_seconds(device: torch.device, nbytes: int) -> float:
@@ -200,11 +193,9 @@ def _copy_seconds(device: torch.device, nbytes: int) -> float:
 
 
 def _print(result: BenchResult, device: torch.device) -> None:
-    p, d = result.p, result.d
-    forms = list(dict.fromkeys(f"{form.layout}, blocks of {form.block_tokens}" for form in (p, d)))
+    form = result.caches
     drawn = table(
-        f"Hand-overs of one rank, {MEMORY[device.type]} memory: {p.layers} layers, {p.heads} heads; "
-        f"{' to '.join(forms)}",
+        f"Hand-overs of one rank, {MEMORY[device.type]} memory: {form.layers} layers, {form.heads} heads",
         ("plane", "tokens", "MiB", "ms p50", "ms least", "ms most", "GB/s"),
         (
             (row.plane, str(row.tokens), f"{row.nbytes / MIB:.1f}", f"{row.p50_ms:.2f}", f"{min(row.samples_ms):.2f}",

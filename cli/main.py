@@ -32,9 +32,12 @@ NO_FLEET = (
     "gone with all options of a fleet: give --prefill-tokens-per-second, and find the number of engines by "
     "`vllm bench serve`: docs/planning.md#how-many-engines"
 )
+NO_FORMS = "gone: both ranks have blocks of 16 tokens, NHD; other forms: benchmarks/planes/planes.py of the sources"
 GONE = {
     "bench --calibration": "gone: benchmarks/plan/plan_fit.py of the sources writes one",
     "bench --plot": "gone: draw what --json writes",
+    **dict.fromkeys((f"bench --{side}-{name}" for side in "pd" for name in ("block-size", "layout")), NO_FORMS),
+    "plan --calibration": "gone: write the costs into cli/plan/calibration.json of the sources",
     "doctor --share": "gone: redirect what doctor prints, or --json, into a file; keys are not in it",
     **dict.fromkeys((f"plan --{name}" for name in OF_A_FLEET), NO_FLEET),
     "router --admin-token-file": "gone with changes by HTTP: name the engines in --engines-file, which may change at "
@@ -210,10 +213,6 @@ def bench(
     ] = None,
     kv_dtype: KvDtype = "auto",
     tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
-    p_block_size: BlockSize = 16,
-    d_block_size: BlockSize = 16,
-    p_layout: Layout = "NHD",
-    d_layout: Layout = "NHD",
     prompt: Prompts = None,
     plane: Annotated[
         list[str] | None, typer.Option(help="data plane; may be repeated; unset: all that the machine has")
@@ -251,9 +250,6 @@ def plan(
     ] = None,
     link: Annotated[
         str | None, typer.Option(help="rate of the link of one rank, as in 12.5GB/s, 100Gbps or 400G; unset: no bound")
-    ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="costs of the planes, in the form of docs/planning.md")
     ] = None,
     prompt: Prompts = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan here as JSON")] = None,

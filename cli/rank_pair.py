@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from kvferry.transport.errors import KVFerryError
 
 ELEMENT_BYTES = 4
 """The elements are int32 whatever the model's dtype is: a hand-over moves bytes."""
+BLOCK_TOKENS = 16
 LEASE_SECONDS = 30.0
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["kvferry.cli.rank_pair"])  # imports PyTorch once, not for each rank
@@ -41,18 +42,16 @@ Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 class CacheForm(msgspec.Struct, frozen=True):
     """The caches of one rank. ``content``: int32 elements of one (head, token) of a layer, K and V together.
-    ``layout``: the order of heads (H) and tokens (N) in a page. ``tokens``: of the longest prompt."""
+    ``tokens``: of the longest prompt."""
 
     layers: Count = 8
     heads: Count = 8
     content: Count = 64
     tokens: Count = 4096
-    block_tokens: Count = 16
-    layout: Literal["HND", "NHD"] = "HND"
 
     @property
     def blocks(self) -> int:
-        return -(-self.tokens // self.block_tokens)
+        return -(-self.tokens // BLOCK_TOKENS)
 
     @property
     def token_bytes(self) -> int:
@@ -60,20 +59,17 @@ class CacheForm(msgspec.Struct, frozen=True):
         return self.layers * self.heads * self.content * ELEMENT_BYTES
 
     def caches(self, device: str) -> dict[str, torch.Tensor]:
-        """[B, H, N, C] int32 of zeros for each layer, in the order of ``layout`` in memory."""
-        heads, tokens = (1, 2) if self.layout == "HND" else (2, 1)
-        shape = [self.blocks, 0, 0, self.content]
-        shape[heads], shape[tokens] = self.heads, self.block_tokens
-        axes = (0, heads, tokens, 3)
+        """[B, H, N, C] int32 of zeros for each layer, in memory [B, N, H, C], as vLLM's default is."""
+        shape = self.blocks, BLOCK_TOKENS, self.heads, self.content
         return {
-            f"layer {number}": torch.zeros(shape, dtype=torch.int32, device=device).permute(axes)
+            f"layer {number}": torch.zeros(shape, dtype=torch.int32, device=device).transpose(1, 2)
             for number in range(self.layers)
         }
 
     def pattern(self, layer: int, salt: int) -> torch.Tensor:
-        """The elements of a layer in the order of the prompt's tokens, int32 [T, H, C]: the same for each block size
-        and layout. Each element is another, and each hand-over has its own ``salt``."""
-        count = self.blocks * self.block_tokens
+        """The elements of a layer in the order of the prompt's tokens, int32 [T, H, C]. Each element is another, and
+        each hand-over has its own ``salt``."""
+        count = self.blocks * BLOCK_TOKENS
         numbers = torch.arange(count * self.heads * self.content, dtype=torch.int32)
         mixed = numbers * -1640531527 + (layer * 65536 + salt) * 40503  # times an odd number: one to one
         return mixed.reshape(count, self.heads, self.content)
@@ -113,7 +109,7 @@ class PairRank:
         logging.getLogger("vllm.kvferry").handlers = [log]
         settings = Settings(plane=plane, side_channel_host=host, key_file=key)
         info = RankInfo(engine_id=f"pair-{side}", tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, model={})
-        group = LayerGroup("full", tuple(self.caches), form.block_tokens, form.heads)
+        group = LayerGroup("full", tuple(self.caches), BLOCK_TOKENS, form.heads)
         self.worker = WorkerHalf(settings, info, [group])
         self.worker.register(self.caches)
 
@@ -124,7 +120,7 @@ class PairRank:
         """P: write the longest prompt into the caches."""
         form = self.form
         for number, cache in enumerate(self.caches.values()):
-            paged = form.pattern(number, salt).reshape(form.blocks, form.block_tokens, form.heads, form.content)
+            paged = form.pattern(number, salt).reshape(form.blocks, BLOCK_TOKENS, form.heads, form.content)
             cache[self.blocks] = paged.transpose(1, 2).to(cache.device)
 
     def clear(self) -> None:
@@ -155,7 +151,7 @@ class PairRank:
         raise PairError(f"no end in time; {'; '.join(self.warnings)}")
 
     def _ids(self, tokens: int) -> bytes:
-        return pack_ids(self.blocks[: -(-tokens // self.form.block_tokens)])
+        return pack_ids(self.blocks[: -(-tokens // BLOCK_TOKENS)])
 
     def differing(self, salt: int, tokens: int) -> int:
         """D: how many bytes of the first ``tokens`` are not as P wrote them."""
@@ -242,14 +238,14 @@ class RankPair:
         self._peer: RankAddress | None = None
         self._serial = self._salt = 0
 
-    def start(self, plane: str, device: torch.device, p_form: CacheForm, d_form: CacheForm, deadline: float) -> None:
+    def start(self, plane: str, device: torch.device, form: CacheForm, deadline: float) -> None:
         """Make caches on both sides and fill those of P, until ``deadline`` (``time.monotonic``). The pair must be new,
         or ``stop`` must come before."""
         while len(self._ranks) < 2:
             self._ranks.append(RankProcess(self._kind))
         with tempfile.TemporaryDirectory() as directory:
             make_key_file(key := Path(directory) / "key")
-            for seed, (rank, side, form) in enumerate(zip(self._ranks, "pd", (p_form, d_form), strict=True)):
+            for seed, (rank, side) in enumerate(zip(self._ranks, "pd", strict=True)):
                 rank.order("start", side, plane, device_of(device, side), self._host, str(key), seed, form)
             for rank in self._ranks:
                 rank.answer(deadline)

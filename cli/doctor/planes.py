@@ -152,7 +152,7 @@ def self_test(
         for plane in planes:
             what, deadline, wrong, moved = str(plane), time.monotonic() + seconds, 0, []
             try:
-                pair.start(plane.name, plane.device, form, form, deadline)
+                pair.start(plane.name, plane.device, form, deadline)
                 for _ in range(rounds + 1):
                     pair.fill(deadline)
                     moved.append(pair.hand_over(form.tokens, deadline))

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from kvferry.cli.plan.handover import Deployment, Pair, PlannedRead, plan_handover
 from kvferry.cli.plan.model import ModelShape, model_shape
-from kvferry.cli.plan.time_model import Calibration, PromptPlan, decoded_calibration, default_calibration, prompt_plan
-from kvferry.cli.terminal import check_writable, read_file, read_model_config, table, write_json
+from kvferry.cli.plan.time_model import Calibration, PromptPlan, default_calibration, prompt_plan
+from kvferry.cli.terminal import check_writable, read_model_config, table, write_json
 from kvferry.transport.errors import ConfigError, PlaneUnavailableError, check_positive
 from kvferry.transport.registry import GPU, HOST, best_slot_bytes, best_staging_bytes, plane_spec
 
@@ -43,19 +43,19 @@ class PlanResult(msgspec.Struct, frozen=True):
 def plan(
     *, model: Path, prefill_tokens_per_second: float, p_tp: int, d_tp: int, p_pp: int, d_pp: int,
     p_block_size: int, d_block_size: int, p_layout: Layout, d_layout: Layout, kv_dtype: str,
-    plane: str | None, link: str | None, calibration: Path | None, prompt: list[int] | None, json_file: Path | None,
+    plane: str | None, link: str | None, prompt: list[int] | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Plan, print, and write the file that is asked for. Raises KVFerryError."""
     check_writable(json_file)
     plane = plane or ("cuda_ipc/gpu" if link is None else "tcp/gpu")  # what a default installation takes
-    costs_by_plane = decoded_calibration(read_file(calibration), calibration) if calibration else default_calibration()
+    costs_by_plane = default_calibration()
     costs, costs_of = costs_by_plane.costs(plane), costs_by_plane.measured_as(plane)
     shape = model_shape(read_model_config(model), kv_dtype)
     p, d = Deployment(p_tp, p_pp, p_block_size, p_layout), Deployment(d_tp, d_pp, d_block_size, d_layout)
     pair = Pair(shape, p, d, _slot_bytes(plane))
     rate = inf if link is None else bytes_per_second(link)
     if costs_of != plane and link is None:
-        raise ConfigError(f"--plane {plane} has not been measured: give --link, or --calibration with its costs")
+        raise ConfigError(f"--plane {plane} has not been measured: give --link")
     check_positive("--prefill-tokens-per-second", prefill_tokens_per_second)
     prompts = sorted(set(prompt or PROMPTS))
     plans = [prompt_plan(pair, tokens, costs, rate, prefill_tokens_per_second) for tokens in prompts]

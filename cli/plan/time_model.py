@@ -73,19 +73,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.planes[taken]
 
 
-def decoded_calibration(text: bytes, name: object) -> Calibration:
-    """A calibration from its JSON. ``name``: of the file, for errors. Raises ConfigError: it is no JSON, or of another
-    form."""
-    try:
-        return msgspec.json.decode(text, type=Calibration)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: no calibration: {error}") from None
-
-
 def default_calibration() -> Calibration:
     """The calibration that ``benchmarks/plan/plan_fit.py`` made from measurements of this project."""
-    file = files(__package__) / "calibration.json"
-    return decoded_calibration(file.read_bytes(), file)
+    return msgspec.json.decode((files(__package__) / "calibration.json").read_bytes(), type=Calibration)
 
 
 def seconds_of(reads: Sequence[PlannedRead], costs: PlaneCosts, link: float = inf) -> float:

@@ -20,7 +20,7 @@ class OddRank(PairRank):
     def fill(self, salt: int) -> None:
         super().fill(salt)
         if self.plane == "shm":
-            list(self.caches.values())[-1].view(torch.uint8).view(-1)[12345] ^= 1
+            list(self.caches.values())[-1].transpose(1, 2).view(torch.uint8).view(-1)[12345] ^= 1
 
     def grant(self, prompt: LeasedPrompt) -> None:
         if self.plane == "tcp":

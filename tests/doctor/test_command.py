@@ -46,7 +46,7 @@ def test_version_and_help_of_80_columns(invoke, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert invoke("--version").output == f"kvferry {metadata.version('kvferry')}\n"
     for name, options in (
-        ("plan", ("--prefill-tokens-per-second", "--calibration")),
+        ("plan", ("--prefill-tokens-per-second", "--link")),
         ("router", ("--abandoned-prefill-timeout", "--otlp-traces-endpoint")),
     ):
         shown = invoke(name, "--help").output

@@ -16,7 +16,6 @@ from typer.testing import CliRunner, Result
 
 from kvferry.cli.main import app
 from kvferry.cli.plan.command import PlanResult, bytes_per_second
-from kvferry.cli.plan.time_model import Calibration, PlaneCosts
 from kvferry.transport.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,13 +86,6 @@ def test_a_plane_that_was_not_measured_is_a_guess_and_says_so(model: Path, plane
     assert (result.plane, result.costs_of) == (plane, measured)
     (prompt,) = result.prompts
     assert prompt.messages > 0 and prompt.seconds > prompt.nbytes / 3.125e9
-    costs = result.calibration.planes[measured]
-    (model / "costs.json").write_bytes(
-        msgspec.json.encode(Calibration(result.calibration.form, {"by": "a test"}, {plane: costs}))
-    )
-    done = plan(model, "--plane", plane, "--calibration", str(model / "costs.json"), "--json", str(out))
-    assert done.exit_code == 0 and "a guess" not in done.output, "a measurement of the plane itself needs no link"
-    assert msgspec.json.decode(out.read_bytes(), type=PlanResult).costs_of == plane
 
 
 @pytest.mark.parametrize(
@@ -105,13 +97,13 @@ def test_a_plane_that_was_not_measured_is_a_guess_and_says_so(model: Path, plane
         (["--model", "x" * 300], "is no file and no folder"),
         (["--model", ""], "kvferry: --model is empty; name the config.json of a model, or its folder"),
         (["--plane", "tcp"], "(did you mean 'tcp/gpu' or 'tcp/host'?)"),
-        (["--plane", "nixl/gpu"], "--plane nixl/gpu has not been measured: give --link, or --calibration"),
+        (["--plane", "nixl/gpu"], "--plane nixl/gpu has not been measured: give --link"),
         (["--d-pp", "33"], "D: PP 33 is outside 1..32"),
         (["--p-tp", "0"], "Invalid value for '--p-tp': "),
         (["--d-block-size", "0"], "Invalid value for '--d-block-size': "),
         (["--link", "fast"], "--link 'fast' is no rate"),
         (["--prefill-tokens-per-second", "-1"], "--prefill-tokens-per-second is -1"),
-        (["--calibration", "config.json"], "config.json: no calibration"),
+        (["--calibration", "config.json"], "plan --calibration is gone: write the costs into"),
         (["--json", "no/such/folder.json"], "no/such/folder.json cannot be written"),
     ],
 )
@@ -139,10 +131,6 @@ def test_rates() -> None:
     for text in ("", "0GB/s", "-1GB/s", "12.5", "12.5b", "50GB", "12.5GiB/s", "nanGB/s", "1" * 400 + "GB/s", "10P"):
         with pytest.raises(ConfigError, match="is no rate"):
             bytes_per_second(text)
-
-
-def test_the_page_names_every_key_of_a_calibration() -> None:
-    assert set(PlaneCosts.__struct_fields__) == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
 
 
 def test_it_needs_no_pytorch(model: Path) -> None:

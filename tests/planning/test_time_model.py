@@ -10,7 +10,6 @@ from benchmarks.plan import plan_fit
 from kvferry.cli.plan.handover import PlannedRead
 from kvferry.cli.plan.time_model import (
     PlaneCosts,
-    decoded_calibration,
     default_calibration,
     seconds_of,
 )
@@ -38,14 +37,7 @@ def test_rates_between_known_pieces() -> None:
         assert isclose(COSTS.rate(piece), rate)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"{}", b"\xff", b'{"form": "other", "measured": {}, "planes": {}}',
-     b'{"form": "kvferry-calibration-2", "measured": {}, "planes": {"tcp/host": {"fixed_seconds": -1}}}'],
-)  # fmt: skip
-def test_what_is_no_calibration(text: bytes) -> None:
-    with pytest.raises(ConfigError, match=r"costs\.json: no calibration"):
-        decoded_calibration(text, "costs.json")
+def test_a_plane_that_is_misspelt() -> None:
     with pytest.raises(ConfigError, match=r"plane 'tpc/host' is not in the calibration.*did you mean 'tcp/host'"):
         default_calibration().costs("tpc/host")
 
