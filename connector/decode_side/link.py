@@ -3,8 +3,7 @@
 Its life ::
 
     CONNECTED ─▶ GREETING ─▶ ATTACHING ─▶ MAPPING ─▶ ATTACHED          (each ─▶ FAILED; MAPPING only where D pulls)
-                    │          ▲ ▲ └─────────┴── the next plane where P or the memory refuses one
-                    └─▶ GREETED ─┘   where D only releases a lease: that needs a session at P, but no data plane
+                               ▲ └─────────┴── the next plane where P or the memory refuses one
 
 Messages that need no handshake go over it in every phase but FAILED, which is the last one. A phase between CONNECTED
 and ATTACHED has a deadline. A message of the handshake that comes in another phase than its own fails the link.
@@ -66,7 +65,6 @@ class Reason(msgspec.Struct, frozen=True):
 class LinkPhase(enum.Enum):
     CONNECTED = "connected"  # control messages only; no handshake was needed yet
     GREETING = "waiting for the answer to the handshake"
-    GREETED = "known to P"  # control messages only
     ATTACHING = "waiting for the data plane"
     MAPPING = "waiting for P's memory to be mapped"
     ATTACHED = "attached"
@@ -80,7 +78,7 @@ Life = tuple[Place, bytes]
 """A place, and the incarnation of the rank that has answered there."""
 
 
-_CONNECTED, _GREETING, _GREETED, _ATTACHING, _MAPPING, _ATTACHED, _FAILED = LinkPhase
+_CONNECTED, _GREETING, _ATTACHING, _MAPPING, _ATTACHED, _FAILED = LinkPhase
 # Python 3.11 finds a member of an enumeration in Python code, which is slow for a look at each link.
 
 
@@ -117,7 +115,6 @@ class Link:
         self.detached = False  # P or D itself has ended the session: the next load may begin a new one at once
         self.misfit = False  # the handshake alone has failed: P and D do not fit, and P answers questions all the same
         self.deadline = math.inf  # of the handshake
-        self.plane_wanted = False  # a read needs a data plane
         self.failed_at = 0.0
         self.used = True  # a message was sent since the owner last looked
         self.used_at = 0.0
@@ -201,22 +198,10 @@ class Link:
     def start_handshake(self, now: float) -> None:
         """Start the handshake, unless it was started before."""
         self._now = now
-        self.plane_wanted = True
-        if self.phase is _CONNECTED:
-            self._greet()
-        elif self.phase is _GREETED:
-            self.deadline = now + self._timeout
-            self._choose_plane()
-
-    def start_greeting(self, now: float) -> None:
-        """Make this D known to P, unless it is. P keeps a release that precedes its lease only from a known D."""
-        self._now = now
-        if self.phase is _CONNECTED:
-            self._greet()
-
-    def _greet(self) -> None:
+        if self.phase is not _CONNECTED:
+            return
         self._enter(_GREETING)
-        self.deadline = self._now + self._timeout
+        self.deadline = now + self._timeout
         ours = self._rank_context
         hello = messages.Hello(
             engine_id=ours.engine_id, incarnation=ours.incarnation, geometry=ours.caches.geometry,
@@ -353,11 +338,7 @@ class Link:
                 if self.phase is not _GREETING:
                     raise ProtocolError(f"Welcome came while {self.phase.value}")
                 self._check_welcome(reply)
-                if self.plane_wanted:
-                    self._choose_plane()
-                else:
-                    self._enter(_GREETED)
-                    self.deadline = math.inf
+                self._choose_plane()
             case messages.AttachRefused(detached=True):
                 self.lose_session(shortened(reply.reason))
             case messages.AttachRefused():

@@ -36,6 +36,7 @@ from kvferry.connector.pages.deadlines import Deadlines
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.wire import messages
 from kvferry.connector.wire.metrics import FailureKind, LocalReason
+from kvferry.connector.wire.params import lease_of_answer
 from kvferry.connector.wire.step_plan import LeftAnswer, LookupResult, PromptLookup, RankAddress
 from kvferry.transport.errors import KVFerryError, shortened
 
@@ -259,7 +260,7 @@ class Lookups:
     def _begin_links(self, lookup: Lookup, answer: messages.Resolved, now: float) -> bool:
         """Begin the handshakes, so that they are out of the way when the load begins. False: the lookup has failed."""
         try:
-            peer = self._rank_context.lease_of(answer.params).peer
+            peer = lease_of_answer(answer.params).peer
             addresses = self._links.source_addresses(peer)
             lookup.links = dict.fromkeys([self._links.get(address, now) for address in addresses])
         except KVFerryError as error:
@@ -303,7 +304,7 @@ class Lookups:
             return
         assert lookup.answer is not None and wanted.ended is not None
         try:
-            lease = self._rank_context.lease_of(lookup.answer.params)
+            lease = lease_of_answer(lookup.answer.params)
             if lease.digest in wanted.ended.digests:
                 self._renewals.release_for_all(lease, now)
         except KVFerryError as error:  # of an answer that D could not use either

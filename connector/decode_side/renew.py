@@ -179,10 +179,7 @@ class LeaseRenewals:
         """Make a message about a lease, and send it to one P rank. A failure is counted, and logged at a limited rate.
         It must not affect other leases, nor the report of the load for which D kept the lease."""
         try:
-            link = self.links.get(address, now)
-            if what == "release":  # P must know this D before
-                link.start_greeting(now)
-            link.send(message())
+            self.links.get(address, now).send(message())
         except Exception as error:
             self._rank_context.stats.dropped(f"{what} not sent")
             text = "kvferry: a lease's %s was not sent to %s:%d: %r"

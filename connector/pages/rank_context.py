@@ -16,10 +16,9 @@ from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.pages.caches import RankCaches
 from kvferry.connector.wire.messages import MAX_REPLY_BYTES
 from kvferry.connector.wire.metrics import HandoverStats, rank_stats
-from kvferry.connector.wire.step_plan import RemoteLease
 from kvferry.transport.control.dialer import Dialer
 from kvferry.transport.control.keys import Keys
-from kvferry.transport.errors import IncompatiblePeerError, ProtocolError
+from kvferry.transport.errors import IncompatiblePeerError
 from kvferry.transport.host import AllowedPeers
 from kvferry.transport.limited_log import RateLimitedLog
 from kvferry.transport.plane import Plane
@@ -29,16 +28,11 @@ P_ENGINES = 64
 """P engines of which D remembers what is the same for all hand-overs from them: ranks, and their addresses."""
 
 
-def _unknown_lease(params: bytes) -> RemoteLease:
-    raise ProtocolError("this rank does not read what the prefill engine tells of a lease")
-
-
 @dataclass
 class RankContext:
     """All data about its own rank that a hand-over needs. ``clock``: seconds, never going back, by which hand-overs are
-    measured; ``time.monotonic`` where copies note their ends (``Copy.ended_at``). ``lease_of``: the lease that
-    ``kv_transfer_params`` name, in MessagePack; may raise ProtocolError. ``tracer``: takes the spans of hand-overs,
-    where there are traces."""
+    measured; ``time.monotonic`` where copies note their ends (``Copy.ended_at``). ``tracer``: takes the
+    spans of hand-overs, where there are traces."""
 
     settings: Settings
     engine_id: str
@@ -52,7 +46,6 @@ class RankContext:
     stats: HandoverStats = field(default_factory=rank_stats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
     clock: Callable[[], float] = time.monotonic
-    lease_of: Callable[[bytes], RemoteLease] = _unknown_lease
     tracer: Tracer | None = None
     dialer: Dialer = field(init=False)
 

@@ -397,7 +397,7 @@ class Producer:
             case messages.Resolve():
                 return self._resolve(identity, request, now)
             case messages.Release():
-                return self._release(identity, request, now)
+                return self._release(request, now)
             case messages.Ask():
                 return self._ask(self._sessions.table[identity], request, now)
 
@@ -503,12 +503,12 @@ class Producer:
         if (read := self._sends.live.get(key)) is not None:
             self._stop(read, now)
 
-    def _release(self, identity: bytes, release: messages.Release, now: float) -> bool:
+    def _release(self, release: messages.Release, now: float) -> bool:
         """Count a release, of any D that knows the token, also one whose geometry P has refused. Returns whether it
-        need not wait: one of an unknown prompt does, if P knows the D rank."""
+        need not wait: one of an unknown prompt does."""
         prompt = self.prompts.table.get(release.token)
         if prompt is None:
-            return self.prompts.is_over(release.token) or identity not in self._sessions.table
+            return self.prompts.is_over(release.token)
         if prompt.released(release.decode_engine, release.decode_rank, rank_set(release.expected)):
             self._end(prompt, "released", now)
         return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -341,10 +340,11 @@ class StepResults:
     ends: dict[str, LoadEnd] = field(default_factory=dict)
 
 
-def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
+def by_region(plan: StepPlan, tables: tuple[int, ...]) -> StepPlan:
     """The plan with block ids and tokens per region of a rank instead of per block table of the engine. ``tables``: the
     block table of each region; a pipeline stage may hold layers of only some tables."""
-    if not (plan.leases or plan.loads or plan.prefill_chunks):
+    parts = plan.leases or plan.loads or plan.prefill_chunks
+    if not parts or tables == tuple(range(len(parts[0].block_ids))):  # as with one kind of layers
         return plan
 
     def ours(of_tables: tuple[_T, ...]) -> tuple[_T, ...]:

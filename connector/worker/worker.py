@@ -28,7 +28,6 @@ from kvferry.connector.step_loads.step_hold import StepHold
 from kvferry.connector.step_loads.step_loads import StepLoad, StepLoads, StepOutcome
 from kvferry.connector.wire.messages import MAX_REQUEST_BYTES
 from kvferry.connector.wire.metrics import Figures, rank_stats
-from kvferry.connector.wire.params import lease_of_answer
 from kvferry.connector.wire.step_plan import (
     LOST,
     LoadEnd,
@@ -89,6 +88,7 @@ class WorkerHalf:
         self._registered: _Registered | None = None
         self._asleep = False
         self._transfer_thread: TransferThread | None = None
+        self._copies: Copies  # of the caches that are registered
         self._address: RankAddress | None = None
         self._decode_engine = bytes(16)
         self._loads = StepLoads()
@@ -135,6 +135,7 @@ class WorkerHalf:
         """Begin a life of this rank: a new incarnation, at a port that may be another one."""
         settings, info = self._settings, self._info
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places, drafts)
+        self._copies = caches.copies
         raise_file_limit()
         keys = load_keys(settings)
         port = settings.side_channel_port and settings.side_channel_port + info.port_offset
@@ -145,7 +146,6 @@ class WorkerHalf:
             rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
             undo.callback(rank_context.dialer.close)
             rank_context.allowed_peers = self._allowed_peers
-            rank_context.lease_of = lease_of_answer
             rank_context.stats, rank_context.tracer = self.stats, self._tracer
             self.stats.new_life()
             rank_context.planes, rank_context.missing_planes = make_planes(settings, caches)
@@ -218,11 +218,6 @@ class WorkerHalf:
     def rank_context(self) -> RankContext | None:
         """What the parts of this rank share; ``None`` before ``register``."""
         return None if self._transfer_thread is None else self._transfer_thread.rank_context
-
-    @property
-    def _copies(self) -> Copies:
-        assert self._transfer_thread is not None, "caches are registered before the first step"
-        return self._transfer_thread.rank_context.caches.copies
 
     def close(self) -> None:
         """Stop serving. Idempotent."""

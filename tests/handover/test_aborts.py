@@ -64,7 +64,7 @@ def give_up(p: Rank, d: Rank, held: Callable[[], bool], gate: Gate | None, *, ok
 
 @pytest.mark.parametrize("known", [False, True])
 def test_before_it_was_scheduled(p: Rank, d: Rank, known: bool) -> None:
-    """A release by a D that never asked may precede the lease: P keeps it, but none of a stranger."""
+    """A release by a D that never asked, nor made a handshake, may precede the lease: P keeps it."""
     token = secrets.token_bytes(16)
     if known:
         grant([p], "req-p", THEIRS, TOKENS, token)

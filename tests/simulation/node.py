@@ -16,9 +16,8 @@ from kvferry.connector.decode_side.fetch import FetchState
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.step_loads.step_loads import Check, StepLoad, StepOutcome
-from kvferry.connector.wire.params import lease_of_answer
 from kvferry.connector.wire.step_plan import LOST, Load, LookupResult, RankAddress, StepPlan
-from kvferry.connector.worker.loop import IDLE_SECONDS, TICK_SECONDS, PostedPlan, TransferThread
+from kvferry.connector.worker.loop import TICK_SECONDS, PostedPlan, TransferThread
 from kvferry.connector.worker.prefill_events import PrefillEvents
 from kvferry.transport.channels import Copy
 from kvferry.transport.control.keys import Keys, new_secret
@@ -111,7 +110,6 @@ class Node:
         context.dialer.close()
         dialer: Any = SimDialer(network, self)
         context.dialer = dialer
-        context.lease_of = lease_of_answer
         context.planes = [PLANES[name](self) for name in planes]
         self.context = context
         self.address = RankAddress(0, tp_rank, *address, incarnation)
@@ -277,9 +275,7 @@ class Node:
             if load.state is not FetchState.DRAINING and min(load.deadline, load.end) < late:
                 yield f"load {load.load.request_id}, {load.state.value}, by {late - load.deadline:.3f} s"
         for link in consumer.links:
-            # Only a release waits for this handshake, and the release is sent already.
-            unhurried = IDLE_SECONDS if not link.plane_wanted else 0.0
-            if link.deadline + unhurried < late:
+            if link.deadline < late:
                 yield f"link to {link.name}, {link.phase.value}"
         for lookup in (*consumer.lookups.open.values(), *consumer.lookups.left):
             if lookup.due < late:

@@ -146,7 +146,7 @@ class Keeper:
         geometry = SimpleNamespace(pp_rank=0, tp_rank=0, tp_size=1)
         context: Any = SimpleNamespace(caches=SimpleNamespace(geometry=geometry), topology=lambda peer: topology)
         self.sent: list[str] = []
-        link = SimpleNamespace(start_greeting=lambda now: None, send=lambda m: self.sent.append(type(m).__name__))
+        link = SimpleNamespace(send=lambda m: self.sent.append(type(m).__name__))
         links: Any = SimpleNamespace(get=lambda address, now: link)
         self._deadlines = Deadlines[LeaseRenewal](lambda renewal: renewal.due)
         self.leases = LeaseRenewals(context, links, self._deadlines)

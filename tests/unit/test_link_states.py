@@ -84,7 +84,7 @@ class Shaking:
 
 
 HAPPENINGS: dict[str, Callable[[Any], object]] = {
-    "shake": lambda it: it.it.start_handshake(it.now), "greet": lambda it: it.it.start_greeting(it.now),
+    "shake": lambda it: it.it.start_handshake(it.now),
     "mapped": lambda it: it.it.channel and it.it.channel.configure_mock(ready=True),
     "broken": lambda it: it.it.channel and it.it.channel.configure_mock(error=PlaneUnavailableError()),
     "lost": lambda it: it.connection.configure_mock(lost=True), "fail": lambda it: it.it.fail("internal", "planted"),
@@ -109,9 +109,9 @@ def test_a_link_ends_in_its_handshake_for_those_who_wait_for_it(monkeypatch: pyt
         (False, ("shake", WELCOME, SHM), PHASE.ATTACHED, ["hello", "shm"]),
         (True, ("shake", WELCOME, SHM, "mapped"), PHASE.ATTACHED, ["hello", "shm"]),
         (True, ("shake", WELCOME, SHM, "broken"), PHASE.ATTACHING, ["hello", "shm", "tcp"]),
-        (False, ("greet", "greet", WELCOME, "greet", 1e9), PHASE.GREETED, ["hello"]),
-        (False, ("greet", WELCOME, 1e9, "shake", 9.0), PHASE.ATTACHING, ["hello", "shm"]),
-        (False, ("greet", WELCOME, "shake", 10.0), PHASE.FAILED, ["hello", "shm"]),
+        (False, (1e9,), PHASE.CONNECTED, []),
+        (False, ("shake", "shake", WELCOME, "shake", 9.0), PHASE.ATTACHING, ["hello", "shm"]),
+        (False, ("shake", WELCOME, "shake", 10.0), PHASE.FAILED, ["hello", "shm"]),
         (False, ("shake", WELCOME, "broken", NO_SHM, SHM, TCP), PHASE.ATTACHED, ["hello", "shm", "tcp"]),
         (False, ("shake", WELCOME, NO_SHM, NO_TCP), PHASE.FAILED, ["hello", "shm", "tcp"]),
         (False, ("shake", WELCOME, SHM, "broken"), PHASE.FAILED, ["hello", "shm"]),
@@ -124,7 +124,7 @@ def test_ways(pulls: bool, events: tuple[Any, ...], phase: LinkPhase, asked: lis
     assert (shaking.it.broken_plane == "shm") == (events[-1] == "broken" and phase is PHASE.FAILED)
 
 
-EVENTS = st.sampled_from(["shake", "greet", WELCOME, SHM, TCP, NO_SHM, NO_TCP, "mapped", "broken", "lost", "fail", 6.0])
+EVENTS = st.sampled_from(["shake", WELCOME, SHM, TCP, NO_SHM, NO_TCP, "mapped", "broken", "lost", "fail", 6.0])
 
 
 @given(st.booleans(), st.sampled_from([0, 2, 3]), st.lists(EVENTS, max_size=12))

@@ -377,7 +377,10 @@ def test_a_layer_has_its_place_in_each_region_of_the_step_under_way() -> None:
 
 
 # --- D's questions ------------------------------------------------------------------------------------------------
-RESOLVED, UNRESOLVED = messages.Resolved(number=0, params=b"p"), messages.Unresolved(number=0, final=False)
+PARAMS = msgspec.msgpack.encode(
+    to_transfer_params(RemotePrompt(bytes(16), 10, "ours", PeerEngine("p", 1, 1, 30.0, (RANK,))))
+)
+RESOLVED, UNRESOLVED = messages.Resolved(number=0, params=PARAMS), messages.Unresolved(number=0, final=False)
 ANSWERS: dict[str, Any] = {
     "granted": replace(RESOLVED, granted=True), "streams": replace(RESOLVED, streams=True), "begun": RESOLVED,
     "not yet": UNRESOLVED, "known": replace(UNRESOLVED, known=True), "final": replace(UNRESOLVED, final=True),
@@ -390,7 +393,7 @@ class Asking:
     def __init__(self) -> None:
         self.now, self.sent, self.reports, self.released = 0.0, list[Any](), list[LookupResult](), list[Any]()
         self.link = self.new_link()
-        context = Mock(lease_of=lambda params: Mock(digest="ours"))
+        context = Mock()
         links: Any = SimpleNamespace(get=lambda *_, redial=False: self.link, source_addresses=lambda peer: [None])
         renewals: Any = SimpleNamespace(rank=0, release_for_all=lambda lease, now: self.released.append(lease))
         results: Any = SimpleNamespace(looked_up=lambda request_id, result: self.reports.append(result))
@@ -516,7 +519,7 @@ class Names:
         context: Any = SimpleNamespace(
             caches=caches, settings=Settings(lease_seconds=30.0), engine_id="p", planes=[], log=None, clock=None
         )
-        listener: Any = SimpleNamespace(send=self._sent)
+        listener: Any = SimpleNamespace(send=self._sent, ended=[])
         self.p, self._answers = Producer(context, listener, lambda request_id: None), list[tuple[bytes, Any]]()
 
     def _sent(self, identity: bytes, frames: list[bytes]) -> bool:

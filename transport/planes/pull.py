@@ -180,7 +180,8 @@ class PullPlane(Plane, Generic[C, M]):
         return decode_payload(content, self.memory, f"{self.name} memory", MAX_FILE_BYTES)
 
     def pollables(self) -> list[tuple[int, int]]:
-        return [(channel.process.fd, select.POLLIN) for channel in self._live()]
+        channels = self._channels
+        return [(each.process.fd, select.POLLIN) for each in channels if each.error is None and each.process.fd >= 0]
 
     def watch(self) -> bool:
         """D: whether the process of any channel has just ended."""
