@@ -282,10 +282,10 @@ def named(form: str, rows: Iterable[Row]) -> dict[str, Row]:
 
 
 PREPARED: dict[str, Callable[[Row], Row]] = {
-    "end-to-end": lambda _: (
-        named("{name}, {tokens}, {way}", load("gpu_streaming")["rows"])
-        | named("scattered {tokens} {connector}", load("gpu_busy_scattered")["rows"])
-    ),
+    "end-to-end": lambda _: {
+        **named("{name}, {tokens}, {way}", load("gpu_streaming")["rows"]),
+        **named("scattered {tokens} {connector}", load("gpu_busy_scattered")["rows"]),
+    },
     "first-token": lambda run: named("{sequences}, {tokens}", by(["sequences", "tokens"], "connector", run["rows"])),
     "idle-cost": lambda result: {"rows": [row for row in quiet_step(result)["rows"] if row["figure"] == "gap"]},
     "gpu-bandwidth": gpu_bandwidth, "cpu-bandwidth": cpu_bandwidth, "gpu-quiet-step": quiet_step,
