@@ -12,10 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from kvferry.router.request_bodies import (
     MAX_COLONS,
@@ -36,7 +34,6 @@ from tests.router.stand_ins import (
     decode_engine,
     prefill_engine,
     routed,
-    served,
 )
 from tests.support.served import eventually
 
@@ -201,15 +198,6 @@ def test_cookies_and_lists_of_headers() -> None:
     assert got["cookie"] == "a=1; b=2" and got["x-list"] == "1, 2"
 
 
-def test_cors_is_the_engines_to_decide() -> None:
-    raw = RawEngine("D", b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK")
-    with routed([], raw) as front:
-        headers = {"origin": "http://x", "access-control-request-method": "POST"}
-        answer = front.request("OPTIONS", "/v1/chat/completions", headers=headers)
-        assert answer.status_code == 200 and answer.text == "OK"
-        assert answer.headers["access-control-allow-origin"] == "*"
-
-
 def test_responses_go_through_both_legs() -> None:
     p, d = prefill_engine(), decode_engine()
     with routed(p, d) as front:
@@ -244,14 +232,6 @@ def test_what_d_says_of_a_response_before_its_engine_has_it_is_no_answer(at_once
     at_once.p.go_on.set()
     assert answer.result().content == b"".join(opening) + b"event: response.completed\ndata: {}\n\n"
     assert len(at_once.d.bodies) == 3
-
-
-def test_a_query_reaches_d() -> None:
-    async def models(request: Request) -> Response:
-        return PlainTextResponse(request.url.query)
-
-    with served(Starlette(routes=[Route("/v1/models", models)])) as d, routed([], d) as front:
-        assert front.get("/v1/models?a=%2F&stream=true").text == "a=%2F&stream=true"
 
 
 # --- streams

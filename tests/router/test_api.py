@@ -73,21 +73,6 @@ def test_openais_client() -> None:
     assert {headers["authorization"] for _, headers, _ in p.seen + d.seen} == {"Bearer key"}
 
 
-@pytest.mark.parametrize(
-    ("status", "error"), [(400, "BadRequestError"), (404, "NotFoundError"), (503, "InternalServerError")]
-)
-def test_openais_client_knows_the_errors(status: int, error: str) -> None:
-    import openai
-
-    async def refuse(request: Request, body: dict[str, Any]) -> Response:
-        return JSONResponse({"error": {"message": "planted", "type": "x", "param": None, "code": status}}, status)
-
-    with routed(prefill_engine(), Engine(refuse)) as front:
-        with openais_client(front) as client, pytest.raises(getattr(openai, error)) as raised:
-            client.completions.create(model="m", prompt="x")
-        assert raised.value.type is not None
-
-
 def test_the_trace_context_and_an_id_go_to_both_legs() -> None:
     trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     p, d = prefill_engine(), decode_engine()

@@ -345,15 +345,6 @@ def test_d_prefills_a_short_prompt_and_the_answer_is_whole(stream: bool) -> None
         assert front.counts("decode_legs") == {"left_to_d": 1, "serial": 1} and len(p.seen) == 1
 
 
-def test_always_hands_over() -> None:
-    p, d = prefill_engine(), decode_engine()
-    with routed(p, d) as front:
-        assert front.router.choice is None
-        for _ in range(2 * ENOUGH):
-            front.ask({"prompt": "x" * 50})
-        assert front.counts("decode_legs") == {"serial": 2 * ENOUGH} and len(p.seen) == 2 * ENOUGH
-
-
 def test_what_the_router_sees_is_enough_to_choose() -> None:
     """After so many prompts of one idle P and D, D prefills."""
     p = Scripted(lambda body: answer_of_p({"do_remote_prefill": True, "remote_engine_id": "p-0"}))

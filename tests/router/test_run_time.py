@@ -10,14 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
 from kvferry.router import membership
 from kvferry.router.engines import EngineState, Role, Seat
-from kvferry.router.health import Checks, HealthChecks
-from kvferry.router.http_client import HttpError
+from kvferry.router.health import Checks
 from kvferry.router.membership import DnsName, EnginesFile, Membership, Named, engines_of
 from kvferry.router.router import Router
 from kvferry.transport.errors import UsageError
@@ -80,21 +78,6 @@ def test_a_p_that_leaves_ends_its_requests_and_gets_no_new_ones(tmp_path: Path) 
             assert d.seen[-1][0]["kv_transfer_params"] == PARAMS
 
 
-def test_engines_change_places_without_a_lost_request(tmp_path: Path) -> None:
-    a, b = decode_engine(), decode_engine()
-    with served(a.app) as a_url, served(b.app) as b_url:
-        file = write(tmp_path / "engines", prefill=[a_url], decode=[b_url])
-        with routed([], [], sources=[EnginesFile(file)], checks=OFTEN) as front:
-            clients = Clients(front)
-            with clients.running():
-                for p, d in ((b_url, a_url), (a_url, b_url)) * 3:
-                    write(file, prefill=[p], decode=[d])
-                    wanted = {d: ("decode", "up"), p: ("prefill", "up")}
-                    eventually(lambda wanted=wanted: states(front) == wanted, "they have changed places")
-                    clients.more(4)
-    assert not clients.lost and len(a.seen) > 10 and len(b.seen) > 10
-
-
 class Restarted:
     """An engine at one address, with a new engine id in each of its lives. While it is away, it refuses connections."""
 
@@ -150,18 +133,30 @@ def test_a_rolling_restart_loses_no_request(tmp_path: Path) -> None:
 # --- by health checks
 
 
-def test_an_engine_that_fails_its_checks_is_left_out_and_comes_back() -> None:
+def test_an_engine_that_fails_its_checks_is_left_out_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     p, d, unhealthy = prefill_engine(), decode_engine(), threading.Event()
     d.health = lambda: 503 if unhealthy.is_set() else 200
-    with routed([p, gone()], d, checks=OFTEN) as front:
-        (p_url, gone_url), (d_url,) = front.p, front.d
-        up = {"status": "ok", "prefill": {p_url: True, gone_url: False}, "decode": {d_url: True}}
-        assert front.get("/health").json() == up, "one is down at the start"
-        unhealthy.set()
-        eventually(lambda: front.get("/health").status_code == 503, "D is down")
-        assert states(front)[d_url] == ("decode", "down") and states(front)[gone_url] == ("prefill", "down")
-        unhealthy.clear()
-        eventually(lambda: front.get("/health").json() == up, "D is up again")
+    checks = Checks(interval=0.1, failures=2, timeout=2.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with routed([p, gone(), silent_url], d, checks=checks) as front:
+            (p_url, gone_url, _), (d_url,) = front.p, front.d
+            up = {"status": "ok", "prefill": {p_url: True, gone_url: False, silent_url: False}, "decode": {d_url: True}}
+            eventually(lambda: front.get("/health").json() == up, "two are down")
+            unhealthy.set()
+            eventually(lambda: front.get("/health").status_code == 503, "D is down")
+            assert states(front)[d_url] == ("decode", "down") and states(front)[gone_url] == ("prefill", "down")
+            unhealthy.clear()
+            eventually(lambda: front.get("/health").json() == up, "D is up again")
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    for level, text in (
+        ("WARNING", f"{gone_url} is down: no connection"),
+        ("WARNING", f"{silent_url} is down: no answer of /health in 2 s"),
+        ("WARNING", f"{d_url} is down: /health answered 503"),
+        ("INFO", f"{d_url} is up: /health answered 200"),
+    ):
+        assert len([one for one, line in said if one == level and text in line]) == 1, text
 
 
 # --- by a file
@@ -326,81 +321,3 @@ def test_a_source_that_fails_does_not_hold_up_the_others(monkeypatch: pytest.Mon
     assert look() == {A: "down"}
     failing.now = {C: Role.DECODE}
     assert look() == {A: "down", C: "down"}
-
-
-# --- health checks
-
-
-class Http:
-    """Answers ``/health`` by URL: a status, an exception, or an event that is never set. There are no metrics."""
-
-    def __init__(self, **answers: Any) -> None:
-        self.answers, self.asked = answers, asyncio.Event()
-        self.under_way: dict[Any, str] = {}
-        self.urls: list[str] = []
-
-    async def send(self, method: str, base: str, path: str, **_: Any) -> Any:
-        if path == "/metrics":
-            raise HttpError("no connection")
-        self.urls.append(base)
-        if len(self.urls) == len(self.answers):
-            self.asked.set()
-        answer = self.answers[base.split("//")[1]]
-        if isinstance(answer, asyncio.Event):
-            await answer.wait()
-        if isinstance(answer, Exception):
-            raise answer
-
-        return SimpleNamespace(status=answer, body=AsyncMock(), close=lambda: None)
-
-
-def checked(router: Router, http: Http, **checks: Any) -> HealthChecks:
-    router.http = http  # type: ignore[assignment]
-    return HealthChecks(router, Checks(**checks))
-
-
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [(503, "/health answered 503"), (HttpError("no connection"), "no connection"), (None, "no answer of /health in")],
-    ids=["an error", "no connection", "silence"],
-)
-def test_what_does_not_pass_a_check(answer: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def go() -> Router:
-        router = make_router([], ["http://a", "http://b"])
-        http = Http(a=asyncio.Event() if answer is None else answer, b=200)
-        await checked(router, http, timeout=0.05).round()
-        return router
-
-    assert states_of(asyncio.run(go())) == {"http://a": "down", "http://b": "up"}
-    (record,) = [record for record in caplog.records if "http://a is down" in record.getMessage()]
-    assert why in record.getMessage() and record.levelname == "WARNING"
-    assert not [line for line in caplog.messages if "http://b" in line]
-
-
-def test_an_engine_that_is_up_again_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-
-    async def go() -> None:
-        router = make_router([], ["http://a"])
-        for answer in (503, 200):
-            await checked(router, Http(a=answer)).round()
-
-    asyncio.run(go())
-    said = [
-        (record.levelname, record.getMessage()) for record in caplog.records if "http://a is" in record.getMessage()
-    ]
-    assert [level for level, _ in said] == ["WARNING", "INFO"] and "http://a is up" in said[1][1]
-
-
-def test_engines_are_checked_at_the_same_time() -> None:
-    """One that is silent does not hold up the others."""
-
-    async def go() -> None:
-        http = Http(a=asyncio.Event(), b=asyncio.Event(), c=200)
-        router = make_router([], ["http://a", "http://b", "http://c"])
-        round_of_checks = asyncio.ensure_future(checked(router, http, timeout=600).round())
-        await asyncio.wait_for(http.asked.wait(), 60)
-        assert sorted(http.urls) == ["http://a", "http://b", "http://c"] and not round_of_checks.done()
-        round_of_checks.cancel()
-
-    asyncio.run(go())

@@ -91,16 +91,6 @@ def test_a_malformed_trace_context_is_replaced(given: str) -> None:
     assert of(request, "kvferry.request_id") == "i" * 256 and d.seen[0][1]["x-request-id"] == "i" * 1000
 
 
-def test_a_trace_that_is_not_sampled_stays_so() -> None:
-    p, d = prefill_engine(), decode_engine()
-    with traced([p], [d]) as (spans, front):
-        front.ask({"prompt": "x"}, traceparent=SAMPLED[:-2] + "00")
-    assert not len(spans)
-    for engine in (p, d):
-        _, trace, _, flags = engine.seen[0][1]["traceparent"].split("-")
-        assert (trace, flags) == (TRACE_ID, "00")
-
-
 # --- what fails
 
 
