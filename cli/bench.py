@@ -19,7 +19,7 @@ from rich.progress import track
 
 from kvferry.cli.doctor.planes import look
 from kvferry.cli.plan.model import ModelShape, model_shape, uniform_shape
-from kvferry.cli.rank_pair import ELEMENT_BYTES, CacheForm, PairError, RankPair, device_of
+from kvferry.cli.rank_pair import ELEMENT_BYTES, CacheForm, RankPair, device_of
 from kvferry.cli.terminal import FailedError, check_writable, complain, read_model_config, table, write_json
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.topology import TpKVTopology
@@ -143,14 +143,14 @@ def measure(
     try:
         pair.start(plane, device, form, time.monotonic() + PLANE_SECONDS)
         for tokens in prompts:
-            nbytes = pair.hand_over(tokens, deadline()).nbytes
+            nbytes = pair.hand_over(tokens, deadline())[0]
             wrong = pair.differing(tokens, deadline())
-            seconds = [pair.hand_over(tokens, deadline()).seconds for _ in range(rounds)]
+            seconds = [pair.hand_over(tokens, deadline())[1] for _ in range(rounds)]
             p50, samples = statistics.median(seconds), [round(each * 1e3, 4) for each in seconds]
             rate = round(nbytes / p50 / 1e9, 3)
             rows.append(BenchRow(plane, tokens, nbytes, round(p50 * 1e3, 4), rate, samples, wrong))
         pair.stop(deadline())
-    except PairError as error:
+    except FailedError as error:
         pair.close()
         raise FailedError(f"{plane}: {error}") from None
     return rows

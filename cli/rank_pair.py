@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -75,26 +75,7 @@ class CacheForm(msgspec.Struct, frozen=True):
         return mixed.reshape(count, self.heads, self.content)
 
 
-class PairError(FailedError):
-    """A hand-over was not possible; the message gives the reason in one line."""
-
-
 # --- the process of a rank ------------------------------------------------------------------------------------------
-
-
-class Moved(NamedTuple):
-    """One hand-over. ``seconds``: from the request to D's report, as the metrics count them."""
-
-    nbytes: int
-    seconds: float
-
-
-class LeasedPrompt(NamedTuple):
-    """What P leases and D loads: the first ``tokens`` of the pattern."""
-
-    request: str
-    token: bytes
-    tokens: int
 
 
 class PairRank:
@@ -127,28 +108,30 @@ class PairRank:
         for cache in self.caches.values():
             cache.zero_()
 
-    def grant(self, prompt: LeasedPrompt) -> None:
-        self.worker.post(StepPlan(leases=(LeaseGrant(*prompt, (self._ids(prompt.tokens),)),)))
+    def grant(self, request: str, token: bytes, tokens: int) -> None:
+        """P: lease the first ``tokens`` of the pattern."""
+        self.worker.post(StepPlan(leases=(LeaseGrant(request, token, tokens, (self._ids(tokens),)),)))
         self.worker.take_results()
 
-    def load(self, prompt: LeasedPrompt, peer: RankAddress, deadline: float) -> Moved:
-        """D: fetch a prompt. Raises PairError."""
+    def load(self, request: str, token: bytes, tokens: int, peer: RankAddress, deadline: float) -> tuple[int, float]:
+        """D: fetch what P has leased. Returns the bytes, and the seconds from the request to D's report, as the metrics
+        count them. Raises FailedError: why it was not possible, in one line."""
         engine = PeerEngine("pair-p", 1, 1, LEASE_SECONDS, (peer,))
-        load = Load(prompt.request, prompt.token, engine, (self._ids(prompt.tokens),), ((0, prompt.tokens),))
-        keep = KeepLease(prompt.request, prompt.token, engine, False)
+        load = Load(request, token, engine, (self._ids(tokens),), ((0, tokens),))
+        keep = KeepLease(request, token, engine, False)
         self.worker.post(StepPlan(decode_engine=bytes(16), keeps=(keep,), loads=(load,)))
         while time.monotonic() < deadline:
             results = self.worker.take_results()
-            if prompt.request in results.failed:
-                raise PairError("; ".join(self.warnings) or "the log has no reason")
-            if prompt.request in results.received:
+            if request in results.failed:
+                raise FailedError("; ".join(self.warnings) or "the log has no reason")
+            if request in results.received:
                 assert self.worker.rank_context is not None
                 figures = self.worker.rank_context.stats.take()
                 assert figures is not None
                 (samples,) = figures["finished"].values()
-                return Moved(samples["nbytes"][0], max(1, samples["microseconds"][0]) / 1e6)
+                return samples["nbytes"][0], max(1, samples["microseconds"][0]) / 1e6
             time.sleep(1e-3)
-        raise PairError(f"no end in time; {'; '.join(self.warnings)}")
+        raise FailedError(f"no end in time; {'; '.join(self.warnings)}")
 
     def _ids(self, tokens: int) -> bytes:
         return pack_ids(self.blocks[: -(-tokens // BLOCK_TOKENS)])
@@ -183,8 +166,8 @@ def _serve(orders: Connection, kind: type[PairRank]) -> None:
                     rank, answer = kind(*arguments), None
                 else:
                     answer = getattr(rank, do)(*arguments)
-            except (KVFerryError, PairError, RuntimeError) as error:  # RuntimeError: of PyTorch, such as a full GPU
-                answer = PairError(str(error).splitlines()[0])
+            except (KVFerryError, FailedError, RuntimeError) as error:  # RuntimeError: of PyTorch, such as a full GPU
+                answer = FailedError(str(error).splitlines()[0])
             orders.send(answer)
 
 
@@ -201,7 +184,7 @@ class RankProcess:
         theirs.close()
 
     def ask(self, do: str, deadline: float, *arguments: Any) -> Any:
-        """The answer to an order, by ``deadline`` (``time.monotonic``). Raises PairError: it is an error, or none came
+        """The answer to an order by ``deadline`` (``time.monotonic``). Raises FailedError: it is an error, or none came
         in time, or the process has ended."""
         self.order(do, *arguments)
         return self.answer(deadline)
@@ -212,13 +195,13 @@ class RankProcess:
 
     def answer(self, deadline: float) -> Any:
         if not self._orders.poll(max(0.0, deadline - time.monotonic())):
-            raise PairError("no answer in time: the process hangs, or the machine is overloaded")
+            raise FailedError("no answer in time: the process hangs, or the machine is overloaded")
         try:
             answer = self._orders.recv()
         except (EOFError, OSError):
             self._process.join(10)
-            raise PairError(f"its process has ended with status {self._process.exitcode}") from None
-        if isinstance(answer, PairError):
+            raise FailedError(f"its process has ended with status {self._process.exitcode}") from None
+        if isinstance(answer, FailedError):
             raise answer
         return answer
 
@@ -230,7 +213,7 @@ class RankProcess:
 
 class RankPair:
     """Two processes that hand prompts over from the first to the second, with a key made for them; ``host``: where they
-    listen. Each method may raise PairError; only ``close`` may follow, and then ``start`` with new processes."""
+    listen. Each method may raise FailedError; only ``close`` may follow, and then ``start`` with new processes."""
 
     def __init__(self, host: str, kind: type[PairRank] = PairRank) -> None:
         self._host, self._kind = host, kind
@@ -260,12 +243,13 @@ class RankPair:
         d.ask("clear", deadline)
         p.answer(deadline)
 
-    def hand_over(self, tokens: int, deadline: float) -> Moved:
+    def hand_over(self, tokens: int, deadline: float) -> tuple[int, float]:
+        """As ``PairRank.load`` of the first ``tokens``."""
         p, d = self._ranks
         self._serial += 1
-        prompt = LeasedPrompt(f"pair {self._serial}", secrets.token_bytes(16), tokens)
-        p.ask("grant", deadline, prompt)
-        moved: Moved = d.ask("load", deadline, prompt, self._peer, deadline - 1.0)
+        prompt = f"pair {self._serial}", secrets.token_bytes(16), tokens
+        p.ask("grant", deadline, *prompt)
+        moved: tuple[int, float] = d.ask("load", deadline, *prompt, self._peer, deadline - 1.0)
         return moved
 
     def differing(self, tokens: int, deadline: float) -> int:

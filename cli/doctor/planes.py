@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.cli.doctor.findings import Finding, Level, Machine, fault, note, ok, warning
-from kvferry.cli.rank_pair import CacheForm, PairError, PairRank, RankPair
+from kvferry.cli.rank_pair import CacheForm, PairRank, RankPair
+from kvferry.cli.terminal import FailedError
 from kvferry.connector.config import AUTO, Settings
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import KVFerryError
@@ -158,14 +159,14 @@ def self_test(
                     moved.append(pair.hand_over(form.tokens, deadline))
                     wrong += pair.differing(form.tokens, deadline)
                 pair.stop(deadline)
-            except PairError as error:
+            except FailedError as error:
                 pair.close()  # the next plane gets new processes
                 yield fault(what, f"the hand-over failed: {error}", _REPORT, expected="every byte within the time")
                 continue
-            nbytes = moved[0].nbytes
+            nbytes = moved[0][0]
             if wrong:
                 value, do = f"{wrong} of {nbytes} bytes arrived wrong", f"do not use this plane; {_REPORT}"
                 yield fault(what, value, do, expected="the bytes that were sent")
             else:
-                rate = statistics.median(nbytes / each.seconds / 1e9 for each in moved[1:])
+                rate = statistics.median(nbytes / seconds / 1e9 for _, seconds in moved[1:])
                 yield ok(what, f"{rate:.2f} GB/s; each of {nbytes >> 20} MiB is right, in {rounds} hand-overs")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,11 @@ from kvferry.connector.geometry.packing import PackedPart, split_packed
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.recurrent_state import Section
 from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.connector.geometry.view import CacheView, TensorLike, view_of
+from kvferry.connector.geometry.view import CacheView, view_of
 from kvferry.transport.errors import GeometryError
+
+if TYPE_CHECKING:
+    import torch
 
 ElementOrder = Callable[[str], NDArray[np.int64] | None]
 """By layer name, the index of each element inside a (block, head), ``[2, N, D]`` as ``packing.split_packed`` takes it;
@@ -41,7 +45,7 @@ class Region:
 
 
 def regions(
-    groups: Sequence[LayerGroup], kv_caches: Mapping[str, TensorLike], info: RankInfo, num_blocks: int | None = None,
+    groups: Sequence[LayerGroup], kv_caches: Mapping[str, torch.Tensor], info: RankInfo, num_blocks: int | None = None,
     places: ElementOrder | None = None, drafts: Mapping[str, str] = NO_DRAFTS,
 ) -> list[Region]:  # fmt: skip
     """The regions of one rank, in the order of ``groups``. ``kv_caches``: by layer name, ``[B, H, N, C]`` or
@@ -76,11 +80,11 @@ def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[
 
 
 def _alike(
-    group: LayerGroup, kv_caches: Mapping[str, TensorLike], drafts: Mapping[str, str]
-) -> list[dict[str, TensorLike]]:
+    group: LayerGroup, kv_caches: Mapping[str, torch.Tensor], drafts: Mapping[str, str]
+) -> list[dict[str, torch.Tensor]]:
     """The caches of a group by layer name, one mapping for each form and model; of layers that share a cache only the
     first, which is never one that drafts beside one of the model itself."""
-    by_form: dict[object, dict[str, TensorLike]] = {}
+    by_form: dict[object, dict[str, torch.Tensor]] = {}
     places: set[tuple[int, object]] = set()
     for name in sorted(group.layers, key=drafts.__contains__):
         tensor = kv_caches.get(name)

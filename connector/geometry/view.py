@@ -11,26 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.transport.errors import GeometryError
 
-
-class TensorLike(Protocol):
-    """The part of ``torch.Tensor`` that a view needs."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> object: ...
-    @property
-    def device(self) -> object: ...
-    def stride(self) -> Sequence[int]: ...
-    def data_ptr(self) -> int: ...
-    def element_size(self) -> int: ...
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +74,7 @@ class CacheView:
         return len(self.layers) * self.num_blocks * self.num_heads * self.block_size * self.content_bytes
 
 
-def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int | None = None) -> CacheView:
+def view_of(tensors: Mapping[str, torch.Tensor], page_tokens: int, num_pages: int | None = None) -> CacheView:
     """The view of layers of one form: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``, C contiguous, other strides free.
     ``page_tokens``: of a manager block; a multiple of N. ``num_pages``: manager blocks, which tell a split manager
     block from a state of several tokens: the shapes are the same. Raises GeometryError: no layer; another form, or one
@@ -162,7 +151,7 @@ _FORM = ("shape", "strides", "dtype", "device")
 """What all tensors of a view share: the shape ``[B, H, N, C]`` and the strides of B, H and N, both in bytes."""
 
 
-def _form(name: str, tensor: TensorLike) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
+def _form(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
     """The form of a tensor, with one head where it has no axis H. Raises GeometryError: see ``view_of``."""
     shape, stride, item = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.element_size())
     if len(shape) == 3:

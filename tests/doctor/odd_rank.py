@@ -7,7 +7,7 @@ import signal
 
 import torch
 
-from kvferry.cli.rank_pair import CacheForm, LeasedPrompt, PairRank
+from kvferry.cli.rank_pair import CacheForm, PairRank
 
 
 class OddRank(PairRank):
@@ -22,7 +22,7 @@ class OddRank(PairRank):
         if self.plane == "shm":
             list(self.caches.values())[-1].transpose(1, 2).view(torch.uint8).view(-1)[12345] ^= 1
 
-    def grant(self, prompt: LeasedPrompt) -> None:
+    def grant(self, request: str, token: bytes, tokens: int) -> None:
         if self.plane == "tcp":
             os.kill(os.getpid(), signal.SIGKILL)
-        super().grant(prompt)
+        super().grant(request, token, tokens)
