@@ -84,7 +84,8 @@ class Reply:
                 piece = await anext(decoded.pieces, b"")
             begun = await self._begin(decoded.answer)
             await begun.write_eof(piece)
-            self._router.gave(asked, decoded, events if decoded.answer.streamed else len(piece) / BYTES_PER_TOKEN)
+            events += piece.count(b"data: ")
+            self._router.gave(asked, decoded, events or len(piece) / BYTES_PER_TOKEN)
             return begun
         except HttpError as error:  # too late for a status: say it in the stream, and end it without [DONE]
             self._router.failed(decoded.engine, error)

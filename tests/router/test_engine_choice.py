@@ -359,19 +359,6 @@ def test_what_the_router_sees_is_enough_to_choose() -> None:
         assert front.counts("decode_legs") == {"serial": ENOUGH, "left_to_d": 1}
 
 
-def test_a_long_prompt_on_a_busy_d_goes_to_p_unless_d_has_it() -> None:
-    p, d = prefill_engine(), decode_engine()
-    with learned(p, d) as front:
-        (engine,) = front.router.engines.of(Role.DECODE)
-        assert front.router.choice is not None
-        ask(front.router.choice, engine, front.router.clock(), 32)
-        text = "".join(f"{number:7} " for number in range(4000))
-        front.ask({"prompt": text})
-        assert front.counts("decode_legs") == {"serial": 1}
-        front.ask({"prompt": text + "x"})
-        assert front.counts("decode_legs") == {"serial": 1, "left_to_d": 1}
-
-
 def test_a_p_that_is_down_and_a_d_that_fails_lose_nothing() -> None:
     d = decode_engine()
     with learned(gone(), d, cool_down=600) as front:

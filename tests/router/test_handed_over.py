@@ -127,13 +127,6 @@ def test_a_page_of_another_connector_is_judged_by_tokens_and_an_empty_one_is_unk
     assert d.known
 
 
-def test_an_engine_that_gets_another_role_begins_anew() -> None:
-    engines = EnginePool([P], [Q])
-    engines.add(Q, Role.DECODE).handed_over.degraded = "none"
-    assert engines.add(Q, Role.DECODE).handed_over.degraded
-    assert not engines.add(Q, Role.PREFILL).handed_over.degraded
-
-
 def test_strange_reasons_are_no_label() -> None:
     d = one(counts(("failed", "NO <b>", 7), ("failed", "key", 1)))
     assert d.status()["reasons"] == {"other": 7, "key": 1}

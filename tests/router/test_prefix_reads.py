@@ -136,11 +136,3 @@ def test_an_engine_that_could_not_say_is_asked_again() -> None:
             front.idle()
         assert asked_of_itself(p) == 2 and front.router.engines.of(Role.PREFILL)[0].source == {"remote_port": 1}
     assert legs(d)[0].get("kv_transfer_params") is None, "P has told where it can be read, and handed nothing over"
-
-
-def test_nothing_changes_without_the_option() -> None:
-    p, d = engine("p", PARAMS), engine("d", {})
-    with routed(p, d) as front:
-        for turns in (1, 2):
-            front.ask({"prompt": history(turns), "model": "m"})
-        assert not asked_of_itself(p) and not asked_of_itself(d)
