@@ -293,7 +293,6 @@ class Lookups:
             del self.open[lookup.wanted.request_id]
         if lookup.link is not None:
             del lookup.link.questions[lookup.number]
-            lookup.link.connection.send(messages.encode(messages.LeaveName(number=lookup.number)))
             lookup.link = None
 
     def _release(self, lookup: Lookup, now: float) -> None:

@@ -326,8 +326,6 @@ class Producer:
             case messages.Release() | messages.Resolve():
                 if not self._serve(identity, request, now):
                     self._hold(identity, request, now)
-            case messages.LeaveName():
-                self.waiting.pop((messages.Resolve, identity, request.number))
             case _ if session is None:
                 if (reply := refusal(request)) is not None:  # it lets D start a new handshake
                     self.send(identity, reply)

@@ -203,12 +203,6 @@ class Unresolved(_Message, frozen=True):
     detail: Text = ""
 
 
-class LeaveName(_Message, frozen=True):
-    """D does not need the answer to a Resolve any more."""
-
-    number: ReadNumber
-
-
 class Grant(_Message, frozen=True):
     """The read may proceed: ``chunks`` messages will come for its tokens. P repeats it without block ids while it
     computes tokens of the read, as a sign of life.
@@ -272,7 +266,7 @@ class Renew(_Message, frozen=True):
     tokens: Annotated[tuple[Token, ...], Meta(max_length=MAX_RENEWED)]
 
 
-Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew | Resolve | LeaveName
+Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew | Resolve
 HandshakeReply = Welcome | Refused | Attached | AttachRefused
 Reply = HandshakeReply | Grant | Deny | Committed | Closing | Resolved | Unresolved
 Message = Request | Reply

@@ -178,7 +178,7 @@ class Honest:
             self.hello, self.ask, messages.Attach(plane="tcp", payload=b"y" * 30), messages.Cancel(read=3),
             messages.Commit(read=3, token=token), messages.Renew(tokens=(token, token)),
             messages.Release(token=token, decode_engine=life, decode_rank=1, expected=ranks),
-            messages.Resolve(number=1, name="tx-1", engine_id="e"), messages.LeaveName(number=1),
+            messages.Resolve(number=1, name="tx-1", engine_id="e"),
             messages.Resolve(number=1, name="", prefix=bytes(range(32))), replace(self.ask, prefix=life * 2),
         ]  # fmt: skip
         self.replies: list[messages.Reply] = [

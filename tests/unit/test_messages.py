@@ -41,7 +41,6 @@ REQUESTS: list[Any] = [
     m.Commit(read=(1 << 32) - 1, token=TOKEN),
     m.Release(token=TOKEN, decode_engine=LIFE, decode_rank=0, expected=(0,)),
     m.Resolve(number=7, name="tx-é", engine_id="P-é-1", until="granted"),
-    m.LeaveName(number=7),
     m.Resolve(number=7, name="", engine_id="P-é-1", prefix=bytes(32)),
     replace(ASK, prefix=bytes(range(16))),
 ]  # fmt: skip
