@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from msgspec.structs import replace
@@ -145,18 +145,21 @@ class StepPlanBuilder:
     def take(self, *, idle: bool, after_prefill: bool) -> StepPlan:
         """The plan of the next step, with everything that was added since the last one."""
         self.step += 1
-        parts: dict[str, Any] = {name: tuple(part) for name, part in vars(self).items() if type(part) is list and part}
         self.urgent = False
-        if not (after_prefill or self.ends_leases or parts):  # as in most steps
+        if not (after_prefill or self.ends_leases or any(map(vars(self).get, _LISTS))):  # as in most steps
             return self._nothing[idle]
+        parts: dict[str, Any] = {name: tuple(vars(self)[name]) for name in _LISTS}
         plan = StepPlan(
             decode_engine=self.decode_engine, idle=idle, step=self.step, after_prefill=after_prefill,
             ends_leases=self.ends_leases, **parts | {"reused": pack_ids(self.reused)},
         )  # fmt: skip
         self.ends_leases = False
-        for name in parts:
+        for name in _LISTS:
             setattr(self, name, [])
         return plan
+
+
+_LISTS = tuple(each.name for each in fields(StepPlanBuilder) if each.default_factory is list)
 
 
 def first_held(table: BlockTable, block_ids: Sequence[int]) -> int:

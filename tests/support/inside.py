@@ -73,10 +73,10 @@ def on_early_release(of: Any, act: Callable[[], None]) -> None:
     producer = producer_of(of)
     release = producer._release
 
-    def seen(identity: bytes, request: messages.Release, now: float) -> Any:
+    def seen(request: messages.Release, now: float) -> Any:
         if request.token not in leases_of(of) and not producer.prompts.is_over(request.token):
             act()
-        return release(identity, request, now)
+        return release(request, now)
 
     producer._release = seen
 
