@@ -142,11 +142,8 @@ def test_scripts_say_what_they_need(script: str) -> None:
     for arguments in ([], ["model"]):
         command = [str(engines.ROOT / "examples" / "two_node" / script), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=800)
-        assert (
-            done.returncode == 2
-            and done.stderr.startswith(f"usage: {command[0]} ")
-            and len(done.stderr.splitlines()) == 1
-        )
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith(f"usage: {command[0]} ")
 
 
 def test_scripts_make_the_command_that_the_readme_shows() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,9 @@ from kvferry.connector.config import ENVIRONMENT, load_settings
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
 KUBERNETES = "1.33"
-VALUES = sorted(path.name for path in FOLDER.glob("values-*.yaml"))
-KUSTOMIZED = {path.parent.name: yaml.safe_load(path.read_text()) for path in FOLDER.rglob("kustomization.yaml")}
+OBSERVABILITY = FOLDER.parent / "observability"
+KUSTOMIZATIONS = {path.parent.name: path for path in FOLDER.parent.rglob("kustomization.yaml")}
+KUSTOMIZED = {name: yaml.safe_load(path.read_text()) for name, path in KUSTOMIZATIONS.items()}
 MANIFESTS = sorted(KUSTOMIZED["kubernetes"]["resources"])
 PATCHES = {role: yaml.safe_load((FOLDER / "llm-d" / f"{role}.yaml").read_text()) for role in ("prefill", "decode")}
 """Over llm-d's Deployments."""
@@ -37,20 +41,34 @@ def of_kind(kind: str) -> list[Resource]:
     return [resource for name in MANIFESTS for resource in resources(name) if resource["kind"] == kind]
 
 
-def pod(resource: Resource) -> Resource:
-    found: Resource = resource["spec"]["template"]["spec"]
-    return found
+def pod(resource: Resource) -> Any:
+    return resource["spec"]["template"]["spec"]
 
 
-def containers(resource: Resource) -> list[Resource]:
-    found: list[Resource] = pod(resource)["containers"]
-    return found
+def containers(resource: Resource) -> Any:
+    return pod(resource)["containers"]
+
+
+def variables(container: Resource) -> dict[str, str]:
+    return {variable["name"]: variable.get("value", "") for variable in container["env"]}
+
+
+def of_group() -> Iterator[Resource]:
+    """The leader and the worker of the engine of several nodes, as Deployments."""
+    (group,) = resources("leaderworkerset.yaml")
+    for name in ("leaderTemplate", "workerTemplate"):
+        template = group["spec"]["leaderWorkerTemplate"][name]
+        spec = {"selector": {"matchLabels": template["metadata"]["labels"]}, "template": template}
+        yield {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": group["metadata"], "spec": spec}
+
+
+LEADER, WORKER = of_group()
 
 
 def other_containers() -> Iterator[Resource]:
-    """The engines of llm-d, and of the values of a chart, which itself adds ``vllm serve MODEL``."""
-    for patch in PATCHES.values():
-        (container,) = containers(patch)
+    """The engines of llm-d, of several nodes, and of the values of a chart, which itself adds ``vllm serve MODEL``."""
+    for part in (*PATCHES.values(), LEADER, WORKER):
+        (container,) = containers(part)
         yield container | {"command": [*container["command"], *container["args"]]}
     for engine in CHART:
         yield engine | {"command": ["vllm", "serve", "MODEL", *engine["vllmConfig"]["extraArgs"]]}
@@ -69,7 +87,8 @@ def gated_pods() -> Iterator[tuple[Resource, Resource]]:
         yield {"initContainers": gates, "volumes": engine["extraVolumes"]}, engine | made
 
 
-DEPLOYED = [container for part in of_kind("Deployment") for container in containers(part)]
+DEPLOYMENTS = {part["spec"]["selector"]["matchLabels"]["role"]: part for part in of_kind("Deployment")}
+DEPLOYED = [container for part in DEPLOYMENTS.values() for container in containers(part)]
 ENGINES = [*(container for container in DEPLOYED if "vllm" in container["command"]), *other_containers()]
 HOOKS = [container["lifecycle"]["preStop"]["exec"]["command"] for container in ENGINES if "lifecycle" in container]
 ROUTERS = [container["command"] for container in DEPLOYED if "router" in container["command"]]
@@ -77,53 +96,53 @@ ROUTERS = [container["command"] for container in DEPLOYED if "router" in contain
 
 def test_all_files_are_looked_at():
     """Also by Kustomize: each file is a resource or a patch, with an image that the Dockerfile's comment names."""
-    there = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")} - set(VALUES)
-    named = {"kustomization.yaml", "llm-d/kustomization.yaml", *MANIFESTS, "llm-d/prefill.yaml", "llm-d/decode.yaml"}
-    assert there == named and VALUES == ["values-production-stack.yaml"]
-    assert (len(ENGINES), len(HOOKS), len(ROUTERS), len(GATED)) == (6, 4, 1, 6)
+    named = {FOLDER / "leaderworkerset.yaml", FOLDER / "values-production-stack.yaml", *KUSTOMIZATIONS.values()}
+    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    for folder, found in KUSTOMIZED.items():
+        fields = found.keys() - {"resources", "images", "patches", "configMapGenerator"}
+        assert {name: found[name] for name in fields} == head, folder
+        names = [*found.get("resources", ()), *(patch["path"] for patch in found.get("patches", ()))]
+        named |= {KUSTOMIZATIONS[folder].parent / name for name in names if name.endswith(".yaml")}
+    assert {*FOLDER.rglob("*.yaml"), OBSERVABILITY / "kustomization.yaml"} == named
+    assert (len(ENGINES), len(HOOKS), len(ROUTERS), len(GATED)) == (8, 5, 1, 6)
     for role, found in zip(PATCHES, KUSTOMIZED["llm-d"]["patches"], strict=True):
         assert found == {"path": f"{role}.yaml", "target": {"kind": "Deployment", "name": f".*{role}"}}
     engine, router = (f"{image['name']}:{image['newTag']}" for image in KUSTOMIZED["kubernetes"]["images"])
-    for container in (*DEPLOYED, *map(containers_of_one, PATCHES.values())):
+    for container in (*DEPLOYED, *(containers(part)[0] for part in (*PATCHES.values(), LEADER, WORKER))):
         assert container["image"] == (router if container["command"] in ROUTERS else engine)
     comments = (FOLDER / "Dockerfile").read_text()
     assert f"Dockerfile -t {engine} ." in comments and f"--target router -t {router} ." in comments
 
 
-def containers_of_one(resource: Resource) -> Resource:
-    (found,) = containers(resource)
-    return found
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", ["kubernetes", "monitoring", "autoscaling"])
+def test_kubectl_builds_the_files_and_a_configmap_that_grafana_finds(folder):
+    command = ["kubectl", "kustomize", str(KUSTOMIZATIONS[folder].parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    built = list(yaml.safe_load_all(done.stdout))
+    boards = [each for each in built if each["kind"] == "ConfigMap"]
+    assert len(built) > 1 and len(boards) == (folder == "monitoring")
+    for board in boards:
+        assert board["metadata"]["labels"] == {"grafana_dashboard": "1"}
+        assert board["data"] == {"kvferry.json": (OBSERVABILITY / "grafana/dashboards/kvferry.json").read_text()}
 
 
-@pytest.mark.parametrize("folder", KUSTOMIZED)
-def test_kustomize_knows_each_field(folder):
-    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    found = KUSTOMIZED[folder]
-    assert head.items() <= found.items() and found.keys() - head.keys() <= {"resources", "images", "patches"}
+ALL = [*(each for name in MANIFESTS for each in resources(name)), *PATCHES.values(), LEADER, WORKER]
 
 
-def test_patches_are_of_deployments():
-    """What a patch leaves to the guide is filled in."""
+@pytest.mark.parametrize("resource", ALL, ids=lambda resource: f"{resource['kind']} {resource['metadata']['name']}")
+def test_the_schemas_of_kubernetes(resource):
+    """What a patch leaves to llm-d's guide is filled in."""
     schemas = pytest.importorskip("kubernetes_validate", reason="its schemas are not installed: pip install .[test]")
-    for role, patch in PATCHES.items():
-        whole = copy.deepcopy(patch)
-        whole["spec"]["selector"] = {"matchLabels": {"role": role}}
-        whole["spec"]["template"]["metadata"] = {"labels": {"role": role}}
+    whole = copy.deepcopy(resource)
+    if whole["kind"] == "Deployment":
+        whole["spec"].setdefault("selector", {"matchLabels": {"role": "x"}})
+        whole["spec"]["template"].setdefault("metadata", {"labels": {"role": "x"}})
+    schemas.validate(whole, KUBERNETES, strict=True)
+    (containers(whole)[0] if whole["kind"] == "Deployment" else whole["spec"])["imagge"] = "x"
+    with pytest.raises(schemas.ValidationError):
         schemas.validate(whole, KUBERNETES, strict=True)
-        containers(whole)[0]["imagge"] = "x"
-        with pytest.raises(schemas.ValidationError):
-            schemas.validate(whole, KUBERNETES, strict=True)
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_the_schemas_of_kubernetes(name):
-    schemas = pytest.importorskip("kubernetes_validate", reason="its schemas are not installed: pip install .[test]")
-    for resource in resources(name):
-        schemas.validate(resource, KUBERNETES, strict=True)
-        spoilt = copy.deepcopy(resource)
-        spoilt["spec"]["replicaz"] = 2
-        with pytest.raises(schemas.ValidationError):
-            schemas.validate(spoilt, KUBERNETES, strict=True)
 
 
 @pytest.mark.vllm
@@ -133,17 +152,17 @@ def test_vllm_knows_each_flag_and_variable_and_kvferry_each_setting(container):
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    environment = {variable["name"]: variable.get("value", "") for variable in container["env"]}
-    program, command, *arguments = (word.replace(f"$({CONFIG})", environment[CONFIG]) for word in container["command"])
+    environment = variables(container)
+    words = (word.replace(f"$({CONFIG})", environment[CONFIG]) for word in container["command"])
+    program, command, *arguments = (re.sub(r"\$\(LWS_(GROUP_SIZE|WORKER_INDEX)\)", "1", word) for word in words)
     assert (program, command) == ("vllm", "serve")
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    transfer = parsed.kv_transfer_config
-    transfer = json.loads(transfer) if isinstance(transfer, str) else transfer
-    config = transfer if isinstance(transfer, dict) else vars(transfer)
+    config = vars(parsed.kv_transfer_config)
     assert config["kv_connector"] == "KVFerryConnector" and config["kv_load_failure_policy"] == "recompute"
     load_settings(config.get("kv_connector_extra_config") or {}, {})
     assert parsed.shutdown_timeout > 0, "vLLM would end leases and requests at once"
-    assert environment.keys() <= {*ENVIRONMENT.values(), *envs.environment_variables, "POD_IP", CONFIG}
+    known = {*ENVIRONMENT.values(), *envs.environment_variables, "POD_IP", CONFIG, "HF_HOME", "HF_TOKEN"}
+    assert environment.keys() <= known
     assert {"KVFERRY_SIDE_CHANNEL_HOST", "KVFERRY_SIDE_CHANNEL_PORT", KEY} <= environment.keys()
 
 
@@ -159,7 +178,7 @@ def test_a_gate_looks_at_what_the_engine_gets(spec, engine):
     tp = [word.partition("=")[2] for word in engine.get("args", ()) if word.startswith("--tensor-parallel-size")]
     gpus = engine["resources"] if not tp else {"limits": {"nvidia.com/gpu": int(tp[0])}}
     assert gate["resources"] == gpus
-    environment = {variable["name"]: variable.get("value", "") for variable in gate["env"]}
+    environment = variables(gate)
     (found,), _ = judge(json.loads(environment[CONFIG]))
     assert found.level is Level.OK and "KVFERRY_SECRET_KEY" not in environment
     (folder,) = [mount for mount in gate["volumeMounts"] if environment[KEY].startswith(mount["mountPath"] + "/")]
@@ -187,16 +206,14 @@ def option(command: list[str], name: str) -> int:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_pod_has_time_to_drain_and_to_end(role):
-    (engine,) = [part for part in of_kind("Deployment") if part["metadata"]["name"] == f"kvferry-{role}"]
-    (container,) = containers(engine)
+    (container,) = containers(DEPLOYMENTS[role])
     hook = container["lifecycle"]["preStop"]["exec"]["command"]
     needed = option(hook, "timeout") + option(container["command"], "shutdown-timeout")
-    assert engine["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > needed
-    assert hook[2] == f"http://127.0.0.1:{option(container['command'], 'port')}"
-    assert PATCHES[role]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > needed
-    (inside,) = containers(PATCHES[role])
-    hook = inside["lifecycle"]["preStop"]["exec"]["command"]
-    assert hook[2] == f"http://127.0.0.1:{option(inside['args'], 'port')}"
+    for part in (DEPLOYMENTS[role], PATCHES[role], LEADER):
+        (container,) = containers(part)
+        hook = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert pod(part)["terminationGracePeriodSeconds"] > needed
+        assert hook[2] == f"http://127.0.0.1:{option(container['command'] + container.get('args', []), 'port')}"
     for other in CHART:
         assert option(other["vllmConfig"]["extraArgs"], "shutdown-timeout") < 30, "its chart leaves a pod 30 seconds"
 
@@ -207,13 +224,22 @@ def test_names_ports_and_labels_fit():
     assert pods.keys() == services.keys() == {"kvferry-prefill", "kvferry-decode", "kvferry-router"}
     for name, service in services.items():
         assert service["selector"].items() <= pods[name]["metadata"]["labels"].items()
+        assert not service["selector"].items() <= WORKER["spec"]["selector"]["matchLabels"].items()
         ports = {port["name"]: port["containerPort"] for port in pods[name]["spec"]["containers"][0]["ports"]}
         (port,) = service["ports"]
         assert ports["http"] == (ports[port["targetPort"]] if "targetPort" in port else port["port"])
     for role in ("prefill", "decode"):
         assert services[f"kvferry-{role}"]["clusterIP"] == "None", "the router needs the address of each engine"
         assert f"--{role}=dns://kvferry-{role}:8000" in ROUTERS[0]
-    for part in (*of_kind("Deployment"), *of_kind("PodDisruptionBudget")):
+    assert len(of_kind("PodDisruptionBudget")) == len(pods)
+    assert containers(WORKER)[0]["args"] == ["--headless"], "only the leader answers requests"
+    monitor = resources("monitoring/pods.yaml")[0]["spec"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["honorLabels"] and monitor["podTargetLabels"] == ["role"]
+    for part in (*of_kind("Deployment"), LEADER):
+        assert monitor["selector"]["matchLabels"].items() <= part["spec"]["selector"]["matchLabels"].items()
+        assert endpoint["port"] in [port["name"] for port in containers(part)[0]["ports"]]
+    for part in (*of_kind("Deployment"), *of_kind("PodDisruptionBudget"), LEADER):
         assert part["spec"]["selector"]["matchLabels"] == pods[part["metadata"]["name"]]["metadata"]["labels"]
 
 
@@ -221,10 +247,45 @@ def test_only_engines_reach_control_and_data_ports():
     policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind("NetworkPolicy")}
     peers, clients = policies["kvferry-engines"]["ingress"]
     selected = policies["kvferry-engines"]["podSelector"]
-    roles = [part["spec"]["template"]["metadata"]["labels"]["role"] for part in of_kind("Deployment")]
+    roles = [part["spec"]["selector"]["matchLabels"]["role"] for part in (*of_kind("Deployment"), WORKER)]
     assert sorted(selected["matchExpressions"][0]["values"]) == sorted(set(roles) - {"router"})
     assert peers["from"] == [{"podSelector": selected}]
     assert [port["port"] for port in clients["ports"]] == [8000]
-    for engine in of_kind("Deployment")[:2]:
-        control = int({e["name"]: e.get("value") for e in containers(engine)[0]["env"]}["KVFERRY_SIDE_CHANNEL_PORT"])
+    for engine in (*of_kind("Deployment")[:2], LEADER, WORKER):
+        control = int(variables(containers(engine)[0])["KVFERRY_SIDE_CHANNEL_PORT"])
         assert peers["ports"][0]["port"] <= control <= peers["ports"][0]["endPort"]
+
+
+LOCKED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.mark.parametrize("part", [*of_kind("Deployment"), LEADER, WORKER], ids=lambda part: part["metadata"]["name"])
+def test_no_pod_runs_as_root_and_each_writes_to_its_volumes_only(part):
+    user, volumes = pod(part)["securityContext"], {each["name"]: each for each in pod(part).get("volumes", ())}
+    assert user["runAsNonRoot"] and user["runAsUser"] and user["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in (*containers(part), *pod(part).get("initContainers", ())):
+        assert container["securityContext"] == LOCKED
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container.get("volumeMounts", ())}
+        if container["command"] not in ROUTERS:
+            assert user["fsGroup"] == user["runAsGroup"], "the key is read by its group"
+            assert all("emptyDir" in mounts[path] for path in ("/dev/shm", "/tmp", "/home/vllm"))
+            assert "secret" in mounts[str(Path(variables(container)[KEY]).parent)]
+            models = mounts[variables(container)["HF_HOME"]]["persistentVolumeClaim"]
+            assert [models["claimName"]] == [claim["metadata"]["name"] for claim in of_kind("PersistentVolumeClaim")]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_engines_are_scaled_by_series_of_their_role_that_vllm_has(role):
+    from vllm.v1.metrics import loggers
+
+    (scaled,) = [each["spec"] for each in resources("autoscaling/engines.yaml") if role in each["metadata"]["name"]]
+    assert scaled["scaleTargetRef"] == {"name": DEPLOYMENTS[role]["metadata"]["name"]}
+    assert scaled["minReplicaCount"] == DEPLOYMENTS[role]["spec"]["replicas"] < scaled["maxReplicaCount"]
+    client = of_kind("NetworkPolicy")[0]["spec"]["ingress"][1]["from"][1]["namespaceSelector"]["matchLabels"]
+    for asked in (trigger["metadata"] for trigger in scaled["triggers"]):
+        assert [asked["serverAddress"]] == [f"http://prometheus-operated.{name}:9090" for name in client.values()]
+        assert float(asked["threshold"]) > 0 and asked["ignoreNullValues"] == "false"
+        series = re.findall(r'(vllm:\w+)\{role="(\w+)"\}', asked["query"])
+        assert len(series) == asked["query"].count("vllm:") > 0 and {each for _, each in series} == {role}
+        assert all(f'"{name}"' in Path(loggers.__file__).read_text() for name, _ in series)

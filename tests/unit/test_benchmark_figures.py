@@ -48,6 +48,8 @@ NO_FAULT = ("cached", "whole_prompt", "other_connector", "ended")
 def test_alerts_ask_for_what_is_counted_and_name_what_to_do():
     (group,) = yaml.safe_load((EXAMPLES / "alerts.yml").read_text())["groups"]
     assert "alerts.yml" in yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())["rule_files"]
+    operators = yaml.safe_load((ROOT / "examples/kubernetes/monitoring/rules.yaml").read_text())
+    assert operators["spec"] == {"groups": [group]}, "its first lines say how to bring it up to date"
     assert get_args(LocalReason)[-4:] == NO_FAULT
     results, of_router = {result for result, _ in PROMPT_ENDS}, Metrics(EnginePool(["http://p:1"], ["http://d:1"]))
     for way in ("serial", "at_once", "decode_only"):
