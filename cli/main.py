@@ -287,7 +287,7 @@ def router(
     abandoned_prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, client gone")] = 10.0,
     health_interval: Annotated[
         float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")
-    ] = 5.0,
+    ] = 3.0,
     max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 503")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
     otlp_traces_endpoint: Annotated[str, typer.Option(help="URL to send spans of requests to (extra: otel)")] = "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import resource
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -40,6 +41,7 @@ STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
 TRACE_CONTEXT = ("traceparent", "tracestate")
 BODY_SECONDS = 60.0  # How long a client may take to send its request
 HEAD_SECONDS = 20.0  # How long a connection may be without a request, or with less than the head of one
+SILENT_SECONDS = 1.0  # The same, where connections take half of the descriptors
 STALL_SECONDS = 120.0  # A client that takes nothing of its answer for so long is gone
 BACKLOG = 128  # Connections that may wait to be accepted
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -217,7 +219,8 @@ class App:
                 raise RefusedError(400, f"no engine is asked for such a body: {why(error)}") from None
             if body is None:
                 return None, bytes(content)
-            self._check_stored(http.path == RESPONSES and given(body, "previous_response_id"))
+            stored = given(body, "previous_response_id") or given(body, "background")
+            self._check_stored(http.path == RESPONSES and stored)
             headers = _headers(http, OF_A_LEG)
             named = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
             headers["x-request-id"] = named or uuid.uuid4().hex
@@ -325,7 +328,9 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-        self._unasked = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._close_unasked)
+        crowded = 2 * len(self._manager.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # type: ignore[union-attr]
+        seconds = SILENT_SECONDS if crowded else HEAD_SECONDS
+        self._unasked = asyncio.get_running_loop().call_later(seconds, self._close_unasked)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._unasked.cancel()  # it holds this connection, and what its requests had read

@@ -26,9 +26,9 @@ LEFT_OUT_SECONDS = 30.0  # An engine that stands still is tried again after so l
 
 @dataclass(frozen=True)
 class Checks:
-    interval: float = 5.0  # Seconds between two checks of an engine
+    interval: float = 3.0  # Seconds between two checks of an engine
     failures: int = 3  # So many in a row, and the engine is down; or so many without a movement, and it stands still
-    timeout: float = 5.0  # Seconds that one check may take
+    timeout: float = 3.0  # Seconds that one check may take
 
 
 class HealthChecks:
@@ -45,8 +45,7 @@ class HealthChecks:
     async def watch(self) -> None:
         """For ever."""
         while True:
-            await asyncio.sleep(self._checks.interval)
-            await self.round(self._checks.failures)
+            await asyncio.gather(asyncio.sleep(self._checks.interval), self.round(self._checks.failures))
 
     async def _check(self, engine: Engine, threshold: int) -> None:
         limit = self._checks.timeout
@@ -93,6 +92,8 @@ class HealthChecks:
                     handed_over.unreadable = True
                     log.warning("%s engine %s: its page of metrics is unusable: %.200r", engine.role, engine.url, error)
             self._judge(engine, legs, moved=moved)
+        else:
+            engine.still = 0
         if bool(handed_over.degraded) != handed_over.logged:
             handed_over.logged = not handed_over.logged
             if handed_over.degraded:
@@ -109,7 +110,7 @@ class HealthChecks:
         engine.still = engine.still + 1 if waits and not moved else 0
         still = engine.still * self._checks.interval
         patience = self._checks.failures * self._checks.interval
-        patience += max((leg.tokens for leg in legs), default=0.0) / TOKENS_PER_SECOND
+        patience += max((leg.tokens for leg in legs), default=0.0) // TOKENS_PER_SECOND
         if not waits or still < patience:
             return
         why = f"it stands still: nothing on its /metrics has changed for {still:.0f} s while a request waits"

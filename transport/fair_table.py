@@ -20,15 +20,16 @@ class _Entry(NamedTuple, Generic[V]):
 class FairTable(Generic[K, V]):
     """Entries by key. Each entry has an owner, the peer that caused it, and a cost.
 
-    Where the costs exceed ``limit``, entries of the owner with the largest sum of costs leave, its oldest entry first.
+    Where the costs exceed ``limit``, entries of the owner with the largest sum of costs leave, its oldest entry first,
+    or with ``largest`` the one of the highest cost, for an owner of few entries that are put again and again.
     So no owner displaces the entries of an owner that holds less than ``limit`` divided by the number of owners.
 
     Args:
         limit: bound on the sum of the costs of all entries.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, *, largest: bool = False) -> None:
+        self.limit, self._largest = limit, largest
         self._entries: dict[K, _Entry[V]] = {}
         self._owned: dict[bytes, dict[K, None]] = {}  # the keys of each owner, the oldest first
         self._sums: dict[bytes, int] = {}
@@ -101,7 +102,8 @@ class FairTable(Generic[K, V]):
         heapq.heapify(heap)
         while self.cost > self.limit - self.limit // 16:
             _, owner = heapq.heappop(heap)
-            value = self.pop(next(iter(self._owned[owner])))
+            keys = self._owned[owner]
+            value = self.pop(max(keys, key=lambda key: self._entries[key].cost) if self._largest else next(iter(keys)))
             if value is not None:
                 left.append(value)
             if owner in self._sums:

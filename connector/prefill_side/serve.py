@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from itertools import chain, count
 from typing import NamedTuple
 
+import msgspec
+
 from kvferry.connector.pages.computed_steps import ComputedStep
 from kvferry.connector.pages.rank_context import RankContext
 from kvferry.connector.prefill_side.prefixes import PrefixIndex
@@ -268,7 +270,8 @@ class Producer:
             ended.update(self._listener.ended)
             self._listener.ended.clear()
         for session in self._sessions.gone(ended):
-            self._end_session(session, now)
+            with self._guarded("EndSession"):
+                self._end_session(session, now)
 
     def _attach(self, session: Session, attach: messages.Attach, now: float) -> None:
         """Accept the data plane that D chose; again at the next tick, where D's connection is not here yet."""
@@ -370,6 +373,8 @@ class Producer:
 
     def _hold(self, identity: bytes, request: EarlyRequest, now: float) -> None:
         """Hold a request until its prompt changes."""
+        if isinstance(request, messages.Ask):
+            request = msgspec.structs.replace(request, prefix=b"")  # it was lent already, or is not to be had
         waiting = Waiting(identity, request, now + self._rank_context.settings.ask_hold_seconds, self.plans_seen)
         if waiting.key not in self.waiting:
             for displaced in self.waiting.put(identity, waiting.key, waiting, waiting.cost):

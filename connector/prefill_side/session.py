@@ -159,9 +159,9 @@ class Sessions:
 
     def end(self, session: Session) -> None:
         """Close the data plane of a session and forget the session. All of its reads must have ended before."""
+        self.table.pop(session.identity, None)
         if session.channel is not None:
             session.channel.close()
-        self.table.pop(session.identity, None)
 
     def close(self) -> None:
         """End all sessions."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.handover.scenario import PATIENT, Pair, RankGroup, another_works, begin, breaks, ended, is_wiped, wipe
+from tests.support.inside import sessions_of
 from tests.support.ranks import Rank, wait
 
 Patch = pytest.MonkeyPatch
@@ -55,6 +56,15 @@ def test_a_count_that_breaks(p: Rank, d: Rank, monkeypatch: Patch, ok: bool) -> 
     begin(p, d)
     assert ended(p, d) is ok and calls
     assert wait(lambda: not d.consumer.reads.by_number and not d.consumer.renewals.kept, [p, d])
+
+
+def test_a_session_whose_end_breaks_keeps_no_other(group: RankGroup, pair: Pair, monkeypatch: Patch) -> None:
+    p, _ = pair
+    peers, before = [group.raw(*pair) for _ in range(2)], len(sessions_of(p))
+    monkeypatch.setattr(list(sessions_of(p).values())[-2].channel, "close", breaks)
+    for peer in peers:
+        peer.connection.close()
+    assert wait(lambda: len(sessions_of(p)) == before - 2, pair)
 
 
 def test_copies_that_cannot_wait_for_the_engine(p: Rank, d: Rank, monkeypatch: Patch) -> None:

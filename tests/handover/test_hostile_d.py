@@ -22,7 +22,7 @@ from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.prefill_side import prompts, send, serve
 from kvferry.connector.wire import messages
-from kvferry.connector.wire.step_plan import KeepLease, StepPlan
+from kvferry.connector.wire.step_plan import KeepLease, Prefill, StepPlan
 from kvferry.connector.worker import loop
 from kvferry.transport.errors import GeometryError, ProtocolError
 from kvferry.transport.host import AllowedPeers
@@ -52,6 +52,7 @@ from tests.handover.scenario import (
 from tests.support.inside import (
     leases_of,
     listener_of,
+    prompts_of,
     sends_of,
     sessions_of,
 )
@@ -94,6 +95,18 @@ def test_releases_that_precede_their_lease_are_bounded(group: RankGroup, pair: P
     assert resident_bytes() - before < MOST_BYTES and turn.most < MOST_TURN_LINES
     p.worker.post(lease_plan(token))
     assert wait(lambda: p.sent == {"req-p"}, [p]), "the honest release counts"
+
+
+def test_an_ask_that_waits_holds_no_digests(group: RankGroup) -> None:
+    """They are 512 KB at most, and its cost has none of them."""
+    p, d = group.pair(plane="shm", **PATIENT)
+    raw, token = group.raw(p, d), secrets.token_bytes(16)
+    prefill = Prefill("r", token, TOKENS, "", ("r",), b"", found=0, step_tokens=0, streams=False)
+    p.worker.post(StepPlan(step=1, prefills=(prefill,)))
+    assert wait(lambda: token in prompts_of(p), [p])
+    raw.send(ask(0, token, prefix=bytes(16 * messages.MAX_DIGESTS)))
+    raw.settled()
+    assert [waiting.request.prefix for waiting in p.producer.waiting.values()] == [b""]
 
 
 def test_consumers_of_one_lease_are_bounded(p: Rank, hostile: RawD) -> None:

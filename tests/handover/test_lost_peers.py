@@ -15,6 +15,7 @@ from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from tests.handover.scenario import (
     OURS,
+    PATIENT,
     PLANES,
     SMALL,
     THEIRS,
@@ -107,7 +108,7 @@ def test_d_is_killed(group: RankGroup, plane: str) -> None:
     assert wait(lambda: not sends_of(p).turns, [p])
     let_time_pass(p, 1000)
     assert wait(lambda: p.sent == {"req-p"}, [p]), "the lease ends without D"
-    another_works(p, group.rank(engine_id="other", **form))
+    another_works(p, group.rank(engine_id="other", **{**form, **PATIENT}))
 
 
 def test_p_says_nothing_of_a_d_that_has_ended_before_it(group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:

@@ -185,6 +185,7 @@ def test_which_of_several_d_has_stored_a_response_is_not_known() -> None:
         front.router.engines.add("http://d:1", Role.DECODE)
         for answer in (
             front.ask({"input": "y", "previous_response_id": "resp_1"}, RESPONSES),
+            front.ask({"input": "y", "background": True}, RESPONSES),
             front.get(f"{RESPONSES}/resp_1"),
             front.request("POST", f"{RESPONSES}/resp_1/cancel"),
         ):

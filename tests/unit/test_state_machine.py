@@ -87,6 +87,12 @@ def test_what_is_larger_than_all_leaves_at_once() -> None:
     assert table.put(b"greedy", 2, "g", 101) == ["g"] and table.get(1) == "m"
 
 
+def test_the_largest_entry_of_the_greedy_leaves_though_it_is_the_newest() -> None:
+    table: FairTable[int, str] = FairTable(100, largest=True)
+    assert not table.put(b"one host", 1, "half of a message", 20)
+    assert [table.put(b"one host", 2, "unread", cost) for cost in (30, 60, 90)] == [[], [], ["unread"]]
+
+
 drawn_calls = st.lists(
     st.tuples(st.sampled_from(["put", "pop", "drop"]), st.integers(0, 5), st.integers(0, 20), st.integers(1, 30))
 )

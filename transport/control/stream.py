@@ -55,7 +55,7 @@ class Shared:
         self.max_message_bytes = max_message_bytes
         self.sockets = Sockets()
         self.excess: list[Stream] = []
-        self._held: FairTable[Stream, Stream] = FairTable(MAX_HELD_BYTES + max_message_bytes)
+        self._held: FairTable[Stream, Stream] = FairTable(MAX_HELD_BYTES + max_message_bytes, largest=True)
 
     def count(self, stream: Stream, size: int) -> None:
         """Take note of the bytes that a connection holds."""
