@@ -29,6 +29,7 @@ class Checks:
     interval: float = 3.0  # Seconds between two checks of an engine
     failures: int = 3  # So many in a row, and the engine is down; or so many without a movement, and it stands still
     timeout: float = 3.0  # Seconds that one check may take
+    still: float = 5.0  # Without a movement for less, no engine stands still, however frequent the checks
 
 
 class HealthChecks:
@@ -109,7 +110,7 @@ class HealthChecks:
         waits = not all(leg.passed for leg in legs) or (bool(legs) and engine.state is EngineState.DOWN)
         engine.still = engine.still + 1 if waits and not moved else 0
         still = engine.still * self._checks.interval
-        patience = self._checks.failures * self._checks.interval
+        patience = max(self._checks.still, self._checks.failures * self._checks.interval)
         patience += max((leg.tokens for leg in legs), default=0.0) // TOKENS_PER_SECOND
         if not waits or still < patience:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ class Waiting:
         return f"process_cpu_seconds {next(self._counts)}\nvllm:kv_cache_usage_perc{{}} {self._last}\n"
 
 
-SOON = Checks(interval=0.05, timeout=600.0)
+SOON = Checks(interval=0.05, timeout=600.0, still=0.0)
 STILL_LOOKS = SOON.failures + 1
 """So many looks at an engine that stands still, and it is given up."""
 
@@ -207,12 +208,13 @@ def test_a_p_that_stands_still_is_given_up_and_one_that_moves_is_not(caplog: Any
     assert len([line for line in caplog.messages if "is left out: it stands still" in line]) == 1
 
 
-def test_a_long_prompt_may_be_one_step() -> None:
-    """Of a second for each 1,000 tokens."""
+@pytest.mark.parametrize(("tokens", "checks"), [(1_000_000, SOON), (1, replace(SOON, still=5.0))])
+def test_a_step_may_take_a_while(tokens: int, checks: Checks) -> None:
+    """A second for each 1,000 tokens, and five, however frequent the checks."""
     waiting = Waiting(move=False)
     p, d = waiting.of(prefill_engine(go_on=waiting.go_on)), decode_engine()
-    with routed(p, d, checks=SOON) as front:
-        client = front.begin({"prompt": "x" * 4_000_000})
+    with routed(p, d, checks=checks) as front:
+        client = front.begin({"prompt": "x" * 4 * tokens})
         assert p.arrived.wait(60)
         waiting.more_looks(3 * STILL_LOOKS)
         waiting.go_on.set()
@@ -224,7 +226,7 @@ def test_a_long_prompt_may_be_one_step() -> None:
 def test_a_d_that_stands_still_is_replaced_before_it_has_sent_a_byte(stopped: bool, stream: bool) -> None:
     """``stopped``: its server, too."""
     p, d, silent, listener = prefill_engine(), decode_engine(), decode_engine(before=600), socket.create_server(("", 0))
-    checks = Checks(interval=0.05, timeout=0.5)
+    checks = Checks(interval=0.05, timeout=0.5, still=0.0)
     with routed(p, Waiting(move=False).of(silent), checks=checks) as front, d.running() as d_url, listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}" if stopped else front.d[0]
         front.decode_engines(url, d_url)
