@@ -41,7 +41,7 @@ STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
 TRACE_CONTEXT = ("traceparent", "tracestate")
 BODY_SECONDS = 60.0  # How long a client may take to send its request
 HEAD_SECONDS = 20.0  # How long a connection may be without a request, or with less than the head of one
-SILENT_SECONDS = 1.0  # The same, where connections take half of the descriptors
+SILENT_SECONDS = 1.0  # The same, where half of the descriptors are taken
 STALL_SECONDS = 120.0  # A client that takes nothing of its answer for so long is gone
 BACKLOG = 128  # Connections that may wait to be accepted
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -328,7 +328,8 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-        crowded = 2 * len(self._manager.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # type: ignore[union-attr]
+        # A new descriptor has the lowest number that is free.
+        crowded = 2 * connected.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         seconds = SILENT_SECONDS if crowded else HEAD_SECONDS
         self._unasked = asyncio.get_running_loop().call_later(seconds, self._close_unasked)
 

@@ -160,6 +160,8 @@ def can_hand_over(body: Body, path: str) -> bool:
     wants."""
     if any(given(body, name) for name in _NOT_HANDED_OVER) or (path == RESPONSES and given(body, "tools")):
         return False
+    if path == MESSAGES and "max_tokens" not in body:  # D refuses it, and says what it has been sent
+        return False
     if given(body, "echo") and (path == CHAT or given(body, "logprobs")):
         return False
     prompt = body.get("prompt")
